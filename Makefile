@@ -1,0 +1,103 @@
+# Every target makes the environment it needs: `make demo` and `make test` are all a fresh machine has to be told.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+PIP := $(BIN)/python -m pip -qq
+READY := $(VENV)/.ready
+INSTALLED := build/installed
+SOURCES := pyproject.toml $(shell find embrace_fx passes runtime -name __pycache__ -prune -o -print)
+
+# An exact version: a machine that keeps a CPU-only file of it takes that one, where a range would fetch the newest
+# release with all of CUDA.
+TORCH := torch==2.13.0
+
+##@ Use
+
+.PHONY: demo
+demo: $(READY) ## train a language model on 2 local ranks, embrace_fx next to DDP (results in build/demo)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_language_model.py --output build/demo
+
+##@ Check
+
+.PHONY: test
+test: $(READY) ## run the tests, but for those marked `long`
+	$(BIN)/python -m pytest
+
+.PHONY: test-all
+test-all: $(READY) ## run every test
+	$(BIN)/python -m pytest -m ''
+
+.PHONY: lint
+lint: $(READY) ## check code and format (ruff)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy reads the installed wheel, as it does at a user's: only there are passes/ and runtime/ parts of embrace_fx. The
+# links keep the source tree's own embrace_fx/ off the search path, and error messages keep the paths one edits.
+.PHONY: types
+types: $(INSTALLED)/.ready ## check types strictly (mypy), package, tests, examples and benchmarks
+	@mkdir -p build/types
+	ln -sfn ../../tests ../../examples ../../benchmarks build/types/
+	cd build/types
+	export PYTHONPATH=$(CURDIR)/$(INSTALLED)
+	mypy() { $(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../mypy "$$@" \
+	    | sed -E 's#^\S*installed/embrace_fx/((passes|runtime)/)#\1#; s#^\S*installed/##'; }
+	failed=0
+	mypy --package embrace_fx || failed=1
+	mypy tests examples benchmarks || failed=1
+	exit $$failed
+
+.PHONY: layers
+layers: $(INSTALLED)/.ready ## check that imports point down only (import-linter)
+	@cd $(INSTALLED)
+	PYTHONPATH=. $(BIN)/lint-imports --config ../../pyproject.toml --no-cache --no-logo
+
+.PHONY: format
+format: $(READY) ## format the code, apply ruff's safe fixes
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+##@ Environment
+
+.PHONY: env
+env: $(READY) ## make .venv, or bring it up to date with pyproject.toml
+
+$(READY): pyproject.toml
+	@for python in $(or $(PYTHON),python3.11 python3.12); do
+	    if "$$python" -c 'import ensurepip, venv' 2>/dev/null; then break; fi
+	    python=
+	done
+	if [ -z "$$python" ]; then
+	    echo "expected Python 3.11 or 3.12 with its venv module, found none: install one or name it, make env PYTHON=..." >&2
+	    exit 1
+	fi
+	echo "making $(VENV) with $$("$$python" --version): $(TORCH), then the project and its tools; takes minutes"
+	"$$python" -m venv $(VENV)
+	$(PIP) install $(TORCH)
+	$(PIP) install --editable '.[test,dev]'
+	touch $@
+
+# setuptools adds to build/lib but never removes: without the first line a deleted module would live on in the wheel.
+$(INSTALLED)/.ready: $(READY) $(SOURCES)
+	@rm -rf build/lib build/wheel $(INSTALLED)
+	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(PIP) install --no-deps --target $(INSTALLED) build/wheel/*.whl
+	touch $@
+
+.PHONY: clean
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.PHONY: help
+help: ## print this list
+	@awk 'BEGIN { FS = ":.*## " } \
+	    /^##@ / { printf "\n%s\n", substr($$0, 5) } \
+	    /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.ONESHELL:

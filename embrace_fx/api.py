@@ -1,0 +1,199 @@
+"""The public surface: `compile` and the model it returns."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+
+from embrace_fx.exactness import RowUpdates
+from embrace_fx.passes.planner import Strategy
+from embrace_fx.plan import Plan
+from embrace_fx.session import Options, Session
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
+
+def compile(
+    model: nn.Module,
+    *,
+    optimizer: Optimizers = None,
+    process_group: dist.ProcessGroup | None = None,
+    strategy: Strategy = "auto",
+    schedule: Literal["none"] = "none",
+    row_updates: RowUpdates = "exact",
+    backend: Literal["eager"] = "eager",
+    dynamic: bool | None = None,
+) -> CompiledModel:
+    """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
+
+    The graph is captured at the first call of the result, with that call's batch; parameters are then those of rank 0.
+
+    Args:
+        model: any `nn.Module`; on the meta device too, if its modules have `reset_parameters`.
+        optimizer: the optimizer, or several, over the model's parameters. None: gradients are left in `.grad`.
+        process_group: the ranks that train together; None: the default group, or a single process where
+            torch.distributed is not initialised.
+        strategy: "auto", one strategy for every table, or {parameter name pattern: strategy}; see `embrace_fx.plan`.
+        schedule: "none": all communication of a step is waited for at the end of its backward.
+        row_updates: "exact": the optimizer's own semantics. "lazy": rows without gradient stand still.
+        backend: "eager": compute runs as ATen calls.
+        dynamic: as `torch.compile`: None: a size is dynamic from the second batch on in which it differs; True: all
+            sizes are, from the first on; False: each new shape is captured for itself.
+
+    Raises:
+        ValueError: an option that does not exist; no trainable parameter; a model, optimizer or option that differs
+            between ranks. On every rank.
+    """
+    options = Options(strategy, schedule, row_updates, backend, dynamic)
+    optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
+    session = Session(model, optimizers, process_group, options)
+    return CompiledModel(session, single=not isinstance(optimizer, Sequence))
+
+
+class CompiledModel(nn.Module):
+    """A model that trains data-parallel: `compile` makes it.
+
+    It shares parameters, buffers and submodules with the model it was made of: their names, `train()`, `parameters()`
+    and attributes are the model's own.
+    """
+
+    _session: Session
+
+    def __init__(self, session: Session, *, single: bool) -> None:
+        super().__init__()
+        model = session.model
+        self.__dict__["_session"] = session
+        self.__dict__["_single"] = single
+        self.__dict__["_lookahead"] = None
+        # The same dicts, not copies: a parameter replaced by its shard is replaced in both.
+        self._parameters = model._parameters
+        self._buffers = model._buffers
+        self._modules = model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.__dict__["training"] = model.training
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_session" not in self.__dict__:
+                raise
+            return getattr(self._session.model, name)
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward on one batch, called exactly as the model would be.
+
+        Collective: every rank calls it, in training and in evaluation alike.
+
+        Raises:
+            CaptureError: the forward cannot be captured.
+            PeerFailure: any rank could not go on (an id outside its table, a capture that failed), on every rank.
+            DeadRank: a rank is gone.
+        """
+        return self._session.call(args, kwargs)
+
+    def lookahead(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The same batches in the same order, read one ahead.
+
+        Raises:
+            RuntimeError: another `lookahead` of this model is still being read.
+        """
+        active = self.__dict__["_lookahead"]
+        if active is not None and active.gi_frame is not None:
+            raise RuntimeError(
+                "expected one lookahead at a time, in lookahead(), found an earlier one that is not exhausted; two would "
+                "disagree on which batch is next. Finish that loop, or `close()` its iterator, before starting another."
+            )
+        iterator = _one_ahead(loader)
+        self.__dict__["_lookahead"] = iterator
+        return iterator
+
+    def train(self, mode: bool = True) -> CompiledModel:
+        self._session.model.train(mode)
+        self.training = mode
+        return self
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside leave each rank's own gradients in `.grad`; the first one outside reduces the sum, as DDP.
+
+        Gradients of sharded tables go to their owners at once and wait there.
+        """
+        before, self._session.synchronised = self._session.synchronised, False
+        try:
+            yield
+        finally:
+            self._session.synchronised = before
+
+    def synchronize(self) -> None:
+        """Applies every pending update and waits for it. Called by itself wherever parameters are to be read."""
+        self._session.synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._session.clear_row_gradients()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips the norm of all gradients, those of sharded tables included, as `torch.nn.utils.clip_grad_norm_`.
+
+        Collective. Returns the total norm before clipping, the same on all ranks.
+        """
+        return self._session.clip_gradients(max_norm, norm_type)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer given to `compile` (a tuple where several were given), now stepping the tables too."""
+        optimizers = self._session.optimizers
+        if self.__dict__["_single"]:
+            return optimizers[0] if optimizers else None
+        return optimizers
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own names; a sharded table is a DTensor, which `torch.distributed.checkpoint` re-shards."""
+        self.synchronize()
+        return self._session.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads whole tensors or DTensors; a sharded table takes its own columns of a whole one."""
+        self.synchronize()
+        return self._session.load_state_dict(state_dict, strict, assign)
+
+    # -- seeing --------------------------------------------------------------------------------------------------------
+
+    @property
+    def graphs(self) -> Mapping[str, fx.GraphModule]:
+        """Pass name -> the graph after it: "captured" first, and "ids", "forward", "backward", which run, last."""
+        return self._session.graphs
+
+    @property
+    def plan(self) -> Plan:
+        """The strategy of every parameter, from the first call on."""
+        return self._session.plan
+
+    def report(self) -> str:
+        """The plan as a table: strategy, reason, bytes per step against DDP."""
+        return self._session.report()
+
+
+def _one_ahead(loader: Iterable[Any]) -> Iterator[Any]:
+    iterator = iter(loader)
+    try:
+        batch = next(iterator)
+    except StopIteration:
+        return
+    for following in iterator:
+        yield batch
+        batch = following
+    yield batch

@@ -1,0 +1,440 @@
+"""Capture: a model and one batch -> a `TrainingGraph` of ATen ops. All use of torch's private capture API lives here.
+
+Routes, tried in this order:
+    1. Dynamo reads the bytecode of the model's forward into a torch-level graph, which AOTAutograd traces with its
+       backward into one ATen graph. Tied parameters stay tied.
+    2. AOTAutograd traces the forward directly, as Python runs it on fake tensors. It takes code Dynamo cannot read
+       (logging, exotic containers); tied parameters are de-duplicated beforehand, or they would be untied silently.
+Where neither can, `CaptureError` names the user's line.
+
+Contract
+    Nothing of the model runs: tensors are fake, so a model on the meta device or larger than memory can be captured.
+    The graph is functional; what the forward mutates (BatchNorm's statistics) comes back as `Mutation` outputs.
+    RNNs stay whole (`KeepRnnWhole`), tables keep their own ops (`embedding`, `_embedding_bag`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch._aot_autograd import descriptors as aot
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._logging import trace_structured
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+from torch.utils import _pytree as pytree
+
+from embrace_fx.graph import (
+    BatchInput,
+    Buffer,
+    Gradient,
+    InputRole,
+    Mutation,
+    OutputRole,
+    Parameter,
+    Result,
+    Tangent,
+    TrainingGraph,
+    inputs_of,
+    outputs_of,
+)
+from embrace_fx.rnn_mode import KeepRnnWhole
+
+_IDENTITIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class CaptureError(RuntimeError):
+    """The model's forward cannot be captured as one graph."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured graph and the batches it is valid for.
+
+    Attributes:
+        graph: forward and backward, or the forward alone where `train` is false.
+        result_spec: how the model's results unflatten.
+        result_constants: results that are not tensors, by their index among the flattened results.
+        route: "dynamo" or "direct".
+        guard: Python expression over the batch's tensors, from torch's shape guards; None: any shapes.
+        guarded: indices, among the flattened arguments, of the tensors that `guard` calls t0, t1, ...
+    """
+
+    graph: TrainingGraph
+    result_spec: pytree.TreeSpec
+    result_constants: Mapping[int, Any]
+    route: str
+    guard: types.CodeType | None
+    guarded: tuple[int, ...]
+
+    def accepts(self, leaves: Sequence[Any]) -> bool:
+        """Whether the graph is valid for a batch with these flattened arguments (types and dtypes checked before)."""
+        if self.guard is None:
+            return True
+        tensors = {f"t{k}": leaves[index] for k, index in enumerate(self.guarded)}
+        return bool(eval(self.guard, SYMPY_INTERP, {"L": tensors}))
+
+
+@dataclass
+class _Traced:
+    joint: fx.GraphModule
+    out_spec: pytree.TreeSpec
+    fake_mode: Any
+    route: str
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    train: bool,
+    dynamic: frozenset[tuple[int, int]] = frozenset(),
+) -> Captured:
+    """Captures the model's forward, and its backward if `train`.
+
+    Args:
+        args, kwargs: one batch, exactly as the model is called with it.
+        dynamic: (index among the flattened arguments, dimension) pairs whose size may vary from batch to batch.
+
+    Raises:
+        CaptureError: neither route can take the model; the message names the user's line and both reasons.
+    """
+    args, kwargs = _private_copies(args, kwargs, dynamic)
+    failures: list[tuple[str, Exception]] = []
+    for route, trace in (("dynamo", _trace_dynamo), ("direct", _trace_direct)):
+        try:
+            with torch.set_grad_enabled(train), _quiet():
+                traced = trace(model, args, kwargs)
+            return _finish(model, traced, args, kwargs)
+        except Exception as error:
+            failures.append((route, error))
+    raise CaptureError(_explain(model, failures)) from failures[0][1]
+
+
+def log_graph(name: str, module: fx.GraphModule) -> None:
+    """Hands a graph's text to torch's structured trace, where `tlparse` shows it."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"embrace_fx_{name}", "encoding": "string"},
+        payload_fn=lambda: module.print_readable(print_output=False, include_stride=False, include_device=False),
+        expect_trace_id=False,
+    )
+
+
+def log_text(name: str, text: str) -> None:
+    """Hands a report to torch's structured trace."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"embrace_fx_{name}", "encoding": "string"},
+        payload_fn=lambda: text,
+        expect_trace_id=False,
+    )
+
+
+def _private_copies(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: frozenset[tuple[int, int]]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Aliases of the batch's tensors: marking dimensions must not leave marks on the user's tensors."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        alias = leaf.detach().requires_grad_(leaf.requires_grad)
+        for dim in range(alias.dim()):
+            if (index, dim) in dynamic:
+                torch._dynamo.maybe_mark_dynamic(alias, dim)
+        leaves[index] = alias
+    return pytree.tree_unflatten(leaves, spec)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with torch._dynamo.config.patch(allow_rnn=True, specialize_int=True, specialize_float=True):
+        yield
+
+
+class _KeepWhole(KeepRnnWhole):
+    """What ATen tracing must not take apart, or turn into what cannot be traced: RNNs, and sparse-gradient lookups."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is torch.nn.functional.embedding:
+            # A sparse gradient is a tensor of another layout, which no ATen graph holds. The planner decides how the
+            # gradient travels; what the user gets in the end follows the optimizer, not this flag.
+            args, named = _without_sparse(args, named, 6)
+        elif func is torch.nn.functional.embedding_bag:
+            args, named = _without_sparse(args, named, 7)
+        return super().__torch_function__(func, types, args, named)
+
+
+def _without_sparse(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if len(args) > position:
+        args = (*args[:position], False, *args[position + 1 :])
+    if "sparse" in kwargs:
+        kwargs["sparse"] = False
+    return args, kwargs
+
+
+def _trace_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
+    gm = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+    context = gm.meta.get("tracing_context") or TracingContext(gm.meta["fake_mode"])
+    return _trace_joint(gm, args, kwargs, context, "dynamo", {})
+
+
+def _trace_direct(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
+    untied = _Untied(model)
+    return _trace_joint(untied, args, kwargs, None, "direct", untied.names)
+
+
+class _Untied(nn.Module):
+    """A model with every parameter and buffer registered once, whatever the number of its names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._call = [model]  # in a list: not a submodule, whose parameters would be registered twice
+        self._own_names: dict[int, str] = {}
+        self.names: dict[str, str] = {}
+        self._aliases: list[tuple[str, str]] = []
+        for fqn, value in model.named_parameters(remove_duplicate=False):
+            self._register(fqn, value, nn.Module.register_parameter)
+        for fqn, value in model.named_buffers(remove_duplicate=False):
+            self._register(fqn, value, nn.Module.register_buffer)
+
+    def _register(self, fqn: str, value: Any, register: Callable[..., None]) -> None:
+        if id(value) not in self._own_names:
+            own = fqn.replace(".", "__")
+            self._own_names[id(value)] = own
+            self.names[own] = fqn
+            register(self, own, value)
+        self._aliases.append((fqn, self._own_names[id(value)]))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        named = {fqn: getattr(self, own) for fqn, own in self._aliases}
+        return torch.func.functional_call(self._call[0], named, args, kwargs, tie_weights=False)
+
+
+def _trace_joint(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: TracingContext | None,
+    route: str,
+    names: Mapping[str, str],
+) -> _Traced:
+    with contextlib.ExitStack() as stack:
+        if context is not None:
+            stack.enter_context(tracing(context))
+        stack.enter_context(_KeepWhole())
+        joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
+        fake_mode = joint._aot_state.fake_mode
+        return _Traced(joint.graph_module, joint.out_spec, fake_mode, route, names)
+
+
+def _finish(model: nn.Module, traced: _Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+    leaves = pytree.tree_leaves((args, kwargs))
+    first_names = _first_names(model)
+    module = _flat_module(traced.joint)
+    placeholders: dict[int, fx.Node] = {}
+    for node in list(module.graph.nodes):
+        if node.op != "placeholder":
+            continue
+        if isinstance(node.meta["desc"], aot.TangentAOTInput) and not isinstance(node.meta["desc"].output, aot.PlainAOTOutput):
+            _drop_zero_tangent(module, node)
+            continue
+        role = _input_role(node.meta["desc"], traced.names, first_names)
+        node.meta["role"] = role
+        if isinstance(role, BatchInput):
+            placeholders[role.index] = node
+    constants = _set_output_roles(module, traced.names, first_names)
+    _drop_identities(module)
+    module.graph.eliminate_dead_code()
+    _drop_unread_state(module)
+    _rename(module)
+    module.recompile()
+    guard, guarded = _guard(traced.fake_mode, placeholders, leaves)
+    return Captured(TrainingGraph(module), traced.out_spec, constants, traced.route, guard, guarded)
+
+
+def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
+    """Removes the gradient of a mutated parameter's new value (`max_norm`): nothing differentiates it, so it is zero."""
+    for user in list(tangent.users):
+        if user.target is torch.ops.aten.add.Tensor and not user.kwargs:
+            other = user.args[1] if user.args[0] is tangent else user.args[0]
+            assert isinstance(other, fx.Node)
+            user.replace_all_uses_with(other)
+            module.graph.erase_node(user)
+    if tangent.users:
+        raise CaptureError(
+            f"expected a parameter mutated by the forward to take part in no other computation, found {tangent.name} read by "
+            f"{', '.join(u.name for u in tangent.users)}. Mutate parameters outside of the forward."
+        )
+    module.graph.erase_node(tangent)
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first of its names (tied ones have several)."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for fqn, value in named:
+            names[fqn] = first.setdefault(id(value), fqn)
+    return names
+
+
+def _flat_module(joint: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with plain placeholders and one tuple of outputs, instead of (primals, tangents)."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in joint.graph.nodes:
+        if node.op == "output":
+            values = pytree.tree_leaves(node.args[0])
+            copied = tuple(env[v] if isinstance(v, fx.Node) else v for v in values)
+            output = graph.output(copied)
+            output.meta = dict(node.meta)
+            output.meta["desc"] = pytree.tree_leaves(node.meta["desc"])
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+            env[node].meta = dict(node.meta)
+    return fx.GraphModule(joint, graph)
+
+
+def _input_role(desc: Any, names: Mapping[str, str], first_names: Mapping[str, str]) -> InputRole:
+    match desc:
+        case aot.ParamAOTInput(target=target):
+            return Parameter(first_names[names.get(target, target)])
+        case aot.BufferAOTInput(target=target):
+            return Buffer(first_names[names.get(target, target)])
+        case aot.PlainAOTInput(idx=index):
+            return BatchInput(index)
+        case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
+            return Tangent(index)
+    raise CaptureError(
+        f"expected parameters, buffers, batch tensors and output gradients as graph inputs, found {desc}. "
+        "Return tensors that are not views of each other or of an argument (`.clone()` them)."
+    )
+
+
+def _set_output_roles(module: fx.GraphModule, names: Mapping[str, str], first_names: Mapping[str, str]) -> dict[int, Any]:
+    output = module.graph.output_node()
+    values: list[fx.Node] = []
+    roles: list[OutputRole] = []
+    constants: dict[int, Any] = {}
+    for value, desc in zip(output.args[0], output.meta.pop("desc"), strict=True):  # type: ignore[arg-type, union-attr]
+        if desc is None:  # the place of a gradient that does not exist: an integer input's
+            continue
+        role: OutputRole
+        match desc:
+            case aot.PlainAOTOutput(idx=index):
+                role = Result(index)
+            case aot.InputMutationAOTOutput(mutated_input=mutated):
+                of = _input_role(mutated, names, first_names)
+                assert isinstance(of, Parameter | Buffer | BatchInput)
+                role = Mutation(of)
+            case aot.GradAOTOutput(grad_of=grad_of):
+                source = _input_role(grad_of, names, first_names)
+                assert isinstance(source, Parameter | Buffer | BatchInput)
+                if value is None or isinstance(source, Buffer):
+                    continue
+                role = Gradient(source)
+            case _:
+                raise CaptureError(
+                    f"expected results, mutations and gradients as graph outputs, found {desc}. "
+                    "Return tensors that are not views of each other or of an argument (`.clone()` them)."
+                )
+        if isinstance(value, fx.Node):
+            values.append(value)
+            roles.append(role)
+        elif isinstance(role, Result):
+            constants[role.index] = value
+    output.args = (tuple(values),)
+    output.meta["roles"] = tuple(roles)
+    return constants
+
+
+def _drop_identities(module: fx.GraphModule) -> None:
+    """Removes nodes that only matter to autograd: the graph has its backward already."""
+    for node in list(module.graph.nodes):
+        if node.target in _IDENTITIES:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+
+
+def _drop_unread_state(module: fx.GraphModule) -> None:
+    """Removes parameters and buffers that nothing reads: unused ones, and the second names of tied ones."""
+    kept = {value for value, _ in outputs_of(module)}
+    for node, role in list(inputs_of(module)):
+        if isinstance(role, Parameter | Buffer) and not node.users and node not in kept:
+            module.graph.erase_node(node)
+
+
+def _rename(module: fx.GraphModule) -> None:
+    """Placeholders are named after what they are, so that a printed graph can be read."""
+    for node in module.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        match node.meta["role"]:
+            case Parameter(name) | Buffer(name):
+                wanted = re.sub(r"\W", "_", name)
+            case BatchInput(index):
+                wanted = f"batch_{index}"
+            case Tangent(index):
+                wanted = f"tangent_{index}"
+        node._rename(wanted)
+        node.target = node.name
+
+
+def _guard(
+    fake_mode: Any, placeholders: Mapping[int, fx.Node], leaves: Sequence[Any]
+) -> tuple[types.CodeType | None, tuple[int, ...]]:
+    """Torch's own shape guards over all tensors of the batch, static sizes included."""
+    if fake_mode is None or fake_mode.shape_env is None:
+        return None, ()
+    indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    fakes = [
+        placeholders[i].meta["val"] if i in placeholders else fake_mode.from_tensor(leaves[i], static_shapes=True)
+        for i in indices
+    ]
+    text = fake_mode.shape_env.produce_guards_expression(fakes, ignore_static=False)
+    return (compile(text, "<shape guards>", "eval"), indices) if text else (None, indices)
+
+
+def _explain(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> str:
+    where = next((line for _, e in failures if (line := _user_line(e))), f"{type(model).__name__}.forward")
+    reasons = "\n".join(f"  {route}: {type(e).__name__}: {_first_lines(e)}" for route, e in failures)
+    return (
+        f"expected a forward that can be captured as one graph, in {type(model).__name__}, at {where}.\nFound:\n{reasons}\n"
+        "Rewrite that line so that it does not depend on tensor values (no `.item()`, no `if tensor:`, no "
+        "data-dependent shapes), or move it out of the model into the training loop."
+    )
+
+
+def _user_line(error: Exception) -> str | None:
+    """The last line of the user's code: Dynamo prints it, the direct route has it in the traceback."""
+    printed = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(error).partition("from user code")[2])
+    frames = printed or [(f.filename, str(f.lineno), f.name) for f in traceback.extract_tb(error.__traceback__)]
+    torch_root = torch.__file__.rpartition("/")[0]
+    here = __file__.rpartition("/")[0]
+    own = [f for f in frames if not f[0].startswith((torch_root, here, "<"))]
+    return "{}:{} in {}".format(*own[-1]) if own else None
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or "no message"

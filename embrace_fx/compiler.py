@@ -1,0 +1,78 @@
+"""From a captured graph and a plan to a program: the pipeline of passes, and what happens between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from embrace_fx.capture import Captured, log_graph
+from embrace_fx.graph import TrainingGraph
+from embrace_fx.passes.narrow import NarrowExchange
+from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.reduce import ReduceGradients
+from embrace_fx.passes.replicas import GlobalFrequency
+from embrace_fx.passes.shard import ShardTables
+from embrace_fx.passes.tables import FindTables
+from embrace_fx.passes.verify import verify
+from embrace_fx.plan import Plan
+
+Pass = Callable[[TrainingGraph], TrainingGraph]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The graph after the last pass, and a snapshot after each."""
+
+    graph: TrainingGraph
+    graphs: dict[str, fx.GraphModule]
+
+
+def analyse(captured: Captured) -> TrainingGraph:
+    """The captured graph with its tables found: what the planner reads."""
+    return FindTables()(captured.graph)
+
+
+def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: bool = True) -> tuple[Pass, ...]:
+    """The pipeline, in order.
+
+    Args:
+        present: tables the graph reads; an evaluation may read fewer than the training does.
+        reduce: false for a backward under `no_sync`, and for a forward alone.
+    """
+    sharded = tuple(name for name in plan.sharded if name in present)
+    renormed = tuple(name for name in plan.renormed if name in present)
+    return (
+        ShardTables(sharded, renormed, rank, plan.world_size),  # tables -> column shards, rows by AlltoAll
+        NarrowExchange(),  # rows travel in the narrow dtype of an autocast region
+        GlobalFrequency(plan.world_size),  # scale_grad_by_freq: counts over all ranks
+        ReduceGradients(plan.buckets if reduce else (), plan.world_size),  # dense gradients -> buckets, AllReduce
+        Partition(),  # one graph -> ids, forward, backward
+    )
+
+
+def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], *, snapshots: bool = True) -> Compiled:
+    """Runs the passes; verifies, and snapshots for reading and for the structured trace, after each.
+
+    Raises:
+        VerificationError: a pass broke an invariant.
+    """
+    graph = analysed
+    graphs = {"captured": analysed.module}
+    for each in passes:
+        before, graph = graph, each(graph)
+        name = type(each).__name__
+        if graph is not before:
+            verify(graph, after=name, captured=analysed, previous=before)
+        graphs[_snake(name)] = graph.module
+    graphs.update(graph.phases)
+    if snapshots:
+        for name, module in graphs.items():
+            log_graph(name, module)
+    return Compiled(graph, graphs)
+
+
+def _snake(name: str) -> str:
+    """`ShardTables` -> `shard_tables`."""
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")

@@ -1,0 +1,221 @@
+"""The training graph: one FX graph of a model's forward and backward, with the meaning of every input and output.
+
+Contract
+    A graph's placeholders and outputs carry a *role*: plain data that says what the value is to the user's model.
+    Passes read and write roles, never names. `TrainingGraph` is a value: a pass copies it (`edit`) and returns the copy.
+
+Where roles live: `node.meta["role"]` on each placeholder; `node.meta["roles"]`, one per value, on the output node.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A trainable or frozen parameter, by its fully qualified name in the user's model (the first name when tied)."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer, by its fully qualified name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class BatchInput:
+    """Tensor number `index` among the flattened arguments of the model's call."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Tangent:
+    """The gradient that reaches the model's output number `index`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A value that an earlier phase hands to a later one (only after the graph has been partitioned)."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The columns of table `table` that this rank owns: V x d."""
+
+    table: str
+
+
+InputRole = Parameter | Buffer | BatchInput | Tangent | Saved | Shard
+
+
+@dataclass(frozen=True)
+class Result:
+    """Tensor number `index` among the flattened results of the model's call."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """The new value of something the forward mutates (BatchNorm's running mean, a batch tensor written in place)."""
+
+    of: Parameter | Buffer | BatchInput
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The dense gradient of a parameter (averaged over ranks once communication is placed) or of a batch tensor."""
+
+    of: Parameter | BatchInput
+
+
+@dataclass(frozen=True)
+class RowGradient:
+    """One part of a table's coalesced row gradient: `ids` (K,) int64, sorted and unique, or `rows` (K, d)."""
+
+    table: str
+    part: str
+
+
+OutputRole = Result | Mutation | Gradient | RowGradient | Saved
+
+Role = InputRole | OutputRole
+
+
+@dataclass(frozen=True)
+class TableUse:
+    """One lookup of a table in the forward.
+
+    Attributes:
+        lookup: name of the lookup node (`embedding`, `_embedding_bag`).
+        backward: names of the nodes that make this lookup's share of the table's gradient.
+        ids: name of the node that yields the ids.
+        padding_idx: the row that gets no gradient, -1 for none.
+        kind: "embedding" or "bag:sum" / "bag:mean" / "bag:max".
+        constant_ids: the ids do not depend on the batch (position and type tables).
+        ids_from_batch: the ids are a pure function of the batch (random draws included), of no parameter.
+        scale_grad_by_freq: gradients are divided by the id's count in the batch.
+        source: the user's line, `file:line in function`, for messages.
+    """
+
+    lookup: str
+    backward: tuple[str, ...]
+    ids: str
+    padding_idx: int
+    kind: str
+    constant_ids: bool
+    ids_from_batch: bool
+    scale_grad_by_freq: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """An embedding weight and everything the graph does with it.
+
+    `use` is "sparse" (only lookups), "dense" (only matmuls and the like: no lookup reads it) or "mixed" (both: a tied
+    softmax). A table's gradient has few rows only when its use is sparse.
+    """
+
+    parameter: str
+    num_rows: int
+    embedding_dim: int
+    dtype: torch.dtype
+    uses: tuple[TableUse, ...]
+    dense_users: tuple[str, ...]
+    max_norm: bool
+
+    @property
+    def use(self) -> str:
+        if not self.dense_users:
+            return "sparse"
+        return "mixed" if self.uses else "dense"
+
+
+@dataclass(frozen=True)
+class TrainingGraph:
+    """A graph module whose placeholders and outputs have roles.
+
+    `module` is the joint forward and backward; after `Partition` it is kept for reading, and `phases` holds what runs:
+    "ids" (batch -> routing), "forward" (-> results, mutations, saved), "backward" (tangents, saved -> gradients).
+    """
+
+    module: fx.GraphModule
+    tables: tuple[Table, ...] = ()
+    phases: dict[str, fx.GraphModule] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    def edit(self) -> TrainingGraph:
+        """A copy whose graph may be rewritten in place; node names and meta are kept, fake values are shared."""
+        return replace(self, module=copy_module(self.module))
+
+    def node(self, name: str) -> fx.Node:
+        for node in self.graph.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(f"expected a node named {name!r} in the graph, found none")
+
+    def inputs(self) -> Iterator[tuple[fx.Node, InputRole]]:
+        return inputs_of(self.module)
+
+    def outputs(self) -> Iterator[tuple[fx.Node | None, OutputRole]]:
+        return outputs_of(self.module)
+
+
+def copy_module(module: fx.GraphModule) -> fx.GraphModule:
+    """Copies graph and node meta; the attributes (constants) of the module and its fake values are shared."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        env[node].name = node.name
+        env[node].meta = copy.copy(node.meta)
+    graph._codegen = copy.copy(module.graph._codegen)
+    return fx.GraphModule(module, graph)
+
+
+def inputs_of(module: fx.GraphModule) -> Iterator[tuple[fx.Node, InputRole]]:
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            yield node, node.meta["role"]
+
+
+def outputs_of(module: fx.GraphModule) -> Iterator[tuple[fx.Node | None, OutputRole]]:
+    output = module.graph.output_node()
+    values = output.args[0]
+    assert isinstance(values, list | tuple)
+    yield from zip(values, output.meta["roles"], strict=True)  # type: ignore[arg-type]
+
+
+def set_outputs(module: fx.GraphModule, outputs: list[tuple[fx.Node | None, OutputRole]]) -> None:
+    """Makes `outputs` the values and roles of the graph's output node."""
+    output = module.graph.output_node()
+    output.args = (tuple(value for value, _ in outputs),)
+    output.meta["roles"] = tuple(role for _, role in outputs)
+
+
+def source_of(node: fx.Node) -> str:
+    """The user's source line of a node as `file:line in function`, or the node's name where the capture kept none."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    if not frames:
+        return f"node {node.name}"
+    file, line, function = (part.strip() for part in frames[-1].split(",")[:3])
+    return f"{file.removeprefix('File ').strip(chr(34))}:{line.removeprefix('line ')} {function}"

@@ -1,0 +1,189 @@
+"""The op vocabulary: every `embrace::` op, its schema, its fake kernel and a worked two-rank example.
+
+Passes insert these ops, `embrace_fx.runtime` implements them; neither imports the other. Standard collectives stay
+`torch.ops._c10d_functional.*`, and every launch, ours included, is awaited by `_c10d_functional.wait_tensor`.
+
+Shape legend
+    N ranks; V rows of the table; D its columns; d the columns this rank owns (torch.chunk layout: the first ranks own
+    ceil(D / N), the last may own fewer or none); U unique rows this rank reads; R = sum of U over ranks; K unique rows
+    of R; T tables that exchange ids.
+
+Groups are named by communication class ("ids", "embedding", "dense", "delayed"): lowering maps a class to a process
+group, so that graphs print the same everywhere and can be tested without processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.library import define, register_fake
+
+LAUNCHES: frozenset[str] = frozenset(
+    {
+        "embrace::all_gather_ids",
+        "embrace::all_to_all_rows",
+        "embrace::all_to_all_gradients",
+        "_c10d_functional::all_reduce",
+        "_c10d_functional::all_reduce_",
+    }
+)
+"""Ops whose result is in flight: only `wait_tensor` yields the value."""
+
+
+def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, int]:
+    """First and last + 1 column that `rank` owns, in torch.chunk layout.
+
+    >>> [own_columns(10, 4, r) for r in range(4)]
+    [(0, 3), (3, 6), (6, 9), (9, 10)]
+    >>> [own_columns(2, 4, r) for r in range(4)]
+    [(0, 1), (1, 2), (2, 2), (2, 2)]
+    """
+    width = -(-embedding_dim // world_size)
+    return min(rank * width, embedding_dim), min((rank + 1) * width, embedding_dim)
+
+
+def _unknown_size() -> torch.SymInt:
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+define("embrace::unique_ids", "(Tensor[] ids, int num_rows, int padding_idx) -> Tensor[]")
+
+
+@register_fake("embrace::unique_ids")
+def _(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
+    """The rows this rank reads, once each, and where each id finds its row.
+
+    Returns [unique (U,) int64, inverse of ids[0], inverse of ids[1], ...]; an inverse has the shape of its ids, int64.
+    With `padding_idx` >= 0 the padding row is always row 0 of `unique`, whether or not the batch holds it, so that
+    the lookups that follow have the static `padding_idx` 0. The other rows are sorted. Ids outside the table are
+    *not* an error here but in `all_gather_ids`, on every rank.
+
+    Example, one rank: ids [[5, 2, 5]], padding_idx -1 -> [2, 5], [1, 0, 1]; padding_idx 5 -> [5, 2], [0, 1, 0].
+    """
+    unique = ids[0].new_empty((_unknown_size(),), dtype=torch.int64)
+    return [unique, *(torch.empty_like(i, dtype=torch.int64) for i in ids)]
+
+
+define("embrace::all_gather_ids", "(Tensor[] unique, int[] num_rows, str group, int group_size) -> Tensor")
+
+
+@register_fake("embrace::all_gather_ids")
+def _(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Tensor:
+    """Launch: every rank learns which rows of which table every rank reads.
+
+    Before the payload leaves, the ranks exchange their sizes and their state, so that an id outside a table (or any
+    failure a rank has to report) raises on *every* rank and no collective is left waiting.
+    The value awaited is opaque int64; `unpack_ids` reads it.
+    """
+    return unique[0].new_empty((_unknown_size(),), dtype=torch.int64)
+
+
+define("embrace::unpack_ids", "(Tensor packed, int tables, int group_size) -> Tensor[]")
+
+
+@register_fake("embrace::unpack_ids")
+def _(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
+    """[ids of table 0 (R,), counts of table 0 (N,) on the host, ids of table 1, counts of table 1, ...], int64.
+
+    `ids` is the concatenation over ranks, in rank order, of the rows each rank reads; `counts[r]` is how many of them
+    are rank r's.
+
+    Example, two ranks, one table: rank 0 reads [2, 5], rank 1 reads [5] -> ids [2, 5, 5], counts [2, 1] on both.
+    """
+    out: list[Tensor] = []
+    for _ in range(tables):
+        out += [packed.new_empty((_unknown_size(),)), packed.new_empty((group_size,), device="cpu")]
+    return out
+
+
+define("embrace::lookup", "(Tensor shard, Tensor ids) -> Tensor")
+
+
+@register_fake("embrace::lookup")
+def _(shard: Tensor, ids: Tensor) -> Tensor:
+    """Rows `ids` (R,) of the own columns (V, d) -> (R, d), already packed by the rank that asked for them."""
+    return shard.new_empty((ids.shape[0], shard.shape[1]))
+
+
+define("embrace::all_to_all_rows", "(Tensor columns, Tensor counts, int embedding_dim, str group, int group_size) -> Tensor")
+
+
+@register_fake("embrace::all_to_all_rows")
+def _(columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int) -> Tensor:
+    """Launch: own columns of everybody's rows (R, d) -> all columns of the own rows, flat (U * D,).
+
+    Rank r gets U_r * d_s elements from each rank s. `join_columns` makes rows of the flat value.
+
+    Example, D = 4, rank 0 reads rows a, b and rank 1 reads row b. Columns are written a0 a1 a2 a3:
+        rank 0 sends a0 a1 b0 b1 to itself, b0 b1 to rank 1;  rank 1 sends a2 a3 b2 b3 to rank 0, b2 b3 to itself
+        rank 0 receives a0 a1 b0 b1 | a2 a3 b2 b3;            rank 1 receives b0 b1 | b2 b3
+    """
+    return columns.new_empty((_unknown_size(),))
+
+
+define("embrace::join_columns", "(Tensor flat, int embedding_dim, int group_size) -> Tensor")
+
+
+@register_fake("embrace::join_columns")
+def _(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
+    """Flat (U * D,), blocks by the rank they came from -> rows (U, D).
+
+    Example: a0 a1 b0 b1 | a2 a3 b2 b3 -> [[a0 a1 a2 a3], [b0 b1 b2 b3]].
+    """
+    return flat.new_empty((flat.shape[0] // embedding_dim, embedding_dim))
+
+
+define("embrace::split_columns", "(Tensor rows, int group_size) -> Tensor")
+
+
+@register_fake("embrace::split_columns")
+def _(rows: Tensor, group_size: int) -> Tensor:
+    """The inverse of `join_columns`: rows (U, D) -> flat (U * D,), blocks by the rank they go to."""
+    return rows.new_empty((rows.shape[0] * rows.shape[1],))
+
+
+define("embrace::all_to_all_gradients", "(Tensor flat, Tensor counts, int embedding_dim, str group, int group_size) -> Tensor")
+
+
+@register_fake("embrace::all_to_all_gradients")
+def _(flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int) -> Tensor:
+    """Launch: the mirror of `all_to_all_rows`: flat (U * D,) by destination -> own columns of everybody's rows, (R * d,) flat.
+
+    Reading it as (R, d) needs no copy: the blocks arrive in rank order, as `ids` of `unpack_ids` are ordered.
+    """
+    return flat.new_empty((_unknown_size(),))
+
+
+define("embrace::coalesce", "(Tensor ids, Tensor flat, int columns, int padding_idx, float scale) -> Tensor[]")
+
+
+@register_fake("embrace::coalesce")
+def _(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -> list[Tensor]:
+    """Sums the rows of equal ids (R,) of `flat` (R * d,), d = `columns`, times `scale`: [ids (K,) sorted, rows (K, d)].
+
+    The padding row is left out: it has no gradient.
+
+    Example, scale 1/2: ids [2, 5, 5], rows [[1], [2], [3]] -> [2, 5], [[0.5], [2.5]].
+    """
+    k = _unknown_size()
+    return [ids.new_empty((k,)), flat.new_empty((k, columns))]
+
+
+define("embrace::pack_bucket", "(Tensor[] gradients, float scale) -> Tensor")
+
+
+@register_fake("embrace::pack_bucket")
+def _(gradients: Sequence[Tensor], scale: float) -> Tensor:
+    """Gradients, each times `scale`, one behind the other in one flat tensor."""
+    return gradients[0].new_empty((sum(g.numel() for g in gradients),))
+
+
+define("embrace::unpack_bucket", "(Tensor(a) flat, Tensor[] like) -> Tensor(a)[]")
+
+
+@register_fake("embrace::unpack_bucket")
+def _(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views into the flat tensor with the shapes of `like` (the parameters)."""
+    return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in like]), like, strict=True)]

@@ -1,0 +1,172 @@
+"""One layer and direction of an RNN, LSTM or GRU as one op, and its backward as another: never unrolled in time.
+
+Contract
+    `embrace::rnn_layer` and `embrace::rnn_layer_backward` are pure: everything the backward needs is an argument. The
+    cells compute what the documentation of `torch.nn.LSTM`, `GRU` and `RNN` defines, gates in torch's order.
+
+Shape legend
+    T steps; B sequences; R rows: T * B, or the sum of `batch_sizes` where sequences are packed; I width of the input;
+    H hidden size; P width of the state h: H, or the projection's size where an LSTM has one; G gates of the cell.
+
+Kernels, chosen at capture and visible in the graph
+    "mkldnn": oneDNN's fused LSTM (CPU). "cudnn": cuDNN (CUDA). "loop": one matrix product for the input of all steps,
+    then a loop over time (any device, cell and dtype).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import define, register_autograd, register_fake
+
+GATES: dict[str, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+"""The cells, and how many gates each has."""
+
+
+class LayerWeights(NamedTuple):
+    """The weights of one layer and direction: (G*H, I), (G*H, P), two biases (G*H,) or None, projection (P, H) or None."""
+
+    ih: Tensor
+    hh: Tensor
+    bias_ih: Tensor | None
+    bias_hh: Tensor | None
+    projection: Tensor | None
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor]) -> LayerWeights:
+        """Reads torch's flat order: ih, hh, then both biases where there are four or five, then the projection."""
+        has_biases = len(weights) >= 4
+        bias_ih, bias_hh = (weights[2], weights[3]) if has_biases else (None, None)
+        projection = weights[-1] if len(weights) in (3, 5) else None
+        return cls(weights[0], weights[1], bias_ih, bias_hh, projection)
+
+
+def compute_dtype(input: Tensor) -> torch.dtype:
+    """The dtype the "loop" kernel computes in: a state carried over many steps is never narrower than float32."""
+    return torch.promote_types(input.dtype, torch.float32)
+
+
+def _unknown_size() -> torch.SymInt:
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+define(
+    "embrace::rnn_layer",
+    "(Tensor input, Tensor h0, Tensor? c0, Tensor[] weights, Tensor? batch_sizes, str cell, bool reverse, str kernel,"
+    " bool save) -> Tensor[]",
+)
+
+
+@register_fake("embrace::rnn_layer")
+def _(
+    input: Tensor,
+    h0: Tensor,
+    c0: Tensor | None,
+    weights: Sequence[Tensor],
+    batch_sizes: Tensor | None,
+    cell: str,
+    reverse: bool,
+    kernel: str,
+    save: bool,
+) -> list[Tensor]:
+    """One layer in one direction: [output, h_n, c_n where the cell is an LSTM, then what the backward needs].
+
+    Args:
+        input: (T, B, I), or (R, I) packed as `torch.nn.utils.rnn.PackedSequence` packs it.
+        h0: (B, P); `c0`: (B, H), LSTM only.
+        weights: as `LayerWeights.of` reads them.
+        batch_sizes: (T,) int64 on the host where the input is packed, else None.
+        cell: a key of `GATES`.
+        reverse: from the last step to the first; the output stays in the input's order.
+        kernel: "mkldnn", "cudnn" or "loop".
+        save: whether a backward will follow; without it only the results are returned.
+
+    Returns:
+        output (T, B, P) or (R, P) and h_n (B, P) in `h0`'s dtype, c_n (B, H) in `c0`'s; then, with `save`, of
+        "mkldnn" its workspace (bytes, of a size only oneDNN knows); of "cudnn" its reserve and its packed weights; of
+        "loop" the gates after their activation (R, G*H), and of an LSTM the cells (R, H) and, with a projection, the
+        hidden state before it (R, H); of a GRU the recurrent half of the new gate (R, H).
+    """
+    w = LayerWeights.of(weights)
+    hidden_size = w.hh.shape[0] // GATES[cell]
+    results = [h0.new_empty((*input.shape[:-1], h0.shape[1])), torch.empty_like(h0, memory_format=torch.contiguous_format)]
+    if c0 is not None:
+        results.append(torch.empty_like(c0, memory_format=torch.contiguous_format))
+    if not save:
+        return results
+    if kernel == "mkldnn":
+        return [*results, input.new_empty((_unknown_size(),), dtype=torch.uint8)]
+    if kernel == "cudnn":
+        reserve = input.new_empty((_unknown_size(),), dtype=torch.uint8)
+        return [*results, reserve, input.new_empty((_unknown_size(),))]
+    rows = input.shape[0] if batch_sizes is not None else input.shape[0] * input.shape[1]
+    widths = {
+        "lstm": (4 * hidden_size, hidden_size) + (() if w.projection is None else (hidden_size,)),
+        "gru": (3 * hidden_size, hidden_size),
+    }.get(cell, ())
+    return [*results, *(input.new_empty((rows, width), dtype=compute_dtype(input)) for width in widths)]
+
+
+define(
+    "embrace::rnn_layer_backward",
+    "(Tensor? grad_output, Tensor? grad_h, Tensor? grad_c, Tensor input, Tensor h0, Tensor? c0, Tensor[] weights,"
+    " Tensor? batch_sizes, Tensor[] results, str cell, bool reverse, str kernel, bool input_grad) -> Tensor[]",
+)
+
+
+@register_fake("embrace::rnn_layer_backward")
+def _(
+    grad_output: Tensor | None,
+    grad_h: Tensor | None,
+    grad_c: Tensor | None,
+    input: Tensor,
+    h0: Tensor,
+    c0: Tensor | None,
+    weights: Sequence[Tensor],
+    batch_sizes: Tensor | None,
+    results: Sequence[Tensor],
+    cell: str,
+    reverse: bool,
+    kernel: str,
+    input_grad: bool,
+) -> list[Tensor]:
+    """Gradients [input where `input_grad`, h0, c0 where the cell is an LSTM, then each weight], like what they belong to.
+
+    `results` is all that `rnn_layer` returned under `save`; the gradients of its first results may be None, for zero.
+    """
+    sources = [*([input] if input_grad else []), h0, *([] if c0 is None else [c0]), *weights]
+    return [torch.empty_like(source, memory_format=torch.contiguous_format) for source in sources]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    input, h0, c0, weights, batch_sizes, ctx.cell, ctx.reverse, ctx.kernel, save = inputs
+    if not save:
+        raise RuntimeError(
+            "embrace::rnn_layer: expected save=True where a gradient is required, found save=False; "
+            "capture the model with gradients enabled"
+        )
+    ctx.num_weights, ctx.num_results = len(weights), 2 if c0 is None else 3
+    ctx.mark_non_differentiable(*output[ctx.num_results :])
+    # A gradient that does not exist stays None: zeros of the size of the saved gates would cost as much as the cell.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(input, h0, c0, batch_sizes, *weights, *output)
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    input, h0, c0, batch_sizes, *rest = ctx.saved_tensors
+    weights, results = rest[: ctx.num_weights], rest[ctx.num_weights :]
+    grad_c = grads[2] if c0 is not None else None
+    input_grad = ctx.needs_input_grad[0]
+    gradients = torch.ops.embrace.rnn_layer_backward(
+        grads[0], grads[1], grad_c, input, h0, c0, weights, batch_sizes, results, ctx.cell, ctx.reverse, ctx.kernel, input_grad
+    )
+    grad_input = gradients.pop(0) if input_grad else None
+    grad_h0 = gradients.pop(0)
+    grad_c0 = gradients.pop(0) if c0 is not None else None
+    return grad_input, grad_h0, grad_c0, gradients, None, None, None, None, None
+
+
+register_autograd("embrace::rnn_layer", _backward, setup_context=_setup_context)

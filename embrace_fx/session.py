@@ -1,0 +1,352 @@
+"""One compiled model's life: agree, capture, plan, shard, then run, and capture again where batches differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer, SparseAdam
+from torch.utils import _pytree as pytree
+
+from embrace_fx.agreement import check_agreement, describe
+from embrace_fx.capture import Captured, CaptureError, capture, log_text
+from embrace_fx.compiler import Compiled, analyse, run_passes, training_passes
+from embrace_fx.exactness import RowUpdates, row_update_blocker
+from embrace_fx.graph import Gradient, Parameter, TrainingGraph
+from embrace_fx.passes.collectives import sequence_hash
+from embrace_fx.passes.planner import ParameterFacts, Strategy, decide
+from embrace_fx.passes.tables import extract_ids
+from embrace_fx.plan import STRATEGIES, Plan
+from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.gradients import clip_gradients
+from embrace_fx.runtime.kernels import unique_ids
+from embrace_fx.runtime.optimizers import DenseTable, Stepping, attach
+from embrace_fx.runtime.placement import broadcast_state, materialise, shard_parameter, whole_parameters, with_own_columns
+from embrace_fx.runtime.program import ModelState, Program
+from embrace_fx.runtime.tables import RowTable
+
+MAX_CAPTURES = 32
+"""Captures of one model before it is refused another: each costs seconds, and shapes that never repeat would cost
+them at every step. Torch's own limit of recompilations is of this order."""
+
+_TRAINING, _ACCUMULATING, _EVALUATING = range(3)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `compile`, checked."""
+
+    strategy: Strategy
+    schedule: str
+    row_updates: RowUpdates
+    backend: str
+    dynamic: bool | None
+
+    def __post_init__(self) -> None:
+        allowed = {"schedule": ("none",), "row_updates": ("exact", "lazy"), "backend": ("eager",)}
+        for name, values in allowed.items():
+            found = getattr(self, name)
+            if found not in values:
+                raise ValueError(f"expected {name} to be one of {', '.join(map(repr, values))}, in compile(), found {found!r}.")
+        if self.dynamic not in (None, True, False):
+            raise ValueError(f"expected dynamic to be None, True or False, in compile(), found {self.dynamic!r}.")
+        if isinstance(self.strategy, str) and self.strategy not in (*STRATEGIES, "auto"):
+            raise ValueError(
+                f"expected strategy to be 'auto' or one of {', '.join(STRATEGIES)}, in compile(), found {self.strategy!r}."
+            )
+
+
+@dataclass
+class _Variant:
+    """A program and the batches it is valid for."""
+
+    captured: Captured
+    program: Program
+
+
+@dataclass
+class _Kind:
+    """Calls that differ in shapes alone: structure, dtypes, constants, training mode and autocast are the same."""
+
+    variants: list[_Variant] = field(default_factory=list)
+    shapes: list[dict[int, tuple[int, ...]]] = field(default_factory=list)
+
+
+class Session:
+    """What stands behind a `CompiledModel`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: tuple[Optimizer, ...],
+        group: dist.ProcessGroup | None,
+        options: Options,
+    ) -> None:
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                f"expected a model with at least one trainable parameter, in compile(), found none in {type(model).__name__}. "
+                "There is nothing to train or to communicate; call the model itself."
+            )
+        self.model = model
+        self.optimizers = optimizers
+        self.options = options
+        self.synchronised = True
+        self.graphs: Mapping[str, fx.GraphModule] = {}
+        self._communicator = Communicator(group)
+        check_agreement(self._communicator.gather_objects(describe(model, optimizers, options)))
+        self._state = ModelState(model)
+        self._stepping = {id(optimizer): Stepping() for optimizer in optimizers}
+        self._classes = {id(optimizer): attach(optimizer, self._stepping[id(optimizer)]) for optimizer in optimizers}
+        self._plan: Plan | None = None
+        self._sequence: str | None = None
+        self._captures = 0
+        self._kinds: dict[Any, _Kind] = {}
+
+    @property
+    def plan(self) -> Plan:
+        if self._plan is None:
+            raise RuntimeError(
+                "expected the model to have been called, before its plan is read, found that it has not: the graph is "
+                "captured with the first batch. Call the model once."
+            )
+        return self._plan
+
+    def report(self) -> str:
+        return str(self.plan)
+
+    # -- calling -------------------------------------------------------------------------------------------------------
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        train = torch.is_grad_enabled()
+        self._communicator.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
+        kind = self._kinds.setdefault(self._key(leaves, spec, train), _Kind())
+        variant = next((v for v in kind.variants if v.captured.accepts(leaves)), None)
+        if variant is None:
+            variant = self._capture(kind, leaves, args, kwargs, train)
+        results = variant.program.call(leaves, train=train, synchronised=self.synchronised)
+        return pytree.tree_unflatten(results, variant.captured.result_spec)
+
+    def _key(self, leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
+        signature = tuple(
+            (leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else _constant(leaf)
+            for leaf in leaves
+        )
+        modes = tuple(module.training for module in self.model.modules())
+        autocast = tuple(
+            (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+        )
+        return spec, signature, train, modes, autocast
+
+    def _capture(
+        self, kind: _Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
+    ) -> _Variant:
+        failure, captured = None, None
+        try:
+            captured = self._try_capture(kind, leaves, args, kwargs, train)
+            analysed = analyse(captured)
+        except CaptureError as error:
+            failure = error
+        if self._plan is None:
+            self._agree_on_first_capture(failure)
+        elif failure is not None:
+            self._give_up(failure)
+        assert captured is not None
+        if self._plan is None:
+            self._make_plan(analysed, leaves)
+        variant = self._build(captured, analysed, train)
+        kind.variants.append(variant)
+        return variant
+
+    def _try_capture(
+        self, kind: _Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
+    ) -> Captured:
+        if self._captures >= MAX_CAPTURES:
+            raise CaptureError(
+                f"expected batches whose shapes repeat, or vary in ways one graph can take, found that {MAX_CAPTURES} captures "
+                "do not suffice. Pad batches to a few lengths, or pass dynamic=True."
+            )
+        self._captures += 1
+        kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+        with whole_parameters(self.model, self._whole_shapes()):
+            return capture(self.model, args, kwargs, train=train, dynamic=self._dynamic(kind))
+
+    def _whole_shapes(self) -> dict[str, torch.Size]:
+        return {name: table.parameter.shape for name, table in self._state.tables.items()}
+
+    def _dynamic(self, kind: _Kind) -> frozenset[tuple[int, int]]:
+        """Which sizes may vary: all, none, or those that have."""
+        current = kind.shapes[-1]
+        if self.options.dynamic is False:
+            return frozenset()
+        return frozenset(
+            (index, dim)
+            for index, shape in current.items()
+            for dim, size in enumerate(shape)
+            if self.options.dynamic or any(seen[index][dim] != size for seen in kind.shapes)
+        )
+
+    def _agree_on_first_capture(self, failure: CaptureError | None) -> None:
+        reports = self._communicator.gather_objects(None if failure is None else str(failure))
+        for rank, report in enumerate(reports):
+            if report is not None:
+                raise CaptureError(report if failure else f"the capture failed on rank {rank}: {report}") from failure
+
+    def _give_up(self, failure: Exception) -> None:
+        """Reports a failure in place of a step, so that the other ranks do not wait for this one."""
+        self._communicator.announce((), str(failure))
+
+    # -- planning ------------------------------------------------------------------------------------------------------
+
+    def _make_plan(self, graph: TrainingGraph, leaves: Sequence[Any]) -> None:
+        used = {r.of.name for _, r in graph.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
+        own = {"used": used, "rows": self._measure_rows(graph, leaves), "tables": [t.parameter for t in graph.tables]}
+        everyone = self._communicator.gather_objects(own)
+        plan: Plan | str | None = None
+        if self._communicator.rank == 0:
+            try:
+                plan = self._decide(graph, everyone)
+            except ValueError as error:
+                plan = str(error)
+        plan = self._communicator.gather_objects(plan)[0]
+        if isinstance(plan, str):
+            raise ValueError(plan)
+        assert plan is not None
+        self._plan = plan
+        self._place(graph, plan)
+        log_text("plan", str(plan))
+
+    def _decide(self, graph: TrainingGraph, everyone: list[dict[str, Any]]) -> Plan:
+        used = set().union(*(report["used"] for report in everyone))
+        rows = {
+            name: tuple(report["rows"].get(name, 0) for report in everyone) for name in everyone[0]["tables"]
+        }
+        facts = tuple(
+            ParameterFacts(
+                name,
+                tuple(parameter.shape),
+                parameter.element_size(),
+                parameter.requires_grad,
+                name in used,
+                *self._row_updates(parameter),
+            )
+            for name, parameter in self.model.named_parameters()
+        )
+        return decide(graph, facts, rows, world_size=self._communicator.world_size, strategy=self.options.strategy)
+
+    def _row_updates(self, parameter: nn.Parameter) -> tuple[str | None, bool]:
+        """Why a table cannot be updated by rows, or None; whether it must be, whatever its size."""
+        if not self.optimizers:
+            return "no optimizer was given: whole gradients are left in .grad", False
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if any(p is parameter for p in group["params"]):
+                    kind = self._classes[id(optimizer)]
+                    blocker = row_update_blocker(optimizer, group, self.options.row_updates, kind=kind)
+                    return blocker, kind is SparseAdam or (self.options.row_updates == "lazy" and blocker is None)
+        return "no optimizer given holds it", False
+
+    def _measure_rows(self, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, int]:
+        """Unique rows this rank's batch reads, by table: the extracted id function, run on the batch itself."""
+        tables = [t for t in graph.tables if all(use.ids_from_batch for use in t.uses)]
+        if not tables:
+            return {}
+        run = self._state.reader(extract_ids(graph, tables))
+        with torch.random.fork_rng(), torch.no_grad():  # a model that draws ids must draw the same ones afterwards
+            ids = iter(run(leaves))
+        return {t.parameter: unique_ids([next(ids) for _ in t.uses], t.num_rows, -1)[0].numel() for t in tables}
+
+    # -- placing parameters --------------------------------------------------------------------------------------------
+
+    def _place(self, graph: TrainingGraph, plan: Plan) -> None:
+        """Shards the tables, makes the replicas equal, and hands the tables to their optimizers."""
+        group = self._communicator.group if self._communicator.world_size > 1 else None
+        materialise(self.model, plan.sharded, self.optimizers, group)
+        for name in plan.sharded:
+            parameter = shard_parameter(self.model, name, self.optimizers, group)
+            table = self._row_table(name, parameter)
+            self._state.tables[name] = table
+            self._stepping[id(table.optimizer)].sharded.append(table)
+        if group is not None:
+            broadcast_state(self.model, frozenset(plan.sharded), group)
+        for found in graph.tables:
+            parameter = self._state.parameter(found.parameter)
+            if found.parameter not in plan.sharded and self._row_updates(parameter)[1]:
+                table = self._row_table(found.parameter, parameter)
+                dense = DenseTable(table, all_rows=found.use != "sparse")
+                self._stepping[id(table.optimizer)].dense_tables.append(dense)
+        self._communicator.tables = len(plan.sharded) + len(plan.renormed)
+
+    def _row_table(self, name: str, parameter: nn.Parameter) -> RowTable:
+        for optimizer in self.optimizers:
+            if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
+                return RowTable(name, parameter, optimizer, self._classes[id(optimizer)])
+        raise AssertionError(f"{name} is updated by rows, but no optimizer holds it")
+
+    # -- building programs ---------------------------------------------------------------------------------------------
+
+    def _build(self, captured: Captured, analysed: TrainingGraph, train: bool) -> _Variant:
+        plan, rank = self.plan, self._communicator.rank
+        present = {table.parameter for table in analysed.tables}
+        if train:
+            compiled = run_passes(analysed, training_passes(plan, present, rank))
+            self._check_sequence(compiled)
+            self.graphs = compiled.graphs
+            unreduced = run_passes(analysed, training_passes(plan, present, rank, reduce=False), snapshots=False).graph
+        else:
+            compiled = run_passes(analysed, training_passes(plan, present, rank, reduce=False), snapshots=False)
+            unreduced = None
+        program = Program(
+            compiled.graph, unreduced, self._state, self._communicator, plan.buckets, captured.result_constants
+        )
+        return _Variant(captured, program)
+
+    def _check_sequence(self, compiled: Compiled) -> None:
+        """Every rank launches the same collectives in the same order, whatever its batch's shapes."""
+        sequence = sequence_hash(compiled.graph)
+        if self._sequence is None:
+            sequences = self._communicator.gather_objects(sequence)
+            if len(set(sequences)) > 1:
+                raise RuntimeError(
+                    "expected every rank's graph to launch the same collectives, after the last pass, found that ranks "
+                    f"{[r for r, s in enumerate(sequences) if s != sequences[0]]} differ from rank 0: their batches led the "
+                    "forward along another path. Make the forward read the same tables and parameters on every rank."
+                )
+            self._sequence = sequence
+        elif sequence != self._sequence:
+            self._give_up(
+                RuntimeError(
+                    "expected a batch of other shapes to launch the same collectives as the first, after the last pass, found "
+                    "others: the forward took another path. Make it read the same tables and parameters for every batch"
+                )
+            )
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Nothing is pending between steps: `optimizer.step()` applies every update before it returns."""
+
+    def clear_row_gradients(self) -> None:
+        self._state.unreduced.clear()
+        for table in self._state.tables.values():
+            table.clear_gradient()
+
+    def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
+        dense = [p for name, p in self.model.named_parameters() if name not in self._state.tables]
+        return clip_gradients(dense, list(self._state.tables.values()), self._communicator, max_norm, norm_type)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
+        return self.model.load_state_dict(with_own_columns(self.model, state_dict), strict, assign)
+
+
+def _constant(leaf: Any) -> Any:
+    """A non-tensor argument as part of the key; one that cannot be hashed is told apart by its text."""
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf), repr(leaf)
+    return type(leaf), leaf

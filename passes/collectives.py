@@ -1,0 +1,188 @@
+"""What a graph launches, in a form that is equal on all ranks when and only when the launches are.
+
+Launches that differ between ranks, or come in another order, hang or mix up values. Every rank compiles for itself, so
+each sums up what it will launch; the sums are compared before the first collective of training leaves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.node import Argument
+from torch.utils import _pytree as pytree
+
+from embrace_fx.graph import Gradient, InputRole, OutputRole, Parameter, RowGradient, Saved, Shard, TrainingGraph
+from embrace_fx.ops import LAUNCHES
+
+ALL_REDUCES: frozenset[str] = frozenset({"_c10d_functional::all_reduce", "_c10d_functional::all_reduce_"})
+"""The launches whose shape must be equal on all ranks; of the others, each rank's batch decides the sizes."""
+
+_GROUP_ARGUMENTS = frozenset({"group", "group_name"})
+
+Readers = Mapping[str, Sequence[fx.Node]]
+"""The placeholders, in all phases, that read each saved value."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One launch, as far as it must be the same on all ranks.
+
+    Attributes:
+        group: the communication class.
+        op: the op, without its overload.
+        serves: the tables and parameters whose ids, rows or gradients travel, in the order in which they are packed.
+        options: the op's other plain arguments, by name.
+        dtype: of what travels.
+        shape: of what an AllReduce reduces; None for the others.
+    """
+
+    group: str
+    op: str
+    serves: tuple[str, ...]
+    options: tuple[tuple[str, str], ...]
+    dtype: str
+    shape: tuple[str, ...] | None
+
+
+def collective_sequence(graph: TrainingGraph) -> tuple[Collective, ...]:
+    """Every launch in the order in which it runs, the phases one after the other where the graph has any.
+
+    `graph` is to be legal (`embrace_fx.passes.verify`).
+    """
+    nodes = [node for module in running_modules(graph) for node in module.graph.nodes]
+    readers: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        if node.op == "placeholder" and isinstance(node.meta["role"], Saved):
+            readers.setdefault(node.meta["role"].name, []).append(node)
+    return tuple(_collective(node, readers) for node in nodes if is_launch(node))
+
+
+def sequence_hash(graph: TrainingGraph) -> str:
+    """SHA-256 of `collective_sequence`, hexadecimal.
+
+    It depends neither on node names, nor on the batch's sizes, nor on the process.
+    """
+    return hashlib.sha256("\n".join(map(repr, collective_sequence(graph))).encode()).hexdigest()
+
+
+def _collective(launch: fx.Node, readers: Readers) -> Collective:
+    options = sorted(launch_options(launch).items())
+    value = launch.meta["val"]
+    return Collective(
+        group=group_of(launch),
+        op=op_name(launch),
+        serves=tuple(dict.fromkeys(name for role in _roles_met(launch, readers) if (name := _name(role)))),
+        options=tuple((name, repr(option)) for name, option in options if name not in _GROUP_ARGUMENTS),
+        dtype=str(value.dtype),
+        shape=tuple(map(str, value.shape)) if op_name(launch) in ALL_REDUCES else None,
+    )
+
+
+def group_of(launch: fx.Node) -> str:
+    """The communication class a launch belongs to."""
+    return next(str(value) for name, value in launch_options(launch).items() if name in _GROUP_ARGUMENTS)
+
+
+def launch_options(launch: fx.Node) -> dict[str, Any]:
+    """The arguments of a launch that are not tensors, by name."""
+    assert isinstance(launch.target, OpOverload)
+    tensors = {a.name for a in launch.target._schema.arguments if "Tensor" in str(a.type)}
+    return {name: value for name, value in _arguments(launch).items() if name not in tensors}
+
+
+# ---- reading graphs ----
+
+
+def running_modules(graph: TrainingGraph) -> Iterable[fx.GraphModule]:
+    """The modules that run in a step: the phases in their order, or the joint one where there are none."""
+    return graph.phases.values() or (graph.module,)
+
+
+def op_name(node: fx.Node) -> str:
+    """The op a node calls, as "namespace::name" without overload; "" where it calls none."""
+    return str(node.target._schema.name) if isinstance(node.target, OpOverload) else ""
+
+
+def is_launch(node: Argument) -> bool:
+    return isinstance(node, fx.Node) and op_name(node) in LAUNCHES
+
+
+def is_wait(node: fx.Node) -> bool:
+    return op_name(node) == "_c10d_functional::wait_tensor"
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs that a node's result may share memory with: those of a view, or written in place and returned."""
+    if node.target is operator.getitem:  # a part of a view is a view, a part of several results is a result by itself
+        return aliased_inputs(node.all_input_nodes[0])
+    if is_wait(node):
+        return node.all_input_nodes
+    if not isinstance(node.target, OpOverload):
+        return []
+    schema = node.target._schema
+    if all(result.alias_info is None for result in schema.returns):
+        return []
+    arguments = _arguments(node)
+    shared = [arguments[a.name] for a in schema.arguments if a.alias_info is not None and a.name in arguments]
+    return [value for value in pytree.tree_leaves(shared) if isinstance(value, fx.Node)]
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """A dispatcher op's arguments by name, defaults left out."""
+    assert isinstance(node.target, OpOverload)
+    names = (argument.name for argument in node.target._schema.arguments)
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+# ---- whose values travel ----
+
+
+def _name(role: InputRole | OutputRole) -> str | None:
+    """The table or parameter a role speaks of."""
+    match role:
+        case Shard(name) | Parameter(name) | RowGradient(name, _) | Gradient(of=Parameter(name)):
+            return name
+    return None
+
+
+def _carries(node: fx.Node) -> bool:
+    """Whether a node packs, unpacks, casts or looks up what travels, and so belongs to the collective beside it."""
+    if is_launch(node):
+        return False
+    ours = op_name(node).startswith("embrace::") or node.target is operator.getitem
+    return ours or op_name(node) == "aten::_to_copy" or bool(aliased_inputs(node))
+
+
+def _roles_met(launch: fx.Node, readers: Readers) -> Iterator[InputRole | OutputRole]:
+    """Roles of the inputs and outputs between a launch and the nearest computation, in the order of packing."""
+    yield from _roles_before(launch)
+    yield from _roles_behind(launch, readers)
+
+
+def _roles_before(node: fx.Node) -> Iterator[InputRole]:
+    for value in node.all_input_nodes:
+        if value.op == "placeholder":
+            yield value.meta["role"]
+        elif _carries(value) and not is_wait(value):
+            yield from _roles_before(value)
+
+
+def _roles_behind(node: fx.Node, readers: Readers) -> Iterator[InputRole | OutputRole]:
+    # The parts of a list by their number, not by where the nodes that take them happen to stand.
+    for user in sorted(node.users, key=lambda u: (u.args[1] if u.target is operator.getitem else 0, u)):
+        if user.op == "output":
+            for value, role in zip(pytree.tree_leaves(user.args[0]), user.meta["roles"], strict=True):
+                if value is node:
+                    yield role
+                    for reader in readers.get(role.name, ()) if isinstance(role, Saved) else ():
+                        yield from _roles_behind(reader, readers)
+        elif not is_launch(user):
+            yield from (value.meta["role"] for value in user.all_input_nodes if value.op == "placeholder")
+            if _carries(user):
+                yield from _roles_behind(user, readers)

@@ -1,0 +1,149 @@
+"""Whether a node's recorded fake value is what its op yields, without leaving a trace in the graph's fake mode.
+
+Deriving is local: a node's op is run on the recorded values of its inputs. If every node agrees, all values follow from
+those of the placeholders, and a node that a pass has not touched need not be run again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+
+def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode:
+    """The mode of the module's fake values; a fresh one where it has no tensors."""
+    for node in module.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, FakeTensor):
+                return value.fake_mode
+    return FakeTensorMode()
+
+
+def nothing_recorded(mode: FakeTensorMode) -> ExitStack:
+    """A context in which ops run under `mode` and leave neither guards nor pending symbols in its shape environment."""
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(mode)
+    if mode.shape_env is not None:
+        stack.enter_context(mode.shape_env.suppress_guards())
+        stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+    return stack
+
+
+def unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:
+    """Whether the node of the same name in `verified` computes the same from, and to, the very same fake values."""
+    twin = verified.get(node.name)
+    return (
+        twin is not None
+        and twin.op == node.op
+        and twin.target == node.target
+        and "val" in node.meta
+        and twin.meta.get("val") is node.meta["val"]
+        and _same(twin.args, node.args)
+        and _same(twin.kwargs, node.kwargs)
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, fx.Node) and isinstance(b, fx.Node):
+        return "val" in a.meta and a.meta["val"] is b.meta.get("val")
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and bool(a == b)
+
+
+def disagreement(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> tuple[str, str] | None:
+    """(the value expected, the one recorded) where they differ in dtype, device, layout or shape; None where not.
+
+    To be called within `nothing_recorded(mode)`.
+    """
+    yields = node.op == "placeholder" or (isinstance(node.target, OpOverload) and bool(node.target._schema.returns))
+    if "val" not in node.meta:
+        return ('a fake value in meta["val"]', "none") if yields else None
+    if node.op == "placeholder":
+        return None
+    inputs = {value: _recorded(value, module, mode) for value in node.all_input_nodes}
+    try:
+        derived = _derive(node, module, inputs)
+    except Exception as error:  # an op's fake kernel may object in any way it likes
+        lines = str(error).strip().splitlines() or [""]
+        return f"inputs that {node.target} takes", f"{type(error).__name__}: {lines[0]}"
+    recorded = node.meta["val"]
+    return None if _agree(derived, recorded, inputs) else (_text(derived), _text(recorded))
+
+
+def _recorded(node: fx.Node, module: fx.GraphModule, mode: FakeTensorMode) -> Any:
+    value = node.meta["val"] if "val" in node.meta else operator.attrgetter(str(node.target))(module)
+    if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+        return mode.from_tensor(value, static_shapes=True)
+    return value
+
+
+def _derive(node: fx.Node, module: fx.GraphModule, inputs: Mapping[fx.Node, Any]) -> Any:
+    if node.op == "get_attr":
+        return operator.attrgetter(str(node.target))(module)
+    assert callable(node.target)
+    return node.target(*map_arg(node.args, inputs.__getitem__), **map_arg(node.kwargs, inputs.__getitem__))
+
+
+def _agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) -> bool:
+    """Whether two values are alike, given that sizes which depend on data get new symbols each time they are derived.
+
+    The new symbols must stand for the recorded sizes one to one, and those must be unknown as well.
+    """
+    a, b = pytree.tree_leaves(derived), pytree.tree_leaves(recorded)
+    if [_kind(leaf) for leaf in a] != [_kind(leaf) for leaf in b]:
+        return False
+    sizes = [pair for x, y in zip(a, b, strict=True) for pair in zip(_sizes(x), _sizes(y), strict=True)]
+    if all(x is y or (type(x) is type(y) is int and x == y) for x, y in sizes):
+        return True
+    known = free_unbacked_symbols(list(inputs.values()))
+    renaming: dict[Any, Any] = {}
+    for x, y in ((_expression(x), _expression(y)) for x, y in sizes):
+        if x not in known and free_unbacked_symbols(x) == {x} and x not in renaming:
+            if not free_unbacked_symbols(y) or y in renaming.values():
+                return False
+            renaming[x] = y
+        elif (x.xreplace(renaming) if hasattr(x, "xreplace") else x) != y:
+            return False
+    return True
+
+
+def _kind(leaf: Any) -> tuple[object, ...]:
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.device, leaf.layout, leaf.dim()
+    for symbolic, plain in ((torch.SymBool, bool), (torch.SymInt, int), (torch.SymFloat, float)):
+        if isinstance(leaf, symbolic | plain):
+            return (plain,)
+    return (type(leaf),)
+
+
+def _sizes(leaf: Any) -> tuple[Any, ...]:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape)
+    return () if leaf is None else (leaf,)
+
+
+def _expression(size: Any) -> Any:
+    """The sympy expression of a symbolic size, a plain one as it is."""
+    return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
+
+
+def _text(value: Any) -> str:
+    leaves = pytree.tree_leaves(value)
+    return ", ".join(
+        f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)} on {x.device}" if isinstance(x, Tensor) else str(x)
+        for x in leaves
+    )

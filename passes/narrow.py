@@ -1,0 +1,130 @@
+"""Rows travel in the narrow dtype: an exchange moves past the casts of an autocast region.
+
+Contract
+    Where every lookup of a sharded table is cast to one narrower dtype, and every gradient comes from a cast out of it,
+    rows and gradients are exchanged in that dtype: half the bytes under bfloat16. Forward values are the same (a cast
+    commutes with a lookup); gradients of equal ids are still summed in the wide dtype, before and after the wire.
+
+    rewrite:  rows = wait(all_to_all_rows(columns, ...)); e = aten.embedding(join(rows), where); c = _to_copy(e, bf16)
+              g = _to_copy(g_bf16, f32); grad_rows = embedding_dense_backward(g, ...); split_columns(grad_rows)
+    ->        rows = wait(all_to_all_rows(_to_copy(columns, bf16), ...)); c = aten.embedding(join(rows), where)
+              g = _to_copy(g_bf16, f32); grad_rows = embedding_dense_backward(g, ...)
+              split_columns(_to_copy(grad_rows, bf16)); coalesce(..., _to_copy(wait(...), f32))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from embrace_fx.graph import TrainingGraph
+from embrace_fx.passes.rewriter import Rewriter
+from embrace_fx.passes.tables import LOOKUP_BACKWARDS
+
+aten = torch.ops.aten
+embrace = torch.ops.embrace
+_CAST = aten._to_copy.default
+
+
+@dataclass(frozen=True)
+class NarrowExchange:
+    """Exchanges rows in the dtype in which the graph uses them."""
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        result = graph.edit()
+        narrowed = [narrow(result, join) for join in result.graph.find_nodes(op="call_function", target=embrace.join_columns.default)]
+        if not any(narrowed):
+            return graph
+        result.graph.eliminate_dead_code()
+        result.graph.lint()
+        result.module.recompile()
+        return result
+
+
+def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
+    """Narrows one table's exchange; whether it could."""
+    lookups = [user for user in join.users if user.target is aten.embedding.default]
+    others = [user for user in join.users if user not in lookups and user.target is not aten.sym_size.int]
+    casts = [user for lookup in lookups for user in lookup.users]
+    dtypes = {user.kwargs.get("dtype") if _is_plain_cast(user) else None for user in casts}
+    if others or not casts or len(dtypes) != 1:
+        return False
+    (dtype,) = dtypes
+    wide = join.meta["val"].dtype
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize >= wide.itemsize:
+        return False
+    split = _split_of(graph, join)
+    if split is not None and not all(_grad_comes_from(term, dtype) for term in _terms(split.all_input_nodes[0])):
+        return False
+    rewriter = Rewriter(graph.module)
+    _narrow_forward(rewriter, join, lookups, casts, dtype)
+    if split is not None:
+        _narrow_backward(rewriter, split, dtype, wide)
+    return True
+
+
+def _is_plain_cast(node: fx.Node) -> bool:
+    """A cast of dtype alone, not of device or layout."""
+    return node.target is _CAST and node.meta["val"].device == node.all_input_nodes[0].meta["val"].device
+
+
+def _split_of(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
+    """The split that sends the gradient of the rows that `join` made, found by their common exchange of ids."""
+    launch = join.all_input_nodes[0].all_input_nodes[0]
+    counts = launch.args[1]
+    for split in graph.graph.find_nodes(op="call_function", target=embrace.split_columns.default):
+        if next(iter(split.users)).args[1] is counts:
+            found: fx.Node = split
+            return found
+    return None
+
+
+def _terms(gradient: fx.Node) -> list[fx.Node]:
+    if gradient.target is aten.add.Tensor:
+        return [term for part in gradient.all_input_nodes for term in _terms(part)]
+    return [gradient]
+
+
+def _grad_comes_from(term: fx.Node, dtype: torch.dtype) -> bool:
+    gradient = term.args[0]
+    return (
+        term.target in LOOKUP_BACKWARDS
+        and isinstance(gradient, fx.Node)
+        and gradient.target is _CAST
+        and gradient.all_input_nodes[0].meta["val"].dtype == dtype
+    )
+
+
+def _narrow_forward(
+    rewriter: Rewriter, join: fx.Node, lookups: list[fx.Node], casts: list[fx.Node], dtype: torch.dtype
+) -> None:
+    wait = join.all_input_nodes[0]
+    launch = wait.all_input_nodes[0]
+    columns = launch.args[0]
+    assert isinstance(columns, fx.Node)
+    with rewriter.before(launch):
+        cast = rewriter.cast(columns, dtype, name=f"{columns.name}_narrow")
+    launch.replace_input_with(columns, cast)
+    for node in (launch, wait, join, *lookups):
+        rewriter.refresh(node)
+    for node in casts:
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        rewriter.graph.erase_node(node)
+
+
+def _narrow_backward(rewriter: Rewriter, split: fx.Node, dtype: torch.dtype, wide: torch.dtype) -> None:
+    gradient = split.all_input_nodes[0]
+    launch = next(iter(split.users))
+    wait = next(iter(launch.users))
+    with rewriter.before(split):
+        cast = rewriter.cast(gradient, dtype, name=f"{gradient.name}_narrow")
+    split.replace_input_with(gradient, cast)
+    for node in (split, launch, wait):
+        rewriter.refresh(node)
+    readers = list(wait.users)
+    with rewriter.before(wait.next):
+        widened = rewriter.cast(wait, wide, name=f"{wait.name}_wide")
+    for reader in readers:
+        reader.replace_input_with(wait, widened)

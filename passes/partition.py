@@ -1,0 +1,148 @@
+"""Cuts the joint graph into the three programs that run: ids, forward, backward.
+
+Contract
+    Same nodes, same values, each node in exactly one phase:
+        ids       what computes the ids from the batch, and their exchange: it can run a batch ahead
+        forward   everything else that the results and mutations need; mutated state is written back at its end
+        backward  the rest
+    Values that cross a cut are `Saved` outputs of the earlier phase and `Saved` inputs of the later one. The joint
+    module stays in `TrainingGraph.module` for reading.
+
+    rewrite:  def joint(w_shard, batch, tangent): ...
+    ->        def ids(batch): ...; return (where, ids, counts)
+              def forward(w_shard, where, ids, counts): ...; return (loss, saved...)
+              def backward(tangent, where, ids, counts, saved...): ...; return (gradients...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from embrace_fx.graph import (
+    Gradient,
+    Mutation,
+    OutputRole,
+    Result,
+    RowGradient,
+    Saved,
+    TrainingGraph,
+)
+
+_IDS = frozenset({"embrace::unique_ids", "embrace::all_gather_ids", "embrace::unpack_ids"})
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Fills in `TrainingGraph.phases`: "ids", "forward" and, where the graph has gradients, "backward"."""
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        return replace(graph, phases=partition(graph))
+
+
+def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
+    outputs = [(node, role) for node, role in graph.outputs() if node is not None]
+    nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
+    ids = _ancestors(node for node in nodes if _is_ids_op(node))
+    forward = _ancestors(node for node, role in outputs if isinstance(role, Result | Mutation)) - ids
+    _draw_sizes_and_parts(nodes, ids, forward)
+    backward = set(nodes) - ids - forward
+    phases: dict[str, fx.GraphModule] = {}
+    members = {"ids": ids, "forward": forward, "backward": backward}
+    wanted = {
+        "ids": [],
+        "forward": [(n, r) for n, r in outputs if isinstance(r, Result | Mutation)],
+        "backward": [(n, r) for n, r in outputs if isinstance(r, Gradient | RowGradient)],
+    }
+    for name, own in members.items():
+        later = backward | forward if name == "ids" else backward if name == "forward" else set()
+        saved = [n for n in nodes if n in own and any(user in later for user in n.users)]
+        saved += _results_of_earlier(wanted, own, name)
+        if name == "backward" and not wanted["backward"]:
+            continue
+        phases[name] = _phase(graph, [n for n in nodes if n in own], wanted[name], saved)
+    return phases
+
+
+def _draw_sizes_and_parts(nodes: list[fx.Node], ids: set[fx.Node], forward: set[fx.Node]) -> None:
+    """Sizes and tuple items go where their source is: saving a size or one item keeps no whole tensor alive."""
+    for node in nodes:
+        if node in ids or node in forward or not _is_size_or_part(node):
+            continue
+        sources = node.all_input_nodes
+        if sources and all(source in ids for source in sources):
+            ids.add(node)
+        elif sources and all(source in ids or source in forward for source in sources):
+            forward.add(node)
+
+
+def _is_size_or_part(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.sym_size.int or not isinstance(node.target, torch._ops.OpOverload)
+
+
+def _results_of_earlier(wanted: dict[str, list[Any]], own: set[fx.Node], name: str) -> list[fx.Node]:
+    """Outputs of a later phase that this phase computes (a result that is itself an id, say)."""
+    later = {"ids": ("forward", "backward"), "forward": ("backward",), "backward": ()}[name]
+    return list(dict.fromkeys(n for phase in later for n, _ in wanted[phase] if n in own))
+
+
+def _is_ids_op(node: fx.Node) -> bool:
+    """An op of the ids' exchange, its wait, or one of its parts."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.name() in _IDS:
+        return True
+    reads_one = node.all_input_nodes and (target is torch.ops._c10d_functional.wait_tensor.default or not isinstance(target, torch._ops.OpOverload))
+    return bool(reads_one) and _is_ids_op(node.all_input_nodes[0])
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and everything computed on the way to them, placeholders left out."""
+    seen: set[fx.Node] = set()
+    waiting = [node for node in nodes if node.op != "placeholder"]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += [n for n in node.all_input_nodes if n.op != "placeholder"]
+    return seen
+
+
+def _phase(
+    graph: TrainingGraph, nodes: list[fx.Node], wanted: list[tuple[fx.Node, OutputRole]], saved: list[fx.Node]
+) -> fx.GraphModule:
+    """One phase: placeholders for what it reads, its nodes in their order, its outputs."""
+    own = set(nodes)
+    read = {source for node in nodes for source in node.all_input_nodes if source not in own}
+    read |= {node for node, _ in wanted if node not in own}
+    mutated = {role.of for _, role in wanted if isinstance(role, Mutation)}
+    phase = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        role = node.meta.get("role")
+        if node in read or (node.op == "placeholder" and role in mutated):
+            env[node] = phase.placeholder(node.name)
+            env[node].meta = dict(node.meta)
+            if node.op != "placeholder":
+                env[node].meta["role"] = Saved(node.name)
+    for node in nodes:
+        env[node] = phase.node_copy(node, lambda n: env[n])
+        env[node].name = node.name
+        env[node].meta = dict(node.meta)
+    placeholders = {node.meta.get("role"): node for node in phase.nodes if node.op == "placeholder"}
+    results: list[tuple[fx.Node, OutputRole]] = []
+    for node, role in wanted:
+        value = env[node]
+        if isinstance(role, Mutation):
+            state = placeholders[role.of]
+            value = phase.call_function(torch.ops.aten.copy_.default, (state, env[node]))
+            value.meta["val"] = state.meta["val"]
+        results.append((value, role))
+    results += [(env[n], Saved(n.name)) for n in saved]
+    output = phase.output(tuple(node for node, _ in results))
+    output.meta["roles"] = tuple(role for _, role in results)
+    phase.lint()
+    return fx.GraphModule(graph.module, phase)

@@ -1,0 +1,197 @@
+"""Decides the strategy of every parameter and the buckets. Deciding only: the passes apply what the plan says.
+
+Contract
+    A pure function of the captured graph, the first batches' row counts on all ranks, the optimizer's blockers and the
+    cluster: one rank computes the plan, the others receive it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from torch import fx
+
+from embrace_fx import cost
+from embrace_fx.graph import Gradient, Parameter, Table, TrainingGraph
+from embrace_fx.ops import own_columns
+from embrace_fx.plan import STRATEGIES, Decision, Plan
+
+BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20
+"""Bucket sizes of DDP: 25 MiB amortises start-up, and a small first bucket starts the exchange early (Li et al., VLDB
+2020, section 4.2)."""
+
+Strategy = str | Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """What the planner needs to know of a parameter beyond the graph."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool
+    used: bool  # by the first batch of any rank
+    row_update_blocker: str | None
+    updated_by_rows: bool  # whatever the strategy: the user asked for SparseAdam, or for lazy updates
+
+
+def decide(
+    graph: TrainingGraph,
+    facts: tuple[ParameterFacts, ...],
+    rows_by_rank: Mapping[str, tuple[int, ...]],
+    *,
+    world_size: int,
+    strategy: Strategy = "auto",
+    cluster: cost.Cluster = cost.Cluster(),
+) -> Plan:
+    """The plan for a graph.
+
+    Args:
+        graph: the captured graph with its tables found.
+        facts: every parameter of the model.
+        rows_by_rank: table -> unique rows that each rank's first batch reads.
+        strategy: "auto", one strategy for every table, or {name pattern: strategy}.
+
+    Raises:
+        ValueError: a strategy that does not exist, or a pattern that no table matches.
+    """
+    tables = {table.parameter: table for table in graph.tables}
+    wanted = requested_strategies(strategy, tuple(tables))
+    decisions = []
+    for fact in facts:
+        dense = cost.all_reduce(prod(fact.shape) * fact.itemsize, world_size)
+        chosen, reason, exchange = "allreduce", "dense gradient", dense
+        if not fact.trainable:
+            chosen, reason, exchange = "frozen", "takes no gradient", cost.Exchange(0, 0)
+        elif not fact.used:
+            chosen, reason, exchange = "unused", "no rank's forward gives it a gradient", cost.Exchange(0, 0)
+        elif fact.name in tables:
+            rows = rows_by_rank.get(fact.name, ())
+            chosen, reason, exchange = _table_strategy(tables[fact.name], fact, rows, dense, wanted[fact.name], cluster, world_size)
+        ddp_bytes = dense.sent_bytes if fact.trainable else 0
+        decisions.append(
+            Decision(
+                fact.name,
+                fact.shape,
+                fact.name in tables,
+                chosen,
+                reason,
+                exchange.sent_bytes,
+                ddp_bytes,
+                exchange.time_ms(cluster) if world_size > 1 else 0.0,
+            )
+        )
+    reduced = {d.parameter for d in decisions if d.strategy == "allreduce"} if world_size > 1 else set()
+    sizes = {fact.name: prod(fact.shape) * fact.itemsize for fact in facts}
+    renormed = tuple(t.parameter for t in graph.tables if t.max_norm and world_size > 1)
+    return Plan(world_size, tuple(decisions), plan_buckets(graph, reduced, sizes), renormed)
+
+
+def requested_strategies(strategy: Strategy, tables: tuple[str, ...]) -> dict[str, str]:
+    """Table -> the strategy asked for ("auto" where nothing was)."""
+    patterns = {"*": strategy} if isinstance(strategy, str) else dict(strategy)
+    for pattern, name in patterns.items():
+        if name not in (*STRATEGIES, "auto"):
+            raise ValueError(
+                f"expected strategy to be 'auto' or one of {', '.join(STRATEGIES)} for {pattern!r}, found {name!r}. "
+                "Choose one of these, or leave it to 'auto'."
+            )
+        if not isinstance(strategy, str) and not fnmatch.filter(tables, pattern):
+            raise ValueError(
+                f"expected the pattern {pattern!r} of strategy to match a table, found none among {', '.join(tables) or 'no tables'}. "
+                "Use a table's parameter name, or a pattern such as '*.embedding.weight'."
+            )
+    chosen = dict.fromkeys(tables, "auto")
+    for pattern, name in patterns.items():
+        chosen.update(dict.fromkeys(fnmatch.filter(tables, pattern), name))
+    return chosen
+
+
+def shard_blocker(table: Table) -> str | None:
+    """Why a table's columns cannot be spread whatever the cost, or None."""
+    kinds = {use.kind for use in table.uses}
+    paddings = {use.padding_idx for use in table.uses}
+    if table.use != "sparse":
+        return f"also read densely ({', '.join(table.dense_users[:2])}): its gradient has every row"
+    if table.max_norm:
+        return "max_norm rescales whole rows at each lookup"
+    if "bag:max" in kinds:
+        return "an EmbeddingBag in max mode compares whole rows"
+    if len(paddings) > 1:
+        return f"its lookups disagree on padding_idx ({', '.join(map(str, sorted(paddings)))})"
+    if any(use.scale_grad_by_freq for use in table.uses):
+        return "scale_grad_by_freq needs every rank's counts of every id"
+    if not all(use.ids_from_batch for use in table.uses):
+        return "its ids depend on parameters, so they are not known before the forward"
+    return None
+
+
+def _table_strategy(
+    table: Table,
+    fact: ParameterFacts,
+    rows_by_rank: tuple[int, ...],
+    dense: cost.Exchange,
+    wanted: str,
+    cluster: cost.Cluster,
+    world_size: int,
+) -> tuple[str, str, cost.Exchange]:
+    blocker = shard_blocker(table) or fact.row_update_blocker
+    if blocker is not None:
+        return "allreduce", blocker, dense
+    if wanted == "allreduce":
+        return "allreduce", "asked for", dense
+    sparse = _shard_exchange(table, fact, rows_by_rank, world_size)
+    mean_rows = sum(rows_by_rank) / max(len(rows_by_rank), 1)
+    share = mean_rows / max(table.num_rows, 1)
+    what = f"{mean_rows:.0f} of {table.num_rows} rows read ({share:.2%}), {-(-table.embedding_dim // world_size)} columns per rank"
+    if wanted == "alltoall":
+        return "alltoall", f"asked for; {what}", sparse
+    if fact.updated_by_rows:
+        return "alltoall", f"updated by rows; {what}", sparse
+    if all(use.constant_ids for use in table.uses):
+        return "allreduce", "its ids do not depend on the batch", dense
+    if world_size == 1:
+        cheaper = share < 0.5
+    else:
+        cheaper = sparse.time_ms(cluster) < dense.time_ms(cluster)
+    return ("alltoall", what, sparse) if cheaper else ("allreduce", f"small, or densely read: {what}", dense)
+
+
+def _shard_exchange(table: Table, fact: ParameterFacts, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:
+    """Mean over ranks of what one rank sends per step for a sharded table: ids, rows, gradients."""
+    if world_size == 1 or not rows_by_rank:
+        return cost.Exchange(0, 0)
+    id_bytes = 4 if table.num_rows < 2**31 else 8
+    total = cost.Exchange(0, 0)
+    for rank, rows in enumerate(rows_by_rank):
+        first, last = own_columns(table.embedding_dim, world_size, rank)
+        total += cost.all_to_all_rows(rows_by_rank, last - first, fact.itemsize, rank)
+        total += cost.all_to_all_gradients(rows, table.embedding_dim - (last - first), fact.itemsize, world_size)
+    ids = cost.all_gather(max(rows_by_rank) * id_bytes, world_size)
+    return cost.Exchange(round(total.sent_bytes / world_size), 2 * (world_size - 1)) + ids
+
+
+def plan_buckets(graph: TrainingGraph, reduced: set[str], sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
+    """Gradients in the order in which the backward yields them, cut into buckets of one dtype and bounded size."""
+    produced: dict[str, fx.Node] = {}
+    for node, role in graph.outputs():
+        if isinstance(role, Gradient) and isinstance(role.of, Parameter) and role.of.name in reduced and node is not None:
+            produced[role.of.name] = node
+    position = {node: k for k, node in enumerate(graph.graph.nodes)}
+    buckets: list[list[str]] = []
+    filled, dtype = 0, None
+    for name in sorted(produced, key=lambda n: position[produced[n]]):
+        limit = FIRST_BUCKET_BYTES if len(buckets) == 1 else BUCKET_BYTES
+        if not buckets or filled + sizes[name] > limit or produced[name].meta["val"].dtype != dtype:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += sizes[name]
+        dtype = produced[name].meta["val"].dtype
+    elsewhere = tuple(sorted(reduced - set(produced)))  # read by other ranks' first batches only
+    return tuple(tuple(bucket) for bucket in buckets) + tuple((name,) for name in elsewhere)

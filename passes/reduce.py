@@ -1,0 +1,81 @@
+"""Dense gradients: bucketed, and AllReduced while the backward goes on (Li et al., VLDB 2020, section 4.2).
+
+Contract
+    Every gradient of a bucket is replaced by its mean over ranks. A bucket leaves as soon as its last gradient is
+    there and the bucket before it has left; all waits stand at the end of the backward.
+
+    rewrite:  g1 = ...; g2 = ...; return (g1, g2)
+    ->        g1 = ...; g2 = ...
+              bucket = embrace.pack_bucket([g1, g2], 1 / N)
+              reduced = _c10d_functional.all_reduce_(bucket, "sum", "dense"); done = wait_tensor(reduced)
+              m1, m2 = embrace.unpack_bucket(done, [p1, p2]); return (m1, m2)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from embrace_fx.graph import Gradient, OutputRole, Parameter, TrainingGraph, set_outputs
+from embrace_fx.passes.rewriter import Rewriter, latest
+
+embrace = torch.ops.embrace
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce_.default
+
+
+@dataclass(frozen=True)
+class ReduceGradients:
+    """Reduces the gradients of `buckets` (parameter names, in launch order, equal on all ranks)."""
+
+    buckets: tuple[tuple[str, ...], ...]
+    world_size: int
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        if not self.buckets:
+            return graph
+        result = graph.edit()
+        reduce_gradients(result, self.buckets, self.world_size)
+        return result
+
+
+def reduce_gradients(graph: TrainingGraph, buckets: tuple[tuple[str, ...], ...], world_size: int) -> None:
+    rewriter = Rewriter(graph.module)
+    parameters = {role.name: node for node, role in graph.inputs() if isinstance(role, Parameter)}
+    gradients = {r.of.name: v for v, r in graph.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
+    means: dict[str, fx.Node] = {}
+    launches: list[tuple[fx.Node, tuple[str, ...]]] = []
+    output = graph.graph.output_node()
+    for k, bucket in enumerate(buckets):
+        # A parameter that this rank's batch does not use takes part with zeros: the ranks must agree on collectives.
+        present = tuple(name for name in bucket if name in parameters)
+        missing = [name for name in present if gradients.get(name) is None]
+        with rewriter.before(output):
+            zeros = {n: rewriter.call(torch.ops.aten.zeros_like.default, parameters[n], name=f"no_gradient_{k}") for n in missing}
+        parts = [zeros.get(name) or gradients[name] for name in present]
+        last = latest([p for p in parts if p is not None] + [launch for launch, _ in launches[-1:]])
+        with rewriter.before(last.next):
+            flat = rewriter.call(embrace.pack_bucket.default, parts, 1.0 / world_size, name=f"bucket_{k}")
+            launch = rewriter.call(ALL_REDUCE, flat, "sum", "dense", name=f"bucket_{k}_reduced")
+        launches.append((launch, present))
+    with rewriter.before(output):
+        for k, (launch, present) in enumerate(launches):
+            done = rewriter.wait(launch)
+            like = [parameters[name] for name in present]
+            unpacked = rewriter.call(embrace.unpack_bucket.default, done, like, name=f"bucket_{k}_gradients")
+            for position, name in enumerate(present):
+                means[name] = rewriter.item(unpacked, position, f"mean_{parameters[name].name}")
+    set_outputs(graph.module, _with_means(graph, means))
+    graph.graph.lint()
+    graph.module.recompile()
+
+
+def _with_means(graph: TrainingGraph, means: dict[str, fx.Node]) -> list[tuple[fx.Node | None, OutputRole]]:
+    outputs: list[tuple[fx.Node | None, OutputRole]] = []
+    waiting = dict(means)
+    for value, role in graph.outputs():
+        if isinstance(role, Gradient) and isinstance(role.of, Parameter) and role.of.name in waiting:
+            value = waiting.pop(role.of.name)
+        outputs.append((value, role))
+    return outputs + [(node, Gradient(Parameter(name))) for name, node in waiting.items()]

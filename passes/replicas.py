@@ -1,0 +1,64 @@
+"""What replicas of a table need to know of each other's batches.
+
+Contract
+    `scale_grad_by_freq` divides an id's gradient by its count in the batch. The batch of a data-parallel step is that of
+    all ranks, so counts are summed over ranks; a rank alone would divide by its own.
+
+    rewrite:  g = aten.embedding_dense_backward(grad, ids, V, pad, True)
+    ->        n = wait(all_reduce_(bincount(ids, V), "sum", "dense"))
+              g = aten.embedding_dense_backward(grad, ids, V, pad, False) / clamp(n, 1)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from embrace_fx.graph import TrainingGraph
+from embrace_fx.passes.reduce import ALL_REDUCE
+from embrace_fx.passes.rewriter import Rewriter
+from embrace_fx.passes.tables import LOOKUP_BACKWARDS, argument, set_argument
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class GlobalFrequency:
+    """Counts ids over all ranks where a data-parallel table scales its gradient by frequency."""
+
+    world_size: int
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        if self.world_size == 1 or not _scaled(graph):
+            return graph
+        result = graph.edit()
+        rewriter = Rewriter(result.module)
+        for node in _scaled(result):
+            use_global_counts(rewriter, node)
+        result.graph.lint()
+        result.module.recompile()
+        return result
+
+
+def _scaled(graph: TrainingGraph) -> list[fx.Node]:
+    return [n for n in graph.graph.nodes if n.target in LOOKUP_BACKWARDS and argument(n, "scale_grad_by_freq")]
+
+
+def use_global_counts(rewriter: Rewriter, node: fx.Node) -> None:
+    rows = argument(node, "num_weights")
+    readers = list(node.users)
+    with rewriter.before(node):
+        flat = rewriter.call(aten.reshape.default, argument(node, "indices"), [-1], name=f"{node.name}_ids")
+        ones = rewriter.call(aten.ones_like.default, flat, name=f"{node.name}_ones")
+        zeros = rewriter.call(aten.new_zeros.default, flat, [rows], name=f"{node.name}_zeros")
+        counts = rewriter.call(aten.index_add.default, zeros, 0, flat, ones, name=f"{node.name}_counts")
+        everywhere = rewriter.wait(rewriter.call(ALL_REDUCE, counts, "sum", "dense", name=f"{node.name}_all_counts"))
+        at_least_one = rewriter.call(aten.clamp_min.default, everywhere, 1, name=f"{node.name}_divisor")
+        column = rewriter.call(aten.unsqueeze.default, at_least_one, 1, name=f"{node.name}_divisor_column")
+    set_argument(node, "scale_grad_by_freq", False)
+    with rewriter.before(node.next):
+        scaled = rewriter.call(aten.div.Tensor, node, column, name=f"{node.name}_scaled")
+    for reader in readers:
+        reader.replace_input_with(node, scaled)

@@ -1,0 +1,91 @@
+"""Inserting nodes with their fake values, so that every pass leaves `meta["val"]` right."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+_CAST = torch.ops.aten._to_copy.default
+
+
+class Rewriter:
+    """Edits one graph: inserted calls get a name, a fake value and the given source.
+
+    The fake mode is the capture's own, found in the graph's values.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.graph = module.graph
+        self.fake_mode = _fake_mode(module.graph)
+
+    @contextlib.contextmanager
+    def before(self, node: fx.Node) -> Iterator[None]:
+        with self.graph.inserting_before(node):
+            yield
+
+    def call(self, target: Any, *args: Any, name: str) -> fx.Node:
+        """Inserts a call at the current place."""
+        node = self.graph.create_node("call_function", target, args, {}, name=name)
+        self.refresh(node)
+        return node
+
+    def item(self, node: fx.Node, index: int, name: str) -> fx.Node:
+        return self.call(operator.getitem, node, index, name=name)
+
+    def cast(self, node: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
+        cast = self.graph.create_node("call_function", _CAST, (node,), {"dtype": dtype}, name=name)
+        self.refresh(cast)
+        return cast
+
+    def wait(self, launch: fx.Node) -> fx.Node:
+        return self.call(WAIT, launch, name=f"{launch.name}_done")
+
+    def placeholder(self, name: str, role: Any, shape: tuple[int, ...], like: fx.Node) -> fx.Node:
+        """Inserts a placeholder with the dtype and device of `like` at the current place."""
+        node = self.graph.create_node("placeholder", name, name=name)
+        node.target = node.name
+        node.meta["role"] = role
+        with self.fake_mode:
+            node.meta["val"] = torch.empty(shape, dtype=like.meta["val"].dtype, device=like.meta["val"].device)
+        return node
+
+    def refresh(self, node: fx.Node) -> None:
+        """Recomputes the fake value of a call whose arguments changed."""
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
+        with self.fake_mode:
+            assert callable(node.target)
+            node.meta["val"] = node.target(*args, **kwargs)
+
+
+def first_after_placeholders(graph: fx.Graph) -> fx.Node:
+    """The first node that is not a placeholder."""
+    return next(node for node in graph.nodes if node.op != "placeholder")
+
+
+def first_user(node: fx.Node) -> fx.Node:
+    """The user of `node` that comes first in the graph."""
+    position = {n: k for k, n in enumerate(node.graph.nodes)}
+    return min(node.users, key=position.__getitem__)
+
+
+def latest(nodes: list[fx.Node]) -> fx.Node:
+    """The node of `nodes` that comes last in the graph."""
+    position = {n: k for k, n in enumerate(nodes[0].graph.nodes)}
+    return max(nodes, key=position.__getitem__)
+
+
+
+
+def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    raise ValueError("expected a graph with fake values in meta['val'], found none. Capture it with embrace_fx.capture.")

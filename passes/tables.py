@@ -1,0 +1,220 @@
+"""Finds the tables of a graph and what the graph does with each.
+
+Contract
+    Analysis only: the graph that comes out has the same nodes; `TrainingGraph.tables` is filled.
+    A table is a parameter that at least one lookup (`embedding`, `_embedding_bag`) reads. Its `TableUse`s are the
+    lookups, each with the backward nodes that make its share of the table's gradient; everything else that reads the
+    weight, or adds to its gradient, is a dense user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from embrace_fx.graph import (
+    BatchInput,
+    Gradient,
+    Mutation,
+    Parameter,
+    Saved,
+    Table,
+    TableUse,
+    Tangent,
+    TrainingGraph,
+    source_of,
+)
+
+aten = torch.ops.aten
+
+LOOKUPS = (aten.embedding.default, aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+LOOKUP_BACKWARDS = (aten.embedding_dense_backward.default, aten._embedding_bag_backward.default)
+RENORM = aten.embedding_renorm.default
+_BAG_KINDS = {0: "bag:sum", 1: "bag:mean", 2: "bag:max"}
+
+
+@dataclass(frozen=True)
+class FindTables:
+    """Fills in `TrainingGraph.tables`.
+
+    rewrite: nothing; two lookups of `weight` -> Table("weight", uses=(TableUse(...), TableUse(...)))
+    """
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        return replace(graph, tables=find_tables(graph))
+
+
+def find_tables(graph: TrainingGraph) -> tuple[Table, ...]:
+    """Every table, in the order of the graph's parameters."""
+    gradients = {role.of: node for node, role in graph.outputs() if isinstance(role, Gradient)}
+    mutated = frozenset(role.of for _, role in graph.outputs() if isinstance(role, Mutation))
+    tables = []
+    for node, role in graph.inputs():
+        if isinstance(role, Parameter):
+            table = _table(node, role, gradients.get(role), mutated)
+            if table is not None:
+                tables.append(table)
+    return tuple(tables)
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """Argument `name` of an ATen call, its schema's default included."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, parameter in enumerate(node.target._schema.arguments):
+        if parameter.name == name:
+            if position < len(node.args):
+                return node.args[position]
+            return node.kwargs.get(name, parameter.default_value)
+    raise KeyError(f"expected an argument {name!r} of {node.target}, found {node.target._schema}")
+
+
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Sets argument `name` of an ATen call, by position (defaults before it are spelled out)."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    parameters = node.target._schema.arguments
+    position = next(k for k, p in enumerate(parameters) if p.name == name)
+    args = list(node.args)
+    args += [parameters[k].default_value for k in range(len(args), position)]
+    args[position : position + 1] = [value]
+    node.args = tuple(args)
+
+
+
+
+def _table(weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: frozenset[Any]) -> Table | None:
+    readers, max_norm = _readers(weight)
+    lookups = [n for n in readers if n.target in LOOKUPS]
+    if not lookups:
+        return None
+    backwards, dense_gradients = _gradient_terms(gradient)
+    uses = tuple(_use(lookup, backwards, mutated) for lookup in lookups)
+    claimed = {name for use in uses for name in use.backward}
+    dense = [n.name for n in readers if n.target not in LOOKUPS and not _needs_only_shape(n)]
+    dense += [n.name for n in backwards if n.name not in claimed]
+    dense += [n.name for n in dense_gradients if n.name not in dense]
+    value = weight.meta["val"]
+    return Table(role.name, value.shape[0], value.shape[1], value.dtype, uses, tuple(dense), max_norm)
+
+
+def _readers(weight: fx.Node) -> tuple[list[fx.Node], bool]:
+    """Nodes that read the weight, seen through the copies that `max_norm` makes; whether there were any."""
+    readers: list[fx.Node] = []
+    renormed = False
+    waiting = [weight]
+    while waiting:
+        node = waiting.pop(0)
+        for user in node.users:
+            if user.op == "output":
+                continue
+            if user.target is RENORM or (user.target is aten.clone.default and _feeds_renorm(user)):
+                renormed = True
+                waiting.append(user)
+            else:
+                readers.append(user)
+    return readers, renormed
+
+
+def _feeds_renorm(node: fx.Node) -> bool:
+    return bool(node.users) and all(user.target is RENORM for user in node.users)
+
+
+def _needs_only_shape(node: fx.Node) -> bool:
+    return node.target in (aten.sym_size.int, aten.sym_numel.default)
+
+
+def _gradient_terms(gradient: fx.Node | None) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The terms of the sum that a table's gradient is: (lookups' backward nodes, anything else)."""
+    lookups: list[fx.Node] = []
+    others: list[fx.Node] = []
+    waiting = [gradient] if gradient is not None else []
+    while waiting:
+        node = waiting.pop(0)
+        if node.target is aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args):
+            waiting += [a for a in node.args if isinstance(a, fx.Node)]
+        elif node.target in LOOKUP_BACKWARDS:
+            lookups.append(node)
+        else:
+            others.append(node)
+    return lookups, others
+
+
+def _use(lookup: fx.Node, backwards: list[fx.Node], mutated: frozenset[Any]) -> TableUse:
+    ids = argument(lookup, "indices")
+    assert isinstance(ids, fx.Node)
+    bag = lookup.target is not aten.embedding.default
+    cone = _cone(ids)
+    roles = {node.meta["role"] for node in cone if node.op == "placeholder"}
+    random = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in cone)
+    return TableUse(
+        lookup=lookup.name,
+        backward=tuple(b.name for b in backwards if _is_backward_of(b, lookup)),
+        ids=ids.name,
+        padding_idx=argument(lookup, "padding_idx"),
+        kind=_BAG_KINDS[argument(lookup, "mode")] if bag else "embedding",
+        constant_ids=not random and not any(isinstance(role, BatchInput) for role in roles),
+        ids_from_batch=not any(isinstance(role, Parameter | Tangent) or role in mutated for role in roles),
+        scale_grad_by_freq=argument(lookup, "scale_grad_by_freq"),
+        source=source_of(lookup),
+    )
+
+
+def _is_backward_of(backward: fx.Node, lookup: fx.Node) -> bool:
+    same_kind = (backward.target is aten.embedding_dense_backward.default) == (lookup.target is aten.embedding.default)
+    if not same_kind or argument(backward, "indices") is not argument(lookup, "indices"):
+        return False
+    if lookup.target is aten.embedding.default:
+        return True
+    # Two bags may read the same ids: the pieces of forward output that the backward reads tell them apart.
+    offset2bag = argument(backward, "offset2bag")
+    return isinstance(offset2bag, fx.Node) and offset2bag.args[0] is lookup
+
+
+def _cone(node: fx.Node) -> list[fx.Node]:
+    """The node and all it is computed from; what only gives a size is not followed."""
+    seen: dict[fx.Node, None] = {}
+    waiting = [node]
+    while waiting:
+        current = waiting.pop()
+        if current in seen:
+            continue
+        seen[current] = None
+        if not _needs_only_shape(current):
+            waiting += current.all_input_nodes
+    return list(seen)
+
+
+def ids_cone(node: fx.Node) -> list[fx.Node]:
+    """The call nodes that compute `node`, sizes included, in graph order: what must run before the ids are known."""
+    seen: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        current = waiting.pop()
+        if current not in seen and current.op != "placeholder":
+            seen.add(current)
+            waiting += current.all_input_nodes
+    return [n for n in node.graph.nodes if n in seen]
+
+
+
+
+def extract_ids(graph: TrainingGraph, tables: Sequence[Table]) -> fx.GraphModule:
+    """The function batch -> ids of every use of `tables`, as a graph of its own, roles included.
+
+    rewrite:  def joint(weight, batch, tangent): ids = batch + 1; e = embedding(weight, ids); ...
+    ->        def ids(batch): ids = batch + 1; return (ids,)
+    """
+    wanted = [graph.node(use.ids) for table in tables for use in table.uses]
+    cone = {node for ids in wanted for node in ids_cone(ids)}
+    read = {source for node in cone for source in node.all_input_nodes} | set(wanted)
+    extracted = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        if node in cone or (node.op == "placeholder" and node in read):
+            env[node] = extracted.node_copy(node, lambda n: env[n])
+    output = extracted.output(tuple(env[ids] for ids in wanted))
+    output.meta["roles"] = tuple(Saved(ids.name) for ids in wanted)
+    return fx.GraphModule(graph.module, extracted)

@@ -1,0 +1,190 @@
+"""The launcher of collectives: process groups by communication class, launches that return what is in flight.
+
+Contract
+    Collectives of one class leave in program order on their own process group, so classes do not wait for each other.
+    Every step begins with an announcement: sizes and state of every rank. A rank that cannot go on says so there, and
+    all ranks raise the same error; no collective is left waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embrace_fx.runtime.failure import PeerFailure, RollCall
+from embrace_fx.runtime.kernels import bad_id, column_widths
+
+ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
+"""What a call of the model can be; all ranks must do the same."""
+
+CLASSES = ("ids", "embedding", "dense")
+"""Communication classes, each with a process group of its own."""
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A value that a collective is still writing. `wait` yields it."""
+
+    value: Tensor
+    work: Any
+
+
+class Communicator:
+    """Issues this rank's collectives.
+
+    Without torch.distributed, or in a group of one, there is nothing to send: launches return their own data.
+
+    Args:
+        group: the ranks that train together; None: a single process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.activity = 0
+        self.tables = 0  # how many tables exchange ids, once planned
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._roll_call: RollCall | None = None
+        if group is not None and self.world_size > 1:
+            ranks = dist.get_process_group_ranks(group)
+            for name in CLASSES:
+                created = dist.new_group(ranks, group_desc=f"embrace_fx_{name}", use_local_synchronization=len(ranks) < dist.get_world_size())
+                assert isinstance(created, dist.ProcessGroup)
+                self._groups[name] = created
+            store = dist.distributed_c10d._get_default_store()
+            self._roll_call = RollCall(store, self._groups["ids"].group_name, self.rank, self.world_size)
+
+    # -- agreement -----------------------------------------------------------------------------------------------------
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order. For set-up and failures, never on the step's path."""
+        if self.world_size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        with self._watching():
+            dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def announce(self, sizes: Sequence[int], failure: str | None = None) -> list[list[int]]:
+        """Every rank's `sizes`, at the head of a step.
+
+        Raises:
+            PeerFailure: any rank has a `failure`, or the ranks are not doing the same thing; on all ranks.
+        """
+        if self.world_size == 1:
+            if failure is not None:
+                raise PeerFailure({0: failure})
+            return [list(sizes)]
+        padding = [0] * (self.tables - len(sizes))  # one length whatever the step, or the announcement itself would hang
+        own = torch.tensor([failure is not None, self.activity, *sizes, *padding], dtype=torch.int64)
+        everyone = own.new_empty((self.world_size, own.numel()))
+        with self._watching():
+            dist.all_gather_into_tensor(everyone, own, group=self._groups["ids"])
+        rows: list[list[int]] = everyone.tolist()
+        if any(row[0] for row in rows):
+            failures = self.gather_objects(failure)
+            raise PeerFailure({rank: text for rank, text in enumerate(failures) if text is not None})
+        activities = [row[1] for row in rows]
+        if len(set(activities)) > 1:
+            raise PeerFailure(
+                {r: f"expected all ranks to do the same, found this one {ACTIVITIES[a]}" for r, a in enumerate(activities)}
+            )
+        return [row[2 : 2 + len(sizes)] for row in rows]
+
+    def reduce_scalar(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
+        """The sum or maximum of a 0-d tensor over ranks."""
+        if self.world_size > 1:
+            with self._watching():
+                dist.all_reduce(value, reduce_op, group=self._groups["dense"])
+        return value
+
+    def _watching(self) -> contextlib.AbstractContextManager[None]:
+        return self._roll_call.watching() if self._roll_call is not None else contextlib.nullcontext()
+
+    # -- launches: the ops of the same names ---------------------------------------------------------------------------
+
+    def all_gather_ids(self, unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> InFlight:
+        counts = [u.numel() for u in unique]
+        everyone = self.announce(counts, _bad_ids(unique, num_rows))
+        longest = max(map(sum, everyone))
+        dtype = torch.int32 if max(num_rows) < 2**31 else torch.int64
+        own = torch.empty((len(counts) + longest,), dtype=dtype, device=unique[0].device)
+        own[: len(counts)] = torch.tensor(counts, dtype=dtype)
+        torch.cat([u.to(dtype) for u in unique], out=own[len(counts) : len(counts) + sum(counts)])
+        if self.world_size == 1:
+            return InFlight(own.view(1, -1), None)
+        packed = own.new_empty((group_size, own.numel()))
+        work = dist.all_gather_into_tensor(packed, own, group=self._groups[group], async_op=True)
+        return InFlight(packed, work)
+
+    def all_to_all_rows(self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int) -> InFlight:
+        if self.world_size == 1:
+            return InFlight(columns.view(-1), None)
+        rows_by_rank: list[int] = counts.tolist()
+        widths = column_widths(embedding_dim, group_size)
+        own_width, own_rows = widths[self.rank], rows_by_rank[self.rank]
+        received = columns.new_empty((own_rows * embedding_dim,))
+        return self._all_to_all(
+            received,
+            columns.view(-1),
+            [own_rows * width for width in widths],
+            [rows * own_width for rows in rows_by_rank],
+            group,
+        )
+
+    def all_to_all_gradients(self, flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int) -> InFlight:
+        if self.world_size == 1:
+            return InFlight(flat, None)
+        rows_by_rank: list[int] = counts.tolist()
+        widths = column_widths(embedding_dim, group_size)
+        own_width, own_rows = widths[self.rank], rows_by_rank[self.rank]
+        received = flat.new_empty((sum(rows_by_rank) * own_width,))
+        return self._all_to_all(
+            received,
+            flat,
+            [rows * own_width for rows in rows_by_rank],
+            [own_rows * width for width in widths],
+            group,
+        )
+
+    def _all_to_all(
+        self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str
+    ) -> InFlight:
+        work = dist.all_to_all_single(
+            received, sent, receive_sizes, send_sizes, group=self._groups[group], async_op=True
+        )
+        return InFlight(received, work)
+
+    def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
+        return InFlight(flat, dist.all_reduce(flat, group=self._groups[group], async_op=True))
+
+    def wait(self, launch: InFlight) -> Tensor:
+        if launch.work is not None:
+            with self._watching():
+                launch.work.wait()
+        return launch.value
+
+    def launches(self) -> Mapping[str, Any]:
+        """Op name -> what a lowered program calls."""
+        return {
+            "embrace::all_gather_ids": self.all_gather_ids,
+            "embrace::all_to_all_rows": self.all_to_all_rows,
+            "embrace::all_to_all_gradients": self.all_to_all_gradients,
+            "_c10d_functional::all_reduce_": self.all_reduce_,
+            "_c10d_functional::wait_tensor": self.wait,
+        }
+
+
+def _bad_ids(unique: Sequence[Tensor], num_rows: Sequence[int]) -> str | None:
+    for ids, rows in zip(unique, num_rows, strict=True):
+        found = bad_id(ids, rows)
+        if found is not None:
+            return f"expected ids from 0 to {rows - 1} for a table of {rows} rows, found {found}"
+    return None

@@ -1,0 +1,92 @@
+"""What happens when a rank fails or dies: every other rank raises, with the culprit's name."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping
+
+import torch.distributed as dist
+
+_PATIENCE_S = 5.0
+_LISTEN_S = 0.5
+
+
+class PeerFailure(RuntimeError):
+    """At least one rank could not take part in a step; raised on every rank, before anything was applied.
+
+    Attributes:
+        by_rank: what each failed rank reported.
+    """
+
+    def __init__(self, by_rank: Mapping[int, str]) -> None:
+        self.by_rank = dict(by_rank)
+        reports = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(by_rank.items()))
+        super().__init__(f"{reports}. Nothing of this step was applied, on any rank.")
+
+    def __reduce__(self) -> tuple[type[PeerFailure], tuple[dict[int, str]]]:
+        return PeerFailure, (self.by_rank,)
+
+
+class DeadRank(RuntimeError):
+    """A collective failed because a rank is gone."""
+
+
+class RollCall:
+    """Tells the dead from the living after a collective broke.
+
+    The first rank to meet the error calls the roll in the store; a thread on every rank hears it and signs, even while
+    the rank's main thread is still blocked in a collective. Who does not sign in a few seconds is dead.
+
+    Args:
+        store: the process group's store. The roll call talks to it over a connection of its own.
+        name: unique among the communicators of one store.
+    """
+
+    def __init__(self, store: dist.Store, name: str, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store = store.clone()
+        self._called = f"embrace_fx/{name}/called"
+        self._signatures = [f"embrace_fx/{name}/alive/{r}" for r in range(world_size)]
+        self._over = threading.Event()
+        threading.Thread(target=self._listen, name="embrace_fx roll call", daemon=True).start()
+
+    def close(self) -> None:
+        self._over.set()
+
+    def missing(self) -> list[int]:
+        """Calls the roll and returns the ranks that do not answer."""
+        try:
+            self._store.set(self._called, "1")
+            self._store.set(self._signatures[self.rank], "1")
+            deadline = time.monotonic() + _PATIENCE_S
+            while time.monotonic() < deadline and not self._store.check(self._signatures):
+                time.sleep(0.1)
+            return [r for r, name in enumerate(self._signatures) if not self._store.check([name])]
+        except RuntimeError:
+            return [0]  # the store itself is gone: without a launcher that holds it, it lived in rank 0's process
+
+    def _listen(self) -> None:
+        while not self._over.wait(_LISTEN_S):
+            try:
+                if self._store.check([self._called]):
+                    self._store.set(self._signatures[self.rank], "1")
+                    return
+            except RuntimeError:
+                return  # the store is gone, and the job with it
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Turns the error of a broken collective into one that names the ranks that no longer answer."""
+        try:
+            yield
+        except (PeerFailure, DeadRank):
+            raise
+        except RuntimeError as error:
+            missing = self.missing()
+            found = f"rank(s) {', '.join(map(str, missing))} no longer answer" if missing else "a rank stopped taking part"
+            raise DeadRank(
+                f"expected every rank to take part in a collective, on rank {self.rank}; found that {found} "
+                f"({error}). Look at the log of the ranks named, and restart the job from a checkpoint."
+            ) from error

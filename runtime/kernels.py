@@ -1,0 +1,118 @@
+"""Local kernels of the op vocabulary in torch ops, for any device. Worked examples: `embrace_fx/ops.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from embrace_fx.ops import own_columns
+
+
+def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
+    flat = ids[0].reshape(-1) if len(ids) == 1 else torch.cat([i.reshape(-1) for i in ids])
+    flat = flat.to(torch.int64)
+    if padding_idx >= 0:
+        # The padding row must come first: with every padding id replaced by a number below all others, and that
+        # number present at least once, the sort of `unique` puts it there.
+        flat = torch.where(flat == padding_idx, _BELOW_ALL, flat)
+        flat = torch.cat([flat, flat.new_full((1,), _BELOW_ALL)])
+    unique, inverse = torch.unique(flat, return_inverse=True)
+    if padding_idx >= 0:
+        unique[0] = padding_idx
+    parts = inverse[: inverse.numel() - (padding_idx >= 0)].split([i.numel() for i in ids])
+    return [unique, *(part.view(i.shape) for part, i in zip(parts, ids, strict=True))]
+
+
+_BELOW_ALL = torch.iinfo(torch.int64).min
+
+
+def bad_id(unique: Tensor, num_rows: int) -> int | None:
+    """An id outside the table among a rank's unique rows, or None."""
+    if unique.numel() == 0:
+        return None
+    # One pass and one host read; the first entry may be the padding row, so the ends of the order do not suffice.
+    low, high = torch.stack(torch.aminmax(unique)).tolist()
+    if low < 0:
+        return int(low)
+    return int(high) if high >= num_rows else None
+
+
+def lookup(shard: Tensor, ids: Tensor) -> Tensor:
+    return shard.index_select(0, ids)
+
+
+def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
+    rows = flat.numel() // max(embedding_dim, 1)
+    if group_size == 1:
+        return flat.view(rows, embedding_dim)
+    widths = column_widths(embedding_dim, group_size)
+    blocks = flat.split([rows * width for width in widths])
+    return torch.cat([block.view(rows, width) for block, width in zip(blocks, widths, strict=True)], dim=1)
+
+
+def split_columns(rows: Tensor, group_size: int) -> Tensor:
+    if group_size == 1:
+        return rows.reshape(-1)
+    flat = rows.new_empty((rows.numel(),))
+    widths = column_widths(rows.shape[1], group_size)
+    blocks = flat.split([rows.shape[0] * width for width in widths])
+    for block, part in zip(blocks, rows.split(widths, dim=1), strict=True):
+        block.view(part.shape).copy_(part)
+    return flat
+
+
+def column_widths(embedding_dim: int, group_size: int) -> list[int]:
+    """How many columns each rank owns."""
+    bounds = (own_columns(embedding_dim, group_size, rank) for rank in range(group_size))
+    return [last - first for first, last in bounds]
+
+
+def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -> list[Tensor]:
+    rows = flat.view(ids.numel(), columns)
+    unique, inverse = torch.unique(ids, return_inverse=True)
+    summed = rows.new_zeros((unique.numel(), columns)).index_add_(0, inverse, rows, alpha=scale)
+    if padding_idx >= 0:
+        kept = unique != padding_idx
+        return [unique[kept], summed[kept]]
+    return [unique, summed]
+
+
+def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+    return flat.mul_(scale) if scale != 1.0 else flat
+
+
+def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([t.numel() for t in like])
+    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
+
+
+def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
+    """`packed` is (N, T + M): each rank's T counts, then its ids table after table, then padding up to M."""
+    host = packed[:, :tables].to("cpu", torch.int64)
+    counts: list[list[int]] = host.tolist()
+    out: list[Tensor] = []
+    starts = [tables] * group_size
+    for table in range(tables):
+        pieces = [packed[r, starts[r] : starts[r] + counts[r][table]] for r in range(group_size)]
+        starts = [starts[r] + counts[r][table] for r in range(group_size)]
+        out += [torch.cat(pieces).to(torch.int64), host[:, table].contiguous()]
+    return out
+
+
+LOCAL: dict[str, Callable[..., object]] = {
+    "embrace::unique_ids": unique_ids,
+    "embrace::lookup": lookup,
+    "embrace::join_columns": join_columns,
+    "embrace::split_columns": split_columns,
+    "embrace::coalesce": coalesce,
+    "embrace::pack_bucket": pack_bucket,
+    "embrace::unpack_bucket": unpack_bucket,
+    "embrace::unpack_ids": unpack_ids,
+}
+"""Op name -> kernel: what a lowered program calls, without the dispatcher in between."""
+
+for _name, _kernel in LOCAL.items():
+    torch.library.impl(_name, "default")(_kernel)

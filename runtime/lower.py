@@ -1,0 +1,58 @@
+"""Lowering: a phase of a partitioned graph -> a Python function that runs it.
+
+Contract
+    Same order, same values. Local `embrace::` ops become direct calls of their kernels, collectives become launches of
+    the communicator (what they return is in flight until its wait), everything else stays an ATen call. Arguments come
+    in one list that the function empties, so that a value dies with its last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import CodeGen
+
+from embrace_fx.runtime.kernels import LOCAL
+
+Phase = Callable[[list[Any]], tuple[Any, ...]]
+
+
+class _OneList(CodeGen):
+    """Code that takes all arguments in one list, and empties it."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
+        unpack = f"\n    {', '.join(names)}, = arguments" if names else ""
+        return f"def {self._func_name}(self, arguments){maybe_return_annotation}:{unpack}\n    arguments.clear()"
+
+
+def lower(
+    module: fx.GraphModule,
+    launches: Mapping[str, Callable[..., Any]],
+    special: Callable[[fx.Node], Callable[..., Any] | None] = lambda node: None,
+) -> Phase:
+    """The function of one phase.
+
+    Args:
+        module: a phase: placeholders with roles, outputs with roles.
+        launches: op name -> the communicator's function.
+        special: what a single node is to call instead, or None.
+    """
+    targets: dict[str, Callable[..., Any]] = {**LOCAL, **launches}
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            env[node] = graph.get_attr(str(node.target))
+            continue
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        env[node].name = node.name
+        if isinstance(node.target, torch._ops.OpOverload):
+            env[node].target = special(node) or targets.get(node.target.name(), node.target)
+    graph.set_codegen(_OneList())
+    lowered = fx.GraphModule(module, graph)
+    run: Phase = lowered.forward
+    return run

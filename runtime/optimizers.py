@@ -1,0 +1,109 @@
+"""The user's optimizer, stepping tables by rows.
+
+The optimizer stays the object the user made: schedulers, param groups and `state_dict` work on it as before. Its class
+becomes a subclass of its own class whose `step` also updates the tables that the dense step cannot see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from embrace_fx.runtime.tables import RowTable
+
+
+@dataclass
+class DenseTable:
+    """A data-parallel table whose optimizer updates rows: its dense gradient is turned into rows at the step.
+
+    Attributes:
+        all_rows: a dense use gives every row a gradient; otherwise rows whose gradient is zero stand still.
+    """
+
+    table: RowTable
+    all_rows: bool
+
+
+@dataclass
+class Stepping:
+    """What an optimizer's step does beyond its own class.
+
+    Attributes:
+        sharded: tables in column shards.
+        dense_tables: data-parallel tables updated by rows.
+    """
+
+    sharded: list[RowTable] = field(default_factory=list)
+    dense_tables: list[DenseTable] = field(default_factory=list)
+
+
+def attach(optimizer: Optimizer, stepping: Stepping) -> type[Optimizer]:
+    """Makes `optimizer.step()` and `zero_grad()` cover its tables. Returns the optimizer's own class."""
+    kind = type(optimizer)
+    # A scheduler made before compile has wrapped the old class's `step` into the instance.
+    optimizer.__dict__.pop("step", None)
+    optimizer.__class__ = type(kind.__name__, (_RowStepping, kind), {"__module__": kind.__module__})
+    optimizer._embrace_stepping = stepping  # type: ignore[attr-defined]
+    return kind
+
+
+class _RowStepping(Optimizer):
+    """Mixed in before the optimizer's own class."""
+
+    _embrace_stepping: Stepping
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """The class's own step, then the tables' rows."""
+        loss = None
+        if closure is not None:
+            # Evaluated here and not by the class's step: the gradients it makes must be there before both halves.
+            with torch.enable_grad():
+                loss = closure()
+        self._opt_called = True  # what a scheduler looks at to warn of a wrong order of calls
+        dense = [_take_dense(entry) for entry in self._embrace_stepping.dense_tables]
+        super().step()  # type: ignore[safe-super]
+        for table in self._embrace_stepping.sharded:
+            table.update()
+        for entry, gradient in zip(self._embrace_stepping.dense_tables, dense, strict=True):
+            if gradient is not None:
+                entry.table.update()
+                entry.table.parameter.grad = gradient
+        return loss
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for table in self._embrace_stepping.sharded:
+            table.clear_gradient()
+
+
+def _take_dense(entry: DenseTable) -> Tensor | None:
+    """Moves a table's dense gradient out of the class's own step's sight, as rows."""
+    parameter = entry.table.parameter
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if entry.all_rows:
+        ids = torch.arange(gradient.shape[0], device=gradient.device)
+        entry.table.add_gradient(ids, gradient)
+    else:
+        ids = gradient.ne(0).any(dim=1).nonzero().view(-1)
+        entry.table.add_gradient(ids, gradient.index_select(0, ids))
+    parameter.grad = None
+    return gradient
+
+
+def replace_parameter(optimizers: Sequence[Optimizer], old: nn.Parameter, new: nn.Parameter) -> None:
+    """Puts `new` where any optimizer holds `old`; state made before (a resumed run) moves along."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)

@@ -1,0 +1,185 @@
+"""Where parameters live: whole, in shards, or not yet anywhere (the meta device)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from embrace_fx.ops import own_columns
+from embrace_fx.runtime.optimizers import replace_parameter
+from embrace_fx.runtime.tables import as_shard, scatter_columns
+
+_ROWS_AT_A_TIME = 1 << 16
+"""Rows of a table initialised in one piece: a rank never holds more than these at full width."""
+
+
+def set_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Puts `new` wherever the model holds `old`, under all of its names."""
+    for module in model.modules():
+        for key, value in module._parameters.items():
+            if value is old:
+                module._parameters[key] = new
+
+
+def parameter_named(model: nn.Module, name: str) -> nn.Parameter:
+    """A parameter by any of its names."""
+    return dict(model.named_parameters(remove_duplicate=False))[name]
+
+
+@contextlib.contextmanager
+def whole_parameters(model: nn.Module, sharded: Mapping[str, torch.Size]) -> Iterator[None]:
+    """For the time of a capture, shards and meta parameters look like whole ones on the model's device.
+
+    Nothing reads them, so on the CPU no memory is touched: the system commits pages at the first write.
+    """
+    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.get_default_device())
+    replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
+    names = dict(model.named_parameters())
+    for name, parameter in names.items():
+        if name in sharded or parameter.device.type == "meta":
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            stand_in = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            replaced.append((parameter, stand_in))
+            set_parameter(model, parameter, stand_in)
+    try:
+        yield
+    finally:
+        for parameter, stand_in in replaced:
+            set_parameter(model, stand_in, parameter)
+
+
+def shard_parameter(
+    model: nn.Module, name: str, optimizers: Sequence[Optimizer], group: dist.ProcessGroup | None
+) -> nn.Parameter:
+    """Replaces a table by this rank's columns of rank 0's, in the model and in its optimizer; returns the parameter.
+
+    A single process keeps the parameter itself.
+    """
+    old = parameter_named(model, name)
+    if group is None:
+        return old
+    if isinstance(old, DTensor):
+        return old  # made from the meta device, as a shard
+    mesh = DeviceMesh.from_group(group, old.device.type)
+    local = scatter_columns(old.detach(), group)
+    new = nn.Parameter(as_shard(local, old.shape, mesh), requires_grad=old.requires_grad)
+    set_parameter(model, old, new)
+    replace_parameter(optimizers, old, new)
+    _shard_optimizer_state(optimizers, new, mesh)
+    return new
+
+
+def _shard_optimizer_state(optimizers: Sequence[Optimizer], parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    """State from before compile (a resumed run): of whole-table state, each rank keeps its columns."""
+    first, last = own_columns(parameter.shape[1], mesh.size(), mesh.get_local_rank())
+    for optimizer in optimizers:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                optimizer.state[parameter][key] = as_shard(value[:, first:last].contiguous(), parameter.shape, mesh)
+
+
+def broadcast_state(model: nn.Module, sharded: Collection[str], group: dist.ProcessGroup) -> None:
+    """Rank 0's replicated parameters and buffers to every rank."""
+    source = dist.get_global_rank(group, 0)
+    for name, parameter in model.named_parameters():
+        if name not in sharded:
+            dist.broadcast(parameter.detach(), source, group=group)
+    for buffer in model.buffers():
+        dist.broadcast(buffer.detach(), source, group=group)
+
+
+def materialise(
+    model: nn.Module, sharded: Collection[str], optimizers: Sequence[Optimizer], group: dist.ProcessGroup | None
+) -> None:
+    """Gives values to parameters and buffers on the meta device, by their modules' `reset_parameters`.
+
+    A sharded table is initialised a block of rows at a time, of which the rank keeps its columns: the values do not
+    depend on the number of ranks, and no rank ever holds the whole table. The generator is seeded alike on all ranks.
+
+    Raises:
+        ValueError: a module holds meta parameters and has no `reset_parameters`.
+    """
+    if not any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
+        return
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    seed = torch.tensor([torch.initial_seed() % 2**63])
+    if group is not None:
+        dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
+    with torch.random.fork_rng():
+        torch.manual_seed(int(seed))
+        for path, module in model.named_modules():
+            own = {key: p for key, p in module._parameters.items() if p is not None and p.device.type == "meta"}
+            meta_buffers = any(b is not None and b.device.type == "meta" for b in module._buffers.values())
+            if not own and not meta_buffers:
+                continue
+            reset = getattr(module, "reset_parameters", None)
+            if reset is None:
+                raise ValueError(
+                    f"expected modules on the meta device to have reset_parameters, in compile(), found none in "
+                    f"{path or type(model).__name__}. Give it one, or build the model on a real device."
+                )
+            if len(own) == 1 and names.get(id(next(iter(own.values())))) in sharded and group is not None:
+                _materialise_shard(model, module, next(iter(own)), optimizers, group)
+            else:
+                _materialise_whole(model, module, own, optimizers)
+
+
+def _materialise_whole(
+    model: nn.Module, module: nn.Module, own: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
+) -> None:
+    for parameter in own.values():
+        new = nn.Parameter(torch.empty_like(parameter, device=torch.get_default_device()), parameter.requires_grad)
+        set_parameter(model, parameter, new)
+        replace_parameter(optimizers, parameter, new)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.device.type == "meta":
+            module._buffers[key] = torch.empty_like(buffer, device=torch.get_default_device())
+    module.reset_parameters()  # type: ignore[operator]
+
+
+def _materialise_shard(
+    model: nn.Module, module: nn.Module, key: str, optimizers: Sequence[Optimizer], group: dist.ProcessGroup
+) -> None:
+    whole = module._parameters[key]
+    assert whole is not None
+    rows, columns = whole.shape
+    mesh = DeviceMesh.from_group(group, torch.get_default_device().type)
+    first, last = own_columns(columns, mesh.size(), mesh.get_local_rank())
+    local = torch.empty((rows, last - first), dtype=whole.dtype, device=torch.get_default_device())
+    padding = getattr(module, "padding_idx", None)
+    if padding is not None:
+        module.padding_idx = None  # of the table, not of a block of it  # type: ignore[assignment]
+    for start in range(0, rows, _ROWS_AT_A_TIME):
+        block = nn.Parameter(torch.empty((min(_ROWS_AT_A_TIME, rows - start), columns), dtype=whole.dtype))
+        module._parameters[key] = block
+        module.reset_parameters()  # type: ignore[operator]
+        local[start : start + block.shape[0]] = block.detach()[:, first:last]
+    if padding is not None:
+        module.padding_idx = padding
+        local[padding] = 0
+    module._parameters[key] = whole
+    new = nn.Parameter(as_shard(local, whole.shape, mesh), requires_grad=whole.requires_grad)
+    set_parameter(model, whole, new)
+    replace_parameter(optimizers, whole, new)
+
+
+def with_own_columns(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict in which whole values of sharded tables have become this rank's shards."""
+    loaded = dict(state_dict)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        value = loaded.get(name)
+        if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            if value.shape != parameter.shape:
+                continue  # load_state_dict names the parameter and both shapes
+            mesh = parameter.device_mesh
+            first, last = own_columns(parameter.shape[1], mesh.size(), mesh.get_local_rank())
+            loaded[name] = as_shard(value[:, first:last].contiguous(), parameter.shape, mesh)
+    return loaded

@@ -1,0 +1,146 @@
+"""Sharded tables: where a table's own columns live, and how its rows are updated.
+
+A table's parameter becomes a DTensor `[Shard(1)]` in torch.chunk layout, so that checkpoints re-shard through
+`torch.distributed.checkpoint`; on a single process it stays the user's own tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from embrace_fx.ops import own_columns
+from embrace_fx.runtime.kernels import coalesce
+from embrace_fx.runtime.row_optimizers import row_optimizer
+
+Reader = Callable[[int, int], Tensor]
+"""(first column, last column + 1) -> those columns of the initial table."""
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharded or not, outside of autograd."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def as_shard(local: Tensor, shape: torch.Size, mesh: DeviceMesh | None) -> Tensor:
+    """A rank's columns (V, d) as part of a whole table (V, D)."""
+    if mesh is None:
+        return local
+    stride = (shape[1], 1)
+    return DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
+
+
+def scatter_columns(table: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Rank 0's table (V, D), to each rank its own columns (V, d). Each rank passes its own, equally shaped, table."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    first, last = own_columns(table.shape[1], size, rank)
+    own = table.new_empty((table.shape[0], last - first))
+    pieces = None
+    if rank == 0:
+        bounds = [own_columns(table.shape[1], size, r) for r in range(size)]
+        pieces = [table[:, a:b].contiguous() for a, b in bounds]
+        own.copy_(pieces[0])
+    source = dist.get_global_rank(group, 0)
+    # Point to point: scatter wants pieces of one size, and the last ranks may own fewer columns, or none.
+    if pieces is not None:
+        for r, piece in enumerate(pieces[1:], start=1):
+            if piece.numel():
+                dist.send(piece, dist.get_global_rank(group, r), group=group)
+    elif own.numel():
+        dist.recv(own, source, group=group)
+    return own
+
+
+class RowTable:
+    """A table updated by rows: its columns on this rank, and the gradients waiting for the next step.
+
+    Args:
+        name: the parameter's name.
+        parameter: the table's parameter: (V, D), a DTensor where it is sharded.
+        optimizer: the user's optimizer that holds the parameter.
+        kind: the optimizer class that defines the update.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, optimizer: Optimizer, kind: type[Optimizer]) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.optimizer = optimizer
+        self._rows = row_optimizer(kind)
+        self._pending: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's columns, (V, d)."""
+        return local_tensor(self.parameter.data)
+
+    def add_gradient(self, ids: Tensor, rows: Tensor) -> None:
+        """Keeps a coalesced row gradient, ids (K,), rows (K, d), until the next update."""
+        self._pending.append((ids, rows))
+
+    def pending(self) -> tuple[Tensor, Tensor] | None:
+        """The gradient since the last update, coalesced: (ids (K,), rows (K, d)); None where there was none."""
+        if len(self._pending) > 1:
+            ids = torch.cat([ids for ids, _ in self._pending])
+            rows = torch.cat([rows for _, rows in self._pending])
+            merged = coalesce(ids, rows.view(-1), rows.shape[1], -1, 1.0)
+            self._pending = [(merged[0], merged[1])]
+        return self._pending[0] if self._pending else None
+
+    def scale_gradient(self, factor: float | Tensor) -> None:
+        """Multiplies the waiting gradient, for clipping."""
+        self._pending = [(ids, rows * factor) for ids, rows in self._pending]
+
+    def clear_gradient(self) -> None:
+        self._pending = []
+
+    def update(self) -> None:
+        """Applies the waiting gradient once, as the optimizer's class defines it."""
+        gradient = self.pending()
+        if gradient is None:
+            return
+        group = self._group()
+        state = self._state(group)
+        self._rows.advance(state)
+        self._rows.apply(self.local, state, *gradient, group)
+        self._store(state)
+        self.clear_gradient()
+
+    def _group(self) -> Mapping[str, Any]:
+        for group in self.optimizer.param_groups:
+            if any(parameter is self.parameter for parameter in group["params"]):
+                found: Mapping[str, Any] = group
+                return found
+        raise RuntimeError(
+            f"expected the optimizer to hold the table {self.name}, found it in none of its param groups. "
+            "Do not remove or replace parameters of an optimizer after compile."
+        )
+
+    def _state(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of the optimizer's state of the table, made at its first update."""
+        state = self.optimizer.state[self.parameter]
+        if not state:
+            mesh = self.parameter.device_mesh if isinstance(self.parameter, DTensor) else None
+            local = self.local
+            for key, value in self._rows.init_state(local, group).items():
+                is_part = isinstance(value, Tensor) and value.shape == local.shape
+                state[key] = as_shard(value, self.parameter.shape, mesh) if is_part else value
+        return {key: local_tensor(v) if isinstance(v, DTensor) else v for key, v in state.items()}
+
+    def _store(self, local_state: Mapping[str, Any]) -> None:
+        """Writes back what the update replaced instead of writing into it."""
+        state = self.optimizer.state[self.parameter]
+        mesh = self.parameter.device_mesh if isinstance(self.parameter, DTensor) else None
+        for key, value in local_state.items():
+            current = state.get(key)
+            if isinstance(current, DTensor):
+                continue
+            if value is not current:
+                is_new_part = mesh is not None and isinstance(value, Tensor) and value.shape == self.local.shape
+                state[key] = as_shard(value, self.parameter.shape, mesh) if is_new_part else value

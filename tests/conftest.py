@@ -1,0 +1,30 @@
+"""Fixtures and options of the whole suite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import golden, ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the golden files of the tests that run, instead of comparing",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    golden.options.update = config.getoption("--update-golden")
+    torch.set_num_threads(1)  # the models are tiny, and the ranks of a test share the cores
+
+
+def pytest_sessionfinish() -> None:
+    ranks.close_pool()
+
+
+@pytest.fixture(autouse=True)
+def _independent_of_earlier_tests() -> None:
+    ranks.reset_torch_state()
