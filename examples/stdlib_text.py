@@ -84,9 +84,9 @@ class WithNegatives:
 
 def make_loader(
     corpus: Corpus, *, batch_size: int, length: int, negatives: int, rank: int, world_size: int
-) -> DataLoader[Batch]:
-    """The batches of one rank: `batch_size` windows that no other rank reads, and negatives of its own."""
+) -> DataLoader[Tensor]:
+    """Yields a `Batch` at a time: `batch_size` windows that no other rank reads, and negatives of the rank's own."""
     windows = Windows(corpus.ids, length)
-    sampler = DistributedSampler(windows, num_replicas=world_size, rank=rank, drop_last=True)
+    sampler = DistributedSampler[Tensor](windows, num_replicas=world_size, rank=rank, drop_last=True)
     add_negatives = WithNegatives(len(corpus.words), negatives, seed=rank)
     return DataLoader(windows, batch_size, sampler=sampler, collate_fn=add_negatives, drop_last=True)

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from language_model import LanguageModel
 from rich.progress import Progress
-from stdlib_text import Batch, Corpus, load_corpus, make_loader
+from stdlib_text import Corpus, load_corpus, make_loader
+from torch import Tensor
 from torch import distributed as dist
 from torch.optim import Adagrad
 from torch.utils.data import DataLoader
@@ -29,8 +30,8 @@ import embrace_fx
 def train(settings: argparse.Namespace, rank: int, world_size: int) -> None:
     corpus = load_corpus(settings.vocabulary)
     loader = load_batches(settings, corpus, rank, world_size)
-    model, optimizer = make_model(settings, corpus)
-    model = embrace_fx.compile(model, optimizer=optimizer)
+    plain, optimizer = make_model(settings, corpus)
+    model = embrace_fx.compile(plain, optimizer=optimizer)
 
     with Progress(disable=rank != 0) as progress:
         for step, batch in enumerate(progress.track(islice(loader, settings.steps), total=settings.steps)):
@@ -45,7 +46,7 @@ def train(settings: argparse.Namespace, rank: int, world_size: int) -> None:
         write_artifacts(model, settings.output)
 
 
-def load_batches(settings: argparse.Namespace, corpus: Corpus, rank: int, world_size: int) -> DataLoader[Batch]:
+def load_batches(settings: argparse.Namespace, corpus: Corpus, rank: int, world_size: int) -> DataLoader[Tensor]:
     return make_loader(
         corpus,
         batch_size=settings.batch_size,

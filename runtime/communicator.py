@@ -86,7 +86,7 @@ class Communicator:
         own = torch.tensor([failure is not None, self.activity, *sizes, *padding], dtype=torch.int64)
         everyone = own.new_empty((self.world_size, own.numel()))
         with self._watching():
-            dist.all_gather_into_tensor(everyone, own, group=self._groups["ids"])
+            dist.all_gather_into_tensor(everyone.view(-1), own, group=self._groups["ids"])
         rows: list[list[int]] = everyone.tolist()
         if any(row[0] for row in rows):
             failures = self.gather_objects(failure)
@@ -121,7 +121,7 @@ class Communicator:
         if self.world_size == 1:
             return InFlight(own.view(1, -1), None)
         packed = own.new_empty((group_size, own.numel()))
-        work = dist.all_gather_into_tensor(packed, own, group=self._groups[group], async_op=True)
+        work = dist.all_gather_into_tensor(packed.view(-1), own, group=self._groups[group], async_op=True)
         return InFlight(packed, work)
 
     def all_to_all_rows(self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int) -> InFlight:

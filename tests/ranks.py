@@ -302,8 +302,6 @@ def _serve(connection: Connection) -> None:
         if outcome.exception is not None:
             connection.poll(PEER_GRACE_S)  # returns at once when the parent, done with all ranks, closes the pipe
             os._exit(1)  # not sys.exit: threads that wait for a collective would keep the process and its peers
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _attempt(job: bytes) -> Outcome[Any]:
