@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from embrace_fx.capture import Captured, log_graph
+from embrace_fx.capture import Captured
 from embrace_fx.graph import TrainingGraph
 from embrace_fx.passes.narrow import NarrowExchange
 from embrace_fx.passes.partition import Partition
@@ -52,8 +52,8 @@ def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: 
     )
 
 
-def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], *, snapshots: bool = True) -> Compiled:
-    """Runs the passes; verifies, and snapshots for reading and for the structured trace, after each.
+def run_passes(analysed: TrainingGraph, passes: Iterable[Pass]) -> Compiled:
+    """Runs the passes; verifies and snapshots after each.
 
     Raises:
         VerificationError: a pass broke an invariant.
@@ -67,9 +67,6 @@ def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], *, snapshots: bo
             verify(graph, after=name, captured=analysed, previous=before)
         graphs[_snake(name)] = graph.module
     graphs.update(graph.phases)
-    if snapshots:
-        for name, module in graphs.items():
-            log_graph(name, module)
     return Compiled(graph, graphs)
 
 

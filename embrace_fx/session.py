@@ -13,7 +13,7 @@ from torch.optim import Optimizer, SparseAdam
 from torch.utils import _pytree as pytree
 
 from embrace_fx.agreement import check_agreement, describe
-from embrace_fx.capture import Captured, CaptureError, capture, log_text
+from embrace_fx.capture import Captured, CaptureError, capture, log_graph, log_text
 from embrace_fx.compiler import Compiled, analyse, run_passes, training_passes
 from embrace_fx.exactness import RowUpdates, row_update_blocker
 from embrace_fx.graph import Gradient, Parameter, TrainingGraph
@@ -65,7 +65,9 @@ class _Variant:
     """A program and the batches it is valid for."""
 
     captured: Captured
+    analysed: TrainingGraph
     program: Program
+    accumulating: Program | None = None  # for backwards under no_sync, built when first needed
 
 
 @dataclass
@@ -128,7 +130,8 @@ class Session:
         variant = next((v for v in kind.variants if v.captured.accepts(leaves)), None)
         if variant is None:
             variant = self._capture(kind, leaves, args, kwargs, train)
-        results = variant.program.call(leaves, train=train, synchronised=self.synchronised)
+        program = variant.program if self.synchronised or not train else self._accumulating(variant)
+        results = program.call(leaves, train=train)
         return pytree.tree_unflatten(results, variant.captured.result_spec)
 
     def _key(self, leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
@@ -290,20 +293,28 @@ class Session:
     # -- building programs ---------------------------------------------------------------------------------------------
 
     def _build(self, captured: Captured, analysed: TrainingGraph, train: bool) -> _Variant:
-        plan, rank = self.plan, self._communicator.rank
-        present = {table.parameter for table in analysed.tables}
+        compiled = self._compile(analysed, reduce=train)
         if train:
-            compiled = run_passes(analysed, training_passes(plan, present, rank))
             self._check_sequence(compiled)
             self.graphs = compiled.graphs
-            unreduced = run_passes(analysed, training_passes(plan, present, rank, reduce=False), snapshots=False).graph
-        else:
-            compiled = run_passes(analysed, training_passes(plan, present, rank, reduce=False), snapshots=False)
-            unreduced = None
-        program = Program(
-            compiled.graph, unreduced, self._state, self._communicator, plan.buckets, captured.result_constants
-        )
-        return _Variant(captured, program)
+            for name, module in compiled.graphs.items():
+                log_graph(name, module)
+        return _Variant(captured, analysed, self._program(compiled, captured, reduce=train))
+
+    def _accumulating(self, variant: _Variant) -> Program:
+        """The same graph with its dense gradients left as they are."""
+        if variant.accumulating is None:
+            compiled = self._compile(variant.analysed, reduce=False)
+            variant.accumulating = self._program(compiled, variant.captured, reduce=False)
+        return variant.accumulating
+
+    def _compile(self, analysed: TrainingGraph, *, reduce: bool) -> Compiled:
+        present = {table.parameter for table in analysed.tables}
+        return run_passes(analysed, training_passes(self.plan, present, self._communicator.rank, reduce=reduce))
+
+    def _program(self, compiled: Compiled, captured: Captured, *, reduce: bool) -> Program:
+        buckets = self.plan.buckets if reduce else None
+        return Program(compiled.graph, self._state, self._communicator, buckets, captured.result_constants)
 
     def _check_sequence(self, compiled: Compiled) -> None:
         """Every rank launches the same collectives in the same order, whatever its batch's shapes."""

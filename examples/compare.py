@@ -34,8 +34,13 @@ import embrace_fx
 
 STEPS_PER_BLOCK = 10
 
-TOLERANCE = 1e-3
-"""Largest relative difference allowed between the two losses of one step; rounding alone makes about 1e-5."""
+EARLY_STEPS = 100
+EARLY_TOLERANCE = 1e-4
+TOLERANCE = 1e-2
+"""Largest relative difference allowed between the two losses of one step. Rounding differences grow with training: DDP
+and DDP with sparse gradients, which adds in another order, differ by at most 4e-6 in the first 100 steps of this model
+and by at most 9e-4 in 250 (measured at the default sizes). A mistake shows in the early steps, not hidden by rounding.
+"""
 
 
 @dataclass
@@ -94,19 +99,20 @@ def main(settings: argparse.Namespace, rank: int, world_size: int) -> bool:
     embrace = Contender("embrace_fx", compiled, compiled.optimizer, iter(batches))
 
     train_in_turns(ddp, embrace, min(settings.steps, len(batches)), console)
-    difference = largest_difference(ddp.losses, embrace.losses)
-    agree = difference <= TOLERANCE
+    early, largest = largest_differences(ddp.losses, embrace.losses)
+    agree = early <= EARLY_TOLERANCE and largest <= TOLERANCE
     if rank == 0:
         tokens_per_step = settings.batch_size * settings.length * world_size
         console.print(summary(ddp, embrace, tokens_per_step))
         write_artifacts(compiled, settings.output)
-        results = {"tokens_per_step": tokens_per_step, "largest_relative_difference": difference}
+        results = {"tokens_per_step": tokens_per_step, "largest_difference_early": early, "largest_difference": largest}
         results |= {contender.name: contender.measured() for contender in (ddp, embrace)}
         (settings.output / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
         console.print(f"Graphs, report and numbers are in {settings.output}.")
         console.print(
-            f"The two curves {'agree' if agree else 'DIFFER'}: expected relative differences between the losses of a "
-            f"step of at most {TOLERANCE:g}, found {difference:.1e}.",
+            f"The two curves {'agree' if agree else 'DIFFER'}: expected losses within {EARLY_TOLERANCE:g} of each other "
+            f"in the first {EARLY_STEPS} steps and within {TOLERANCE:g} in all, relatively, "
+            f"found {early:.1e} and {largest:.1e}.",
             style="green" if agree else "bold red",
         )
     return agree
@@ -145,10 +151,11 @@ def summary(ddp: Contender, embrace: Contender, tokens_per_step: int) -> Table:
     return table
 
 
-def largest_difference(losses: list[float], others: list[float]) -> float:
-    """Relative to the first of the two. Not a number, which is no agreement, where any loss is not a number."""
+def largest_differences(losses: list[float], others: list[float]) -> tuple[float, float]:
+    """Relative, of the early steps and of all. Not a number, and so within no tolerance, where a loss is not one."""
     reference = torch.tensor(losses)
-    return ((reference - torch.tensor(others)).abs() / reference.abs()).max().item()
+    differences = (reference - torch.tensor(others)).abs() / reference.abs()
+    return differences[:EARLY_STEPS].max().item(), differences.max().item()
 
 
 def barrier() -> None:

@@ -9,7 +9,7 @@ if distributed.is_torchelastic_launched():
     distributed.init_process_group("gloo")
 
 plain = nn.Sequential(nn.Embedding(100_000, 64), nn.Flatten(), nn.Linear(8 * 64, 1))
-model = embrace_fx.compile(plain, optimizer=torch.optim.Adagrad(plain.parameters(), lr=0.05))
+model = embrace_fx.compile(plain, optimizer=torch.optim.Adagrad(plain.parameters(), lr=0.01))
 words, wanted = torch.randint(100_000, (32, 8)), torch.randn(32, 1)
 
 for _ in range(20):

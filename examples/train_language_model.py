@@ -63,7 +63,7 @@ def make_model(settings: argparse.Namespace, corpus: Corpus) -> tuple[LanguageMo
     model = LanguageModel(len(corpus.words), settings.width)
     # Adagrad divides by the root of its accumulator. Were that to start at zero, a gradient that is zero but for
     # rounding would move its weight by a whole learning rate, and two correct ways to train would drift apart.
-    return model, Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=1e-3)
+    return model, Adagrad(model.parameters(), lr=0.2, initial_accumulator_value=1e-2)
 
 
 def write_artifacts(model: embrace_fx.CompiledModel, folder: Path) -> None:

@@ -33,8 +33,11 @@ class NarrowExchange:
     """Exchanges rows in the dtype in which the graph uses them."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        joins = graph.graph.find_nodes(op="call_function", target=embrace.join_columns.default)
+        if not any(user.target is _CAST for join in joins for lookup in join.users for user in lookup.users):
+            return graph
         result = graph.edit()
-        narrowed = [narrow(result, join) for join in result.graph.find_nodes(op="call_function", target=embrace.join_columns.default)]
+        narrowed = [narrow(result, result.node(join.name)) for join in joins]
         if not any(narrowed):
             return graph
         result.graph.eliminate_dead_code()

@@ -114,23 +114,22 @@ class Program:
 
     Args:
         graph: partitioned.
-        local_graph: the same graph with gradients left unreduced, partitioned; for backwards under `no_sync`.
-        result_count: number of flattened results, constants included.
+        buckets: what the graph reduces, in launch order; None: its gradients are this rank's own (`no_sync`).
+        result_constants: results that are not tensors, by their index among the flattened results.
     """
 
     def __init__(
         self,
         graph: TrainingGraph,
-        local_graph: TrainingGraph | None,
         state: ModelState,
         communicator: Communicator,
-        buckets: tuple[tuple[str, ...], ...],
+        buckets: tuple[tuple[str, ...], ...] | None,
         result_constants: Mapping[int, Any],
     ) -> None:
         self._state = state
         self._communicator = communicator
         launches = dict(communicator.launches())
-        packs = iter(buckets)
+        packs = iter(buckets or ())
 
         def with_own_bucket(node: fx.Node) -> Callable[..., Any] | None:
             if str(node.target) == "embrace.pack_bucket.default":
@@ -140,8 +139,8 @@ class Program:
         self._ids = _runnable(graph.phases["ids"], state, launches)
         self._forward = _runnable(graph.phases["forward"], state, launches)
         self._backward = _runnable(graph.phases["backward"], state, launches, with_own_bucket) if "backward" in graph.phases else None
-        self._local_backward = _runnable(local_graph.phases["backward"], state, launches) if local_graph is not None else None
         self._announces = any(str(node.target) == "embrace.all_gather_ids.default" for node in graph.phases["ids"].graph.nodes)
+        self._synchronised = buckets is not None
         self._constants = dict(result_constants)
         roles = [role for _, role in outputs_of(graph.phases["forward"])]
         self._results = [role.index for role in roles if isinstance(role, Result)]
@@ -151,14 +150,13 @@ class Program:
     def result_count(self) -> int:
         return len(self._results) + len(self._constants)
 
-    def call(self, leaves: Sequence[Any], *, train: bool, synchronised: bool) -> list[Any]:
+    def call(self, leaves: Sequence[Any], *, train: bool) -> list[Any]:
         """Runs the model on a flattened batch; returns its flattened results.
 
         Args:
             train: whether a backward will follow, from results that require grad.
-            synchronised: false under `no_sync`.
         """
-        step = Step(self, leaves, synchronised)
+        step = Step(self, leaves)
         with _autocast_is_in_the_graph():
             tensors = self._run(step, leaves, train)
         results: list[Any] = [None] * self.result_count
@@ -181,9 +179,8 @@ class Program:
 class Step:
     """One call of the model: what its backward needs."""
 
-    def __init__(self, program: Program, leaves: Sequence[Any], synchronised: bool) -> None:
+    def __init__(self, program: Program, leaves: Sequence[Any]) -> None:
         self.program = program
-        self.synchronised = synchronised
         self._leaves = leaves
         self._values: Values | None = None
         self._results: list[Tensor] = []
@@ -214,7 +211,7 @@ class Step:
                 "the losses and call backward once."
             )
         values, self._values = self._values, None
-        backward = program._backward if self.synchronised else program._local_backward
+        backward = program._backward
         assert backward is not None
         flag = self._launch_finite_check()
         dense = {
@@ -256,7 +253,7 @@ class Step:
             match role:
                 case Gradient(Parameter(name)):
                     # Two parameters may get the same tensor (the biases of an LSTM), but no two may share a `.grad`.
-                    _deliver_dense(state, name, value.clone() if id(value) in delivered else value, self.synchronised)
+                    _deliver_dense(state, name, value.clone() if id(value) in delivered else value, self.program._synchronised)
                     delivered.add(id(value))
                 case Gradient(BatchInput(index)):
                     batch[index] = value

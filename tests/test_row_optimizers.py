@@ -234,7 +234,7 @@ def test_two_parts_equal_one_bitwise(definition: Definition, dtype: torch.dtype,
 @pytest.mark.parametrize("definition", ALL, ids=str)
 def test_update_longer_than_a_block_equals_torch_and_its_column_shards_bitwise(definition: Definition) -> None:
     rows, columns = 3000, 45
-    assert rows * columns > 4 * 32768 * torch.get_num_threads(), "expected five blocks"
+    assert rows * columns > 32768 * torch.get_num_threads(), "expected several blocks"
     table = random_table(torch.float32, rows, columns)
     steps = random_steps(torch.float32, sparse=False, rows=rows, columns=columns, steps=3)
     found, state = train_rows(definition, table, steps)
