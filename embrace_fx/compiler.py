@@ -9,6 +9,7 @@ from torch import fx
 
 from embrace_fx.capture import Captured
 from embrace_fx.graph import TrainingGraph
+from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.narrow import NarrowExchange
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.reduce import ReduceGradients
@@ -44,6 +45,7 @@ def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: 
     sharded = tuple(name for name in plan.sharded if name in present)
     renormed = tuple(name for name in plan.renormed if name in present)
     return (
+        EagerDropout(),  # on the CPU: the noise eager would draw, one multiplication
         ShardTables(sharded, renormed, rank, plan.world_size),  # tables -> column shards, rows by AlltoAll
         NarrowExchange(),  # rows travel in the narrow dtype of an autocast region
         GlobalFrequency(plan.world_size),  # scale_grad_by_freq: counts over all ranks

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from embrace_fx import rnn_ops as rnn_ops  # registers the op
+import embrace_fx.rnn_ops  # noqa: F401  (declares the ops)
 
 _CELLS: dict[Callable[..., Any], str] = {
     torch.lstm: "lstm",
@@ -32,7 +32,17 @@ _CELLS: dict[Callable[..., Any], str] = {
 
 
 class KeepRnnWhole(TorchFunctionMode):
-    """While active, every recurrent network is one op per layer and direction; all other calls pass unchanged."""
+    """While active, every recurrent network is one op per layer and direction; all other calls pass unchanged.
+
+    Args:
+        kernel: the kernel of every layer; None: the fastest for each, see `choose_kernel`. "loop" may compute any layer
+            and is the one to name where only shapes matter: Dynamo runs each call on fake tensors, cannot place what
+            has an unknown size inside of it (a fused kernel's workspace), and without this mode would unroll it.
+    """
+
+    def __init__(self, kernel: str | None = None) -> None:
+        super().__init__()
+        self._kernel = kernel
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -43,7 +53,7 @@ class KeepRnnWhole(TorchFunctionMode):
             return func(*args, **kwargs)
         # Both overloads take nine arguments; the weights come third (padded) or fourth (packed).
         packed = "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], list | tuple))
-        return (_packed if packed else _padded)(cell, *args, **kwargs)
+        return (_packed if packed else _padded)(cell, self._kernel, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class _Stack:
     """What all layers of one recurrent network share."""
 
     cell: str
+    kernel: str | None
     num_layers: int
     num_directions: int
     dropout: float
@@ -59,6 +70,7 @@ class _Stack:
 
 def _padded(
     cell: str,
+    kernel: str | None,
     input: Tensor,
     hx: Tensor | Sequence[Tensor],
     params: Sequence[Tensor],
@@ -69,7 +81,7 @@ def _padded(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    stack = _Stack(cell, num_layers, 1 + bidirectional, dropout if train else 0.0, None)
+    stack = _Stack(cell, kernel, num_layers, 1 + bidirectional, dropout if train else 0.0, None)
     # The kernels need time first and contiguous; copying here, the backward reads the same copy.
     input_TBI = input.transpose(0, 1).contiguous() if batch_first else input
     output, *states = _layers(stack, input_TBI, hx, params)
@@ -78,6 +90,7 @@ def _padded(
 
 def _packed(
     cell: str,
+    kernel: str | None,
     data: Tensor,
     batch_sizes: Tensor,
     hx: Tensor | Sequence[Tensor],
@@ -88,7 +101,9 @@ def _packed(
     train: bool,
     bidirectional: bool,
 ) -> tuple[Tensor, ...]:
-    return _layers(_Stack(cell, num_layers, 1 + bidirectional, dropout if train else 0.0, batch_sizes), data, hx, params)
+    return _layers(
+        _Stack(cell, kernel, num_layers, 1 + bidirectional, dropout if train else 0.0, batch_sizes), data, hx, params
+    )
 
 
 def _layers(
@@ -119,7 +134,7 @@ def _layer(
 ) -> list[Tensor]:
     """Output, h_n and, of an LSTM, c_n of one layer and direction."""
     projected = len(weights) in (3, 5)
-    kernel = choose_kernel(stack.cell, _autocast(input), projected, stack.batch_sizes is not None)
+    kernel = stack.kernel or choose_kernel(stack.cell, _autocast(input), projected, stack.batch_sizes is not None)
     input, weights = _autocast(input), [_autocast(weight) for weight in weights]
     # Eager autocast narrows what enters a matrix product or a fused kernel. A state that elementwise code carries from
     # step to step stays as wide as it came: the cell of an LSTM, the hidden state of a GRU.
@@ -141,7 +156,7 @@ def choose_kernel(cell: str, input: Tensor, projected: bool, packed: bool) -> st
     """
     if input.is_cuda:
         return "cudnn" if torch.backends.cudnn.enabled and torch.backends.cudnn.is_available() else "loop"
-    mkldnn = torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
+    mkldnn = bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available()
     if not mkldnn or not input.is_cpu or cell != "lstm" or projected or packed:
         return "loop"
     bfloat16 = input.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -27,7 +27,7 @@ GATES: dict[str, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 class LayerWeights(NamedTuple):
-    """The weights of one layer and direction: (G*H, I), (G*H, P), two biases (G*H,) or None, projection (P, H) or None."""
+    """The weights of one layer and direction: (G*H, I), (G*H, P), two biases (G*H,) or None, (P, H) or None."""
 
     ih: Tensor
     hh: Tensor
@@ -92,7 +92,10 @@ def _(
     """
     w = LayerWeights.of(weights)
     hidden_size = w.hh.shape[0] // GATES[cell]
-    results = [h0.new_empty((*input.shape[:-1], h0.shape[1])), torch.empty_like(h0, memory_format=torch.contiguous_format)]
+    results = [
+        h0.new_empty((*input.shape[:-1], h0.shape[1])),
+        torch.empty_like(h0, memory_format=torch.contiguous_format),
+    ]
     if c0 is not None:
         results.append(torch.empty_like(c0, memory_format=torch.contiguous_format))
     if not save:
@@ -133,7 +136,7 @@ def _(
     kernel: str,
     input_grad: bool,
 ) -> list[Tensor]:
-    """Gradients [input where `input_grad`, h0, c0 where the cell is an LSTM, then each weight], like what they belong to.
+    """Gradients [input where `input_grad`, h0, c0 where the cell is an LSTM, each weight], like what they belong to.
 
     `results` is all that `rnn_layer` returned under `save`; the gradients of its first results may be None, for zero.
     """
@@ -161,7 +164,19 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     grad_c = grads[2] if c0 is not None else None
     input_grad = ctx.needs_input_grad[0]
     gradients = torch.ops.embrace.rnn_layer_backward(
-        grads[0], grads[1], grad_c, input, h0, c0, weights, batch_sizes, results, ctx.cell, ctx.reverse, ctx.kernel, input_grad
+        grads[0],
+        grads[1],
+        grad_c,
+        input,
+        h0,
+        c0,
+        weights,
+        batch_sizes,
+        results,
+        ctx.cell,
+        ctx.reverse,
+        ctx.kernel,
+        input_grad,
     )
     grad_input = gradients.pop(0) if input_grad else None
     grad_h0 = gradients.pop(0)

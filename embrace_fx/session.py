@@ -101,7 +101,7 @@ class Session:
         self._communicator = Communicator(group)
         check_agreement(self._communicator.gather_objects(describe(model, optimizers, options)))
         self._state = ModelState(model)
-        self._stepping = {id(optimizer): Stepping() for optimizer in optimizers}
+        self._stepping = {id(optimizer): Stepping(communicator=self._communicator) for optimizer in optimizers}
         self._classes = {id(optimizer): attach(optimizer, self._stepping[id(optimizer)]) for optimizer in optimizers}
         self._plan: Plan | None = None
         self._sequence: str | None = None
@@ -287,7 +287,8 @@ class Session:
     def _row_table(self, name: str, parameter: nn.Parameter) -> RowTable:
         for optimizer in self.optimizers:
             if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
-                return RowTable(name, parameter, optimizer, self._classes[id(optimizer)])
+                kind = self._classes[id(optimizer)]
+                return RowTable(name, parameter, optimizer, kind, self.options.row_updates)
         raise AssertionError(f"{name} is updated by rows, but no optimizer holds it")
 
     # -- building programs ---------------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -55,11 +57,17 @@ class Communicator:
         if group is not None and self.world_size > 1:
             ranks = dist.get_process_group_ranks(group)
             for name in CLASSES:
-                created = dist.new_group(ranks, group_desc=f"embrace_fx_{name}", use_local_synchronization=len(ranks) < dist.get_world_size())
+                created = dist.new_group(
+                    ranks,
+                    timeout=_timeout(group),
+                    group_desc=f"embrace_fx_{name}",
+                    use_local_synchronization=len(ranks) < dist.get_world_size(),
+                )
                 assert isinstance(created, dist.ProcessGroup)
                 self._groups[name] = created
             store = dist.distributed_c10d._get_default_store()
             self._roll_call = RollCall(store, self._groups["ids"].group_name, self.rank, self.world_size)
+            weakref.finalize(self, self._roll_call.close)
 
     # -- agreement -----------------------------------------------------------------------------------------------------
 
@@ -180,6 +188,13 @@ class Communicator:
             "_c10d_functional::all_reduce_": self.all_reduce_,
             "_c10d_functional::wait_tensor": self.wait,
         }
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The user's timeout of a group, which new groups do not inherit; None where its back end does not tell."""
+    backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
+    found: timedelta | None = getattr(backend.options, "_timeout", None)
+    return found
 
 
 def _bad_ids(unique: Sequence[Tensor], num_rows: Sequence[int]) -> str | None:

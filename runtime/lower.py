@@ -15,6 +15,8 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
+import embrace_fx.runtime.rnn  # noqa: F401  (registers the kernels of recurrent layers)
+from embrace_fx.runtime.inplace import write_in_place
 from embrace_fx.runtime.kernels import LOCAL
 
 Phase = Callable[[list[Any]], tuple[Any, ...]]
@@ -50,8 +52,10 @@ def lower(
             continue
         env[node] = graph.node_copy(node, lambda n: env[n])
         env[node].name = node.name
+        env[node].meta["val"] = node.meta.get("val")
         if isinstance(node.target, torch._ops.OpOverload):
             env[node].target = special(node) or targets.get(node.target.name(), node.target)
+    write_in_place(graph)
     graph.set_codegen(_OneList())
     lowered = fx.GraphModule(module, graph)
     run: Phase = lowered.forward

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from embrace_fx.runtime.communicator import Communicator
 from embrace_fx.runtime.tables import RowTable
 
 
@@ -36,10 +38,12 @@ class Stepping:
     Attributes:
         sharded: tables in column shards.
         dense_tables: data-parallel tables updated by rows.
+        communicator: for what the ranks must agree on in a step.
     """
 
     sharded: list[RowTable] = field(default_factory=list)
     dense_tables: list[DenseTable] = field(default_factory=list)
+    communicator: Communicator | None = None
 
 
 def attach(optimizer: Optimizer, stepping: Stepping) -> type[Optimizer]:
@@ -65,6 +69,10 @@ class _RowStepping(Optimizer):
             # Evaluated here and not by the class's step: the gradients it makes must be there before both halves.
             with torch.enable_grad():
                 loss = closure()
+        if self._overflowed():
+            return loss
+        for table in self._embrace_stepping.sharded:
+            table.check()
         self._opt_called = True  # what a scheduler looks at to warn of a wrong order of calls
         dense = [_take_dense(entry) for entry in self._embrace_stepping.dense_tables]
         super().step()  # type: ignore[safe-super]
@@ -75,6 +83,42 @@ class _RowStepping(Optimizer):
                 entry.table.update()
                 entry.table.parameter.grad = gradient
         return loss
+
+    # A GradScaler unscales what it finds in `.grad`; rows are not there. With this attribute it leaves the unscaling to
+    # the step, and hands over the scale in `grad_scale` and whether `.grad` overflowed in `found_inf`.
+    _step_supports_amp_scaling = True
+
+    def _overflowed(self) -> bool:
+        """Unscales all gradients where a GradScaler steps; whether any gradient, on any rank, is not finite.
+
+        Raises:
+            RuntimeError: the gradients in `.grad` have been unscaled without those of the sharded tables.
+        """
+        found_inf: Tensor | None = self.__dict__.get("found_inf")
+        if found_inf is None:
+            return False
+        tables, scale = self._embrace_stepping.sharded, self.__dict__.get("grad_scale")
+        if scale is None and tables:
+            raise RuntimeError(
+                "expected gradients that are unscaled by the step itself, in optimizer.step(), found that scaler.unscale_() "
+                "was called: it does not see the gradients of sharded tables. Leave it out; to clip, pass max_norm times "
+                "scaler.get_scale() to the model's own clip_grad_norm_()."
+            )
+        rows = [pending[1] for table in tables if (pending := table.pending()) is not None]
+        bad = found_inf.clone() + sum((~r.isfinite()).any().to(found_inf.dtype) for r in rows)
+        if self._embrace_stepping.communicator is not None:
+            bad = self._embrace_stepping.communicator.reduce_scalar(bad, dist.ReduceOp.MAX)
+        if bad.item() > 0:
+            return True
+        if scale is not None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.div_(scale)
+            for table in tables:
+                table.scale_gradient(1.0 / scale)
+        self.grad_scale = self.found_inf = None  # done: the class's own step must not look at them again
+        return False
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 

@@ -84,7 +84,9 @@ def rnn_layer_backward(
         found = _mkldnn_backward(grads, input, h0, c0, weights, results, reverse)
     gradients = [*([found.input] if input_grad else []), found.h0, *([] if c0 is None else [found.c0]), *found.weights]
     # Kernels compute wider than some of their arguments; a gradient is as wide as what it belongs to.
-    return [g.to(source.dtype).view(source.shape) for g, source in zip(gradients, sources, strict=True) if g is not None]
+    return [
+        g.to(source.dtype).view(source.shape) for g, source in zip(gradients, sources, strict=True) if g is not None
+    ]
 
 
 def _no_autocast(input: Tensor) -> torch.autocast:
@@ -189,11 +191,12 @@ def _mkldnn_backward(
     reverse: bool,
 ) -> Backward:
     output, h_n, c_n, workspace = results
-    grad_input, grad_ih, grad_hh, grad_bias_ih, grad_bias_hh, grad_h0, grad_c0 = torch.ops.aten.mkldnn_rnn_layer_backward(
-        input.contiguous(), *_mkldnn_weights(weights), h0.contiguous(), c0.contiguous(), output, h_n, c_n, *grads, reverse,
-        _CELL_NUMBERS["lstm"], c0.shape[1], 1, len(weights) == 4, True, False, [], False, workspace,
+    # The call uses the workspace as scratch memory as well; a second backward reads only what the forward wrote.
+    grad_input, *grad_weights, grad_h0, grad_c0 = torch.ops.aten.mkldnn_rnn_layer_backward(
+        input.contiguous(), *_mkldnn_weights(weights), h0.contiguous(), c0.contiguous(), output, h_n, c_n, *grads,
+        reverse, _CELL_NUMBERS["lstm"], c0.shape[1], 1, len(weights) == 4, True, False, [], False, workspace,
     )  # fmt: skip
-    return Backward(grad_input, grad_h0, grad_c0, [grad_ih, grad_hh, grad_bias_ih, grad_bias_hh][: len(weights)])
+    return Backward(grad_input, grad_h0, grad_c0, grad_weights[: len(weights)])
 
 
 def _turned(rows: Tensor, shape: Sequence[int], walk: Walk) -> Tensor:
@@ -257,7 +260,7 @@ def _cudnn_backward(
 def _cudnn_sizes(cell: str, weights: Sequence[Tensor]) -> tuple[int, int, int]:
     """The cell's number, its hidden size, and its projection's size or 0."""
     w = LayerWeights.of(weights)
-    gate_rows, state_size = w.hh.shape
+    state_size = w.hh.shape[1]
     if w.projection is None:
         return _CELL_NUMBERS[cell], state_size, 0
     return _CELL_NUMBERS[cell], w.projection.shape[1], state_size

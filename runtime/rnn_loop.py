@@ -108,7 +108,7 @@ def _sum_of_biases(w: LayerWeights) -> Tensor | None:
 def _weight_gradients(
     delta_x: Tensor, delta_h: Tensor, x: Tensor, previous: Tensor, w: LayerWeights, input_grad: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Gradients of the input (R, I), where wanted, and of [ih, hh, both biases], from the deltas (R, G*H) of all steps."""
+    """Gradients of the input (R, I), where wanted, and of [ih, hh, both biases], from the deltas (R, G*H)."""
     gradients = [delta_x.t() @ x, delta_h.t() @ previous]
     if w.bias_ih is not None:
         gradients += [delta_x.sum(0), delta_h.sum(0)]
@@ -126,7 +126,7 @@ class Backward:
 
 
 def lstm_forward(x: Tensor, h0: Tensor, c0: Tensor, w: LayerWeights, walk: Walk) -> list[Tensor]:
-    """[output (R, P), gates (R, 4H) activated, cells (R, H), hidden before the projection (R, H) where there is one]."""
+    """[output (R, P), gates (R, 4H) activated, cells (R, H), and with a projection hidden states before it (R, H)]."""
     hidden_size = c0.shape[1]
     gates = _input_product(x, w.ih, _sum_of_biases(w))
     cells, hidden = (x.new_empty(x.shape[0], hidden_size) for _ in range(2))

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from embrace_fx.exactness import RowUpdates, row_update_blocker
 from embrace_fx.ops import own_columns
 from embrace_fx.runtime.kernels import coalesce
 from embrace_fx.runtime.row_optimizers import row_optimizer
@@ -66,9 +67,19 @@ class RowTable:
         parameter: the table's parameter: (V, D), a DTensor where it is sharded.
         optimizer: the user's optimizer that holds the parameter.
         kind: the optimizer class that defines the update.
+        row_updates: the semantics the user asked for.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, optimizer: Optimizer, kind: type[Optimizer]) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        optimizer: Optimizer,
+        kind: type[Optimizer],
+        row_updates: RowUpdates,
+    ) -> None:
+        self._kind = kind
+        self._row_updates = row_updates
         self.name = name
         self.parameter = parameter
         self.optimizer = optimizer
@@ -99,6 +110,19 @@ class RowTable:
 
     def clear_gradient(self) -> None:
         self._pending = []
+
+    def check(self) -> None:
+        """Raises where the options of this moment no longer allow row updates: schedulers write them too.
+
+        Raises:
+            RuntimeError: with the option that forbids it, before anything was applied.
+        """
+        blocker = row_update_blocker(self.optimizer, self._group(), self._row_updates, kind=self._kind)
+        if blocker is not None:
+            raise RuntimeError(
+                f"expected options under which the sharded table {self.name} can be updated by rows, in optimizer.step(), "
+                f"found: {blocker}. Set them before the model's first call, or pass strategy='allreduce'."
+            )
 
     def update(self) -> None:
         """Applies the waiting gradient once, as the optimizer's class defines it."""

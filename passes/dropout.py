@@ -1,0 +1,81 @@
+"""Dropout as eager runs it on the CPU.
+
+Contract
+    Same distribution, and the same random numbers as the eager model: with one rank, the loss curve is the eager one.
+    ATen tracing yields `native_dropout`, whose CPU kernel multiplies by a mask of another dtype, twice; eager multiplies
+    by scaled noise, once. On other devices `native_dropout` is the fused kernel, and stays.
+
+    rewrite:  out, mask = aten.native_dropout(x, p, True); g = aten.native_dropout_backward(grad, mask, 1 / (1 - p))
+    ->        noise = aten.div(aten.bernoulli(x, 1 - p), 1 - p); out = x * noise; g = grad * noise
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from embrace_fx.graph import TrainingGraph
+from embrace_fx.passes.rewriter import Rewriter
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class EagerDropout:
+    """Replaces `native_dropout` on the CPU."""
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        if not _dropouts(graph):
+            return graph
+        result = graph.edit()
+        rewriter = Rewriter(result.module)
+        for node in _dropouts(result):
+            use_scaled_noise(rewriter, node)
+        result.graph.lint()
+        result.module.recompile()
+        return result
+
+
+def _dropouts(graph: TrainingGraph) -> list[fx.Node]:
+    return [
+        node
+        for node in graph.graph.find_nodes(op="call_function", target=aten.native_dropout.default)
+        if node.args[2] is True and 0 < node.args[1] < 1 and _is_replaceable(node)
+    ]
+
+
+def _is_replaceable(node: fx.Node) -> bool:
+    """On the CPU, and with its mask used for nothing but the backward."""
+    value = node.args[0]
+    if not isinstance(value, fx.Node) or value.meta["val"].device.type != "cpu":
+        return False
+    masks = [user for user in node.users if user.args[1] == 1]
+    return all(user.target is aten.native_dropout_backward.default for mask in masks for user in mask.users)
+
+
+def use_scaled_noise(rewriter: Rewriter, node: fx.Node) -> None:
+    value, p = node.args[0], node.args[1]
+    assert isinstance(p, float)
+    with rewriter.before(node):
+        drawn = rewriter.call(aten.bernoulli.p, value, 1 - p, name=f"{node.name}_drawn")
+        noise = rewriter.call(aten.div.Tensor, drawn, 1 - p, name=f"{node.name}_noise")
+        dropped = rewriter.call(aten.mul.Tensor, value, noise, name=f"{node.name}_out")
+    for part in list(node.users):
+        assert part.target is operator.getitem
+        if part.args[1] == 0:
+            part.replace_all_uses_with(dropped)
+        else:
+            _replace_backwards(rewriter, part, noise)
+        rewriter.graph.erase_node(part)
+    rewriter.graph.erase_node(node)
+
+
+def _replace_backwards(rewriter: Rewriter, mask: fx.Node, noise: fx.Node) -> None:
+    for backward in list(mask.users):
+        with rewriter.before(backward):
+            gradient = rewriter.call(aten.mul.Tensor, backward.args[0], noise, name=f"{backward.name}_scaled")
+        backward.replace_all_uses_with(gradient)
+        rewriter.graph.erase_node(backward)
