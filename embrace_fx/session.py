@@ -17,6 +17,7 @@ from embrace_fx.capture import Captured, CaptureError, capture, log_graph, log_t
 from embrace_fx.compiler import Compiled, analyse, run_passes, training_passes
 from embrace_fx.exactness import RowUpdates, row_update_blocker
 from embrace_fx.graph import Gradient, Parameter, TrainingGraph
+from embrace_fx.passes.buffers import live_buffers, mutated_buffers
 from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.planner import ParameterFacts, Strategy, decide
 from embrace_fx.passes.tables import extract_ids
@@ -106,6 +107,7 @@ class Session:
         self._plan: Plan | None = None
         self._sequence: str | None = None
         self._captures = 0
+        self._stale_buffers: set[str] = set()  # changed by training since the ranks last shared them
         self._kinds: dict[Any, _Kind] = {}
 
     @property
@@ -300,22 +302,40 @@ class Session:
             self.graphs = compiled.graphs
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
-        return _Variant(captured, analysed, self._program(compiled, captured, reduce=train))
+        return _Variant(captured, analysed, self._program(compiled, captured, analysed, train=train, reduce=train))
 
     def _accumulating(self, variant: _Variant) -> Program:
         """The same graph with its dense gradients left as they are."""
         if variant.accumulating is None:
             compiled = self._compile(variant.analysed, reduce=False)
-            variant.accumulating = self._program(compiled, variant.captured, reduce=False)
+            variant.accumulating = self._program(compiled, variant.captured, variant.analysed, train=True, reduce=False)
         return variant.accumulating
 
     def _compile(self, analysed: TrainingGraph, *, reduce: bool) -> Compiled:
         present = {table.parameter for table in analysed.tables}
         return run_passes(analysed, training_passes(self.plan, present, self._communicator.rank, reduce=reduce))
 
-    def _program(self, compiled: Compiled, captured: Captured, *, reduce: bool) -> Program:
+    def _program(
+        self, compiled: Compiled, captured: Captured, analysed: TrainingGraph, *, train: bool, reduce: bool
+    ) -> Program:
         buckets = self.plan.buckets if reduce else None
-        return Program(compiled.graph, self._state, self._communicator, buckets, captured.result_constants)
+        live, mutated = live_buffers(analysed), frozenset(mutated_buffers(analysed))
+
+        def share_live() -> None:
+            self._stale_buffers |= mutated
+            self._share_buffers(live)
+
+        def share_stale() -> None:
+            self._share_buffers(sorted(self._stale_buffers))
+            self._stale_buffers = set()
+
+        before_forward = share_live if train else share_stale
+        return Program(
+            compiled.graph, self._state, self._communicator, buckets, captured.result_constants, before_forward
+        )
+
+    def _share_buffers(self, names: Sequence[str]) -> None:
+        self._communicator.broadcast([self._state.buffer_reader(name)() for name in names])
 
     def _check_sequence(self, compiled: Compiled) -> None:
         """Every rank launches the same collectives in the same order, whatever its batch's shapes."""

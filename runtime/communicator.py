@@ -106,6 +106,17 @@ class Communicator:
             )
         return [row[2 : 2 + len(sizes)] for row in rows]
 
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Rank 0's values, in place."""
+        if self.world_size == 1:
+            return
+        assert self.group is not None
+        source = dist.get_global_rank(self.group, 0)
+        with self._watching():
+            works = [dist.broadcast(t, source, group=self._groups["dense"], async_op=True) for t in tensors]
+            for work in works:
+                work.wait()
+
     def reduce_scalar(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
         """The sum or maximum of a 0-d tensor over ranks."""
         if self.world_size > 1:

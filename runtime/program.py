@@ -116,6 +116,7 @@ class Program:
         graph: partitioned.
         buckets: what the graph reduces, in launch order; None: its gradients are this rank's own (`no_sync`).
         result_constants: results that are not tensors, by their index among the flattened results.
+        before_forward: called once every rank has announced this same program, before anything reads a buffer.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Program:
         communicator: Communicator,
         buckets: tuple[tuple[str, ...], ...] | None,
         result_constants: Mapping[int, Any],
+        before_forward: Callable[[], None] = lambda: None,
     ) -> None:
         self._state = state
         self._communicator = communicator
@@ -142,6 +144,7 @@ class Program:
         self._announces = any(str(node.target) == "embrace.all_gather_ids.default" for node in graph.phases["ids"].graph.nodes)
         self._synchronised = buckets is not None
         self._constants = dict(result_constants)
+        self._before_forward = before_forward
         roles = [role for _, role in outputs_of(graph.phases["forward"])]
         self._results = [role.index for role in roles if isinstance(role, Result)]
         self._differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
@@ -192,6 +195,8 @@ class Step:
         values: Values = {}
         results: list[Tensor] = []
         for phase in (program._ids, program._forward):
+            if phase is program._forward:
+                program._before_forward()
             for role, value in zip(phase.roles, phase(self._leaves, values, {}), strict=True):
                 if isinstance(role, Result):
                     results.append(value)

@@ -286,6 +286,11 @@ def test_gradient_without_saved_values_is_refused() -> None:
         torch.ops.embrace.rnn_layer(*operands("gru", 3), False, "loop", False)
 
 
+def test_saved_values_are_no_differentiable_results() -> None:
+    output, h_n, *saved = torch.ops.embrace.rnn_layer(*operands("gru", 3), False, "loop", True)
+    assert [t.requires_grad for t in (output, h_n, *saved)] == [True, True, False, False]
+
+
 def test_walk_knows_where_sequences_start_end_and_turn() -> None:
     # Rows by step (down) and sequence (across):  0 1 2
     #                                             3 4

@@ -1,0 +1,51 @@
+"""Which buffers the replicas must share before a forward.
+
+Contract
+    Analysis only. DDP sends rank 0's buffers to all ranks before every forward. Only a buffer that the forward both
+    changes and lets into its results needs that: BatchNorm's running statistics, for one, are written in training and
+    read in evaluation alone, so it is enough to send them before an evaluation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from embrace_fx.graph import Buffer, Mutation, Result, TrainingGraph
+
+_BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
+_TRAINING = 5  # position of its argument `training`
+
+
+def mutated_buffers(graph: TrainingGraph) -> tuple[str, ...]:
+    """Buffers that the forward changes."""
+    return tuple(role.of.name for _, role in graph.outputs() if isinstance(role, Mutation) and isinstance(role.of, Buffer))
+
+
+def live_buffers(graph: TrainingGraph) -> tuple[str, ...]:
+    """Buffers that the forward changes and that its results depend on."""
+    mutated = set(mutated_buffers(graph))
+    results = {node for node, role in graph.outputs() if isinstance(role, Result)}
+    return tuple(
+        role.name
+        for node, role in graph.inputs()
+        if isinstance(role, Buffer) and role.name in mutated and _reaches(node, results)
+    )
+
+
+def _reaches(buffer: fx.Node, results: set[fx.Node | None]) -> bool:
+    seen: set[fx.Node] = set()
+    waiting = [user for user in buffer.users if not _ignores_statistics(user)]
+    while waiting:
+        node = waiting.pop()
+        if node in results:
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting += node.users
+    return False
+
+
+def _ignores_statistics(node: fx.Node) -> bool:
+    """In training BatchNorm normalises by the batch's own statistics and only updates the running ones."""
+    return node.target is _BATCH_NORM and node.args[_TRAINING] is True
