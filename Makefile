@@ -20,7 +20,7 @@ TORCH := torch==2.13.0
 
 .PHONY: demo
 demo: $(READY) ## train a language model on 2 local ranks, embrace_fx next to DDP (results in build/demo)
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_language_model.py --output build/demo
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/compare.py --output build/demo
 
 ##@ Check
 

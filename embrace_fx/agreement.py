@@ -27,12 +27,32 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: object)
     return found
 
 
-def check_agreement(described: Sequence[dict[str, Any]]) -> None:
-    """Raises where a rank differs from rank 0.
+def check_trainable(model: nn.Module) -> None:
+    """Raises `ValueError` where a model has nothing to train."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"expected a model with at least one trainable parameter, in compile(), found none in {type(model).__name__}. "
+            "There is nothing to train or to communicate; call the model itself."
+        )
+
+
+def check_agreement(reports: Sequence[dict[str, Any] | str]) -> None:
+    """Raises where a rank differs from rank 0, or has not come as far as to describe itself.
+
+    Args:
+        reports: what `describe` returned on each rank, or what is wrong with the rank's own arguments.
 
     Raises:
-        ValueError: naming the ranks, the first aspect in which they differ, and both versions of it; on every rank.
+        ValueError: naming the rank, and what is wrong with its arguments, or the first aspect in which it differs from
+            rank 0 with both versions of it; on every rank.
     """
+    failures = [report for report in reports if isinstance(report, str)]
+    if failures == list(reports) and len(set(failures)) == 1:
+        raise ValueError(failures[0])
+    if failures:
+        found = (f"rank {rank}: {report}" for rank, report in enumerate(reports) if isinstance(report, str))
+        raise ValueError("; ".join(found))
+    described = [report for report in reports if isinstance(report, dict)]
     first = described[0]
     for rank, other in enumerate(described):
         for aspect in [*first, *(a for a in other if a not in first)]:
@@ -46,3 +66,17 @@ def check_agreement(described: Sequence[dict[str, Any]]) -> None:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raises where a parameter has gradient hooks: gradients do not pass through autograd's accumulation here.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"expected parameters without gradient hooks, in compile(), found hooks on {name}: gradients are reduced and "
+                "delivered whole, and a hook would not run. Remove the hook, and change gradients after backward()."
+            )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -72,7 +73,7 @@ class CompiledModel(nn.Module):
         model = session.model
         self.__dict__["_session"] = session
         self.__dict__["_single"] = single
-        self.__dict__["_lookahead"] = None
+        self.__dict__["_lookahead"] = lambda: None
         # The same dicts, not copies: a parameter replaced by its shard is replaced in both.
         self._parameters = model._parameters
         self._buffers = model._buffers
@@ -87,6 +88,13 @@ class CompiledModel(nn.Module):
             if "_session" not in self.__dict__:
                 raise
             return getattr(self._session.model, name)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Neither `copy.deepcopy` nor pickle: process groups and the optimizer's tables belong to one object."""
+        raise TypeError(
+            f"expected a plain model, in copy or pickle, found a compiled {type(self._session.model).__name__}, which "
+            "is bound to its process groups and its optimizer. Copy the model before compile(), or save state_dict()."
+        )
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -108,14 +116,14 @@ class CompiledModel(nn.Module):
         Raises:
             RuntimeError: another `lookahead` of this model is still being read.
         """
-        active = self.__dict__["_lookahead"]
+        active = self.__dict__["_lookahead"]()
         if active is not None and active.gi_frame is not None:
             raise RuntimeError(
                 "expected one lookahead at a time, in lookahead(), found an earlier one that is not exhausted; two would "
                 "disagree on which batch is next. Finish that loop, or `close()` its iterator, before starting another."
             )
         iterator = _one_ahead(loader)
-        self.__dict__["_lookahead"] = iterator
+        self.__dict__["_lookahead"] = weakref.ref(iterator)  # a loop that was left drops its iterator
         return iterator
 
     def train(self, mode: bool = True) -> CompiledModel:
@@ -151,6 +159,11 @@ class CompiledModel(nn.Module):
         return self._session.clip_gradients(max_norm, norm_type)
 
     # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The model that was compiled, as `DDP.module`."""
+        return self._session.model
 
     @property
     def optimizer(self) -> Any:

@@ -16,9 +16,11 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._export.utils import _compiling_state_context
 from torch._functorch._aot_autograd import descriptors as aot
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
@@ -47,9 +50,16 @@ from embrace_fx.graph import (
     inputs_of,
     outputs_of,
 )
+from embrace_fx.result_objects import open_objects
 from embrace_fx.rnn_mode import KeepRnnWhole
 
 _IDENTITIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+_LOG_METHODS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
+"""How methods that write to a log begin; libraries add their own to the class, `warning_once` say."""
+
+_GLOBAL_SIDE_EFFECTS = r"While compiling, we found certain side effects(?!.*L\[)"
+"""Dynamo's warning where none of the changed objects belongs to the model (those it calls `L[...]`)."""
 
 
 class CaptureError(RuntimeError):
@@ -160,7 +170,12 @@ def _private_copies(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    with torch._dynamo.config.patch(allow_rnn=True, specialize_int=True, specialize_float=True):
+    """Dynamo as this capture needs it: numbers are constants, log messages no reason to give up."""
+    loggers = {value for name, value in vars(logging.Logger).items() if name.startswith(_LOG_METHODS)}
+    options = {"allow_rnn": True, "specialize_int": True, "specialize_float": True, "ignore_logging_functions": loggers}
+    with torch._dynamo.config.patch(options), warnings.catch_warnings():
+        # A model that counts its own calls is told that the count stands still; libraries' switches concern nobody.
+        warnings.filterwarnings("ignore", _GLOBAL_SIDE_EFFECTS, UserWarning)
         yield
 
 
@@ -193,14 +208,31 @@ def _without_sparse(args: tuple[Any, ...], kwargs: dict[str, Any], position: int
 
 
 def _trace_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
-    gm = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+    # Dynamo runs every call on fake tensors for the results' shapes; unrolled, an RNN would fix its number of steps.
+    with KeepRnnWhole(kernel="loop"):
+        gm = dynamo_graph_capture_for_export(model)(*args, **kwargs)
     context = gm.meta.get("tracing_context") or TracingContext(gm.meta["fake_mode"])
-    return _trace_joint(gm, args, kwargs, context, "dynamo", {})
+    return _trace_joint(_OpenResults(gm), args, kwargs, context, "dynamo", {})
 
 
 def _trace_direct(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
     untied = _Untied(model)
-    return _trace_joint(untied, args, kwargs, None, "direct", untied.names)
+    with _compiling_state_context():  # models ask `torch.compiler.is_compiling()` before they look into tensors
+        return _trace_joint(_OpenResults(untied), args, kwargs, None, "direct", untied.names)
+
+
+class _OpenResults(nn.Module):
+    """A module, its names included, whose results are trees of tensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._call = [module]  # in a list: not a submodule, which would give each parameter a second name
+        self._parameters = module._parameters
+        self._buffers = module._buffers
+        self._modules = module._modules
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return open_objects(self._call[0](*args, **kwargs))
 
 
 class _Untied(nn.Module):

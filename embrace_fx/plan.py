@@ -100,6 +100,8 @@ def render(plan: Plan) -> str:
     ddp = sum(d.ddp_bytes_per_step for d in plan.decisions)
     text.add_section()
     text.add_row("total", "", "", readable_bytes(sent), readable_bytes(ddp), "", f"{len(plan.buckets)} bucket(s)")
+    if not any(d.is_table for d in plan.decisions):
+        text.caption = "no tables: every gradient is reduced densely"
     out = io.StringIO()
     Console(file=out, width=160, no_color=True).print(text)
     return out.getvalue()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer, SparseAdam
 from torch.utils import _pytree as pytree
 
-from embrace_fx.agreement import check_agreement, describe
+from embrace_fx.agreement import check_agreement, check_trainable, describe, refuse_hooks
 from embrace_fx.capture import Captured, CaptureError, capture, log_graph, log_text
 from embrace_fx.compiler import Compiled, analyse, run_passes, training_passes
 from embrace_fx.exactness import RowUpdates, row_update_blocker
@@ -20,9 +20,10 @@ from embrace_fx.graph import Gradient, Parameter, TrainingGraph
 from embrace_fx.passes.buffers import live_buffers, mutated_buffers
 from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.planner import ParameterFacts, Strategy, decide
-from embrace_fx.passes.tables import extract_ids
+from embrace_fx.passes.tables import draws_randomly, extract_ids
 from embrace_fx.plan import STRATEGIES, Plan
-from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.communicator import Communicator, bad_id_report, check_activities
+from embrace_fx.runtime.failure import PeerFailure
 from embrace_fx.runtime.gradients import clip_gradients
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.optimizers import DenseTable, Stepping, attach
@@ -39,7 +40,7 @@ _TRAINING, _ACCUMULATING, _EVALUATING = range(3)
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `compile`, checked."""
+    """The options of `compile`."""
 
     strategy: Strategy
     schedule: str
@@ -47,7 +48,8 @@ class Options:
     backend: str
     dynamic: bool | None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises `ValueError` where an option has a value that does not exist."""
         allowed = {"schedule": ("none",), "row_updates": ("exact", "lazy"), "backend": ("eager",)}
         for name, values in allowed.items():
             found = getattr(self, name)
@@ -89,35 +91,53 @@ class Session:
         group: dist.ProcessGroup | None,
         options: Options,
     ) -> None:
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ValueError(
-                f"expected a model with at least one trainable parameter, in compile(), found none in {type(model).__name__}. "
-                "There is nothing to train or to communicate; call the model itself."
-            )
         self.model = model
         self.optimizers = optimizers
         self.options = options
         self.synchronised = True
-        self.graphs: Mapping[str, fx.GraphModule] = {}
+        self._graphs: Mapping[str, fx.GraphModule] = {}
         self._communicator = Communicator(group)
-        check_agreement(self._communicator.gather_objects(describe(model, optimizers, options)))
+        self._agree_on_set_up()
         self._state = ModelState(model)
-        self._stepping = {id(optimizer): Stepping(communicator=self._communicator) for optimizer in optimizers}
+        self._trainable = tuple(parameter.requires_grad for parameter in model.parameters())
+        self._stepping = {
+            id(optimizer): Stepping(communicator=self._communicator, check=self._state.check_gradients)
+            for optimizer in optimizers
+        }
         self._classes = {id(optimizer): attach(optimizer, self._stepping[id(optimizer)]) for optimizer in optimizers}
         self._plan: Plan | None = None
         self._sequence: str | None = None
         self._captures = 0
         self._stale_buffers: set[str] = set()  # changed by training since the ranks last shared them
+        self._replicated = False
         self._kinds: dict[Any, _Kind] = {}
+
+    def _agree_on_set_up(self) -> None:
+        """Checks this rank's arguments together with all others': one that fails alone would leave the others waiting."""
+        own: dict[str, Any] | str
+        try:
+            self.options.check()
+            check_trainable(self.model)
+            refuse_hooks(self.model)
+            own = describe(self.model, self.optimizers, self.options)
+        except ValueError as error:
+            own = str(error)
+        check_agreement(self._communicator.gather_objects(own))
 
     @property
     def plan(self) -> Plan:
         if self._plan is None:
             raise RuntimeError(
-                "expected the model to have been called, before its plan is read, found that it has not: the graph is "
-                "captured with the first batch. Call the model once."
+                "expected the model to have been called, before its plan, report or graphs are read, found that it has not "
+                "been called for training: the graph is captured with the first batch. Call the model once, with "
+                "gradients enabled."
             )
         return self._plan
+
+    @property
+    def graphs(self) -> Mapping[str, fx.GraphModule]:
+        assert self.plan is not None  # raises before the first call
+        return self._graphs
 
     def report(self) -> str:
         return str(self.plan)
@@ -128,13 +148,30 @@ class Session:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         train = torch.is_grad_enabled()
         self._communicator.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
+        if tuple(parameter.requires_grad for parameter in self.model.parameters()) != self._trainable:
+            self._give_up(_CHANGED_TRAINABLE)
         kind = self._kinds.setdefault(self._key(leaves, spec, train), _Kind())
+        if self._plan is None and not train:
+            return self._evaluate_plainly(args, kwargs)
         variant = next((v for v in kind.variants if v.captured.accepts(leaves)), None)
         if variant is None:
             variant = self._capture(kind, leaves, args, kwargs, train)
         program = variant.program if self.synchronised or not train else self._accumulating(variant)
         results = program.call(leaves, train=train)
         return pytree.tree_unflatten(results, variant.captured.result_spec)
+
+    def _evaluate_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before the first training call there is no plan, and no table is sharded: the user's own forward runs."""
+        self._agree_on_first_call(None)
+        if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
+            raise RuntimeError(
+                "expected a training call before the first evaluation, in forward(), found a model on the meta device, and "
+                "how its tables are sharded is decided with the first training batch. Call it once with gradients enabled."
+            )
+        if not self._replicated and self._communicator.group is not None:
+            broadcast_state(self.model, frozenset(), self._communicator.group)
+        self._replicated = True
+        return self.model(*args, **kwargs)
 
     def _key(self, leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
         signature = tuple(
@@ -154,10 +191,10 @@ class Session:
         try:
             captured = self._try_capture(kind, leaves, args, kwargs, train)
             analysed = analyse(captured)
-        except CaptureError as error:
+        except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
         if self._plan is None:
-            self._agree_on_first_capture(failure)
+            self._agree_on_first_call(failure)
         elif failure is not None:
             self._give_up(failure)
         assert captured is not None
@@ -195,22 +232,36 @@ class Session:
             if self.options.dynamic or any(seen[index][dim] != size for seen in kind.shapes)
         )
 
-    def _agree_on_first_capture(self, failure: CaptureError | None) -> None:
-        reports = self._communicator.gather_objects(None if failure is None else str(failure))
-        for rank, report in enumerate(reports):
+    def _agree_on_first_call(self, failure: Exception | None) -> None:
+        """Before there is a plan, and with it announcements: all ranks do the same, and none has failed to capture."""
+        own = (self._communicator.activity, None if failure is None else _text(failure))
+        everyone: list[tuple[int, str | None]] = self._communicator.gather_objects(own)
+        check_activities([activity for activity, _ in everyone])
+        for rank, (_, report) in enumerate(everyone):
             if report is not None:
-                raise CaptureError(report if failure else f"the capture failed on rank {rank}: {report}") from failure
+                text = own[1] or f"the capture failed on rank {rank}: {report}"
+                raise CaptureError(text) from failure
 
-    def _give_up(self, failure: Exception) -> None:
+    def _give_up(self, failure: Exception) -> NoReturn:
         """Reports a failure in place of a step, so that the other ranks do not wait for this one."""
-        self._communicator.announce((), str(failure))
+        try:
+            self._communicator.announce((), _text(failure))
+        except PeerFailure as report:
+            raise report from failure
+        raise AssertionError("a failure that is announced is raised, on every rank")
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
     def _make_plan(self, graph: TrainingGraph, leaves: Sequence[Any]) -> None:
         used = {r.of.name for _, r in graph.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
-        own = {"used": used, "rows": self._measure_rows(graph, leaves), "tables": [t.parameter for t in graph.tables]}
+        own: dict[str, Any] = {"used": used, "tables": [t.parameter for t in graph.tables]}
+        try:
+            own["rows"] = self._measure_rows(graph, leaves)
+        except Exception as error:  # the batch may be bad, on this rank alone
+            own["failure"] = _text(error)
         everyone = self._communicator.gather_objects(own)
+        if failures := {rank: report["failure"] for rank, report in enumerate(everyone) if "failure" in report}:
+            raise PeerFailure(failures)
         plan: Plan | str | None = None
         if self._communicator.rank == 0:
             try:
@@ -298,8 +349,9 @@ class Session:
     def _build(self, captured: Captured, analysed: TrainingGraph, train: bool) -> _Variant:
         compiled = self._compile(analysed, reduce=train)
         if train:
+            self._check_gradients(analysed)
             self._check_sequence(compiled)
-            self.graphs = compiled.graphs
+            self._graphs = compiled.graphs
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
         return _Variant(captured, analysed, self._program(compiled, captured, analysed, train=train, reduce=train))
@@ -331,8 +383,43 @@ class Session:
 
         before_forward = share_live if train else share_stale
         return Program(
-            compiled.graph, self._state, self._communicator, buckets, captured.result_constants, before_forward
+            compiled.graph,
+            self._state,
+            self._communicator,
+            buckets,
+            captured.result_constants,
+            before_forward,
+            self._id_check(analysed),
         )
+
+    def _id_check(self, analysed: TrainingGraph) -> Callable[[Sequence[Any]], str | None]:
+        """What looks for an id outside a data-parallel table; the ids of shards are checked as they are exchanged."""
+        exchanged = (*self.plan.sharded, *self.plan.renormed)
+        tables = [t for t in analysed.tables if t.parameter not in exchanged and all(u.ids_from_batch for u in t.uses)]
+        tables = [t for t in tables if not draws_randomly(extract_ids(analysed, [t]))]
+        if not tables or self._communicator.world_size == 1:
+            return lambda leaves: None
+        read_ids = self._state.reader(extract_ids(analysed, tables))
+        uses = [(t.parameter, t.num_rows) for t in tables for _ in t.uses]
+
+        def check(leaves: Sequence[Any]) -> str | None:
+            with torch.no_grad():
+                found = (bad_id_report(ids, *use) for ids, use in zip(read_ids(leaves), uses, strict=True))
+                return next((report for report in found if report is not None), None)
+
+        return check
+
+    def _check_gradients(self, analysed: TrainingGraph) -> None:
+        """A gradient that the plan does not know of would stay this rank's own."""
+        trained = {r.of.name for _, r in analysed.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
+        late = [d.parameter for d in self.plan if d.strategy == "unused" and d.parameter in trained]
+        if late and self._communicator.world_size > 1:
+            self._give_up(
+                RuntimeError(
+                    "expected a batch to train only parameters that the first batch trained on some rank, in backward(), found "
+                    f"gradients of {', '.join(late)} too. Begin with a batch that uses every parameter."
+                )
+            )
 
     def _share_buffers(self, names: Sequence[str]) -> None:
         self._communicator.broadcast([self._state.buffer_reader(name)() for name in names])
@@ -369,10 +456,19 @@ class Session:
 
     def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
         dense = [p for name, p in self.model.named_parameters() if name not in self._state.tables]
-        return clip_gradients(dense, list(self._state.tables.values()), self._communicator, max_norm, norm_type)
+        tables = list(self._state.tables.values())
+        norm = clip_gradients(dense, tables, self._communicator, max_norm, norm_type)
+        self._state.note_gradients(dense)
+        return norm
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         return self.model.load_state_dict(with_own_columns(self.model, state_dict), strict, assign)
+
+
+_CHANGED_TRAINABLE = RuntimeError(
+    "expected requires_grad of every parameter to stay as it was at compile(), in the model's call, found that it changed: "
+    "what is exchanged was decided by it. Freeze or thaw parameters before compile()"
+)
 
 
 def _constant(leaf: Any) -> Any:

@@ -107,6 +107,7 @@ def _exchange_ids(graph: TrainingGraph, rewriter: Rewriter, tables: list[Table],
             }
         sizes = [table.num_rows for table in tables]
         launch = rewriter.call(embrace.all_gather_ids.default, uniques, sizes, "ids", world_size, name="ids")
+        launch.meta["tables"] = tuple(table.parameter for table in tables)  # for messages
         packed = rewriter.wait(launch)
         unpacked = rewriter.call(embrace.unpack_ids.default, packed, len(tables), world_size, name="ids_by_table")
         found_ids = {}

@@ -199,6 +199,9 @@ def ids_cone(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.graph.nodes if n in seen]
 
 
+def draws_randomly(module: fx.GraphModule) -> bool:
+    """Whether a graph takes numbers from a random generator."""
+    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in module.graph.nodes)
 
 
 def extract_ids(graph: TrainingGraph, tables: Sequence[Table]) -> fx.GraphModule:

@@ -28,6 +28,9 @@ ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval 
 CLASSES = ("ids", "embedding", "dense")
 """Communication classes, each with a process group of its own."""
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Torch renamed it, and the old name warns."""
+
 
 @dataclass(slots=True)
 class InFlight:
@@ -51,6 +54,7 @@ class Communicator:
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
         self.activity = 0
+        self.failure: str | None = None  # found before the step's announcement, which reports it
         self.tables = 0  # how many tables exchange ids, once planned
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._roll_call: RollCall | None = None
@@ -86,6 +90,7 @@ class Communicator:
         Raises:
             PeerFailure: any rank has a `failure`, or the ranks are not doing the same thing; on all ranks.
         """
+        failure, self.failure = self.failure or failure, None
         if self.world_size == 1:
             if failure is not None:
                 raise PeerFailure({0: failure})
@@ -94,16 +99,12 @@ class Communicator:
         own = torch.tensor([failure is not None, self.activity, *sizes, *padding], dtype=torch.int64)
         everyone = own.new_empty((self.world_size, own.numel()))
         with self._watching():
-            dist.all_gather_into_tensor(everyone.view(-1), own, group=self._groups["ids"])
+            _all_gather(everyone.view(-1), own, group=self._groups["ids"])
         rows: list[list[int]] = everyone.tolist()
         if any(row[0] for row in rows):
             failures = self.gather_objects(failure)
             raise PeerFailure({rank: text for rank, text in enumerate(failures) if text is not None})
-        activities = [row[1] for row in rows]
-        if len(set(activities)) > 1:
-            raise PeerFailure(
-                {r: f"expected all ranks to do the same, found this one {ACTIVITIES[a]}" for r, a in enumerate(activities)}
-            )
+        check_activities([row[1] for row in rows])
         return [row[2 : 2 + len(sizes)] for row in rows]
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
@@ -129,9 +130,12 @@ class Communicator:
 
     # -- launches: the ops of the same names ---------------------------------------------------------------------------
 
-    def all_gather_ids(self, unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> InFlight:
+    def all_gather_ids(
+        self, unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int, tables: Sequence[str]
+    ) -> InFlight:
         counts = [u.numel() for u in unique]
-        everyone = self.announce(counts, _bad_ids(unique, num_rows))
+        reports = (bad_id_report(*each) for each in zip(unique, tables, num_rows, strict=True))
+        everyone = self.announce(counts, next((report for report in reports if report is not None), None))
         longest = max(map(sum, everyone))
         dtype = torch.int32 if max(num_rows) < 2**31 else torch.int64
         own = torch.empty((len(counts) + longest,), dtype=dtype, device=unique[0].device)
@@ -140,7 +144,7 @@ class Communicator:
         if self.world_size == 1:
             return InFlight(own.view(1, -1), None)
         packed = own.new_empty((group_size, own.numel()))
-        work = dist.all_gather_into_tensor(packed.view(-1), own, group=self._groups[group], async_op=True)
+        work = _all_gather(packed.view(-1), own, group=self._groups[group], async_op=True)
         return InFlight(packed, work)
 
     def all_to_all_rows(self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int) -> InFlight:
@@ -208,9 +212,27 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     return found
 
 
-def _bad_ids(unique: Sequence[Tensor], num_rows: Sequence[int]) -> str | None:
-    for ids, rows in zip(unique, num_rows, strict=True):
-        found = bad_id(ids, rows)
-        if found is not None:
-            return f"expected ids from 0 to {rows - 1} for a table of {rows} rows, found {found}"
-    return None
+def check_activities(activities: Sequence[int]) -> None:
+    """Raises where ranks call the model for different things.
+
+    Args:
+        activities: index into `ACTIVITIES` of every rank.
+
+    Raises:
+        PeerFailure: saying what each rank does.
+    """
+    if len(set(activities)) > 1:
+        raise PeerFailure(
+            {r: f"expected all ranks to do the same, found this one {ACTIVITIES[a]}" for r, a in enumerate(activities)}
+        )
+
+
+def bad_id_report(ids: Tensor, table: str, num_rows: int) -> str | None:
+    """What a rank reports of an id outside a table; None where all are inside."""
+    found = bad_id(ids, num_rows)
+    if found is None:
+        return None
+    return (
+        f"expected ids from 0 to {num_rows - 1}, in a lookup of {table} ({num_rows} rows), found {found}; "
+        "look at the batch, or give the table more rows"
+    )

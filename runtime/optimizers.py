@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.communicator import Communicator
-from embrace_fx.runtime.tables import RowTable
+from embrace_fx.runtime.tables import RowTable, shard_state
 
 
 @dataclass
@@ -39,15 +39,26 @@ class Stepping:
         sharded: tables in column shards.
         dense_tables: data-parallel tables updated by rows.
         communicator: for what the ranks must agree on in a step.
+        check: raises where a step would apply gradients that do not belong together.
     """
 
     sharded: list[RowTable] = field(default_factory=list)
     dense_tables: list[DenseTable] = field(default_factory=list)
     communicator: Communicator | None = None
+    check: Callable[[], None] = lambda: None
 
 
 def attach(optimizer: Optimizer, stepping: Stepping) -> type[Optimizer]:
-    """Makes `optimizer.step()` and `zero_grad()` cover its tables. Returns the optimizer's own class."""
+    """Makes `optimizer.step()` and `zero_grad()` cover its tables. Returns the optimizer's own class.
+
+    Raises:
+        ValueError: the optimizer belongs to another compiled model.
+    """
+    if isinstance(optimizer, _RowStepping):
+        raise ValueError(
+            "expected an optimizer of its own for each compiled model, in compile(), found one that another compiled model "
+            "already steps. Make a new optimizer over the model's parameters."
+        )
     kind = type(optimizer)
     # A scheduler made before compile has wrapped the old class's `step` into the instance.
     optimizer.__dict__.pop("step", None)
@@ -69,7 +80,9 @@ class _RowStepping(Optimizer):
             # Evaluated here and not by the class's step: the gradients it makes must be there before both halves.
             with torch.enable_grad():
                 loss = closure()
-        if self._overflowed():
+        if self.__dict__.get("found_inf") is None:
+            self._embrace_stepping.check()
+        elif self._overflowed(self.__dict__["found_inf"]):
             return loss
         for table in self._embrace_stepping.sharded:
             table.check()
@@ -88,15 +101,12 @@ class _RowStepping(Optimizer):
     # the step, and hands over the scale in `grad_scale` and whether `.grad` overflowed in `found_inf`.
     _step_supports_amp_scaling = True
 
-    def _overflowed(self) -> bool:
-        """Unscales all gradients where a GradScaler steps; whether any gradient, on any rank, is not finite.
+    def _overflowed(self, found_inf: Tensor) -> bool:
+        """Unscales all gradients for a GradScaler; whether any gradient, on any rank, is not finite.
 
         Raises:
             RuntimeError: the gradients in `.grad` have been unscaled without those of the sharded tables.
         """
-        found_inf: Tensor | None = self.__dict__.get("found_inf")
-        if found_inf is None:
-            return False
         tables, scale = self._embrace_stepping.sharded, self.__dict__.get("grad_scale")
         if scale is None and tables:
             raise RuntimeError(
@@ -121,6 +131,12 @@ class _RowStepping(Optimizer):
         return False
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; of state that comes whole, a sharded table keeps its own columns."""
+        super().load_state_dict(state_dict)
+        for table in self._embrace_stepping.sharded:
+            shard_state(self.state.get(table.parameter, {}), table.parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.ops import own_columns
 from embrace_fx.runtime.optimizers import replace_parameter
-from embrace_fx.runtime.tables import as_shard, scatter_columns
+from embrace_fx.runtime.tables import as_shard, scatter_columns, shard_state
 
 _ROWS_AT_A_TIME = 1 << 16
 """Rows of a table initialised in one piece: a rank never holds more than these at full width."""
@@ -73,17 +73,9 @@ def shard_parameter(
     new = nn.Parameter(as_shard(local, old.shape, mesh), requires_grad=old.requires_grad)
     set_parameter(model, old, new)
     replace_parameter(optimizers, old, new)
-    _shard_optimizer_state(optimizers, new, mesh)
-    return new
-
-
-def _shard_optimizer_state(optimizers: Sequence[Optimizer], parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-    """State from before compile (a resumed run): of whole-table state, each rank keeps its columns."""
-    first, last = own_columns(parameter.shape[1], mesh.size(), mesh.get_local_rank())
     for optimizer in optimizers:
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                optimizer.state[parameter][key] = as_shard(value[:, first:last].contiguous(), parameter.shape, mesh)
+        shard_state(optimizer.state.get(new, {}), new)
+    return new
 
 
 def broadcast_state(model: nn.Module, sharded: Collection[str], group: dist.ProcessGroup) -> None:

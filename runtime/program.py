@@ -51,11 +51,30 @@ class ModelState:
         self.tables: dict[str, RowTable] = {}
         self.unreduced: set[str] = set()
         """Parameters whose `.grad` holds this rank's own sum, from backwards under `no_sync`."""
+        self._delivered: list[tuple[Tensor, int]] = []
 
     def parameter(self, name: str) -> nn.Parameter:
         owner, key = self._parameters[name]
         found: nn.Parameter = owner[key]
         return found
+
+    def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Remembers the gradients that were just delivered, as they are."""
+        self._delivered = [(p.grad, p.grad._version) for p in parameters if p.grad is not None]
+
+    def check_gradients(self) -> None:
+        """Raises where all dense gradients were written in place since they were delivered.
+
+        That is what `torch.nn.utils.clip_grad_norm_` and `GradScaler.unscale_` do, and neither sees the gradients of
+        sharded tables: the step would mix clipped and unclipped ones.
+        """
+        delivered, self._delivered = self._delivered, []
+        if self.tables and delivered and all(gradient._version != version for gradient, version in delivered):
+            raise RuntimeError(
+                "expected gradients as the backward left them, in optimizer.step(), found that all dense ones were changed in "
+                "place (clipped or unscaled?) while the sharded tables' were not. Clip with the compiled model's own "
+                "clip_grad_norm_(), and let GradScaler.step() do the unscaling."
+            )
 
     def parameter_reader(self, name: str) -> Callable[[], Tensor]:
         owner, key = self._parameters[name]
@@ -117,6 +136,7 @@ class Program:
         buckets: what the graph reduces, in launch order; None: its gradients are this rank's own (`no_sync`).
         result_constants: results that are not tensors, by their index among the flattened results.
         before_forward: called once every rank has announced this same program, before anything reads a buffer.
+        check: says what is wrong with a flattened batch, which the step then announces to all ranks.
     """
 
     def __init__(
@@ -127,6 +147,7 @@ class Program:
         buckets: tuple[tuple[str, ...], ...] | None,
         result_constants: Mapping[int, Any],
         before_forward: Callable[[], None] = lambda: None,
+        check: Callable[[Sequence[Any]], str | None] = lambda leaves: None,
     ) -> None:
         self._state = state
         self._communicator = communicator
@@ -138,13 +159,23 @@ class Program:
                 return _Packer(state, next(packs))
             return None
 
-        self._ids = _runnable(graph.phases["ids"], state, launches)
+        def with_table_names(node: fx.Node) -> Callable[..., Any] | None:
+            if str(node.target) != "embrace.all_gather_ids.default":
+                return None
+
+            def all_gather_ids(*args: Any) -> Any:
+                return communicator.all_gather_ids(*args, tables=node.meta["tables"])
+
+            return all_gather_ids
+
+        self._ids = _runnable(graph.phases["ids"], state, launches, with_table_names)
         self._forward = _runnable(graph.phases["forward"], state, launches)
         self._backward = _runnable(graph.phases["backward"], state, launches, with_own_bucket) if "backward" in graph.phases else None
         self._announces = any(str(node.target) == "embrace.all_gather_ids.default" for node in graph.phases["ids"].graph.nodes)
         self._synchronised = buckets is not None
         self._constants = dict(result_constants)
         self._before_forward = before_forward
+        self._check = check
         roles = [role for _, role in outputs_of(graph.phases["forward"])]
         self._results = [role.index for role in roles if isinstance(role, Result)]
         self._differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
@@ -190,6 +221,7 @@ class Step:
 
     def forward(self) -> list[Tensor]:
         program = self.program
+        program._communicator.failure = program._check(self._leaves)
         if not program._announces:
             program._communicator.announce(())
         values: Values = {}
@@ -264,6 +296,7 @@ class Step:
                     batch[index] = value
                 case RowGradient(table, part):
                     rows.setdefault(table, {})[part] = value
+        state.note_gradients([state.parameter(r.of.name) for r in roles if isinstance(r, Gradient) and isinstance(r.of, Parameter)])
         for table, parts in rows.items():
             state.tables[table].add_gradient(parts["ids"], parts["rows"])
         return [

@@ -38,6 +38,17 @@ def as_shard(local: Tensor, shape: torch.Size, mesh: DeviceMesh | None) -> Tenso
     return DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
 
 
+def shard_state(state: dict[str, Any], parameter: Tensor) -> None:
+    """Of whole-table optimizer state (V, D), made before compile or loaded, keeps this rank's columns, in place."""
+    if not isinstance(parameter, DTensor):
+        return
+    mesh = parameter.device_mesh
+    first, last = own_columns(parameter.shape[1], mesh.size(), mesh.get_local_rank())
+    for key, value in state.items():
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
+            state[key] = as_shard(value[:, first:last].contiguous(), parameter.shape, mesh)
+
+
 def scatter_columns(table: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Rank 0's table (V, D), to each rank its own columns (V, d). Each rank passes its own, equally shaped, table."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)

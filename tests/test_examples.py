@@ -100,7 +100,8 @@ def test_a_comparison_that_differs_fails(
     run_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     example = importlib.import_module("train_language_model")
-    make_model, made = example.make_model, []
+    make_model = example.make_model
+    made: list[torch.nn.Module] = []
 
     def make_second_one_percent_faster(*arguments: Any) -> Any:
         model, optimizer = make_model(*arguments)
