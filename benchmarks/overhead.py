@@ -3,9 +3,11 @@
     python benchmarks/overhead.py --output benchmarks/results
 
 Two models, one CPU thread, the same batch: an LSTM language model over 100 steps and BERT-base for question answering.
-Steps alternate (eager, compiled, eager, compiled, ...); the figure is the median of the paired ratios. SGD updates are
-left out of the step time: a compiled table updates fewer rows, which is another subject. Capture is compared with the
-first forward and backward of `torch.compile(backend="aot_eager")` less one eager step, each in a fresh process.
+Rounds alternate (eager, compiled, eager, compiled, ...), each side in a process of its own: in one process they share an
+allocator, whose state weighs more than the difference. A round's figure is the median of its steps after a warm-up; the
+result is the median of the rounds' ratios. A step is forward and backward with every gradient dense, as eager's
+(`strategy="allreduce"`); "as compiled" is the whole training step, SGD included, with the strategy left to the compiler.
+Capture is compared with the first forward and backward of `torch.compile(backend="aot_eager")` less one eager step.
 """
 
 from __future__ import annotations
@@ -74,12 +76,17 @@ def bert() -> tuple[nn.Module, Batch]:
 MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {"lstm_100_steps": language_model, "bert_base": bert}
 
 
+WARM_UP_STEPS = 3
+SYSTEMS = ("eager", "allreduce", "auto")
+"""Eager, and compiled with a strategy."""
+
+
 @dataclass(frozen=True)
 class StepResult:
-    """Medians over the paired rounds; `ratio` is the median of the rounds' ratios."""
+    """Median over rounds of a compiled step over an eager one, with the smallest and largest round."""
 
     model: str
-    joint_nodes: int
+    strategy: str
     eager_ms: float
     compiled_ms: float
     ratio: float
@@ -87,35 +94,63 @@ class StepResult:
     ratio_max: float
 
 
-def measure_step(name: str, rounds: int) -> StepResult:
+def step_ms(name: str, system: str, steps: int) -> dict[str, float]:
+    """Median milliseconds of a step in this process: "pass" is forward and backward, "step" the SGD update too."""
     torch.manual_seed(0)
     model, batch = MODELS[name]()
-    eager = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    compiled = embrace_fx.compile(model, optimizer=optimizer, strategy="allreduce")
-    for _ in range(2):
-        _step_ms(eager, batch)
-        _step_ms(compiled, batch)
-    pairs = [(_step_ms(eager, batch), _step_ms(compiled, batch)) for _ in range(rounds)]
-    ratios = [b / a for a, b in pairs]
-    nodes = len(compiled.graphs["captured"].graph.nodes)
-    eager_ms, compiled_ms = (statistics.median(pair[k] for pair in pairs) for k in (0, 1))
-    return StepResult(name, nodes, eager_ms, compiled_ms, statistics.median(ratios), min(ratios), max(ratios))
+    if system != "eager":
+        model = embrace_fx.compile(model, optimizer=optimizer, strategy=system)
+    passes, whole = [], []
+    for _ in range(steps + WARM_UP_STEPS):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        model(**batch).backward()
+        between = time.perf_counter()
+        optimizer.step()
+        passes.append((between - start) * 1e3)
+        whole.append((time.perf_counter() - start) * 1e3)
+    return {"pass": statistics.median(passes[WARM_UP_STEPS:]), "step": statistics.median(whole[WARM_UP_STEPS:])}
 
 
-def _step_ms(model: nn.Module, batch: Batch) -> float:
-    model.zero_grad()
-    start = time.perf_counter()
-    model(**batch).backward()
-    return (time.perf_counter() - start) * 1e3
+def measure_steps(name: str, rounds: int, steps: int) -> list[StepResult]:
+    """Alternating rounds of all systems on one model."""
+    found: dict[str, list[dict[str, float]]] = {system: [] for system in SYSTEMS}
+    for _ in range(rounds):
+        for system, figures in found.items():
+            figures.append(json.loads(_in_fresh_process("--step-only", name, system, str(steps))))
+    results = []
+    for system, part in (("allreduce", "pass"), ("auto", "step")):
+        pairs = [(e[part], c[part]) for e, c in zip(found["eager"], found[system], strict=True)]
+        ratios = [compiled / eager for eager, compiled in pairs]
+        eager_ms, compiled_ms = (statistics.median(pair[k] for pair in pairs) for k in (0, 1))
+        results.append(
+            StepResult(name, system, eager_ms, compiled_ms, statistics.median(ratios), min(ratios), max(ratios))
+        )
+    return results
+
+
+def joint_nodes(name: str) -> int:
+    """Nodes of the captured forward and backward."""
+    model, batch = MODELS[name]()
+    compiled = embrace_fx.compile(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+    compiled(**batch)
+    return len(compiled.graphs["captured"].graph.nodes)
+
+
+def _in_fresh_process(*arguments: str) -> str:
+    command = [sys.executable, __file__, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1]
 
 
 def capture_seconds(system: str) -> float:
     """First forward and backward of BERT-base under one system, in this process."""
     torch.manual_seed(0)
     model, batch = bert()
-    _step_ms(model, batch)
-    step_s = _step_ms(model, batch) / 1e3
+    model(**batch).backward()
+    before = time.perf_counter()
+    model(**batch).backward()
+    step_s = time.perf_counter() - before
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     start = time.perf_counter()
     compiled: Any = (
@@ -132,64 +167,71 @@ def measure_captures(rounds: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"embrace_fx": [], "aot_eager": []}
     for _ in range(rounds):
         for system, found in seconds.items():
-            command = [sys.executable, __file__, "--capture-only", system]
-            out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            found.append(float(out.strip().splitlines()[-1]))
+            found.append(float(_in_fresh_process("--capture-only", system)))
     ratios = [a / b for a, b in zip(seconds["embrace_fx"], seconds["aot_eager"], strict=True)]
     return {"seconds": seconds, "ratio": statistics.median(ratios)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--capture-rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=15, help="steps of a round")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--capture-only", choices=("embrace_fx", "aot_eager"))
+    parser.add_argument("--capture-only", choices=("embrace_fx", "aot_eager"), help=argparse.SUPPRESS)
+    parser.add_argument("--step-only", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.capture_only:
         print(capture_seconds(options.capture_only))
         return
-    steps = [measure_step(name, options.rounds) for name in MODELS]
-    captures = measure_captures(options.capture_rounds)
-    print(report(steps, captures))
+    if options.step_only:
+        name, system, steps = options.step_only
+        print(json.dumps(step_ms(name, system, int(steps))))
+        return
+    results = {
+        "nodes": {name: joint_nodes(name) for name in MODELS},
+        "steps": [asdict(r) for name in MODELS for r in measure_steps(name, options.rounds, options.steps)],
+        "captures": measure_captures(options.rounds),
+    }
+    print(report(results))
     if options.output:
-        write(options.output, steps, captures, options)
+        write(options.output, results, options)
 
 
-def report(steps: list[StepResult], captures: dict[str, Any]) -> str:
-    lines = ["| model | nodes | eager ms | compiled ms | compiled / eager (min, max) |", "|---|---|---|---|---|"]
+def report(results: dict[str, Any]) -> str:
+    lines = ["| model | nodes | strategy | eager ms | compiled ms | compiled / eager (min, max) |", "|---|---|---|---|---|---|"]
     lines += [
-        f"| {s.model} | {s.joint_nodes} | {s.eager_ms:.1f} | {s.compiled_ms:.1f} "
-        f"| {s.ratio:.3f} ({s.ratio_min:.3f}, {s.ratio_max:.3f}) |"
-        for s in steps
+        f"| {s['model']} | {results['nodes'][s['model']]} | {s['strategy']} | {s['eager_ms']:.1f} | {s['compiled_ms']:.1f} "
+        f"| {s['ratio']:.3f} ({s['ratio_min']:.3f}, {s['ratio_max']:.3f}) |"
+        for s in results["steps"]
     ]
-    medians = {name: statistics.median(values) for name, values in captures["seconds"].items()}
+    medians = {name: statistics.median(values) for name, values in results["captures"]["seconds"].items()}
     lines += [
         "",
+        "allreduce: forward and backward, every gradient dense. auto: the whole step with its SGD update.",
+        "",
         f"Capture and passes of BERT-base: {medians['embrace_fx']:.1f} s, torch.compile(aot_eager): "
-        f"{medians['aot_eager']:.1f} s, ratio {captures['ratio']:.2f}",
+        f"{medians['aot_eager']:.1f} s, ratio {results['captures']['ratio']:.2f}",
     ]
     return "\n".join(lines)
 
 
-def write(output: Path, steps: list[StepResult], captures: dict[str, Any], options: argparse.Namespace) -> None:
+def write(output: Path, results: dict[str, Any], options: argparse.Namespace) -> None:
     output.mkdir(parents=True, exist_ok=True)
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     configuration = {
-        "command": "python benchmarks/overhead.py",
-        "rounds": options.rounds,
+        "command": f"python benchmarks/overhead.py --rounds {options.rounds} --steps {options.steps}",
         "threads": 1,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "date": today,
     }
-    results = {"configuration": configuration, "steps": [asdict(s) for s in steps], "captures": captures}
-    (output / f"overhead-{today}.json").write_text(json.dumps(results, indent=2) + "\n")
+    text = json.dumps({"configuration": configuration, **results}, indent=2)
+    (output / f"overhead-{today}.json").write_text(text + "\n")
     (output / f"overhead-{today}.md").write_text(
         f"# Overhead on one process, {today}\n\nMeasured: `{configuration['command']}`, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, one thread.\n\n{report(steps, captures)}\n"
+        f"Python {platform.python_version()}, one thread.\n\n{report(results)}\n"
     )
 
 

@@ -33,7 +33,8 @@ from torch._functorch._aot_autograd import descriptors as aot
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._logging import trace_structured
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
 from embrace_fx.graph import (
@@ -155,24 +156,38 @@ def log_text(name: str, text: str) -> None:
 def _private_copies(
     args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: frozenset[tuple[int, int]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Aliases of the batch's tensors: marking dimensions must not leave marks on the user's tensors."""
+    """Stand-ins for the batch's tensors: marking dimensions must not leave marks on the user's tensors.
+
+    Each has a storage of its own and begins at its start: batches cut out of one long tensor begin elsewhere each time.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue
-        alias = leaf.detach().requires_grad_(leaf.requires_grad)
-        for dim in range(alias.dim()):
+        own = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        for dim in range(own.dim()):
             if (index, dim) in dynamic:
-                torch._dynamo.maybe_mark_dynamic(alias, dim)
-        leaves[index] = alias
+                torch._dynamo.maybe_mark_dynamic(own, dim)
+        leaves[index] = own.requires_grad_(leaf.requires_grad)
     return pytree.tree_unflatten(leaves, spec)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Dynamo as this capture needs it: numbers are constants, log messages no reason to give up."""
+    """Dynamo as this capture needs it.
+
+    Numbers are constants and sizes vary where this capture says so, whatever Dynamo has seen of other models; a log
+    message is no reason to give up, it is left out.
+    """
     loggers = {value for name, value in vars(logging.Logger).items() if name.startswith(_LOG_METHODS)}
-    options = {"allow_rnn": True, "specialize_int": True, "specialize_float": True, "ignore_logging_functions": loggers}
+    options = {
+        "allow_rnn": True,
+        "specialize_int": True,
+        "specialize_float": True,
+        "automatic_dynamic_shapes": False,
+        "assume_static_by_default": True,
+        "ignore_logging_functions": loggers,
+    }
     with torch._dynamo.config.patch(options), warnings.catch_warnings():
         # A model that counts its own calls is told that the count stands still; libraries' switches concern nobody.
         warnings.filterwarnings("ignore", _GLOBAL_SIDE_EFFECTS, UserWarning)
@@ -217,8 +232,17 @@ def _trace_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _trace_direct(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
     untied = _Untied(model)
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+    args, kwargs = pytree.tree_map_only(Tensor, lambda own: _fake(own, fake_mode), (args, kwargs))
     with _compiling_state_context():  # models ask `torch.compiler.is_compiling()` before they look into tensors
-        return _trace_joint(_OpenResults(untied), args, kwargs, None, "direct", untied.names)
+        return _trace_joint(_OpenResults(untied), args, kwargs, TracingContext(fake_mode), "direct", untied.names)
+
+
+def _fake(own: Tensor, fake_mode: FakeTensorMode) -> Tensor:
+    """A fake tensor whose marked dimensions have symbolic sizes."""
+    marked = getattr(own, "_dynamo_weak_dynamic_indices", ())
+    sizes = [DimDynamic.DYNAMIC if dim in marked else DimDynamic.STATIC for dim in range(own.dim())]
+    return fake_mode.from_tensor(own, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
 
 class _OpenResults(nn.Module):
@@ -266,17 +290,16 @@ def _trace_joint(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    context: TracingContext | None,
+    context: TracingContext,
     route: str,
     names: Mapping[str, str],
 ) -> _Traced:
     with contextlib.ExitStack() as stack:
-        if context is not None:
-            stack.enter_context(tracing(context))
+        stack.enter_context(tracing(context))
         stack.enter_context(_KeepWhole())
-        joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
-        fake_mode = joint._aot_state.fake_mode
-        return _Traced(joint.graph_module, joint.out_spec, fake_mode, route, names)
+        # The direct route has made its sizes symbolic by itself; its numbers stay constants.
+        joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=route == "direct")
+        return _Traced(joint.graph_module, joint.out_spec, context.fake_mode, route, names)
 
 
 def _finish(model: nn.Module, traced: _Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
@@ -443,7 +466,11 @@ def _guard(
         placeholders[i].meta["val"] if i in placeholders else fake_mode.from_tensor(leaves[i], static_shapes=True)
         for i in indices
     ]
-    text = fake_mode.shape_env.produce_guards_expression(fakes, ignore_static=False)
+    try:
+        text = fake_mode.shape_env.produce_guards_expression(fakes, ignore_static=False)
+    except IndexError as error:  # torch looks for the size that a symbol stands for, and a value is no size
+        raise CaptureError("the path through the forward depends on the value of a tensor") from error
+    text = re.sub(r"L\['t\d+'\]\.storage_offset\(\) == 0", "True", text or "")  # nothing in the graph depends on it
     return (compile(text, "<shape guards>", "eval"), indices) if text else (None, indices)
 
 

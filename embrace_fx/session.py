@@ -209,8 +209,9 @@ class Session:
     ) -> Captured:
         if self._captures >= MAX_CAPTURES:
             raise CaptureError(
-                f"expected batches whose shapes repeat, or vary in ways one graph can take, found that {MAX_CAPTURES} captures "
-                "do not suffice. Pad batches to a few lengths, or pass dynamic=True."
+                "expected batches whose shapes repeat or vary in ways one graph can take, and whose numbers repeat, in forward(), "
+                f"found that {MAX_CAPTURES} captures do not suffice. Pad batches to a few lengths, pass dynamic=True, or pass "
+                "numbers that change as tensors."
             )
         self._captures += 1
         kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
@@ -239,16 +240,25 @@ class Session:
         check_activities([activity for activity, _ in everyone])
         for rank, (_, report) in enumerate(everyone):
             if report is not None:
-                text = own[1] or f"the capture failed on rank {rank}: {report}"
+                text = report if len(everyone) == 1 else f"the capture failed on rank {rank}: {report}"
                 raise CaptureError(text) from failure
 
     def _give_up(self, failure: Exception) -> NoReturn:
-        """Reports a failure in place of a step, so that the other ranks do not wait for this one."""
+        """Reports a failure in place of a step, so that the other ranks do not wait for this one.
+
+        Raises:
+            CaptureError: the failure itself, if it is one; the other ranks raise PeerFailure.
+            PeerFailure: any other failure, on every rank.
+        """
+        report = None
         try:
             self._communicator.announce((), _text(failure))
-        except PeerFailure as report:
-            raise report from failure
-        raise AssertionError("a failure that is announced is raised, on every rank")
+        except PeerFailure as raised:
+            report = raised
+        assert report is not None  # what is announced is raised, on every rank
+        if isinstance(failure, CaptureError):
+            raise failure
+        raise report from failure
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
@@ -347,7 +357,16 @@ class Session:
     # -- building programs ---------------------------------------------------------------------------------------------
 
     def _build(self, captured: Captured, analysed: TrainingGraph, train: bool) -> _Variant:
-        compiled = self._compile(analysed, reduce=train)
+        compiled, failure = None, None
+        try:
+            compiled = self._compile(analysed, reduce=train)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        if train and self._sequence is None:
+            self._agree_on_sequence(compiled, failure)
+        elif failure is not None:
+            self._give_up(failure)
+        assert compiled is not None
         if train:
             self._check_gradients(analysed)
             self._check_sequence(compiled)
@@ -424,19 +443,24 @@ class Session:
     def _share_buffers(self, names: Sequence[str]) -> None:
         self._communicator.broadcast([self._state.buffer_reader(name)() for name in names])
 
+    def _agree_on_sequence(self, compiled: Compiled | None, failure: Exception | None) -> None:
+        """Every rank launches the same collectives in the same order, or none goes on."""
+        own = ("" if compiled is None else sequence_hash(compiled.graph), None if failure is None else _text(failure))
+        everyone: list[tuple[str, str | None]] = self._communicator.gather_objects(own)
+        if failures := {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}:
+            raise PeerFailure(failures) from failure
+        others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
+        if others:
+            raise RuntimeError(
+                "expected every rank's graph to launch the same collectives, after the last pass, found that ranks "
+                f"{others} differ from rank 0: their batches led the forward along another path. Make the forward read the "
+                "same tables and parameters on every rank."
+            )
+        self._sequence = own[0]
+
     def _check_sequence(self, compiled: Compiled) -> None:
-        """Every rank launches the same collectives in the same order, whatever its batch's shapes."""
-        sequence = sequence_hash(compiled.graph)
-        if self._sequence is None:
-            sequences = self._communicator.gather_objects(sequence)
-            if len(set(sequences)) > 1:
-                raise RuntimeError(
-                    "expected every rank's graph to launch the same collectives, after the last pass, found that ranks "
-                    f"{[r for r, s in enumerate(sequences) if s != sequences[0]]} differ from rank 0: their batches led the "
-                    "forward along another path. Make the forward read the same tables and parameters on every rank."
-                )
-            self._sequence = sequence
-        elif sequence != self._sequence:
+        """A batch of other shapes launches what the first one did."""
+        if sequence_hash(compiled.graph) != self._sequence:
             self._give_up(
                 RuntimeError(
                     "expected a batch of other shapes to launch the same collectives as the first, after the last pass, found "
@@ -469,6 +493,11 @@ _CHANGED_TRAINABLE = RuntimeError(
     "expected requires_grad of every parameter to stay as it was at compile(), in the model's call, found that it changed: "
     "what is exchanged was decided by it. Freeze or thaw parameters before compile()"
 )
+
+
+def _text(failure: Exception) -> str:
+    """A failure as other ranks are to read it; the library's own errors need no type."""
+    return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
 
 
 def _constant(leaf: Any) -> Any:

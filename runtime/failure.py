@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch.distributed as dist
 
 _PATIENCE_S = 5.0
+_FAREWELL_S = 2.0
 _LISTEN_S = 0.5
+_POLL_S = 0.1
 
 
 class PeerFailure(RuntimeError):
@@ -22,7 +24,7 @@ class PeerFailure(RuntimeError):
 
     def __init__(self, by_rank: Mapping[int, str]) -> None:
         self.by_rank = dict(by_rank)
-        reports = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(by_rank.items()))
+        reports = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in sorted(by_rank.items()))
         super().__init__(f"{reports}. Nothing of this step was applied, on any rank.")
 
     def __reduce__(self) -> tuple[type[PeerFailure], tuple[dict[int, str]]]:
@@ -37,10 +39,11 @@ class RollCall:
     """Tells the dead from the living after a collective broke.
 
     The first rank to meet the error calls the roll in the store; a thread on every rank hears it and signs, even while
-    the rank's main thread is still blocked in a collective. Who does not sign in a few seconds is dead.
+    the rank's main thread is still blocked in a collective. Who does not sign in a few seconds is dead. The verdict is
+    written down, and its writer waits until the living have read it: the store may live in the writer's own process.
 
     Args:
-        store: the process group's store. The roll call talks to it over a connection of its own.
+        store: the process group's store. The roll call talks to it over a connection of its own, in its own thread.
         name: unique among the communicators of one store.
     """
 
@@ -48,33 +51,52 @@ class RollCall:
         self.rank, self.world_size = rank, world_size
         self._store = store.clone()
         self._called = f"embrace_fx/{name}/called"
+        self._verdict = f"embrace_fx/{name}/verdict"
         self._signatures = [f"embrace_fx/{name}/alive/{r}" for r in range(world_size)]
-        self._over = threading.Event()
+        self._readers = [f"embrace_fx/{name}/read/{r}" for r in range(world_size)]
+        self._missing: list[int] = []
+        self._wake, self._decided = threading.Event(), threading.Event()
+        self._closed = False
         threading.Thread(target=self._listen, name="embrace_fx roll call", daemon=True).start()
 
     def close(self) -> None:
-        self._over.set()
+        self._closed = True
+        self._wake.set()
 
     def missing(self) -> list[int]:
         """Calls the roll and returns the ranks that do not answer."""
-        try:
-            self._store.set(self._called, "1")
-            self._store.set(self._signatures[self.rank], "1")
-            deadline = time.monotonic() + _PATIENCE_S
-            while time.monotonic() < deadline and not self._store.check(self._signatures):
-                time.sleep(0.1)
-            return [r for r, name in enumerate(self._signatures) if not self._store.check([name])]
-        except RuntimeError:
-            return [0]  # the store itself is gone: without a launcher that holds it, it lived in rank 0's process
+        self._wake.set()
+        self._decided.wait()
+        return self._missing
 
     def _listen(self) -> None:
-        while not self._over.wait(_LISTEN_S):
-            try:
-                if self._store.check([self._called]):
-                    self._store.set(self._signatures[self.rank], "1")
-                    return
-            except RuntimeError:
-                return  # the store is gone, and the job with it
+        try:
+            while not self._wake.wait(_LISTEN_S) and not self._store.check([self._called]):
+                pass
+            if not self._closed:
+                self._missing = self._call()
+        except RuntimeError:
+            self._missing = [0]  # the store itself is gone: without a launcher that holds it, it lived in rank 0's process
+        self._decided.set()
+
+    def _call(self) -> list[int]:
+        self._store.set(self._called, "1")
+        self._store.set(self._signatures[self.rank], "1")
+        self._await(lambda: self._store.check(self._signatures) or self._store.check([self._verdict]), _PATIENCE_S)
+        if not self._store.check([self._verdict]):
+            silent = [r for r, name in enumerate(self._signatures) if not self._store.check([name])]
+            self._store.set(self._verdict, ",".join(map(str, silent)))
+        missing = [int(r) for r in self._store.get(self._verdict).decode().split(",") if r]
+        with contextlib.suppress(RuntimeError):  # from here on the store may go: this rank knows enough
+            self._store.set(self._readers[self.rank], "1")
+            living = [name for r, name in enumerate(self._readers) if r not in missing]
+            self._await(lambda: self._store.check(living), _FAREWELL_S)
+        return missing
+
+    def _await(self, condition: Callable[[], bool], patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline and not condition():
+            time.sleep(_POLL_S)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
-import embrace_fx.runtime.rnn  # noqa: F401  (registers the kernels of recurrent layers)
+from embrace_fx.runtime import rnn
 from embrace_fx.runtime.inplace import write_in_place
 from embrace_fx.runtime.kernels import LOCAL
 
@@ -43,7 +43,7 @@ def lower(
         launches: op name -> the communicator's function.
         special: what a single node is to call instead, or None.
     """
-    targets: dict[str, Callable[..., Any]] = {**LOCAL, **launches}
+    targets: dict[str, Callable[..., Any]] = {**LOCAL, **rnn.KERNELS, **launches}
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:

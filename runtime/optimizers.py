@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from embrace_fx.exactness import KNOWN_OPTIONS
 from embrace_fx.runtime.communicator import Communicator
 from embrace_fx.runtime.tables import RowTable, shard_state
 
@@ -40,12 +41,28 @@ class Stepping:
         dense_tables: data-parallel tables updated by rows.
         communicator: for what the ranks must agree on in a step.
         check: raises where a step would apply gradients that do not belong together.
+        by_rows: the optimizer's class is one of which tables can be updated by rows.
     """
 
     sharded: list[RowTable] = field(default_factory=list)
     dense_tables: list[DenseTable] = field(default_factory=list)
     communicator: Communicator | None = None
     check: Callable[[], None] = lambda: None
+    by_rows: bool = True
+
+    def mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure whose loss is the mean over ranks: what LBFGS decides by it, it must decide alike on all of them."""
+        communicator = self.communicator
+
+        def mean() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            if loss is None or communicator is None or communicator.world_size == 1:
+                return loss
+            total = communicator.reduce_scalar(torch.as_tensor(loss).detach().clone(), dist.ReduceOp.SUM)
+            return total / communicator.world_size
+
+        return mean
 
 
 def attach(optimizer: Optimizer, stepping: Stepping) -> type[Optimizer]:
@@ -63,6 +80,7 @@ def attach(optimizer: Optimizer, stepping: Stepping) -> type[Optimizer]:
     # A scheduler made before compile has wrapped the old class's `step` into the instance.
     optimizer.__dict__.pop("step", None)
     optimizer.__class__ = type(kind.__name__, (_RowStepping, kind), {"__module__": kind.__module__})
+    stepping.by_rows = kind in KNOWN_OPTIONS
     optimizer._embrace_stepping = stepping  # type: ignore[attr-defined]
     return kind
 
@@ -74,12 +92,15 @@ class _RowStepping(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """The class's own step, then the tables' rows."""
+        """The class's own step, then the tables' rows. The loss of a closure is the mean over ranks."""
         loss = None
         if closure is not None:
+            closure = self._embrace_stepping.mean_loss(closure)
+            if not self._embrace_stepping.by_rows:
+                self._opt_called = True
+                return super().step(closure)  # it may want the loss many times, as LBFGS does
             # Evaluated here and not by the class's step: the gradients it makes must be there before both halves.
-            with torch.enable_grad():
-                loss = closure()
+            loss = closure()
         if self.__dict__.get("found_inf") is None:
             self._embrace_stepping.check()
         elif self._overflowed(self.__dict__["found_inf"]):
@@ -164,6 +185,7 @@ def replace_parameter(optimizers: Sequence[Optimizer], old: nn.Parameter, new: n
     """Puts `new` where any optimizer holds `old`; state made before (a resumed run) moves along."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
+            # In place: LBFGS keeps the list itself.
+            group["params"][:] = [new if parameter is old else parameter for parameter in group["params"]]
         if old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)

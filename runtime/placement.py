@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -17,8 +18,8 @@ from embrace_fx.ops import own_columns
 from embrace_fx.runtime.optimizers import replace_parameter
 from embrace_fx.runtime.tables import as_shard, scatter_columns, shard_state
 
-_ROWS_AT_A_TIME = 1 << 16
-"""Rows of a table initialised in one piece: a rank never holds more than these at full width."""
+_BLOCK_ELEMENTS = 1 << 22
+"""Elements of a table initialised in one piece: a rank never holds more than about these at full width."""
 
 
 def set_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
@@ -38,14 +39,15 @@ def parameter_named(model: nn.Module, name: str) -> nn.Parameter:
 def whole_parameters(model: nn.Module, sharded: Mapping[str, torch.Size]) -> Iterator[None]:
     """For the time of a capture, shards and meta parameters look like whole ones on the model's device.
 
-    Nothing reads them, so on the CPU no memory is touched: the system commits pages at the first write.
+    The stand-ins are fake tensors: a capture reads no values, and a whole table may be larger than the memory.
     """
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.get_default_device())
     replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
     names = dict(model.named_parameters())
     for name, parameter in names.items():
         if name in sharded or parameter.device.type == "meta":
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            with FakeTensorMode():
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             stand_in = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             replaced.append((parameter, stand_in))
             set_parameter(model, parameter, stand_in)
@@ -149,11 +151,11 @@ def _materialise_shard(
     padding = getattr(module, "padding_idx", None)
     if padding is not None:
         module.padding_idx = None  # of the table, not of a block of it  # type: ignore[assignment]
-    for start in range(0, rows, _ROWS_AT_A_TIME):
-        block = nn.Parameter(torch.empty((min(_ROWS_AT_A_TIME, rows - start), columns), dtype=whole.dtype))
+    for start, stop in _row_blocks(rows, columns):
+        block = nn.Parameter(torch.empty((stop - start, columns), dtype=whole.dtype, device=local.device))
         module._parameters[key] = block
         module.reset_parameters()  # type: ignore[operator]
-        local[start : start + block.shape[0]] = block.detach()[:, first:last]
+        local[start:stop] = block.detach()[:, first:last]
     if padding is not None:
         module.padding_idx = padding
         local[padding] = 0
@@ -161,6 +163,16 @@ def _materialise_shard(
     new = nn.Parameter(as_shard(local, whole.shape, mesh), requires_grad=whole.requires_grad)
     set_parameter(model, whole, new)
     replace_parameter(optimizers, whole, new)
+
+
+def _row_blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Cuts a table into blocks of rows whose random numbers, drawn one after the other, are those of the whole.
+
+    Torch's CPU generators draw 16 numbers at a time: each block is a multiple of that, and the last one no shorter.
+    """
+    size = max(16, _BLOCK_ELEMENTS // max(columns, 1) // 16 * 16)
+    starts = range(0, max(rows - 15, 1), size)
+    yield from zip(starts, (*starts[1:], rows), strict=True)
 
 
 def with_own_columns(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:

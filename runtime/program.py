@@ -217,7 +217,7 @@ class Step:
         self.program = program
         self._leaves = leaves
         self._values: Values | None = None
-        self._results: list[Tensor] = []
+        self._results: list[Any] = []  # tensors, and sizes the model returns
 
     def forward(self) -> list[Tensor]:
         program = self.program
@@ -235,7 +235,7 @@ class Step:
                 elif isinstance(role, Saved):
                     values[role.name] = value
         self._values = values
-        self._results = [r.detach() for r in results]
+        self._results = [r.detach() if isinstance(r, Tensor) else r for r in results]
         return results
 
     def backward(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -263,7 +263,7 @@ class Step:
 
     def _launch_finite_check(self) -> Any:
         """Whether every scalar result, on every rank, is a number: one tiny AllReduce under the backward."""
-        scalars = [r for r in self._results if r.dim() == 0 and r.is_floating_point()]
+        scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
         bad = sum(not math.isfinite(r.item()) for r in scalars)
         flags = torch.zeros(self.program._communicator.world_size, dtype=torch.int64)
         flags[self.program._communicator.rank] = bad
@@ -348,7 +348,7 @@ class _Run(torch.autograd.Function):
         results = step.forward()
         program = step.program
         fixed = [r for i, r in zip(program._results, results, strict=True) if i not in program._differentiable]
-        ctx.mark_non_differentiable(*fixed)
+        ctx.mark_non_differentiable(*(r for r in fixed if isinstance(r, Tensor)))
         return tuple(results)
 
     @staticmethod

@@ -5,7 +5,7 @@ Importing this file registers them. Shape legend: see `embrace_fx.rnn_ops`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from embrace_fx.runtime.rnn_loop import (
 _CELL_NUMBERS = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 
-@impl("embrace::rnn_layer", ("cpu", "cuda"))
 def rnn_layer(
     input: Tensor,
     h0: Tensor,
@@ -52,7 +51,6 @@ def rnn_layer(
     return _mkldnn_forward(input, h0, c0, weights, reverse, save)
 
 
-@impl("embrace::rnn_layer_backward", ("cpu", "cuda"))
 def rnn_layer_backward(
     grad_output: Tensor | None,
     grad_h: Tensor | None,
@@ -264,3 +262,13 @@ def _cudnn_sizes(cell: str, weights: Sequence[Tensor]) -> tuple[int, int, int]:
     if w.projection is None:
         return _CELL_NUMBERS[cell], state_size, 0
     return _CELL_NUMBERS[cell], w.projection.shape[1], state_size
+
+
+KERNELS: dict[str, Callable[..., list[Tensor]]] = {
+    "embrace::rnn_layer": rnn_layer,
+    "embrace::rnn_layer_backward": rnn_layer_backward,
+}
+"""Op name -> kernel: what a lowered program calls, without the dispatcher in between."""
+
+for _name, _kernel in KERNELS.items():
+    impl(_name, ("cpu", "cuda"))(_kernel)

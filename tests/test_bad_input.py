@@ -1,0 +1,400 @@
+"""Bad input: a clear error on every rank within seconds, nothing half-applied, and training goes on afterwards."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adagrad, Optimizer
+
+import embrace_fx
+from embrace_fx.capture import CaptureError
+from tests.ranks import run_ranks
+from tests.reference import assert_same, train_reference
+
+NUM_WORDS, DIM, NUM_CLASSES = 20, 6, 3
+LATE_LENGTH, UNTRACEABLE_LENGTH = 5, 7
+"""Batches of these lengths take another path through `Words`."""
+
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+class Words(nn.Module):
+    """A bag of words, with two lengths of input that cannot be trained on after others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(NUM_WORDS, DIM)
+        self.linear = nn.Linear(DIM, NUM_CLASSES)
+        self.late = nn.Linear(DIM, DIM)
+
+    def forward(self, ids_BL: Tensor, labels_B: Tensor, scale: Tensor) -> Tensor:
+        x_BD = self.table(ids_BL).mean(1)
+        if ids_BL.shape[1] == LATE_LENGTH:
+            x_BD = self.late(x_BD)
+        if ids_BL.shape[1] == UNTRACEABLE_LENGTH and scale.item() > 0:
+            x_BD = -x_BD
+        return F.cross_entropy(self.linear(x_BD), labels_B) * scale
+
+
+class Sentences(Words):
+    """Another model with the same parameters."""
+
+
+def _model(kind: type[nn.Module] = Words) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def _batch(step: int, rank: int, length: int = 3) -> Batch:
+    random = torch.Generator().manual_seed(100 * step + rank)
+    ids = torch.randint(NUM_WORDS, (4, length), generator=random)
+    return ids, torch.randint(NUM_CLASSES, (4,), generator=random), torch.ones((), dtype=torch.float64)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def _message(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def assert_grammar(message: str, *parts: str) -> None:
+    """Every error says what was expected and what was found, and the test's parts of where and what to do."""
+    for part in ("expected", "found", *parts):
+        assert part in message.replace("Found:", "found"), f"expected {part!r} in the message, found: {message}"
+
+
+# -- one rank's bad batch ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What rank 1 does at the step that fails, and what every rank is then told."""
+
+    does: str
+    parts: tuple[str, ...]
+
+
+FAULTS = (
+    Fault("id too large", ("PeerFailure", "rank 1", "ids from 0 to 19", "table.weight", "found 20", "look at the batch")),
+    Fault("negative id", ("PeerFailure", "rank 1", "ids from 0 to 19", "table.weight", "found -1", "look at the batch")),
+    Fault("nan loss", ("FloatingPointError", "in backward()", "rank(s) 1", "skip the batch")),
+    Fault("cannot be captured", ("rank 1", "Words", "test_bad_input.py:", "in forward", "Rewrite that line")),
+    Fault("evaluates", ("PeerFailure", "rank 0", "training", "rank 1", "evaluating")),
+)
+TRAINS_ANOTHER_PARAMETER = Fault("trains another parameter", ("PeerFailure", "rank 1", "late.weight", "Begin with"))
+
+
+def _faulty_batch(does: str, batch: Batch) -> Batch:
+    ids, labels, scale = batch
+    if does == "id too large":
+        ids[0, 0] = NUM_WORDS
+    elif does == "negative id":
+        ids[0, 0] = -1
+    elif does == "nan loss":
+        scale.fill_(torch.nan)
+    elif does == "cannot be captured":
+        ids = ids[:, :1].expand(-1, UNTRACEABLE_LENGTH).contiguous()
+    elif does == "trains another parameter":
+        ids = ids[:, :1].expand(-1, LATE_LENGTH).contiguous()
+    return ids, labels, scale
+
+
+def _snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """All that a step may change."""
+    found = {name: _whole(p.detach()) for name, p in model.named_parameters()}
+    found |= {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        found |= {f"{name} {key}": _whole(value) for key, value in state.items() if isinstance(value, Tensor)}
+    return found
+
+
+def _train_with_a_fault(rank: int, world_size: int, does: str, at_step: int, strategy: str) -> dict[str, Any]:
+    plain = _model()
+    optimizer = Adagrad(plain.parameters(), lr=0.1, eps=1e-3)
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy=strategy)
+    found: dict[str, Any] = {}
+    for step in range(3):
+        batch = _batch(step, rank)
+        if step != at_step:
+            model(*batch).backward()
+            optimizer.step()
+        else:
+            before = _snapshot(model, optimizer)
+            try:
+                with torch.set_grad_enabled(not (rank == 1 and does == "evaluates")):
+                    model(*(_faulty_batch(does, batch) if rank == 1 else batch)).backward()
+            except Exception as error:
+                found["error"] = _message(error)
+            after = _snapshot(model, optimizer)
+            found["changed"] = [k for k in before | after if k not in before or not torch.equal(before[k], after[k])]
+        optimizer.zero_grad()
+    found["parameters"] = {name: _whole(p.detach()) for name, p in model.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["alltoall", "allreduce"])
+@pytest.mark.parametrize(
+    ("fault", "at_step"),
+    [*((fault, step) for fault in FAULTS for step in (0, 1)), (TRAINS_ANOTHER_PARAMETER, 1)],
+    ids=lambda value: value.does if isinstance(value, Fault) else f"step {value}",
+)
+def test_a_fault_of_one_rank_is_an_error_on_all_and_changes_nothing(fault: Fault, at_step: int, strategy: str) -> None:
+    good_steps = [step for step in range(3) if step != at_step]
+    batches = [[_batch(step, rank) for step in good_steps] for rank in range(2)]
+    expected = train_reference(_model, lambda m: [Adagrad(m.parameters(), lr=0.1, eps=1e-3)], batches, len(good_steps))
+
+    for found in run_ranks(2, _train_with_a_fault, fault.does, at_step, strategy):
+        assert_grammar(found["error"], *fault.parts)
+        assert found["changed"] == []
+        assert_same(found["parameters"], expected, torch.float64)
+
+
+def test_a_forward_that_cannot_be_captured_names_the_users_line() -> None:
+    model = embrace_fx.compile(_model())
+    line = Words.forward.__code__.co_firstlineno + 4
+
+    with pytest.raises(CaptureError) as caught:
+        model(*_batch(0, 0, UNTRACEABLE_LENGTH))
+
+    assert_grammar(str(caught.value), f"{__file__}:{line} in forward", "no `.item()`, no `if tensor:`")
+
+
+# -- ranks that disagree -----------------------------------------------------------------------------------------------
+
+
+def _compile_another(rank: int, world_size: int, other: str) -> str:
+    odd = rank == 1
+    model = _model(Sentences if odd and other == "model" else Words)
+    if odd and other == "parameter":
+        model.linear = nn.Linear(DIM, NUM_CLASSES + 1).double()
+    if odd and other == "frozen parameter":
+        model.table.requires_grad_(False)
+    if odd and other == "nothing to train":
+        model.requires_grad_(False)
+    kind = Adagrad if odd and other == "optimizer" else SGD
+    optimizer = kind(model.parameters(), lr=0.2 if odd and other == "optimizer setting" else 0.1)
+    options: dict[str, Any] = {}
+    if odd and other == "option":
+        options = {"row_updates": "lazy"}
+    if odd and other == "unknown option":
+        options = {"row_updates": "sloppy"}
+    try:
+        embrace_fx.compile(model, optimizer=optimizer, **options)
+    except Exception as error:
+        return _message(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("other", "parts"),
+    [
+        ("model", ("on rank 1: model is Sentences", "rank 0: Words", "the same code")),
+        ("parameter", ("on rank 1: parameter linear.weight is (4, 6)", "rank 0: (3, 6)", "the same code")),
+        ("frozen parameter", ("on rank 1: parameter table.weight", "frozen", "the same code")),
+        ("optimizer", ("on rank 1: optimizer 0", "Adagrad", "rank 0: SGD", "the same code")),
+        ("optimizer setting", ("on rank 1: optimizer 0, param group 0", "'lr': 0.2", "'lr': 0.1", "the same code")),
+        ("option", ("on rank 1: options", "row_updates='lazy'", "row_updates='exact'", "the same code")),
+        ("unknown option", ("rank 1: expected row_updates", "'sloppy'")),
+        ("nothing to train", ("rank 1: expected a model with at least one trainable parameter",)),
+    ],
+)
+def test_a_rank_with_another_model_optimizer_or_option(other: str, parts: tuple[str, ...]) -> None:
+    for message in run_ranks(2, _compile_another, other):
+        assert_grammar(message, "ValueError", "in compile()", *parts)
+
+
+@pytest.mark.parametrize("option", ["strategy", "schedule", "row_updates", "backend", "dynamic"])
+def test_an_unknown_option_value(option: str) -> None:
+    with pytest.raises(ValueError, match="in compile") as caught:
+        embrace_fx.compile(_model(), **{option: "sloppy"})
+
+    assert_grammar(str(caught.value), f"expected {option}", "'sloppy'")
+
+
+def _use_strategy(rank: int, world_size: int, strategy: dict[str, str]) -> str:
+    try:
+        embrace_fx.compile(_model(), strategy=strategy)(*_batch(0, rank))
+    except Exception as error:
+        return _message(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts"),
+    [
+        ({"tabel.*": "alltoall"}, ("'tabel.*'", "to match a table", "none among table.weight", "Use a table's")),
+        ({"table.*": "alltoal"}, ("'table.*'", "one of allreduce, alltoall", "'alltoal'", "Choose one")),
+    ],
+    ids=["pattern without a table", "unknown strategy"],
+)
+def test_a_strategy_that_cannot_be_followed(strategy: dict[str, str], parts: tuple[str, ...]) -> None:
+    for message in run_ranks(2, _use_strategy, strategy):
+        assert_grammar(message, "ValueError", *parts)
+
+
+# -- models that ask for little ----------------------------------------------------------------------------------------
+
+
+def test_a_model_without_a_table_says_so_in_its_report() -> None:
+    model = embrace_fx.compile(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+
+    model(torch.ones(4, 2)).sum().backward()
+
+    assert "no tables: every gradient is reduced densely" in model.report()
+
+
+def test_a_model_with_nothing_to_train() -> None:
+    with pytest.raises(ValueError, match="at least one trainable parameter") as caught:
+        embrace_fx.compile(_model().requires_grad_(False))
+
+    assert_grammar(str(caught.value), "in compile()", "Words", "call the model itself")
+
+
+@pytest.mark.parametrize("name", ["report", "plan", "graphs"])
+def test_nothing_to_see_before_the_first_call(name: str) -> None:
+    model = embrace_fx.compile(_model())
+
+    with pytest.raises(RuntimeError) as caught:
+        model.report() if name == "report" else getattr(model, name)
+
+    assert_grammar(str(caught.value), "the model to have been called", "Call the model once")
+
+
+# -- optimizers that no row update is known of -------------------------------------------------------------------------
+
+
+class OwnSGD(SGD):
+    """May do anything, as far as the compiler knows."""
+
+
+def _line_search(model: nn.Module) -> Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
+
+
+UNKNOWN_OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "OwnSGD": lambda model: OwnSGD(model.parameters(), lr=0.1),
+    "RAdam": lambda model: torch.optim.RAdam(model.parameters(), lr=0.1, eps=1e-3),
+    "LBFGS": _line_search,
+}
+
+
+def _closure(optimizer: Optimizer, losses: Callable[[], Sequence[Tensor]]) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = torch.stack([*losses()]).mean()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def _train_with_unknown(rank: int, world_size: int, name: str) -> tuple[str, str, dict[str, Tensor]]:
+    plain = _model()
+    optimizer = UNKNOWN_OPTIMIZERS[name](plain)
+    model = embrace_fx.compile(plain, optimizer=optimizer)
+    for step in range(3):
+        optimizer.step(_closure(optimizer, lambda step=step: [model(*_batch(step, rank))]))
+    decision = model.plan["table.weight"]
+    return decision.strategy, decision.reason, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", UNKNOWN_OPTIMIZERS)
+def test_the_tables_of_an_unknown_optimizer_stay_data_parallel(name: str) -> None:
+    model = _model()
+    optimizer = UNKNOWN_OPTIMIZERS[name](model)
+    for step in range(3):
+        optimizer.step(_closure(optimizer, lambda step=step: [model(*_batch(step, rank)) for rank in range(2)]))
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+
+    for strategy, reason, parameters in run_ranks(2, _train_with_unknown, name):
+        assert strategy == "allreduce"
+        assert reason == f"{name} is not known to update rows"
+        assert_same(parameters, expected, torch.float64)
+
+
+def _mean_loss(rank: int, world_size: int) -> tuple[float, float]:
+    plain = _model()
+    optimizer = SGD(plain.parameters(), lr=0.1)
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall")
+    own: list[Tensor] = []
+
+    def losses() -> list[Tensor]:
+        own.append(model(*_batch(0, rank)))
+        return own
+
+    return optimizer.step(_closure(optimizer, losses)).item(), own[0].item()
+
+
+def test_the_loss_of_a_closure_is_the_mean_over_ranks() -> None:
+    found = run_ranks(2, _mean_loss)
+
+    mean = sum(own for _, own in found) / 2
+    assert [loss for loss, _ in found] == pytest.approx([mean, mean], rel=1e-12)
+
+
+# -- calls in the wrong order ------------------------------------------------------------------------------------------
+
+
+def test_a_second_lookahead_while_the_first_is_read() -> None:
+    model = embrace_fx.compile(_model())
+    first: Iterator[int] = model.lookahead([1, 2, 3])
+    next(first)
+
+    with pytest.raises(RuntimeError) as caught:
+        model.lookahead([1, 2, 3])
+
+    assert_grammar(str(caught.value), "one lookahead at a time", "in lookahead()", "Finish that loop")
+    assert list(first) == [2, 3]
+
+
+def test_a_lookahead_after_one_that_was_finished_or_left() -> None:
+    model = embrace_fx.compile(_model())
+    for _ in model.lookahead([1, 2]):
+        pass
+    for _ in model.lookahead([1, 2]):
+        break
+
+    assert list(model.lookahead([3, 4])) == [3, 4]
+
+
+def _backward_twice(rank: int, world_size: int) -> tuple[str, list[str]]:
+    plain = _model()
+    optimizer = Adagrad(plain.parameters(), lr=0.1)
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall")
+    loss = model(*_batch(0, rank))
+    loss.backward(retain_graph=True)
+    before = _snapshot(model, optimizer)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        after = _snapshot(model, optimizer)
+        return str(error), [name for name in before if not torch.equal(before[name], after[name])]
+    return "no error", []
+
+
+def test_a_second_backward_of_one_call() -> None:
+    for message, changed in run_ranks(2, _backward_twice):
+        assert_grammar(message, "one backward for each call", "in backward()", "Call the model again")
+        assert changed == []
+
+
+@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_compiled_model_cannot_be_copied(clone: Callable[[nn.Module], object]) -> None:
+    model = embrace_fx.compile(_model())
+
+    with pytest.raises(TypeError) as caught:
+        clone(model)
+
+    assert_grammar(str(caught.value), "in copy or pickle", "a compiled Words", "Copy the model before compile()")
