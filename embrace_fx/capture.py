@@ -32,7 +32,7 @@ from torch._export.utils import _compiling_state_context
 from torch._functorch._aot_autograd import descriptors as aot
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
@@ -169,7 +169,8 @@ def _private_copies(
             if (index, dim) in dynamic:
                 torch._dynamo.maybe_mark_dynamic(own, dim)
         leaves[index] = own.requires_grad_(leaf.requires_grad)
-    return pytree.tree_unflatten(leaves, spec)
+    copies: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
+    return copies
 
 
 @contextlib.contextmanager
@@ -270,8 +271,8 @@ class _Untied(nn.Module):
         self._aliases: list[tuple[str, str]] = []
         for fqn, value in model.named_parameters(remove_duplicate=False):
             self._register(fqn, value, nn.Module.register_parameter)
-        for fqn, value in model.named_buffers(remove_duplicate=False):
-            self._register(fqn, value, nn.Module.register_buffer)
+        for fqn, buffer in model.named_buffers(remove_duplicate=False):
+            self._register(fqn, buffer, nn.Module.register_buffer)
 
     def _register(self, fqn: str, value: Any, register: Callable[..., None]) -> None:
         if id(value) not in self._own_names:
@@ -315,7 +316,9 @@ def _finish(model: nn.Module, traced: _Traced, args: tuple[Any, ...], kwargs: di
             continue
         role = _input_role(node.meta["desc"], traced.names, first_names)
         node.meta["role"] = role
-        if isinstance(role, BatchInput):
+        if isinstance(role, BatchInput) and not isinstance(leaves[role.index], Tensor):
+            module.graph.erase_node(node)  # a constant of the graph: other values lead to another capture
+        elif isinstance(role, BatchInput):
             placeholders[role.index] = node
     constants = _set_output_roles(module, traced.names, first_names)
     _drop_identities(module)
@@ -391,7 +394,7 @@ def _set_output_roles(module: fx.GraphModule, names: Mapping[str, str], first_na
     values: list[fx.Node] = []
     roles: list[OutputRole] = []
     constants: dict[int, Any] = {}
-    for value, desc in zip(output.args[0], output.meta.pop("desc"), strict=True):  # type: ignore[arg-type, union-attr]
+    for value, desc in zip(output.args[0], output.meta.pop("desc"), strict=True):  # type: ignore[arg-type]
         if desc is None:  # the place of a gradient that does not exist: an integer input's
             continue
         role: OutputRole

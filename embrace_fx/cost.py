@@ -53,8 +53,19 @@ def all_reduce(tensor_bytes: int, world_size: int) -> Exchange:
 
 
 def all_gather(own_bytes: int, world_size: int) -> Exchange:
-    """Ring AllGather of `own_bytes` per rank (padded to the longest rank's)."""
+    """Ring AllGather of `own_bytes` per rank: each rank sends its own and hands on those of all ranks but one."""
     return Exchange((world_size - 1) * own_bytes, world_size - 1)
+
+
+def gather_ids(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchange:
+    """One table's share of the exchange of ids, two AllGathers at the head of the step.
+
+    The first announces each table's number of ids, an int64 (the 16 bytes of state before it are the step's own). The
+    second carries that number again and the ids, int32 where they fit, padded to the longest rank's: one length for
+    all tables together, so that of several tables whose longest ranks differ a little less travels.
+    """
+    id_bytes = 4 if num_rows < 2**31 else 8
+    return all_gather(8 + id_bytes * (1 + max(rows_by_rank)), len(rows_by_rank))
 
 
 def all_to_all_rows(rows_by_rank: tuple[int, ...], own_columns: int, itemsize: int, rank: int) -> Exchange:

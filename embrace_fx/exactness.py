@@ -68,7 +68,8 @@ KNOWN_OPTIONS: Mapping[type[Optimizer], frozenset[str]] = MappingProxyType(
         ),
         Adam: _ADAM,
         AdamW: _ADAM,
-        SparseAdam: frozenset({"lr", "betas", "eps", "maximize"}),
+        # Its constructor has no "differentiable": torch adds it, as False, to what loads a state dict.
+        SparseAdam: frozenset({"lr", "betas", "eps", "maximize", "differentiable"}),
     }
 )
 """The optimizers whose update is known by rows, and every option of theirs that the row update accounts for."""

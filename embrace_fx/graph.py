@@ -167,9 +167,10 @@ class TrainingGraph:
         return replace(self, module=copy_module(self.module))
 
     def node(self, name: str) -> fx.Node:
-        for node in self.graph.nodes:
-            if node.name == name:
-                return node
+        found: fx.Node
+        for found in self.graph.nodes:
+            if found.name == name:
+                return found
         raise KeyError(f"expected a node named {name!r} in the graph, found none")
 
     def inputs(self) -> Iterator[tuple[fx.Node, InputRole]]:
@@ -201,7 +202,7 @@ def outputs_of(module: fx.GraphModule) -> Iterator[tuple[fx.Node | None, OutputR
     output = module.graph.output_node()
     values = output.args[0]
     assert isinstance(values, list | tuple)
-    yield from zip(values, output.meta["roles"], strict=True)  # type: ignore[arg-type]
+    yield from zip(values, output.meta["roles"], strict=True)
 
 
 def set_outputs(module: fx.GraphModule, outputs: list[tuple[fx.Node | None, OutputRole]]) -> None:

@@ -59,7 +59,8 @@ def _open(leaf: Any) -> Any:
 def _is_plain_object(value: Any) -> bool:
     """Whether a value is nothing but its attributes: no tensor, number, container or class with slots."""
     builtin = isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
-    return not builtin and type(value).__new__ is object.__new__ and hasattr(value, "__dict__")
+    makes_itself: Any = type(value).__new__
+    return not builtin and makes_itself is object.__new__ and hasattr(value, "__dict__")
 
 
 def _holds_tensors(value: Any, seen: set[int]) -> bool:

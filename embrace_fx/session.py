@@ -324,7 +324,9 @@ class Session:
         run = self._state.reader(extract_ids(graph, tables))
         with torch.random.fork_rng(), torch.no_grad():  # a model that draws ids must draw the same ones afterwards
             ids = iter(run(leaves))
-        return {t.parameter: unique_ids([next(ids) for _ in t.uses], t.num_rows, -1)[0].numel() for t in tables}
+        return {
+            t.parameter: unique_ids([next(ids) for _ in t.uses], t.num_rows, _padding_of(t))[0].numel() for t in tables
+        }
 
     # -- placing parameters --------------------------------------------------------------------------------------------
 

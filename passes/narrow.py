@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from embrace_fx.graph import TrainingGraph
+from embrace_fx.graph import Table, TrainingGraph
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.passes.tables import LOOKUP_BACKWARDS
 
@@ -46,26 +46,43 @@ class NarrowExchange:
         return result
 
 
+def exchange_dtype(graph: TrainingGraph, table: Table) -> torch.dtype:
+    """The dtype in which the rows of `table` travel if it is sharded; `graph` is the captured one."""
+    if any(use.kind != "embedding" for use in table.uses):
+        return table.dtype
+    lookups = [graph.node(use.lookup) for use in table.uses]
+    gradients = [graph.node(name) for use in table.uses for name in use.backward]
+    return _narrower(lookups, gradients, table.dtype) or table.dtype
+
+
 def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
     """Narrows one table's exchange; whether it could."""
     lookups = [user for user in join.users if user.target is aten.embedding.default]
-    others = [user for user in join.users if user not in lookups and user.target is not aten.sym_size.int]
-    casts = [user for lookup in lookups for user in lookup.users]
-    dtypes = {user.kwargs.get("dtype") if _is_plain_cast(user) else None for user in casts}
-    if others or not casts or len(dtypes) != 1:
+    if any(user not in lookups and user.target is not aten.sym_size.int for user in join.users):
         return False
-    (dtype,) = dtypes
     wide = join.meta["val"].dtype
-    if not isinstance(dtype, torch.dtype) or dtype.itemsize >= wide.itemsize:
-        return False
     split = _split_of(graph, join)
-    if split is not None and not all(_grad_comes_from(term, dtype) for term in _terms(split.all_input_nodes[0])):
+    dtype = _narrower(lookups, _terms(split.all_input_nodes[0]) if split is not None else [], wide)
+    if dtype is None:
         return False
     rewriter = Rewriter(graph.module)
+    casts = [user for lookup in lookups for user in lookup.users]
     _narrow_forward(rewriter, join, lookups, casts, dtype)
     if split is not None:
         _narrow_backward(rewriter, split, dtype, wide)
     return True
+
+
+def _narrower(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtype) -> torch.dtype | None:
+    """The one narrower dtype that all lookups are cast to and all of the table's gradients come from, if there is one."""
+    casts = [user for lookup in lookups for user in lookup.users]
+    dtypes = {user.kwargs.get("dtype") if _is_plain_cast(user) else None for user in casts}
+    if len(dtypes) != 1:
+        return None
+    (dtype,) = dtypes
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize >= wide.itemsize:
+        return None
+    return dtype if all(_grad_comes_from(gradient, dtype) for gradient in gradients) else None
 
 
 def _is_plain_cast(node: fx.Node) -> bool:
@@ -111,7 +128,7 @@ def _narrow_forward(
         cast = rewriter.cast(columns, dtype, name=f"{columns.name}_narrow")
     launch.replace_input_with(columns, cast)
     for node in (launch, wait, join, *lookups):
-        rewriter.refresh(node)
+        rewriter.retype(node, dtype)
     for node in casts:
         node.replace_all_uses_with(node.all_input_nodes[0])
         rewriter.graph.erase_node(node)
@@ -125,7 +142,7 @@ def _narrow_backward(rewriter: Rewriter, split: fx.Node, dtype: torch.dtype, wid
         cast = rewriter.cast(gradient, dtype, name=f"{gradient.name}_narrow")
     split.replace_input_with(gradient, cast)
     for node in (split, launch, wait):
-        rewriter.refresh(node)
+        rewriter.retype(node, dtype)
     readers = list(wait.users)
     with rewriter.before(wait.next):
         widened = rewriter.cast(wait, wide, name=f"{wait.name}_wide")

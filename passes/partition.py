@@ -53,7 +53,7 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
     backward = set(nodes) - ids - forward
     phases: dict[str, fx.GraphModule] = {}
     members = {"ids": ids, "forward": forward, "backward": backward}
-    wanted = {
+    wanted: dict[str, list[tuple[fx.Node, OutputRole]]] = {
         "ids": [],
         "forward": [(n, r) for n, r in outputs if isinstance(r, Result | Mutation)],
         "backward": [(n, r) for n, r in outputs if isinstance(r, Gradient | RowGradient)],
@@ -84,7 +84,7 @@ def _is_size_or_part(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.sym_size.int or not isinstance(node.target, torch._ops.OpOverload)
 
 
-def _results_of_earlier(wanted: dict[str, list[Any]], own: set[fx.Node], name: str) -> list[fx.Node]:
+def _results_of_earlier(wanted: dict[str, list[tuple[fx.Node, OutputRole]]], own: set[fx.Node], name: str) -> list[fx.Node]:
     """Outputs of a later phase that this phase computes (a result that is itself an id, say)."""
     later = {"ids": ("forward", "backward"), "forward": ("backward",), "backward": ()}[name]
     return list(dict.fromkeys(n for phase in later for n, _ in wanted[phase] if n in own))

@@ -17,6 +17,7 @@ from torch import fx
 from embrace_fx import cost
 from embrace_fx.graph import Gradient, Parameter, Table, TrainingGraph
 from embrace_fx.ops import own_columns
+from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.plan import STRATEGIES, Decision, Plan
 
 BUCKET_BYTES = 25 * 2**20
@@ -72,7 +73,12 @@ def decide(
             chosen, reason, exchange = "unused", "no rank's forward gives it a gradient", cost.Exchange(0, 0)
         elif fact.name in tables:
             rows = rows_by_rank.get(fact.name, ())
-            chosen, reason, exchange = _table_strategy(tables[fact.name], fact, rows, dense, wanted[fact.name], cluster, world_size)
+            table = tables[fact.name]
+            sparse = shard_exchange(table, rows, exchange_dtype(graph, table).itemsize, world_size)
+            exchanges = (dense + upkeep_of_replicas(table, rows, world_size), sparse)
+            chosen, reason, exchange = _table_strategy(
+                table, fact, rows, exchanges, wanted[fact.name], cluster, world_size
+            )
         ddp_bytes = dense.sent_bytes if fact.trainable else 0
         decisions.append(
             Decision(
@@ -135,17 +141,18 @@ def _table_strategy(
     table: Table,
     fact: ParameterFacts,
     rows_by_rank: tuple[int, ...],
-    dense: cost.Exchange,
+    exchanges: tuple[cost.Exchange, cost.Exchange],
     wanted: str,
     cluster: cost.Cluster,
     world_size: int,
 ) -> tuple[str, str, cost.Exchange]:
+    """Strategy, reason and what it sends; `exchanges`: as replicas, as shards."""
+    dense, sparse = exchanges
     blocker = shard_blocker(table) or fact.row_update_blocker
     if blocker is not None:
         return "allreduce", blocker, dense
     if wanted == "allreduce":
         return "allreduce", "asked for", dense
-    sparse = _shard_exchange(table, fact, rows_by_rank, world_size)
     mean_rows = sum(rows_by_rank) / max(len(rows_by_rank), 1)
     share = mean_rows / max(table.num_rows, 1)
     what = f"{mean_rows:.0f} of {table.num_rows} rows read ({share:.2%}), {-(-table.embedding_dim // world_size)} columns per rank"
@@ -162,18 +169,34 @@ def _table_strategy(
     return ("alltoall", what, sparse) if cheaper else ("allreduce", f"small, or densely read: {what}", dense)
 
 
-def _shard_exchange(table: Table, fact: ParameterFacts, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:
-    """Mean over ranks of what one rank sends per step for a sharded table: ids, rows, gradients."""
+def shard_exchange(table: Table, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int) -> cost.Exchange:
+    """Mean over ranks of what one rank sends per step for a sharded table: ids, rows, gradients.
+
+    Args:
+        itemsize: bytes of an element on the wire.
+    """
     if world_size == 1 or not rows_by_rank:
         return cost.Exchange(0, 0)
-    id_bytes = 4 if table.num_rows < 2**31 else 8
     total = cost.Exchange(0, 0)
     for rank, rows in enumerate(rows_by_rank):
         first, last = own_columns(table.embedding_dim, world_size, rank)
-        total += cost.all_to_all_rows(rows_by_rank, last - first, fact.itemsize, rank)
-        total += cost.all_to_all_gradients(rows, table.embedding_dim - (last - first), fact.itemsize, world_size)
-    ids = cost.all_gather(max(rows_by_rank) * id_bytes, world_size)
-    return cost.Exchange(round(total.sent_bytes / world_size), 2 * (world_size - 1)) + ids
+        total += cost.all_to_all_rows(rows_by_rank, last - first, itemsize, rank)
+        total += cost.all_to_all_gradients(rows, table.embedding_dim - (last - first), itemsize, world_size)
+    both_ways = cost.Exchange(round(total.sent_bytes / world_size), 2 * (world_size - 1))
+    return both_ways + cost.gather_ids(rows_by_rank, table.num_rows)
+
+
+def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:
+    """What one rank sends per step, beyond the gradient, so that the replicas of a whole table stay equal."""
+    upkeep = cost.Exchange(0, 0)
+    if world_size == 1 or not rows_by_rank:
+        return upkeep
+    if table.max_norm:  # `ShardTables.renormed`: all ranks rescale the rows that any rank reads
+        upkeep += cost.gather_ids(rows_by_rank, table.num_rows)
+    for use in table.uses:
+        if use.scale_grad_by_freq:  # `GlobalFrequency`: a count of int64 per row, for each backward
+            upkeep += cost.all_reduce(len(use.backward) * table.num_rows * 8, world_size)
+    return upkeep
 
 
 def plan_buckets(graph: TrainingGraph, reduced: set[str], sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:

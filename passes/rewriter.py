@@ -58,15 +58,21 @@ class Rewriter:
 
     def refresh(self, node: fx.Node) -> None:
         """Recomputes the fake value of a call whose arguments changed."""
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with self.fake_mode:
             assert callable(node.target)
             node.meta["val"] = node.target(*args, **kwargs)
 
+    def retype(self, node: fx.Node, dtype: torch.dtype) -> None:
+        """Gives a call's fake value another dtype and keeps its shape, whose unknown sizes later nodes read."""
+        with self.fake_mode:
+            node.meta["val"] = torch.empty_like(node.meta["val"], dtype=dtype)
+
 
 def first_after_placeholders(graph: fx.Graph) -> fx.Node:
     """The first node that is not a placeholder."""
-    return next(node for node in graph.nodes if node.op != "placeholder")
+    found: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
+    return found
 
 
 def first_user(node: fx.Node) -> fx.Node:

@@ -6,8 +6,11 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _PATIENCE_S = 5.0
 _FAREWELL_S = 2.0
@@ -47,9 +50,9 @@ class RollCall:
         name: unique among the communicators of one store.
     """
 
-    def __init__(self, store: dist.Store, name: str, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, name: str, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self._store = store.clone()
+        self._store: Any = store.clone()
         self._called = f"embrace_fx/{name}/called"
         self._verdict = f"embrace_fx/{name}/verdict"
         self._signatures = [f"embrace_fx/{name}/alive/{r}" for r in range(world_size)]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from embrace_fx.exactness import KNOWN_OPTIONS
 from embrace_fx.runtime.communicator import Communicator
-from embrace_fx.runtime.tables import RowTable, shard_state
+from embrace_fx.runtime.tables import RowTable, local_tensor, shard_state
 
 
 @dataclass
@@ -91,7 +91,7 @@ class _RowStepping(Optimizer):
     _embrace_stepping: Stepping
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The class's own step, then the tables' rows. The loss of a closure is the mean over ranks."""
         loss = None
         if closure is not None:
@@ -107,9 +107,10 @@ class _RowStepping(Optimizer):
             return loss
         for table in self._embrace_stepping.sharded:
             table.check()
+            _make_state_from_zeros(table)
         self._opt_called = True  # what a scheduler looks at to warn of a wrong order of calls
         dense = [_take_dense(entry) for entry in self._embrace_stepping.dense_tables]
-        super().step()  # type: ignore[safe-super]
+        super().step()
         for table in self._embrace_stepping.sharded:
             table.update()
         for entry, gradient in zip(self._embrace_stepping.dense_tables, dense, strict=True):
@@ -163,6 +164,17 @@ class _RowStepping(Optimizer):
         super().zero_grad(set_to_none)
         for table in self._embrace_stepping.sharded:
             table.clear_gradient()
+
+
+def _make_state_from_zeros(table: RowTable) -> None:
+    """torch.distributed.checkpoint has an optimizer make its state by a step over zero gradients, which are dense.
+
+    The class's own step takes them as they are, a DTensor of zeros; but for SparseAdam, which takes no dense gradient.
+    """
+    gradient = table.parameter.grad
+    if gradient is not None and isinstance(table.optimizer, SparseAdam) and not local_tensor(gradient).any():
+        table.make_state()
+        table.parameter.grad = None
 
 
 def _take_dense(entry: DenseTable) -> Tensor | None:

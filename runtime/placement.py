@@ -131,8 +131,7 @@ def _materialise_whole(
 ) -> None:
     for parameter in own.values():
         new = nn.Parameter(torch.empty_like(parameter, device=torch.get_default_device()), parameter.requires_grad)
-        set_parameter(model, parameter, new)
-        replace_parameter(optimizers, parameter, new)
+        _replace_meta(model, optimizers, parameter, new)
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.device.type == "meta":
             module._buffers[key] = torch.empty_like(buffer, device=torch.get_default_device())
@@ -150,7 +149,7 @@ def _materialise_shard(
     local = torch.empty((rows, last - first), dtype=whole.dtype, device=torch.get_default_device())
     padding = getattr(module, "padding_idx", None)
     if padding is not None:
-        module.padding_idx = None  # of the table, not of a block of it  # type: ignore[assignment]
+        module.padding_idx = None  # type: ignore[assignment]  # of the table, not of a block of it
     for start, stop in _row_blocks(rows, columns):
         block = nn.Parameter(torch.empty((stop - start, columns), dtype=whole.dtype, device=local.device))
         module._parameters[key] = block
@@ -161,8 +160,33 @@ def _materialise_shard(
         local[padding] = 0
     module._parameters[key] = whole
     new = nn.Parameter(as_shard(local, whole.shape, mesh), requires_grad=whole.requires_grad)
-    set_parameter(model, whole, new)
-    replace_parameter(optimizers, whole, new)
+    _replace_meta(model, optimizers, whole, new)
+
+
+def _replace_meta(
+    model: nn.Module, optimizers: Sequence[Optimizer], parameter: nn.Parameter, new: nn.Parameter
+) -> None:
+    """Puts a parameter with values in a meta one's place, and values into the optimizer's state of it.
+
+    Raises:
+        ValueError: an optimizer other than Adagrad has made state before its first step.
+    """
+    set_parameter(model, parameter, new)
+    replace_parameter(optimizers, parameter, new)
+    for optimizer in optimizers:
+        state = optimizer.state.get(new, {})
+        for key in [k for k, value in state.items() if isinstance(value, Tensor) and value.device.type == "meta"]:
+            if "initial_accumulator_value" not in optimizer.defaults:
+                raise ValueError(
+                    "expected an optimizer without state over a model on the meta device, in compile(), found "
+                    f"{key!r} in the state of {type(optimizer).__name__}. Make the optimizer anew, and load its state after "
+                    "the first call."
+                )
+            if state[key].shape == new.shape:
+                fill = optimizer.defaults["initial_accumulator_value"]
+                state[key] = torch.full_like(new, fill, requires_grad=False)
+            else:
+                state[key] = torch.zeros(state[key].shape)  # its number of steps
 
 
 def _row_blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:

@@ -76,6 +76,11 @@ class ModelState:
                 "clip_grad_norm_(), and let GradScaler.step() do the unscaling."
             )
 
+    def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:
+        """A gradient plus what backwards under `no_sync` left of it in `.grad`."""
+        left = self.parameter(name).grad if name in self.unreduced else None
+        return gradient if left is None else gradient + left
+
     def parameter_reader(self, name: str) -> Callable[[], Tensor]:
         owner, key = self._parameters[name]
         return lambda: owner[key]
@@ -163,8 +168,10 @@ class Program:
             if str(node.target) != "embrace.all_gather_ids.default":
                 return None
 
-            def all_gather_ids(*args: Any) -> Any:
-                return communicator.all_gather_ids(*args, tables=node.meta["tables"])
+            names: tuple[str, ...] = node.meta["tables"]
+
+            def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Any:
+                return communicator.all_gather_ids(unique, num_rows, group, group_size, names)
 
             return all_gather_ids
 
@@ -204,7 +211,7 @@ class Program:
         if train and self._backward is not None:
             inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
             anchor = torch.empty((), requires_grad=True)
-            tensors: tuple[Tensor, ...] = _Run.apply(step, anchor, *inputs)
+            tensors: tuple[Tensor, ...] = _Run.apply(step, anchor, *inputs)  # type: ignore[no-untyped-call]
             return tensors
         with torch.no_grad():
             return tuple(step.forward())
@@ -219,13 +226,13 @@ class Step:
         self._values: Values | None = None
         self._results: list[Any] = []  # tensors, and sizes the model returns
 
-    def forward(self) -> list[Tensor]:
+    def forward(self) -> list[Any]:
         program = self.program
         program._communicator.failure = program._check(self._leaves)
         if not program._announces:
             program._communicator.announce(())
         values: Values = {}
-        results: list[Tensor] = []
+        results: list[Any] = []
         for phase in (program._ids, program._forward):
             if phase is program._forward:
                 program._before_forward()
@@ -331,8 +338,7 @@ class _Packer:
 
     def __call__(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
         parts = [
-            gradient + self._state.parameter(name).grad if name in self._state.unreduced else gradient
-            for name, gradient in zip(self._names, gradients, strict=True)
+            self._state.with_unreduced(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)
         ]
         flat = torch.cat([part.reshape(-1) for part in parts])
         return flat.mul_(scale) if scale != 1.0 else flat

@@ -157,6 +157,10 @@ class RowTable:
             "Do not remove or replace parameters of an optimizer after compile."
         )
 
+    def make_state(self) -> None:
+        """Makes the optimizer's state of the table ahead of its first update, for a checkpoint to be loaded into."""
+        self._state(self._group())
+
     def _state(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of the optimizer's state of the table, made at its first update."""
         state = self.optimizer.state[self.parameter]

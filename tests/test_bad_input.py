@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -86,8 +87,12 @@ class Fault:
 
 
 FAULTS = (
-    Fault("id too large", ("PeerFailure", "rank 1", "ids from 0 to 19", "table.weight", "found 20", "look at the batch")),
-    Fault("negative id", ("PeerFailure", "rank 1", "ids from 0 to 19", "table.weight", "found -1", "look at the batch")),
+    Fault(
+        "id too large", ("PeerFailure", "rank 1", "ids from 0 to 19", "table.weight", "found 20", "look at the batch")
+    ),
+    Fault(
+        "negative id", ("PeerFailure", "rank 1", "ids from 0 to 19", "table.weight", "found -1", "look at the batch")
+    ),
     Fault("nan loss", ("FloatingPointError", "in backward()", "rank(s) 1", "skip the batch")),
     Fault("cannot be captured", ("rank 1", "Words", "test_bad_input.py:", "in forward", "Rewrite that line")),
     Fault("evaluates", ("PeerFailure", "rank 0", "training", "rank 1", "evaluating")),
@@ -217,8 +222,10 @@ def test_a_rank_with_another_model_optimizer_or_option(other: str, parts: tuple[
 
 @pytest.mark.parametrize("option", ["strategy", "schedule", "row_updates", "backend", "dynamic"])
 def test_an_unknown_option_value(option: str) -> None:
+    options: dict[str, Any] = {option: "sloppy"}
+
     with pytest.raises(ValueError, match="in compile") as caught:
-        embrace_fx.compile(_model(), **{option: "sloppy"})
+        embrace_fx.compile(_model(), **options)
 
     assert_grammar(str(caught.value), f"expected {option}", "'sloppy'")
 
@@ -290,7 +297,11 @@ UNKNOWN_OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-def _closure(optimizer: Optimizer, losses: Callable[[], Sequence[Tensor]]) -> Callable[[], Tensor]:
+def _losses(model: nn.Module, batches: Sequence[Batch]) -> list[Tensor]:
+    return [model(*batch) for batch in batches]
+
+
+def _closure(optimizer: Optimizer, losses: Callable[[], Sequence[Tensor]]) -> Callable[[], Any]:
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = torch.stack([*losses()]).mean()
@@ -305,7 +316,8 @@ def _train_with_unknown(rank: int, world_size: int, name: str) -> tuple[str, str
     optimizer = UNKNOWN_OPTIMIZERS[name](plain)
     model = embrace_fx.compile(plain, optimizer=optimizer)
     for step in range(3):
-        optimizer.step(_closure(optimizer, lambda step=step: [model(*_batch(step, rank))]))
+        batch = _batch(step, rank)
+        optimizer.step(_closure(optimizer, partial(_losses, model, [batch])))
     decision = model.plan["table.weight"]
     return decision.strategy, decision.reason, {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -315,7 +327,8 @@ def test_the_tables_of_an_unknown_optimizer_stay_data_parallel(name: str) -> Non
     model = _model()
     optimizer = UNKNOWN_OPTIMIZERS[name](model)
     for step in range(3):
-        optimizer.step(_closure(optimizer, lambda step=step: [model(*_batch(step, rank)) for rank in range(2)]))
+        batches = [_batch(step, rank) for rank in range(2)]
+        optimizer.step(_closure(optimizer, partial(_losses, model, batches)))
     expected = {name: p.detach() for name, p in model.named_parameters()}
 
     for strategy, reason, parameters in run_ranks(2, _train_with_unknown, name):

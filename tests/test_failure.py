@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -20,13 +21,17 @@ WORLD_SIZE = 3
 SECONDS = 12.0
 """Within which the living must have raised: well below the group's timeout."""
 
-_armed = False
+
+class Trigger:
+    """Of this process."""
+
+    armed = False
 
 
 @torch.library.custom_op("embrace_fx_tests::may_exit", mutates_args=())
 def may_exit(x: Tensor) -> Tensor:
     """A copy; in a rank that is armed, the end of the process."""
-    if _armed:
+    if Trigger.armed:
         os._exit(3)
     return x.clone()
 
@@ -44,12 +49,12 @@ class Model(nn.Module):
         self.table = nn.Embedding(30, 6)
 
     def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
-        return (self.table(ids).sum(0) * may_exit(scale)).sum()
+        total: Tensor = (self.table(ids).sum(0) * may_exit(scale)).sum()
+        return total
 
 
 def _exit_in_forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    global _armed
-    _armed = True
+    Trigger.armed = True
     model(*batch)
 
 
@@ -57,6 +62,10 @@ def _killed_in_backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     loss = model(*batch)
     loss.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
     loss.backward()
+
+
+def _store(port: int, *, host: bool) -> Any:
+    return dist.TCPStore("127.0.0.1", port, is_master=host, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def _train_until_death(
@@ -67,11 +76,10 @@ def _train_until_death(
     port: int | None,
 ) -> None:
     hosts = port is None and rank == 0
-    store = dist.TCPStore("127.0.0.1", port or 0, is_master=hosts, wait_for_workers=False) if port or hosts else None
-    ports = [store.port if store is not None else None]
+    store = _store(port or 0, host=hosts) if port is not None or hosts else None
+    ports = [store.port if store is not None else 0]
     dist.broadcast_object_list(ports)
-    if store is None:
-        store = dist.TCPStore("127.0.0.1", ports[0], wait_for_workers=False)
+    store = store or _store(ports[0], host=False)
     dist.destroy_process_group()
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -92,16 +100,16 @@ def _train_until_death(
     ("victim", "die", "store_host"),
     [
         (1, _exit_in_forward, "rank 0"),
-        (0, _killed_in_backward, "rank 0"),
-        (2, _killed_in_backward, "launcher"),
-        (0, _exit_in_forward, "launcher"),
+        (0, _killed_in_backward, "launcher"),
+        pytest.param(0, _killed_in_backward, "rank 0", marks=pytest.mark.long),
+        pytest.param(2, _exit_in_forward, "launcher", marks=pytest.mark.long),
     ],
 )
 def test_the_living_name_the_dead(
     victim: int, die: Callable[[nn.Module, tuple[Tensor, Tensor]], None], store_host: str
 ) -> None:
     # As torchrun does it, or as `init_process_group` without a launcher does.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if store_host == "launcher" else None
+    store = _store(0, host=True) if store_host == "launcher" else None
 
     outcomes = fresh_ranks(WORLD_SIZE, _train_until_death, victim, die, store.port if store is not None else None)
 

@@ -14,10 +14,11 @@ from typing import get_args
 import pytest
 import torch
 
+from embrace_fx.exactness import RowUpdates
 from tests.models import MODELS, Workload
 from tests.ranks import reset_torch_state, run_ranks
 from tests.reference import assert_same
-from tests.training import MOVING, OPTIMIZERS, RowUpdates, Trained, expected_parameters, train_compiled
+from tests.training import MOVING, OPTIMIZERS, Trained, expected_parameters, train_compiled
 
 WORKLOADS = dict(MODELS)
 CASES: tuple[tuple[str, RowUpdates], ...] = tuple(product(OPTIMIZERS, get_args(RowUpdates)))

@@ -9,20 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from embrace_fx.passes.planner import Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 import embrace_fx
+from embrace_fx.exactness import RowUpdates
+from embrace_fx.passes.planner import Strategy
 from embrace_fx.plan import Decision
 from tests.models import Workload
 from tests.reference import train_reference
-
-RowUpdates = Literal["exact", "lazy"]
 
 STEPS = 20
 SEED = 0

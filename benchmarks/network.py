@@ -1,0 +1,348 @@
+"""A cluster's network on one machine: every rank a host of its own, on links of limited bandwidth.
+
+    with network(Links(ranks=4, rate_mbit=200)) as hosts:
+        before = hosts.sent_bytes()
+        outputs = hosts.run([sys.executable, "train.py"], timeout_s=300)
+        sent = [now - then for now, then in zip(hosts.sent_bytes(), before, strict=True)]
+    results["network"] = asdict(hosts.reached)
+
+Each rank has a network namespace with one interface, a virtual cable to a bridge in a namespace of its own, and a token
+bucket (`tc ... tbf`) at either end of the cable, so that what a rank sends and what it receives are limited alike. The
+machine's own interfaces, addresses and routes are not touched.
+
+A namespace here has no name. It belongs to a thread of this process, and to the rank's command that the thread starts
+and that dies with it: the kernel removes namespaces, cables and ranks when this process ends, however it ends.
+
+Needs Linux, root, and `ip` and `tc` of iproute2. Where these are missing the ranks run on the loopback interface,
+without a limit, and `Reached` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_RANKS = 64
+BURST_MS = 1.0
+MIN_BURST_BYTES = 16 * 1024
+"""A bucket holds what passes in 1 ms: whatever is shorter is not delayed, and is small against a step's messages. At
+low rates it holds a few packets, for the kernel hands them on in batches."""
+QUEUE_MS = 50.0
+"""How long a packet may wait for the bucket before it is dropped, the depth of a switch's buffer."""
+WARM_UP_S = 0.1
+MEASURED_S = 0.25
+MOST_OF_RATE = 1.02
+"""A bare transfer that is faster than this share of its limit is not limited; the bucket's burst is some 0.4 %."""
+
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
+_START = (
+    "import ctypes, os, sys; "
+    "ctypes.CDLL(None).prctl(1, 9); "  # PR_SET_PDEATHSIG, SIGKILL: linux/prctl.h
+    "os.getppid() == int(sys.argv[1]) or sys.exit('the process that started this rank is gone'); "
+    "os.execvp(sys.argv[2], sys.argv[2:])"
+)
+"""Runs a command that the kernel kills when the thread that started it ends. `preexec_fn` could do it without a second
+program, but is not safe in a process with threads."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """What is asked for.
+
+    Attributes:
+        ranks: number of hosts.
+        rate_mbit: what each host can send, and what it can receive, in megabits (1e6) per second, headers included.
+    """
+
+    ranks: int
+    rate_mbit: float
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.ranks <= MAX_RANKS:
+            raise ValueError(f"expected 2 to {MAX_RANKS} ranks, in Links, found {self.ranks}.")
+        if not self.rate_mbit > 0:
+            raise ValueError(f"expected a positive rate_mbit, in Links, found {self.rate_mbit}.")
+
+    @property
+    def burst_bytes(self) -> int:
+        return max(MIN_BURST_BYTES, round(self.rate_mbit * 1e6 / 8 * BURST_MS / 1e3))
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What the network turned out to be: goes into the results of whatever ran on it.
+
+    Attributes:
+        links: what was asked for.
+        shaped: whether the ranks have hosts and limits of their own.
+        reason: why not, empty where they have.
+        transfer_mbit: payload rate of a bare TCP transfer from each rank to the next, one at a time. TCP, IP and
+            Ethernet headers take 4.6 % of a link's rate.
+    """
+
+    links: Links
+    shaped: bool
+    reason: str
+    transfer_mbit: tuple[float, ...]
+
+
+class RankFailed(RuntimeError):
+    """A rank's command did not end with exit status 0."""
+
+
+@contextlib.contextmanager
+def network(links: Links) -> Iterator[Network]:
+    """Hosts for `links.ranks` ranks; at the end every command still running is killed and every host removed.
+
+    Raises:
+        RuntimeError: the limits were set but a transfer passes them.
+    """
+    with ExitStack() as stack:
+        try:
+            hosts, reason = _cabled_hosts(links, stack), ""
+        except _Obstacle as obstacle:
+            hosts, reason = [stack.enter_context(_Host("lo", "127.0.0.1")) for _ in range(links.ranks)], str(obstacle)
+        rates = tuple(_transfer_mbit(host, hosts[(r + 1) % links.ranks]) for r, host in enumerate(hosts))
+        reached = Reached(links, not reason, reason, rates)
+        if reached.shaped and max(rates) > MOST_OF_RATE * links.rate_mbit:
+            raise RuntimeError(
+                f"expected at most {links.rate_mbit} Mb/s from each rank to the next, in network(), "
+                f"found {', '.join(f'{rate:.0f}' for rate in rates)}: the kernel does not keep the limit of `tc ... tbf`."
+            )
+        yield Network(reached, tuple(hosts))
+
+
+@dataclass(frozen=True)
+class Network:
+    """Running hosts.
+
+    Attributes:
+        reached: what they are.
+    """
+
+    reached: Reached
+    _hosts: tuple[_Host, ...]
+    _port: int = field(default_factory=lambda: _free_port())
+
+    def start(
+        self, rank: int, command: Sequence[str], *, environment: Mapping[str, str] | None = None, log: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Starts a rank's command on its host; it is killed when the network ends, or this process.
+
+        Its environment has what `torch.distributed.init_process_group("gloo")` reads (RANK, WORLD_SIZE, MASTER_ADDR,
+        MASTER_PORT, GLOO_SOCKET_IFNAME), each rank the only one of its host.
+
+        Args:
+            environment: further variables.
+            log: a file for its standard output and error; None: this process's.
+        """
+        host = self._hosts[rank]
+        variables = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(self._hosts)),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self._hosts[0].address,
+            "MASTER_PORT": str(self._port),
+            "GLOO_SOCKET_IFNAME": host.interface,
+            **(environment or {}),
+        }
+        return host.start(command, variables, log)
+
+    def run(
+        self, command: Sequence[str], *, timeout_s: float, environment: Mapping[str, str] | None = None
+    ) -> tuple[str, ...]:
+        """Runs one command on every rank and returns what each has printed.
+
+        Raises:
+            RankFailed: a rank fails, or is not done after `timeout_s`; the others are killed.
+        """
+        with tempfile.TemporaryDirectory(prefix="network-") as name:
+            logs = [Path(name) / str(rank) for rank in range(len(self._hosts))]
+            processes = [
+                self.start(rank, command, environment=environment, log=log) for rank, log in enumerate(logs)
+            ]
+            try:
+                _await_all(processes, logs, timeout_s)
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+            return tuple(log.read_text() for log in logs)
+
+    def sent_bytes(self) -> tuple[int, ...]:
+        """Bytes that each interface has sent so far, read from its counter: one per rank, or the loopback's alone.
+
+        Headers are counted once per packet the kernel handed to the interface, up to 64 KiB, so that the counter is
+        1 % above the payload where frames of a real wire would be 5 % above. The loopback counts all ranks together,
+        and other programs.
+        """
+        counted = self._hosts if self.reached.shaped else self._hosts[:1]
+        return tuple(host.call(_interface_sent_bytes, host.interface) for host in counted)
+
+
+def obstacle() -> str:
+    """Why ranks cannot have hosts of their own here, as far as is known before trying; empty where nothing is."""
+    missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    if missing:
+        return f"expected the programs ip and tc, found no {' and no '.join(missing)}: install iproute2"
+    if os.geteuid() != 0:
+        return f"expected to run as root, found user {os.geteuid()}: only root may make network namespaces"
+    return ""
+
+
+class _Obstacle(Exception):
+    """Hosts of their own cannot be had; the message says why."""
+
+
+class _Host:
+    """A thread that starts the commands of a host. It may be moved to a network namespace of its own."""
+
+    def __init__(self, interface: str, address: str) -> None:
+        self.interface, self.address = interface, address
+        self._thread = ThreadPoolExecutor(1)
+        self._started: list[subprocess.Popen[bytes]] = []
+        self.thread_id = self.call(threading.get_native_id)
+
+    def __enter__(self) -> _Host:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait()
+        self._thread.shutdown()
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Calls a function on the host: what it opens and starts belongs to the host's namespace."""
+        return self._thread.submit(function, *args, **kwargs).result()
+
+    def start(self, command: Sequence[str], variables: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
+        whole = [sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *command]
+        with log.open("wb") if log else contextlib.nullcontext() as output:
+            process = self.call(subprocess.Popen, whole, env=variables, stdout=output, stderr=output)
+        self._started.append(process)
+        return process
+
+    def configure(self, *lines: str) -> None:
+        """Runs `ip` and `tc` commands on the host.
+
+        Raises:
+            _Obstacle: one of them fails.
+        """
+        for line in lines:
+            done = self.call(subprocess.run, line.split(), capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise _Obstacle(f"expected `{line}` to work, found: {done.stderr.strip()}")
+
+
+def _cabled_hosts(links: Links, stack: ExitStack) -> list[_Host]:
+    """A bridge and, on a cable each, the hosts of all ranks; leaving `stack` removes them."""
+    if reason := obstacle():
+        raise _Obstacle(reason)
+    shape = f"root tbf rate {round(links.rate_mbit * 1e6)}bit burst {links.burst_bytes} latency {QUEUE_MS}ms"
+    bridge = stack.enter_context(_Host("bridge", ""))
+    bridge.call(_enter_new_namespace)
+    bridge.configure("ip link add bridge type bridge", "ip link set bridge up")
+    hosts = []
+    for rank in range(links.ranks):
+        host = stack.enter_context(_Host("eth0", f"10.0.0.{rank + 1}"))
+        host.call(_enter_new_namespace)
+        host.configure(
+            "ip link set lo up",
+            f"ip link add eth0 type veth peer name port{rank} netns {bridge.thread_id}",
+            f"ip address add {host.address}/24 dev eth0",
+            f"tc qdisc add dev eth0 {shape}",
+            "ip link set eth0 up",
+        )
+        bridge.configure(f"tc qdisc add dev port{rank} {shape}", f"ip link set port{rank} master bridge up")
+        hosts.append(host)
+    return hosts
+
+
+def _enter_new_namespace() -> None:
+    """Moves the calling thread to a new network namespace. `os.unshare` is Python 3.12's."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET) != 0:
+        raise _Obstacle(f"expected to make a network namespace, found: {os.strerror(ctypes.get_errno())}")
+
+
+def _interface_sent_bytes(interface: str) -> int:
+    # Not /sys/class/net, which shows the interfaces of the namespace it was mounted in.
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, values = line.partition(":")
+        if name.strip() == interface:
+            return int(values.split()[8])  # eight columns for receiving come first
+    raise KeyError(f"expected an interface {interface} in /proc/thread-self/net/dev, found none")
+
+
+def _transfer_mbit(sender: _Host, receiver: _Host) -> float:
+    """Payload rate of a bare TCP transfer, after a warm-up that empties the buckets and fills the window."""
+    # A socket stays in the namespace that it was made in, so that any thread may use it.
+    with receiver.call(socket.create_server, (receiver.address, 0)) as server:
+        source = sender.call(socket.create_connection, server.getsockname(), 5.0)
+        sink, _ = server.accept()
+    pump = threading.Thread(target=_send_until_closed, args=(source,))
+    pump.start()
+    with sink:
+        _receive_bytes(sink, WARM_UP_S)
+        started = time.perf_counter()
+        received = _receive_bytes(sink, MEASURED_S)
+        elapsed_s = time.perf_counter() - started
+    pump.join()
+    return received * 8 / 1e6 / elapsed_s
+
+
+def _send_until_closed(source: socket.socket) -> None:
+    chunk = bytes(64 * 1024)
+    with source, contextlib.suppress(ConnectionError):
+        while True:
+            source.sendall(chunk)
+
+
+def _receive_bytes(sink: socket.socket, duration_s: float) -> int:
+    buffer, received, end = bytearray(256 * 1024), 0, time.perf_counter() + duration_s
+    while time.perf_counter() < end:
+        received += sink.recv_into(buffer)
+    return received
+
+
+def _await_all(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(process.poll() is None for process in processes):
+        if any(process.returncode for process in processes):
+            break  # its peers may wait for it for ever
+        if time.monotonic() > deadline:
+            late = [rank for rank, process in enumerate(processes) if process.returncode is None]
+            raise RankFailed(f"expected every rank to end within {timeout_s:g} s, in run(), found rank(s) {late} busy.")
+        time.sleep(0.02)
+    for rank, process in enumerate(processes):
+        if process.returncode:
+            raise RankFailed(
+                f"expected exit status 0 of every rank, in run(), found {process.returncode} of rank {rank}, "
+                f"which printed:\n{logs[rank].read_text()}"
+            )
+
+
+def _free_port() -> int:
+    """A port for the ranks to meet at. Free on this machine's loopback, and in a new namespace every port is."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
