@@ -142,7 +142,13 @@ class Network:
     _port: int = field(default_factory=lambda: _free_port())
 
     def start(
-        self, rank: int, command: Sequence[str], *, environment: Mapping[str, str] | None = None, log: Path | None = None
+        self,
+        rank: int,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        output: Path | None = None,
+        errors: Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """Starts a rank's command on its host; it is killed when the network ends, or this process.
 
@@ -151,7 +157,7 @@ class Network:
 
         Args:
             environment: further variables.
-            log: a file for its standard output and error; None: this process's.
+            output, errors: files for its standard output and error; None: this process's own.
         """
         host = self._hosts[rank]
         variables = {
@@ -165,7 +171,7 @@ class Network:
             "GLOO_SOCKET_IFNAME": host.interface,
             **(environment or {}),
         }
-        return host.start(command, variables, log)
+        return host.start(command, variables, output, errors)
 
     def run(
         self, command: Sequence[str], *, timeout_s: float, environment: Mapping[str, str] | None = None
@@ -176,17 +182,16 @@ class Network:
             RankFailed: a rank fails, or is not done after `timeout_s`; the others are killed.
         """
         with tempfile.TemporaryDirectory(prefix="network-") as name:
-            logs = [Path(name) / str(rank) for rank in range(len(self._hosts))]
-            processes = [
-                self.start(rank, command, environment=environment, log=log) for rank, log in enumerate(logs)
-            ]
+            outputs = [Path(name) / f"output-{rank}" for rank in range(len(self._hosts))]
+            errors = [Path(name) / f"errors-{rank}" for rank in range(len(self._hosts))]
+            processes = []
             try:
-                _await_all(processes, logs, timeout_s)
+                for rank, (output, error) in enumerate(zip(outputs, errors, strict=True)):
+                    processes.append(self.start(rank, command, environment=environment, output=output, errors=error))
+                _await_all(processes, errors, timeout_s)
             finally:
-                for process in processes:
-                    process.kill()
-                    process.wait()
-            return tuple(log.read_text() for log in logs)
+                _kill(processes)
+            return tuple(output.read_text() for output in outputs)
 
     def sent_bytes(self) -> tuple[int, ...]:
         """Bytes that each interface has sent so far, read from its counter: one per rank, or the loopback's alone.
@@ -196,7 +201,7 @@ class Network:
         and other programs.
         """
         counted = self._hosts if self.reached.shaped else self._hosts[:1]
-        return tuple(host.call(_interface_sent_bytes, host.interface) for host in counted)
+        return tuple(host.call(interface_sent_bytes, host.interface) for host in counted)
 
 
 def obstacle() -> str:
@@ -226,19 +231,20 @@ class _Host:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._started:
-            process.kill()
-            process.wait()
+        _kill(self._started)
         self._thread.shutdown()
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a function on the host: what it opens and starts belongs to the host's namespace."""
         return self._thread.submit(function, *args, **kwargs).result()
 
-    def start(self, command: Sequence[str], variables: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
+    def start(
+        self, command: Sequence[str], variables: Mapping[str, str], output: Path | None, errors: Path | None
+    ) -> subprocess.Popen[bytes]:
         whole = [sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *command]
-        with log.open("wb") if log else contextlib.nullcontext() as output:
-            process = self.call(subprocess.Popen, whole, env=variables, stdout=output, stderr=output)
+        with ExitStack() as files:
+            stdout, stderr = (files.enter_context(path.open("wb")) if path else None for path in (output, errors))
+            process = self.call(subprocess.Popen, whole, env=variables, stdout=stdout, stderr=stderr)
         self._started.append(process)
         return process
 
@@ -284,7 +290,8 @@ def _enter_new_namespace() -> None:
         raise _Obstacle(f"expected to make a network namespace, found: {os.strerror(ctypes.get_errno())}")
 
 
-def _interface_sent_bytes(interface: str) -> int:
+def interface_sent_bytes(interface: str) -> int:
+    """What an interface of the calling thread's namespace has sent so far; see `Network.sent_bytes`."""
     # Not /sys/class/net, which shows the interfaces of the namespace it was mounted in.
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, values = line.partition(":")
@@ -324,7 +331,14 @@ def _receive_bytes(sink: socket.socket, duration_s: float) -> int:
     return received
 
 
-def _await_all(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], timeout_s: float) -> None:
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+
+
+def _await_all(processes: Sequence[subprocess.Popen[bytes]], errors: Sequence[Path], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while any(process.poll() is None for process in processes):
         if any(process.returncode for process in processes):
@@ -337,7 +351,7 @@ def _await_all(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path
         if process.returncode:
             raise RankFailed(
                 f"expected exit status 0 of every rank, in run(), found {process.returncode} of rank {rank}, "
-                f"which printed:\n{logs[rank].read_text()}"
+                f"which printed:\n{errors[rank].read_text()}"
             )
 
 

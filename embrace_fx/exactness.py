@@ -68,8 +68,7 @@ KNOWN_OPTIONS: Mapping[type[Optimizer], frozenset[str]] = MappingProxyType(
         ),
         Adam: _ADAM,
         AdamW: _ADAM,
-        # Its constructor has no "differentiable": torch adds it, as False, to what loads a state dict.
-        SparseAdam: frozenset({"lr", "betas", "eps", "maximize", "differentiable"}),
+        SparseAdam: frozenset({"lr", "betas", "eps", "maximize"}),
     }
 )
 """The optimizers whose update is known by rows, and every option of theirs that the row update accounts for."""
@@ -100,7 +99,8 @@ def row_update_blocker(
     kind = kind or type(optimizer)
     if kind not in KNOWN_OPTIONS:
         return f"{kind.__name__} is not known to update rows"
-    if unknown := sorted(optimizer.defaults.keys() - KNOWN_OPTIONS[kind]):
+    # Torch adds `differentiable` to the defaults of any optimizer that loads a state dict.
+    if unknown := sorted(optimizer.defaults.keys() - KNOWN_OPTIONS[kind] - {"differentiable"}):
         return f"{kind.__name__} has options that are not known to update rows: {', '.join(unknown)}"
     return (
         _unsupported_option(group, kind)

@@ -324,9 +324,11 @@ class Session:
         run = self._state.reader(extract_ids(graph, tables))
         with torch.random.fork_rng(), torch.no_grad():  # a model that draws ids must draw the same ones afterwards
             ids = iter(run(leaves))
-        return {
-            t.parameter: unique_ids([next(ids) for _ in t.uses], t.num_rows, _padding_of(t))[0].numel() for t in tables
-        }
+        rows = {}
+        for table in tables:
+            padding_idx = table.uses[0].padding_idx  # its row travels whether or not the batch holds it
+            rows[table.parameter] = unique_ids([next(ids) for _ in table.uses], table.num_rows, padding_idx)[0].numel()
+        return rows
 
     # -- placing parameters --------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from embrace_fx.ops import own_columns
 from embrace_fx.runtime.optimizers import replace_parameter
 from embrace_fx.runtime.tables import as_shard, scatter_columns, shard_state
 
-_BLOCK_ELEMENTS = 1 << 22
+_BLOCK_ELEMENTS = 1 << 20
 """Elements of a table initialised in one piece: a rank never holds more than about these at full width."""
 
 
@@ -150,11 +150,13 @@ def _materialise_shard(
     padding = getattr(module, "padding_idx", None)
     if padding is not None:
         module.padding_idx = None  # type: ignore[assignment]  # of the table, not of a block of it
-    for start, stop in _row_blocks(rows, columns):
-        block = nn.Parameter(torch.empty((stop - start, columns), dtype=whole.dtype, device=local.device))
-        module._parameters[key] = block
+    blocks = _row_blocks(rows, columns)
+    buffer = torch.empty((max(b - a for a, b in blocks), columns), dtype=whole.dtype, device=local.device)
+    for start, stop in blocks:
+        block = buffer[: stop - start]
+        module._parameters[key] = nn.Parameter(block)
         module.reset_parameters()  # type: ignore[operator]
-        local[start:stop] = block.detach()[:, first:last]
+        local[start:stop] = block[:, first:last]
     if padding is not None:
         module.padding_idx = padding
         local[padding] = 0
@@ -189,14 +191,14 @@ def _replace_meta(
                 state[key] = torch.zeros(state[key].shape)  # its number of steps
 
 
-def _row_blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:
     """Cuts a table into blocks of rows whose random numbers, drawn one after the other, are those of the whole.
 
     Torch's CPU generators draw 16 numbers at a time: each block is a multiple of that, and the last one no shorter.
     """
     size = max(16, _BLOCK_ELEMENTS // max(columns, 1) // 16 * 16)
     starts = range(0, max(rows - 15, 1), size)
-    yield from zip(starts, (*starts[1:], rows), strict=True)
+    return list(zip(starts, (*starts[1:], rows), strict=True))
 
 
 def with_own_columns(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:

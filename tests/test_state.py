@@ -254,7 +254,7 @@ def test_an_optimizer_resumes_from_whole_state(when: str) -> None:
 def _initial_values(rank: int, world_size: int, columns: int) -> dict[str, Tensor]:
     torch.manual_seed(5 + rank)  # rank 0's seed is the one that counts
     with torch.device("meta"):
-        plain = nn.Sequential(nn.Embedding(45_000, columns, padding_idx=2), nn.Linear(columns, 3))
+        plain = nn.Sequential(nn.Embedding(12_000, columns, padding_idx=2), nn.Linear(columns, 3))
     optimizer = Adagrad(plain.parameters(), lr=0.1)
     model = _compiled(plain, optimizer)
     model(torch.arange(4)).sum().backward()
@@ -267,7 +267,7 @@ def _initial_values(rank: int, world_size: int, columns: int) -> dict[str, Tenso
 def test_a_meta_model_has_the_values_of_one_rank_on_any_number() -> None:
     columns = 100  # more than one block of rows
     torch.manual_seed(5)
-    plain = nn.Sequential(nn.Embedding(45_000, columns, padding_idx=2), nn.Linear(columns, 3))
+    plain = nn.Sequential(nn.Embedding(12_000, columns, padding_idx=2), nn.Linear(columns, 3))
 
     for world_size in (1, 3):
         for found in run_ranks(world_size, _initial_values, columns):
@@ -275,7 +275,7 @@ def test_a_meta_model_has_the_values_of_one_rank_on_any_number() -> None:
                 assert torch.equal(found[name], value), f"{name} on {world_size} ranks"
 
 
-TABLE_BYTES = 128 * 2**20
+TABLE_BYTES = 64 * 2**20
 
 
 def _peak_growth_bytes(rank: int, world_size: int) -> int:
@@ -299,7 +299,7 @@ def test_a_meta_model_never_holds_more_than_its_shards() -> None:
         assert outcome.exception is None, outcome
         assert outcome.result is not None
         # The shard, one block of rows at full width, and what a capture takes.
-        assert TABLE_BYTES // 4 <= outcome.result < TABLE_BYTES * 3 // 4
+        assert TABLE_BYTES // 4 <= outcome.result < TABLE_BYTES // 2
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
