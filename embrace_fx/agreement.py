@@ -31,7 +31,8 @@ def check_trainable(model: nn.Module) -> None:
     """Raises `ValueError` where a model has nothing to train."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            f"expected a model with at least one trainable parameter, in compile(), found none in {type(model).__name__}. "
+            "expected a model with at least one trainable parameter, in compile(), found none in "
+            f"{type(model).__name__}. "
             "There is nothing to train or to communicate; call the model itself."
         )
 
@@ -59,7 +60,8 @@ def check_agreement(reports: Sequence[dict[str, Any] | str]) -> None:
             expected, found = first.get(aspect, "nothing"), other.get(aspect, "nothing")
             if expected != found:
                 raise ValueError(
-                    f"expected the same model, optimizer and options on every rank, in compile(), found on rank {rank}: "
+                    "expected the same model, optimizer and options on every rank, in compile(), found on rank "
+                    f"{rank}: "
                     f"{aspect} is {found}, on rank 0: {expected}. Build all of them from the same code on every rank."
                 )
 
@@ -77,6 +79,12 @@ def refuse_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"expected parameters without gradient hooks, in compile(), found hooks on {name}: gradients are reduced and "
+                f"expected parameters without gradient hooks, in compile(), found hooks on {name}: gradients are "
+                "reduced and "
                 "delivered whole, and a hook would not run. Remove the hook, and change gradients after backward()."
             )
+
+
+def failure_text(failure: Exception) -> str:
+    """A failure as other ranks are to read it; the library's own errors need no type."""
+    return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"

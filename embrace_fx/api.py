@@ -7,15 +7,15 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from embrace_fx.exactness import RowUpdates
+from embrace_fx.options import Options
 from embrace_fx.passes.planner import Strategy
 from embrace_fx.plan import Plan
-from embrace_fx.session import Options, Session
+from embrace_fx.session import Session
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -102,6 +102,8 @@ class CompiledModel(nn.Module):
         """The model's forward on one batch, called exactly as the model would be.
 
         Collective: every rank calls it, in training and in evaluation alike.
+        Before the first training call there is no plan: an evaluation then runs the model as it is, with rank 0's
+        parameters.
 
         Raises:
             CaptureError: the forward cannot be captured.
@@ -119,7 +121,8 @@ class CompiledModel(nn.Module):
         active = self.__dict__["_lookahead"]()
         if active is not None and active.gi_frame is not None:
             raise RuntimeError(
-                "expected one lookahead at a time, in lookahead(), found an earlier one that is not exhausted; two would "
+                "expected one lookahead at a time, in lookahead(), found an earlier one that is not exhausted; two "
+                "would "
                 "disagree on which batch is next. Finish that loop, or `close()` its iterator, before starting another."
             )
         iterator = _one_ahead(loader)

@@ -215,7 +215,9 @@ class _KeepWhole(KeepRnnWhole):
         return super().__torch_function__(func, types, args, named)
 
 
-def _without_sparse(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _without_sparse(
+    args: tuple[Any, ...], kwargs: dict[str, Any], position: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if len(args) > position:
         args = (*args[:position], False, *args[position + 1 :])
     if "sparse" in kwargs:
@@ -311,7 +313,9 @@ def _finish(model: nn.Module, traced: _Traced, args: tuple[Any, ...], kwargs: di
     for node in list(module.graph.nodes):
         if node.op != "placeholder":
             continue
-        if isinstance(node.meta["desc"], aot.TangentAOTInput) and not isinstance(node.meta["desc"].output, aot.PlainAOTOutput):
+        if isinstance(node.meta["desc"], aot.TangentAOTInput) and not isinstance(
+            node.meta["desc"].output, aot.PlainAOTOutput
+        ):
             _drop_zero_tangent(module, node)
             continue
         role = _input_role(node.meta["desc"], traced.names, first_names)
@@ -331,7 +335,7 @@ def _finish(model: nn.Module, traced: _Traced, args: tuple[Any, ...], kwargs: di
 
 
 def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
-    """Removes the gradient of a mutated parameter's new value (`max_norm`): nothing differentiates it, so it is zero."""
+    """Removes the gradient of a mutated parameter's new value (`max_norm`): zero, as nothing differentiates it."""
     for user in list(tangent.users):
         if user.target is torch.ops.aten.add.Tensor and not user.kwargs:
             other = user.args[1] if user.args[0] is tangent else user.args[0]
@@ -340,7 +344,8 @@ def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
             module.graph.erase_node(user)
     if tangent.users:
         raise CaptureError(
-            f"expected a parameter mutated by the forward to take part in no other computation, found {tangent.name} read by "
+            f"expected a parameter mutated by the forward to take part in no other computation, found {tangent.name} "
+            "read by "
             f"{', '.join(u.name for u in tangent.users)}. Mutate parameters outside of the forward."
         )
     module.graph.erase_node(tangent)
@@ -389,7 +394,9 @@ def _input_role(desc: Any, names: Mapping[str, str], first_names: Mapping[str, s
     )
 
 
-def _set_output_roles(module: fx.GraphModule, names: Mapping[str, str], first_names: Mapping[str, str]) -> dict[int, Any]:
+def _set_output_roles(
+    module: fx.GraphModule, names: Mapping[str, str], first_names: Mapping[str, str]
+) -> dict[int, Any]:
     output = module.graph.output_node()
     values: list[fx.Node] = []
     roles: list[OutputRole] = []
@@ -481,7 +488,8 @@ def _explain(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> str
     where = next((line for _, e in failures if (line := _user_line(e))), f"{type(model).__name__}.forward")
     reasons = "\n".join(f"  {route}: {type(e).__name__}: {_first_lines(e)}" for route, e in failures)
     return (
-        f"expected a forward that can be captured as one graph, in {type(model).__name__}, at {where}.\nFound:\n{reasons}\n"
+        f"expected a forward that can be captured as one graph, in {type(model).__name__}, at "
+        f"{where}.\nFound:\n{reasons}\n"
         "Rewrite that line so that it does not depend on tensor values (no `.item()`, no `if tensor:`, no "
         "data-dependent shapes), or move it out of the model into the training loop."
     )

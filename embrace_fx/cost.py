@@ -60,9 +60,10 @@ def all_gather(own_bytes: int, world_size: int) -> Exchange:
 def gather_ids(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchange:
     """One table's share of the exchange of ids, two AllGathers at the head of the step.
 
-    The first announces each table's number of ids, an int64 (the 16 bytes of state before it are the step's own). The
-    second carries that number again and the ids, int32 where they fit, padded to the longest rank's: one length for
-    all tables together, so that of several tables whose longest ranks differ a little less travels.
+    The first announces each table's number of ids as an int64 (`Communicator.announce`; the state before it is the
+    step's own). The second carries that number again and the ids (`Communicator.all_gather_ids`), int32 where they fit,
+    padded to the longest rank's: one length for all tables together, so that of several tables whose longest ranks
+    differ a little less travels.
     """
     id_bytes = 4 if num_rows < 2**31 else 8
     return all_gather(8 + id_bytes * (1 + max(rows_by_rank)), len(rows_by_rank))

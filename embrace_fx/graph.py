@@ -2,7 +2,7 @@
 
 Contract
     A graph's placeholders and outputs carry a *role*: plain data that says what the value is to the user's model.
-    Passes read and write roles, never names. `TrainingGraph` is a value: a pass copies it (`edit`) and returns the copy.
+    Passes read and write roles, never names. `TrainingGraph` is a value: a pass copies it (`edit`), returns the copy.
 
 Where roles live: `node.meta["role"]` on each placeholder; `node.meta["roles"]`, one per value, on the output node.
 """

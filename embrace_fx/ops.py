@@ -107,7 +107,10 @@ def _(shard: Tensor, ids: Tensor) -> Tensor:
     return shard.new_empty((ids.shape[0], shard.shape[1]))
 
 
-define("embrace::all_to_all_rows", "(Tensor columns, Tensor counts, int embedding_dim, str group, int group_size) -> Tensor")
+define(
+    "embrace::all_to_all_rows",
+    "(Tensor columns, Tensor counts, int embedding_dim, str group, int group_size) -> Tensor",
+)
 
 
 @register_fake("embrace::all_to_all_rows")
@@ -144,12 +147,15 @@ def _(rows: Tensor, group_size: int) -> Tensor:
     return rows.new_empty((rows.shape[0] * rows.shape[1],))
 
 
-define("embrace::all_to_all_gradients", "(Tensor flat, Tensor counts, int embedding_dim, str group, int group_size) -> Tensor")
+define(
+    "embrace::all_to_all_gradients",
+    "(Tensor flat, Tensor counts, int embedding_dim, str group, int group_size) -> Tensor",
+)
 
 
 @register_fake("embrace::all_to_all_gradients")
 def _(flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int) -> Tensor:
-    """Launch: the mirror of `all_to_all_rows`: flat (U * D,) by destination -> own columns of everybody's rows, (R * d,) flat.
+    """Launch: the mirror of `all_to_all_rows`: flat (U * D,) by destination -> own columns of all rows, (R * d,).
 
     Reading it as (R, d) needs no copy: the blocks arrive in rank order, as `ids` of `unpack_ids` are ordered.
     """

@@ -65,7 +65,9 @@ class Plan:
         for decision in self.decisions:
             if decision.parameter == parameter:
                 return decision
-        raise KeyError(f"expected a parameter of the model, found {parameter!r}; it has {[d.parameter for d in self.decisions]}")
+        raise KeyError(
+            f"expected a parameter of the model, found {parameter!r}; it has {[d.parameter for d in self.decisions]}"
+        )
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
@@ -119,5 +121,3 @@ def readable_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
-
-

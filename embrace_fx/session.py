@@ -9,58 +9,35 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from embrace_fx.agreement import check_agreement, check_trainable, describe, refuse_hooks
+from embrace_fx.agreement import check_agreement, check_trainable, describe, failure_text, refuse_hooks
 from embrace_fx.capture import Captured, CaptureError, capture, log_graph, log_text
 from embrace_fx.compiler import Compiled, analyse, run_passes, training_passes
-from embrace_fx.exactness import RowUpdates, row_update_blocker
 from embrace_fx.graph import Gradient, Parameter, TrainingGraph
+from embrace_fx.options import Options
 from embrace_fx.passes.buffers import live_buffers, mutated_buffers
 from embrace_fx.passes.collectives import sequence_hash
-from embrace_fx.passes.planner import ParameterFacts, Strategy, decide
 from embrace_fx.passes.tables import draws_randomly, extract_ids
-from embrace_fx.plan import STRATEGIES, Plan
+from embrace_fx.plan import Plan
+from embrace_fx.planning import Setting, make_plan, place
 from embrace_fx.runtime.communicator import Communicator, bad_id_report, check_activities
 from embrace_fx.runtime.failure import PeerFailure
 from embrace_fx.runtime.gradients import clip_gradients
-from embrace_fx.runtime.kernels import unique_ids
-from embrace_fx.runtime.optimizers import DenseTable, Stepping, attach
-from embrace_fx.runtime.placement import broadcast_state, materialise, shard_parameter, whole_parameters, with_own_columns
+from embrace_fx.runtime.optimizers import Stepping, attach
+from embrace_fx.runtime.placement import (
+    broadcast_state,
+    whole_parameters,
+    with_own_columns,
+)
 from embrace_fx.runtime.program import ModelState, Program
-from embrace_fx.runtime.tables import RowTable
 
 MAX_CAPTURES = 32
 """Captures of one model before it is refused another: each costs seconds, and shapes that never repeat would cost
 them at every step. Torch's own limit of recompilations is of this order."""
 
 _TRAINING, _ACCUMULATING, _EVALUATING = range(3)
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of `compile`."""
-
-    strategy: Strategy
-    schedule: str
-    row_updates: RowUpdates
-    backend: str
-    dynamic: bool | None
-
-    def check(self) -> None:
-        """Raises `ValueError` where an option has a value that does not exist."""
-        allowed = {"schedule": ("none",), "row_updates": ("exact", "lazy"), "backend": ("eager",)}
-        for name, values in allowed.items():
-            found = getattr(self, name)
-            if found not in values:
-                raise ValueError(f"expected {name} to be one of {', '.join(map(repr, values))}, in compile(), found {found!r}.")
-        if self.dynamic not in (None, True, False):
-            raise ValueError(f"expected dynamic to be None, True or False, in compile(), found {self.dynamic!r}.")
-        if isinstance(self.strategy, str) and self.strategy not in (*STRATEGIES, "auto"):
-            raise ValueError(
-                f"expected strategy to be 'auto' or one of {', '.join(STRATEGIES)}, in compile(), found {self.strategy!r}."
-            )
 
 
 @dataclass
@@ -100,11 +77,12 @@ class Session:
         self._agree_on_set_up()
         self._state = ModelState(model)
         self._trainable = tuple(parameter.requires_grad for parameter in model.parameters())
-        self._stepping = {
+        stepping = {
             id(optimizer): Stepping(communicator=self._communicator, check=self._state.check_gradients)
             for optimizer in optimizers
         }
-        self._classes = {id(optimizer): attach(optimizer, self._stepping[id(optimizer)]) for optimizer in optimizers}
+        classes = {id(optimizer): attach(optimizer, stepping[id(optimizer)]) for optimizer in optimizers}
+        self._setting = Setting(model, optimizers, classes, stepping, self._state, self._communicator, options)
         self._plan: Plan | None = None
         self._sequence: str | None = None
         self._captures = 0
@@ -113,7 +91,7 @@ class Session:
         self._kinds: dict[Any, _Kind] = {}
 
     def _agree_on_set_up(self) -> None:
-        """Checks this rank's arguments together with all others': one that fails alone would leave the others waiting."""
+        """Checks the arguments of all ranks together: a rank that failed alone would leave the others waiting."""
         own: dict[str, Any] | str
         try:
             self.options.check()
@@ -128,7 +106,8 @@ class Session:
     def plan(self) -> Plan:
         if self._plan is None:
             raise RuntimeError(
-                "expected the model to have been called, before its plan, report or graphs are read, found that it has not "
+                "expected the model to have been called, before its plan, report or graphs are read, found that it has "
+                "not "
                 "been called for training: the graph is captured with the first batch. Call the model once, with "
                 "gradients enabled."
             )
@@ -165,8 +144,10 @@ class Session:
         self._agree_on_first_call(None)
         if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
             raise RuntimeError(
-                "expected a training call before the first evaluation, in forward(), found a model on the meta device, and "
-                "how its tables are sharded is decided with the first training batch. Call it once with gradients enabled."
+                "expected a training call before the first evaluation, in forward(), found a model on the meta device, "
+                "and "
+                "how its tables are sharded is decided with the first training batch. Call it once with gradients "
+                "enabled."
             )
         if not self._replicated and self._communicator.group is not None:
             broadcast_state(self.model, frozenset(), self._communicator.group)
@@ -180,7 +161,9 @@ class Session:
         )
         modes = tuple(module.training for module in self.model.modules())
         autocast = tuple(
-            (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+            (device, torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
         )
         return spec, signature, train, modes, autocast
 
@@ -199,7 +182,9 @@ class Session:
             self._give_up(failure)
         assert captured is not None
         if self._plan is None:
-            self._make_plan(analysed, leaves)
+            self._plan = make_plan(self._setting, analysed, leaves)
+            place(self._setting, analysed, self._plan)
+            log_text("plan", str(self._plan))
         variant = self._build(captured, analysed, train)
         kind.variants.append(variant)
         return variant
@@ -209,8 +194,10 @@ class Session:
     ) -> Captured:
         if self._captures >= MAX_CAPTURES:
             raise CaptureError(
-                "expected batches whose shapes repeat or vary in ways one graph can take, and whose numbers repeat, in forward(), "
-                f"found that {MAX_CAPTURES} captures do not suffice. Pad batches to a few lengths, pass dynamic=True, or pass "
+                "expected batches whose shapes repeat or vary in ways one graph can take, and whose numbers repeat, in "
+                "forward(), "
+                f"found that {MAX_CAPTURES} captures do not suffice. Pad batches to a few lengths, pass dynamic=True, "
+                "or pass "
                 "numbers that change as tensors."
             )
         self._captures += 1
@@ -235,7 +222,7 @@ class Session:
 
     def _agree_on_first_call(self, failure: Exception | None) -> None:
         """Before there is a plan, and with it announcements: all ranks do the same, and none has failed to capture."""
-        own = (self._communicator.activity, None if failure is None else _text(failure))
+        own = (self._communicator.activity, None if failure is None else failure_text(failure))
         everyone: list[tuple[int, str | None]] = self._communicator.gather_objects(own)
         check_activities([activity for activity, _ in everyone])
         for rank, (_, report) in enumerate(everyone):
@@ -252,111 +239,13 @@ class Session:
         """
         report = None
         try:
-            self._communicator.announce((), _text(failure))
+            self._communicator.announce((), failure_text(failure))
         except PeerFailure as raised:
             report = raised
         assert report is not None  # what is announced is raised, on every rank
         if isinstance(failure, CaptureError):
             raise failure
         raise report from failure
-
-    # -- planning ------------------------------------------------------------------------------------------------------
-
-    def _make_plan(self, graph: TrainingGraph, leaves: Sequence[Any]) -> None:
-        used = {r.of.name for _, r in graph.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
-        own: dict[str, Any] = {"used": used, "tables": [t.parameter for t in graph.tables]}
-        try:
-            own["rows"] = self._measure_rows(graph, leaves)
-        except Exception as error:  # the batch may be bad, on this rank alone
-            own["failure"] = _text(error)
-        everyone = self._communicator.gather_objects(own)
-        if failures := {rank: report["failure"] for rank, report in enumerate(everyone) if "failure" in report}:
-            raise PeerFailure(failures)
-        plan: Plan | str | None = None
-        if self._communicator.rank == 0:
-            try:
-                plan = self._decide(graph, everyone)
-            except ValueError as error:
-                plan = str(error)
-        plan = self._communicator.gather_objects(plan)[0]
-        if isinstance(plan, str):
-            raise ValueError(plan)
-        assert plan is not None
-        self._plan = plan
-        self._place(graph, plan)
-        log_text("plan", str(plan))
-
-    def _decide(self, graph: TrainingGraph, everyone: list[dict[str, Any]]) -> Plan:
-        used = set().union(*(report["used"] for report in everyone))
-        rows = {
-            name: tuple(report["rows"].get(name, 0) for report in everyone) for name in everyone[0]["tables"]
-        }
-        facts = tuple(
-            ParameterFacts(
-                name,
-                tuple(parameter.shape),
-                parameter.element_size(),
-                parameter.requires_grad,
-                name in used,
-                *self._row_updates(parameter),
-            )
-            for name, parameter in self.model.named_parameters()
-        )
-        return decide(graph, facts, rows, world_size=self._communicator.world_size, strategy=self.options.strategy)
-
-    def _row_updates(self, parameter: nn.Parameter) -> tuple[str | None, bool]:
-        """Why a table cannot be updated by rows, or None; whether it must be, whatever its size."""
-        if not self.optimizers:
-            return "no optimizer was given: whole gradients are left in .grad", False
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                if any(p is parameter for p in group["params"]):
-                    kind = self._classes[id(optimizer)]
-                    blocker = row_update_blocker(optimizer, group, self.options.row_updates, kind=kind)
-                    return blocker, kind is SparseAdam or (self.options.row_updates == "lazy" and blocker is None)
-        return "no optimizer given holds it", False
-
-    def _measure_rows(self, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, int]:
-        """Unique rows this rank's batch reads, by table: the extracted id function, run on the batch itself."""
-        tables = [t for t in graph.tables if all(use.ids_from_batch for use in t.uses)]
-        if not tables:
-            return {}
-        run = self._state.reader(extract_ids(graph, tables))
-        with torch.random.fork_rng(), torch.no_grad():  # a model that draws ids must draw the same ones afterwards
-            ids = iter(run(leaves))
-        rows = {}
-        for table in tables:
-            padding_idx = table.uses[0].padding_idx  # its row travels whether or not the batch holds it
-            rows[table.parameter] = unique_ids([next(ids) for _ in table.uses], table.num_rows, padding_idx)[0].numel()
-        return rows
-
-    # -- placing parameters --------------------------------------------------------------------------------------------
-
-    def _place(self, graph: TrainingGraph, plan: Plan) -> None:
-        """Shards the tables, makes the replicas equal, and hands the tables to their optimizers."""
-        group = self._communicator.group if self._communicator.world_size > 1 else None
-        materialise(self.model, plan.sharded, self.optimizers, group)
-        for name in plan.sharded:
-            parameter = shard_parameter(self.model, name, self.optimizers, group)
-            table = self._row_table(name, parameter)
-            self._state.tables[name] = table
-            self._stepping[id(table.optimizer)].sharded.append(table)
-        if group is not None:
-            broadcast_state(self.model, frozenset(plan.sharded), group)
-        for found in graph.tables:
-            parameter = self._state.parameter(found.parameter)
-            if found.parameter not in plan.sharded and self._row_updates(parameter)[1]:
-                table = self._row_table(found.parameter, parameter)
-                dense = DenseTable(table, all_rows=found.use != "sparse")
-                self._stepping[id(table.optimizer)].dense_tables.append(dense)
-        self._communicator.tables = len(plan.sharded) + len(plan.renormed)
-
-    def _row_table(self, name: str, parameter: nn.Parameter) -> RowTable:
-        for optimizer in self.optimizers:
-            if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
-                kind = self._classes[id(optimizer)]
-                return RowTable(name, parameter, optimizer, kind, self.options.row_updates)
-        raise AssertionError(f"{name} is updated by rows, but no optimizer holds it")
 
     # -- building programs ---------------------------------------------------------------------------------------------
 
@@ -439,7 +328,8 @@ class Session:
         if late and self._communicator.world_size > 1:
             self._give_up(
                 RuntimeError(
-                    "expected a batch to train only parameters that the first batch trained on some rank, in backward(), found "
+                    "expected a batch to train only parameters that the first batch trained on some rank, in "
+                    "backward(), found "
                     f"gradients of {', '.join(late)} too. Begin with a batch that uses every parameter."
                 )
             )
@@ -449,7 +339,10 @@ class Session:
 
     def _agree_on_sequence(self, compiled: Compiled | None, failure: Exception | None) -> None:
         """Every rank launches the same collectives in the same order, or none goes on."""
-        own = ("" if compiled is None else sequence_hash(compiled.graph), None if failure is None else _text(failure))
+        own = (
+            "" if compiled is None else sequence_hash(compiled.graph),
+            None if failure is None else failure_text(failure),
+        )
         everyone: list[tuple[str, str | None]] = self._communicator.gather_objects(own)
         if failures := {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}:
             raise PeerFailure(failures) from failure
@@ -457,7 +350,8 @@ class Session:
         if others:
             raise RuntimeError(
                 "expected every rank's graph to launch the same collectives, after the last pass, found that ranks "
-                f"{others} differ from rank 0: their batches led the forward along another path. Make the forward read the "
+                f"{others} differ from rank 0: their batches led the forward along another path. Make the forward read "
+                "the "
                 "same tables and parameters on every rank."
             )
         self._sequence = own[0]
@@ -467,7 +361,8 @@ class Session:
         if sequence_hash(compiled.graph) != self._sequence:
             self._give_up(
                 RuntimeError(
-                    "expected a batch of other shapes to launch the same collectives as the first, after the last pass, found "
+                    "expected a batch of other shapes to launch the same collectives as the first, after the last "
+                    "pass, found "
                     "others: the forward took another path. Make it read the same tables and parameters for every batch"
                 )
             )
@@ -494,14 +389,10 @@ class Session:
 
 
 _CHANGED_TRAINABLE = RuntimeError(
-    "expected requires_grad of every parameter to stay as it was at compile(), in the model's call, found that it changed: "
+    "expected requires_grad of every parameter to stay as it was at compile(), in the model's call, found that it "
+    "changed: "
     "what is exchanged was decided by it. Freeze or thaw parameters before compile()"
 )
-
-
-def _text(failure: Exception) -> str:
-    """A failure as other ranks are to read it; the library's own errors need no type."""
-    return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
 
 
 def _constant(leaf: Any) -> Any:

@@ -19,7 +19,9 @@ _TRAINING = 5  # position of its argument `training`
 
 def mutated_buffers(graph: TrainingGraph) -> tuple[str, ...]:
     """Buffers that the forward changes."""
-    return tuple(role.of.name for _, role in graph.outputs() if isinstance(role, Mutation) and isinstance(role.of, Buffer))
+    return tuple(
+        role.of.name for _, role in graph.outputs() if isinstance(role, Mutation) and isinstance(role.of, Buffer)
+    )
 
 
 def live_buffers(graph: TrainingGraph) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 """Dropout as eager runs it on the CPU.
 
 Contract
-    Same distribution, and the same random numbers as the eager model: with one rank, the loss curve is the eager one.
-    ATen tracing yields `native_dropout`, whose CPU kernel multiplies by a mask of another dtype, twice; eager multiplies
-    by scaled noise, once. On other devices `native_dropout` is the fused kernel, and stays.
+    Same distribution, and the same random numbers as the eager model: on one rank, the loss curve is the eager one.
+    ATen tracing yields `native_dropout`, whose CPU kernel multiplies by a mask of another dtype, twice; eager
+    multiplies by scaled noise, once. On other devices `native_dropout` is the fused kernel, and stays.
 
     rewrite:  out, mask = aten.native_dropout(x, p, True); g = aten.native_dropout_backward(grad, mask, 1 / (1 - p))
     ->        noise = aten.div(aten.bernoulli(x, 1 - p), 1 - p); out = x * noise; g = grad * noise

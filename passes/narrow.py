@@ -74,7 +74,7 @@ def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
 
 
 def _narrower(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtype) -> torch.dtype | None:
-    """The one narrower dtype that all lookups are cast to and all of the table's gradients come from, if there is one."""
+    """The one narrower dtype that all lookups are cast to and all of the table's gradients come from, or None."""
     casts = [user for lookup in lookups for user in lookup.users]
     dtypes = {user.kwargs.get("dtype") if _is_plain_cast(user) else None for user in casts}
     if len(dtypes) != 1:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -84,7 +83,9 @@ def _is_size_or_part(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.sym_size.int or not isinstance(node.target, torch._ops.OpOverload)
 
 
-def _results_of_earlier(wanted: dict[str, list[tuple[fx.Node, OutputRole]]], own: set[fx.Node], name: str) -> list[fx.Node]:
+def _results_of_earlier(
+    wanted: dict[str, list[tuple[fx.Node, OutputRole]]], own: set[fx.Node], name: str
+) -> list[fx.Node]:
     """Outputs of a later phase that this phase computes (a result that is itself an id, say)."""
     later = {"ids": ("forward", "backward"), "forward": ("backward",), "backward": ()}[name]
     return list(dict.fromkeys(n for phase in later for n, _ in wanted[phase] if n in own))
@@ -95,7 +96,9 @@ def _is_ids_op(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.name() in _IDS:
         return True
-    reads_one = node.all_input_nodes and (target is torch.ops._c10d_functional.wait_tensor.default or not isinstance(target, torch._ops.OpOverload))
+    reads_one = node.all_input_nodes and (
+        target is torch.ops._c10d_functional.wait_tensor.default or not isinstance(target, torch._ops.OpOverload)
+    )
     return bool(reads_one) and _is_ids_op(node.all_input_nodes[0])
 
 

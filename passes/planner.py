@@ -109,7 +109,8 @@ def requested_strategies(strategy: Strategy, tables: tuple[str, ...]) -> dict[st
             )
         if not isinstance(strategy, str) and not fnmatch.filter(tables, pattern):
             raise ValueError(
-                f"expected the pattern {pattern!r} of strategy to match a table, found none among {', '.join(tables) or 'no tables'}. "
+                f"expected the pattern {pattern!r} of strategy to match a table, found none among "
+                f"{', '.join(tables) or 'no tables'}. "
                 "Use a table's parameter name, or a pattern such as '*.embedding.weight'."
             )
     chosen = dict.fromkeys(tables, "auto")
@@ -155,7 +156,8 @@ def _table_strategy(
         return "allreduce", "asked for", dense
     mean_rows = sum(rows_by_rank) / max(len(rows_by_rank), 1)
     share = mean_rows / max(table.num_rows, 1)
-    what = f"{mean_rows:.0f} of {table.num_rows} rows read ({share:.2%}), {-(-table.embedding_dim // world_size)} columns per rank"
+    width = -(-table.embedding_dim // world_size)
+    what = f"{mean_rows:.0f} of {table.num_rows} rows read ({share:.2%}), {width} columns per rank"
     if wanted == "alltoall":
         return "alltoall", f"asked for; {what}", sparse
     if fact.updated_by_rows:
@@ -203,7 +205,12 @@ def plan_buckets(graph: TrainingGraph, reduced: set[str], sizes: Mapping[str, in
     """Gradients in the order in which the backward yields them, cut into buckets of one dtype and bounded size."""
     produced: dict[str, fx.Node] = {}
     for node, role in graph.outputs():
-        if isinstance(role, Gradient) and isinstance(role.of, Parameter) and role.of.name in reduced and node is not None:
+        if (
+            isinstance(role, Gradient)
+            and isinstance(role.of, Parameter)
+            and role.of.name in reduced
+            and node is not None
+        ):
             produced[role.of.name] = node
     position = {node: k for k, node in enumerate(graph.graph.nodes)}
     buckets: list[list[str]] = []

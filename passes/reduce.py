@@ -52,7 +52,10 @@ def reduce_gradients(graph: TrainingGraph, buckets: tuple[tuple[str, ...], ...],
         present = tuple(name for name in bucket if name in parameters)
         missing = [name for name in present if gradients.get(name) is None]
         with rewriter.before(output):
-            zeros = {n: rewriter.call(torch.ops.aten.zeros_like.default, parameters[n], name=f"no_gradient_{k}") for n in missing}
+            zeros = {
+                n: rewriter.call(torch.ops.aten.zeros_like.default, parameters[n], name=f"no_gradient_{k}")
+                for n in missing
+            }
         parts = [zeros.get(name) or gradients[name] for name in present]
         last = latest([p for p in parts if p is not None] + [launch for launch, _ in launches[-1:]])
         with rewriter.before(last.next):

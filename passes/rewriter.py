@@ -87,11 +87,11 @@ def latest(nodes: list[fx.Node]) -> fx.Node:
     return max(nodes, key=position.__getitem__)
 
 
-
-
 def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, FakeTensor):
             return value.fake_mode
-    raise ValueError("expected a graph with fake values in meta['val'], found none. Capture it with embrace_fx.capture.")
+    raise ValueError(
+        "expected a graph with fake values in meta['val'], found none. Capture it with embrace_fx.capture."
+    )

@@ -144,11 +144,19 @@ def _shard(
     weight = next(node for node, role in graph.inputs() if role == Parameter(table.parameter))
     first, last = own_columns(table.embedding_dim, size, options.rank)
     with rewriter.before(weight):
-        shard = rewriter.placeholder(f"{weight.name}_shard", Shard(table.parameter), (table.num_rows, last - first), weight)
+        shard = rewriter.placeholder(
+            f"{weight.name}_shard", Shard(table.parameter), (table.num_rows, last - first), weight
+        )
     with rewriter.before(latest_of(ids).next):
         columns = rewriter.call(embrace.lookup.default, shard, ids.all_ids, name=f"{short}_columns")
         launch = rewriter.call(
-            embrace.all_to_all_rows.default, columns, ids.counts, table.embedding_dim, "embedding", size, name=f"{short}_rows"
+            embrace.all_to_all_rows.default,
+            columns,
+            ids.counts,
+            table.embedding_dim,
+            "embedding",
+            size,
+            name=f"{short}_rows",
         )
     with rewriter.before(first_user(weight)):
         flat = rewriter.wait(launch)
@@ -221,7 +229,13 @@ def _row_gradient(
     with rewriter.before(graph.graph.output_node()):
         received = rewriter.wait(launch)
         coalesced = rewriter.call(
-            embrace.coalesce.default, ids.all_ids, received, own, table.uses[0].padding_idx, 1.0 / size, name=f"{short}_update"
+            embrace.coalesce.default,
+            ids.all_ids,
+            received,
+            own,
+            table.uses[0].padding_idx,
+            1.0 / size,
+            name=f"{short}_update",
         )
         ids_K = rewriter.item(coalesced, 0, f"{short}_update_ids")
         rows_Kd = rewriter.item(coalesced, 1, f"{short}_update_rows")

@@ -83,8 +83,6 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
     node.args = tuple(args)
 
 
-
-
 def _table(weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: frozenset[Any]) -> Table | None:
     readers, max_norm = _readers(weight)
     lookups = [n for n in readers if n.target in LOOKUPS]

@@ -18,19 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from embrace_fx.passes.collectives import (
-    ALL_REDUCES,
-    Collective,
-    aliased_inputs,
-    collective_sequence,
-    group_of,
-    is_launch,
-    is_wait,
-    launch_options,
-    op_name,
-    running_modules,
-)
-from embrace_fx.passes.fake_values import disagreement, fake_mode_of, nothing_recorded, unchanged
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
@@ -50,6 +37,19 @@ from embrace_fx.graph import (
     source_of,
 )
 from embrace_fx.ops import LAUNCHES
+from embrace_fx.passes.collectives import (
+    ALL_REDUCES,
+    Collective,
+    aliased_inputs,
+    collective_sequence,
+    group_of,
+    is_launch,
+    is_wait,
+    launch_options,
+    op_name,
+    running_modules,
+)
+from embrace_fx.passes.fake_values import disagreement, fake_mode_of, nothing_recorded, unchanged
 
 _SYM_OPS: frozenset[Callable[..., object]] = frozenset(
     {

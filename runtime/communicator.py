@@ -95,7 +95,9 @@ class Communicator:
             if failure is not None:
                 raise PeerFailure({0: failure})
             return [list(sizes)]
-        padding = [0] * (self.tables - len(sizes))  # one length whatever the step, or the announcement itself would hang
+        padding = [0] * (
+            self.tables - len(sizes)
+        )  # one length whatever the step, or the announcement itself would hang
         own = torch.tensor([failure is not None, self.activity, *sizes, *padding], dtype=torch.int64)
         everyone = own.new_empty((self.world_size, own.numel()))
         with self._watching():
@@ -147,7 +149,9 @@ class Communicator:
         work = _all_gather(packed.view(-1), own, group=self._groups[group], async_op=True)
         return InFlight(packed, work)
 
-    def all_to_all_rows(self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int) -> InFlight:
+    def all_to_all_rows(
+        self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int
+    ) -> InFlight:
         if self.world_size == 1:
             return InFlight(columns.view(-1), None)
         rows_by_rank: list[int] = counts.tolist()
@@ -162,7 +166,9 @@ class Communicator:
             group,
         )
 
-    def all_to_all_gradients(self, flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int) -> InFlight:
+    def all_to_all_gradients(
+        self, flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int
+    ) -> InFlight:
         if self.world_size == 1:
             return InFlight(flat, None)
         rows_by_rank: list[int] = counts.tolist()

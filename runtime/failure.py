@@ -6,14 +6,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _PATIENCE_S = 5.0
-_FAREWELL_S = 2.0
+_FAREWELL_S = 5.0
 _LISTEN_S = 0.5
 _POLL_S = 0.1
 
@@ -79,7 +78,9 @@ class RollCall:
             if not self._closed:
                 self._missing = self._call()
         except RuntimeError:
-            self._missing = [0]  # the store itself is gone: without a launcher that holds it, it lived in rank 0's process
+            self._missing = [
+                0
+            ]  # the store itself is gone: without a launcher that holds it, it lived in rank 0's process
         self._decided.set()
 
     def _call(self) -> list[int]:
@@ -110,7 +111,9 @@ class RollCall:
             raise
         except RuntimeError as error:
             missing = self.missing()
-            found = f"rank(s) {', '.join(map(str, missing))} no longer answer" if missing else "a rank stopped taking part"
+            found = (
+                f"rank(s) {', '.join(map(str, missing))} no longer answer" if missing else "a rank stopped taking part"
+            )
             raise DeadRank(
                 f"expected every rank to take part in a collective, on rank {self.rank}; found that {found} "
                 f"({error}). Look at the log of the ranks named, and restart the job from a checkpoint."

@@ -26,7 +26,9 @@ def clip_gradients(
     gradients = [parameter.grad for parameter in dense if parameter.grad is not None]
     rows = [pending[1] for table in tables if (pending := table.pending()) is not None]
     local = torch.stack([torch.linalg.vector_norm(g, norm_type) for g in gradients] or [torch.zeros(())])
-    own = torch.stack([torch.linalg.vector_norm(r, norm_type) if r.numel() else r.new_zeros(()) for r in rows] or [torch.zeros(())])
+    own = torch.stack(
+        [torch.linalg.vector_norm(r, norm_type) if r.numel() else r.new_zeros(()) for r in rows] or [torch.zeros(())]
+    )
     if norm_type == float("inf"):
         sharded = communicator.reduce_scalar(own.max(), dist.ReduceOp.MAX)
         total = torch.maximum(local.max(), sharded)

@@ -51,7 +51,7 @@ class Stepping:
     by_rows: bool = True
 
     def mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure whose loss is the mean over ranks: what LBFGS decides by it, it must decide alike on all of them."""
+        """A closure whose loss is the mean over ranks: what LBFGS decides by it must be the same on all of them."""
         communicator = self.communicator
 
         def mean() -> Any:
@@ -73,7 +73,8 @@ def attach(optimizer: Optimizer, stepping: Stepping) -> type[Optimizer]:
     """
     if isinstance(optimizer, _RowStepping):
         raise ValueError(
-            "expected an optimizer of its own for each compiled model, in compile(), found one that another compiled model "
+            "expected an optimizer of its own for each compiled model, in compile(), found one that another compiled "
+            "model "
             "already steps. Make a new optimizer over the model's parameters."
         )
     kind = type(optimizer)
@@ -132,8 +133,10 @@ class _RowStepping(Optimizer):
         tables, scale = self._embrace_stepping.sharded, self.__dict__.get("grad_scale")
         if scale is None and tables:
             raise RuntimeError(
-                "expected gradients that are unscaled by the step itself, in optimizer.step(), found that scaler.unscale_() "
-                "was called: it does not see the gradients of sharded tables. Leave it out; to clip, pass max_norm times "
+                "expected gradients that are unscaled by the step itself, in optimizer.step(), found that "
+                "scaler.unscale_() "
+                "was called: it does not see the gradients of sharded tables. Leave it out; to clip, pass max_norm "
+                "times "
                 "scaler.get_scale() to the model's own clip_grad_norm_()."
             )
         rows = [pending[1] for table in tables if (pending := table.pending()) is not None]

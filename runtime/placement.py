@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses import FakeTensorMode
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -181,7 +181,8 @@ def _replace_meta(
             if "initial_accumulator_value" not in optimizer.defaults:
                 raise ValueError(
                     "expected an optimizer without state over a model on the meta device, in compile(), found "
-                    f"{key!r} in the state of {type(optimizer).__name__}. Make the optimizer anew, and load its state after "
+                    f"{key!r} in the state of {type(optimizer).__name__}. Make the optimizer anew, and load its state "
+                    "after "
                     "the first call."
                 )
             if state[key].shape == new.shape:

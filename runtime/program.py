@@ -1,8 +1,8 @@
 """Runs a partitioned graph: one call of the model, and its backward.
 
 Contract
-    The ids phase runs first, then the forward; autograd calls the backward when the user's `loss.backward()` reaches the
-    results. Gradients are delivered at its very end, together: a step either leaves all of its gradients or none.
+    The ids phase runs first, then the forward; autograd calls the backward when the user's `loss.backward()` reaches
+    the results. Gradients are delivered at its very end, together: a step either leaves all of its gradients or none.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class ModelState:
         delivered, self._delivered = self._delivered, []
         if self.tables and delivered and all(gradient._version != version for gradient, version in delivered):
             raise RuntimeError(
-                "expected gradients as the backward left them, in optimizer.step(), found that all dense ones were changed in "
+                "expected gradients as the backward left them, in optimizer.step(), found that all dense ones were "
+                "changed in "
                 "place (clipped or unscaled?) while the sharded tables' were not. Clip with the compiled model's own "
                 "clip_grad_norm_(), and let GradScaler.step() do the unscaling."
             )
@@ -104,7 +105,9 @@ def _owners(model: nn.Module, kind: str) -> list[tuple[str, tuple[dict[str, Any]
     found = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         owner: dict[str, Any] = getattr(module, kind)
-        found += [(f"{prefix}.{key}" if prefix else key, (owner, key)) for key, value in owner.items() if value is not None]
+        found += [
+            (f"{prefix}.{key}" if prefix else key, (owner, key)) for key, value in owner.items() if value is not None
+        ]
     return found
 
 
@@ -177,8 +180,14 @@ class Program:
 
         self._ids = _runnable(graph.phases["ids"], state, launches, with_table_names)
         self._forward = _runnable(graph.phases["forward"], state, launches)
-        self._backward = _runnable(graph.phases["backward"], state, launches, with_own_bucket) if "backward" in graph.phases else None
-        self._announces = any(str(node.target) == "embrace.all_gather_ids.default" for node in graph.phases["ids"].graph.nodes)
+        self._backward = (
+            _runnable(graph.phases["backward"], state, launches, with_own_bucket)
+            if "backward" in graph.phases
+            else None
+        )
+        self._announces = any(
+            str(node.target) == "embrace.all_gather_ids.default" for node in graph.phases["ids"].graph.nodes
+        )
         self._synchronised = buckets is not None
         self._constants = dict(result_constants)
         self._before_forward = before_forward
@@ -250,8 +259,10 @@ class Step:
         program = self.program
         if self._values is None:
             raise RuntimeError(
-                "expected one backward for each call of the compiled model, in backward(), found a second one for the same "
-                "results; what it needs has been freed and its gradients have been reduced. Call the model again, or add "
+                "expected one backward for each call of the compiled model, in backward(), found a second one for the "
+                "same "
+                "results; what it needs has been freed and its gradients have been reduced. Call the model again, or "
+                "add "
                 "the losses and call backward once."
             )
         values, self._values = self._values, None
@@ -284,7 +295,8 @@ class Step:
         bad = [rank for rank, count in enumerate(flags.tolist()) if count]
         if bad:
             raise FloatingPointError(
-                f"expected a finite loss on every rank, in backward(), found nan or inf on rank(s) {', '.join(map(str, bad))}. "
+                "expected a finite loss on every rank, in backward(), found nan or inf on rank(s) "
+                f"{', '.join(map(str, bad))}. "
                 "No gradient of this step was kept, on any rank: skip the batch, or lower the learning rate."
             )
 
@@ -297,13 +309,17 @@ class Step:
             match role:
                 case Gradient(Parameter(name)):
                     # Two parameters may get the same tensor (the biases of an LSTM), but no two may share a `.grad`.
-                    _deliver_dense(state, name, value.clone() if id(value) in delivered else value, self.program._synchronised)
+                    _deliver_dense(
+                        state, name, value.clone() if id(value) in delivered else value, self.program._synchronised
+                    )
                     delivered.add(id(value))
                 case Gradient(BatchInput(index)):
                     batch[index] = value
                 case RowGradient(table, part):
                     rows.setdefault(table, {})[part] = value
-        state.note_gradients([state.parameter(r.of.name) for r in roles if isinstance(r, Gradient) and isinstance(r.of, Parameter)])
+        state.note_gradients(
+            [state.parameter(r.of.name) for r in roles if isinstance(r, Gradient) and isinstance(r.of, Parameter)]
+        )
         for table, parts in rows.items():
             state.tables[table].add_gradient(parts["ids"], parts["rows"])
         return [

@@ -131,7 +131,8 @@ class RowTable:
         blocker = row_update_blocker(self.optimizer, self._group(), self._row_updates, kind=self._kind)
         if blocker is not None:
             raise RuntimeError(
-                f"expected options under which the sharded table {self.name} can be updated by rows, in optimizer.step(), "
+                f"expected options under which the sharded table {self.name} can be updated by rows, in "
+                "optimizer.step(), "
                 f"found: {blocker}. Set them before the model's first call, or pass strategy='allreduce'."
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import embrace_fx
-from embrace_fx.runtime.failure import DeadRank, PeerFailure
+from embrace_fx.runtime.failure import DeadRank, PeerFailure, RollCall
 from tests.ranks import GROUP_TIMEOUT_S, RankDied, fresh_ranks
 
 WORLD_SIZE = 3
@@ -122,6 +123,27 @@ def test_the_living_name_the_dead(
         assert "expected every rank to take part in a collective" in message
         assert "restart the job from a checkpoint" in message
         assert outcome.elapsed_s - death.elapsed_s < SECONDS
+
+
+def _host_leaves_at_once(rank: int, world_size: int) -> list[int]:
+    store = _store(0, host=True) if rank == 0 else None
+    ports = [store.port if store is not None else 0]
+    dist.broadcast_object_list(ports)
+    store = store or _store(ports[0], host=False)
+    roll_call = RollCall(store, "test", rank, world_size + 1)  # of one more rank, which never answers
+    dist.barrier()
+    if rank == 0:
+        roll_call.missing()
+        os._exit(0)
+    time.sleep(SECONDS / 2)
+    return roll_call.missing()
+
+
+def test_the_verdict_outlives_the_process_that_hosts_the_store() -> None:
+    host, other = fresh_ranks(2, _host_leaves_at_once)
+
+    assert isinstance(host.exception, RankDied)
+    assert other.result == [2], other
 
 
 def test_a_peer_failure_reports_every_rank_that_failed() -> None:

@@ -77,7 +77,7 @@ def test_links_carry_their_rate_and_no_more() -> None:
 
 
 _EXCHANGE = """
-import os, socket
+import os, socket, time
 address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 if os.environ["RANK"] == "0":
     with socket.create_server(address) as server, server.accept()[0] as peer:
@@ -90,7 +90,7 @@ else:
                 peer.sendall(bytes(1_000_000))
             break
         except ConnectionRefusedError:
-            pass
+            time.sleep(0.05)
 print(sorted(name for _, name in socket.if_nameindex()), os.environ["GLOO_SOCKET_IFNAME"], os.environ["WORLD_SIZE"])
 """
 

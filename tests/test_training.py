@@ -22,7 +22,10 @@ from tests.training import MOVING, OPTIMIZERS, Trained, expected_parameters, tra
 
 WORKLOADS = dict(MODELS)
 CASES: tuple[tuple[str, RowUpdates], ...] = tuple(product(OPTIMIZERS, get_args(RowUpdates)))
-TIMEOUT_S = 110.0
+TIMEOUT_S = 280.0
+"""For twelve trainings on up to four ranks, which may have to share two cores with other work."""
+
+pytestmark = pytest.mark.timeout(300)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,146 @@
+"""Planning the first training batch, and placing parameters as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer, SparseAdam
+
+from embrace_fx.agreement import failure_text
+from embrace_fx.exactness import row_update_blocker
+from embrace_fx.graph import Gradient, Parameter, TrainingGraph
+from embrace_fx.options import Options
+from embrace_fx.passes.planner import ParameterFacts, decide
+from embrace_fx.passes.tables import extract_ids
+from embrace_fx.plan import Plan
+from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.failure import PeerFailure
+from embrace_fx.runtime.kernels import unique_ids
+from embrace_fx.runtime.optimizers import DenseTable, Stepping
+from embrace_fx.runtime.placement import broadcast_state, materialise, shard_parameter
+from embrace_fx.runtime.program import ModelState
+from embrace_fx.runtime.tables import RowTable
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan is made for and applied to.
+
+    Attributes:
+        classes: id of an optimizer -> the class that defines its update.
+        stepping: id of an optimizer -> what its step does beyond that class.
+    """
+
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+    classes: Mapping[int, type[Optimizer]]
+    stepping: Mapping[int, Stepping]
+    state: ModelState
+    communicator: Communicator
+    options: Options
+
+
+def make_plan(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> Plan:
+    """The plan for the first training batch: measured on every rank, decided on rank 0, the same everywhere.
+
+    Raises:
+        PeerFailure: a rank's batch is bad, on every rank.
+        ValueError: the strategy asked for does not fit the model, on every rank.
+    """
+    used = {r.of.name for _, r in graph.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
+    own: dict[str, Any] = {"used": used, "tables": [t.parameter for t in graph.tables]}
+    try:
+        own["rows"] = _measure_rows(setting, graph, leaves)
+    except Exception as error:  # the batch may be bad, on this rank alone
+        own["failure"] = failure_text(error)
+    everyone = setting.communicator.gather_objects(own)
+    if failures := {rank: report["failure"] for rank, report in enumerate(everyone) if "failure" in report}:
+        raise PeerFailure(failures)
+    plan: Plan | str | None = None
+    if setting.communicator.rank == 0:
+        try:
+            plan = _decide(setting, graph, everyone)
+        except ValueError as error:
+            plan = str(error)
+    plan = setting.communicator.gather_objects(plan)[0]
+    if isinstance(plan, str):
+        raise ValueError(plan)
+    assert plan is not None
+    return plan
+
+
+def _decide(setting: Setting, graph: TrainingGraph, everyone: list[dict[str, Any]]) -> Plan:
+    used = set().union(*(report["used"] for report in everyone))
+    rows = {name: tuple(report["rows"].get(name, 0) for report in everyone) for name in everyone[0]["tables"]}
+    facts = tuple(
+        ParameterFacts(
+            name,
+            tuple(parameter.shape),
+            parameter.element_size(),
+            parameter.requires_grad,
+            name in used,
+            *_row_updates(setting, parameter),
+        )
+        for name, parameter in setting.model.named_parameters()
+    )
+    return decide(graph, facts, rows, world_size=setting.communicator.world_size, strategy=setting.options.strategy)
+
+
+def _row_updates(setting: Setting, parameter: nn.Parameter) -> tuple[str | None, bool]:
+    """Why a table cannot be updated by rows, or None; whether it must be, whatever its size."""
+    if not setting.optimizers:
+        return "no optimizer was given: whole gradients are left in .grad", False
+    for optimizer in setting.optimizers:
+        for group in optimizer.param_groups:
+            if any(p is parameter for p in group["params"]):
+                kind = setting.classes[id(optimizer)]
+                blocker = row_update_blocker(optimizer, group, setting.options.row_updates, kind=kind)
+                return blocker, kind is SparseAdam or (setting.options.row_updates == "lazy" and blocker is None)
+    return "no optimizer given holds it", False
+
+
+def _measure_rows(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, int]:
+    """Unique rows this rank's batch reads, by table: the extracted id function, run on the batch itself."""
+    tables = [t for t in graph.tables if all(use.ids_from_batch for use in t.uses)]
+    if not tables:
+        return {}
+    run = setting.state.reader(extract_ids(graph, tables))
+    with torch.random.fork_rng(), torch.no_grad():  # a model that draws ids must draw the same ones afterwards
+        ids = iter(run(leaves))
+    rows = {}
+    for table in tables:
+        padding_idx = table.uses[0].padding_idx  # its row travels whether or not the batch holds it
+        rows[table.parameter] = unique_ids([next(ids) for _ in table.uses], table.num_rows, padding_idx)[0].numel()
+    return rows
+
+
+def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
+    """Shards the tables, makes the replicas equal, and hands the tables to their optimizers."""
+    group = setting.communicator.group if setting.communicator.world_size > 1 else None
+    materialise(setting.model, plan.sharded, setting.optimizers, group)
+    for name in plan.sharded:
+        parameter = shard_parameter(setting.model, name, setting.optimizers, group)
+        table = _row_table(setting, name, parameter)
+        setting.state.tables[name] = table
+        setting.stepping[id(table.optimizer)].sharded.append(table)
+    if group is not None:
+        broadcast_state(setting.model, frozenset(plan.sharded), group)
+    for found in graph.tables:
+        parameter = setting.state.parameter(found.parameter)
+        if found.parameter not in plan.sharded and _row_updates(setting, parameter)[1]:
+            table = _row_table(setting, found.parameter, parameter)
+            dense = DenseTable(table, all_rows=found.use != "sparse")
+            setting.stepping[id(table.optimizer)].dense_tables.append(dense)
+    setting.communicator.tables = len(plan.sharded) + len(plan.renormed)
+
+
+def _row_table(setting: Setting, name: str, parameter: nn.Parameter) -> RowTable:
+    for optimizer in setting.optimizers:
+        if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
+            kind = setting.classes[id(optimizer)]
+            return RowTable(name, parameter, optimizer, kind, setting.options.row_updates)
+    raise AssertionError(f"{name} is updated by rows, but no optimizer holds it")
