@@ -126,7 +126,8 @@ def network(links: Links) -> Iterator[Network]:
         if reached.shaped and max(rates) > MOST_OF_RATE * links.rate_mbit:
             raise RuntimeError(
                 f"expected at most {links.rate_mbit} Mb/s from each rank to the next, in network(), "
-                f"found {', '.join(f'{rate:.0f}' for rate in rates)}: the kernel does not keep the limit of `tc ... tbf`."
+                f"found {', '.join(f'{rate:.0f}' for rate in rates)}: the kernel does not keep the limit of `tc ... "
+                "tbf`."
             )
         yield Network(reached, tuple(hosts))
 

@@ -3,17 +3,16 @@
     python benchmarks/overhead.py --output benchmarks/results
 
 Two models, one CPU thread, the same batch: an LSTM language model over 100 steps and BERT-base for question answering.
-Rounds alternate (eager, compiled, eager, compiled, ...), each side in a process of its own: in one process they share an
-allocator, whose state weighs more than the difference. A round's figure is the median of its steps after a warm-up; the
-result is the median of the rounds' ratios. A step is forward and backward with every gradient dense, as eager's
-(`strategy="allreduce"`); "as compiled" is the whole training step, SGD included, with the strategy left to the compiler.
-Capture is compared with the first forward and backward of `torch.compile(backend="aot_eager")` less one eager step.
+Rounds alternate (eager, compiled, eager, compiled, ...), each side in a process of its own: in one process they share
+an allocator, whose state weighs more than the difference. A round's figure is the median of its steps after a warm-up;
+the result is the median of the rounds' ratios. "allreduce" is forward and backward with every gradient dense, as
+eager's; "auto" is the whole training step, SGD included, with the strategy left to the compiler. Capture is compared
+with the first forward and backward of `torch.compile(backend="aot_eager")`, less one eager step.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import datetime
 import json
 import platform
@@ -199,9 +198,13 @@ def main() -> None:
 
 
 def report(results: dict[str, Any]) -> str:
-    lines = ["| model | nodes | strategy | eager ms | compiled ms | compiled / eager (min, max) |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| model | nodes | strategy | eager ms | compiled ms | compiled / eager (min, max) |",
+        "|---|---|---|---|---|---|",
+    ]
     lines += [
-        f"| {s['model']} | {results['nodes'][s['model']]} | {s['strategy']} | {s['eager_ms']:.1f} | {s['compiled_ms']:.1f} "
+        f"| {s['model']} | {results['nodes'][s['model']]} | {s['strategy']} | {s['eager_ms']:.1f} | "
+        f"{s['compiled_ms']:.1f} "
         f"| {s['ratio']:.3f} ({s['ratio_min']:.3f}, {s['ratio_max']:.3f}) |"
         for s in results["steps"]
     ]

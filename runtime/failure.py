@@ -6,10 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from typing import Any
 
 _PATIENCE_S = 5.0
 _FAREWELL_S = 5.0
@@ -49,7 +46,7 @@ class RollCall:
         name: unique among the communicators of one store.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, name: str, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._store: Any = store.clone()
         self._called = f"embrace_fx/{name}/called"
