@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -40,12 +40,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_RANKS = 64
+PACKET_BYTES = 16_000
+"""The largest packet that TCP hands to an interface, which on a real link would cut it into frames. A bucket does so
+with every packet larger than itself, and to cut all of them takes more of the cores than the ranks leave."""
 BURST_MS = 1.0
-MIN_BURST_BYTES = 16 * 1024
-"""A bucket holds what passes in 1 ms: whatever is shorter is not delayed, and is small against a step's messages. At
-low rates it holds a few packets, for the kernel hands them on in batches."""
+MIN_BURST_BYTES = 20_000
+"""A bucket holds what passes in 1 ms, which is not delayed, and is small against a step's messages; or one packet."""
 QUEUE_MS = 50.0
-"""How long a packet may wait for the bucket before it is dropped, the depth of a switch's buffer."""
+"""How long a packet may wait for the bucket before it is dropped."""
 WARM_UP_S = 0.1
 MEASURED_S = 0.25
 RECEIVE_BUFFER_BYTES = 64 * 1024
@@ -126,10 +128,9 @@ def network(links: Links) -> Iterator[Network]:
         if reached.shaped and max(rates) > MOST_OF_RATE * links.rate_mbit:
             raise RuntimeError(
                 f"expected at most {links.rate_mbit} Mb/s from each rank to the next, in network(), "
-                f"found {', '.join(f'{rate:.0f}' for rate in rates)}: the kernel does not keep the limit of `tc ... "
-                "tbf`."
+                f"found {', '.join(f'{rate:.0f}' for rate in rates)}: the limit of `tc ... tbf` is not kept."
             )
-        yield Network(reached, tuple(hosts))
+        yield Network(reached, tuple(hosts), _free_port())
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Network:
 
     reached: Reached
     _hosts: tuple[_Host, ...]
-    _port: int = field(default_factory=lambda: _free_port())
+    _port: int
 
     def start(
         self,
@@ -199,9 +200,8 @@ class Network:
     def sent_bytes(self) -> tuple[int, ...]:
         """Bytes that each interface has sent so far, read from its counter: one per rank, or the loopback's alone.
 
-        Headers are counted once per packet the kernel handed to the interface, up to 64 KiB, so that the counter is
-        1 % above the payload where frames of a real wire would be 5 % above. The loopback counts all ranks together,
-        and other programs.
+        Headers are counted once per packet of up to `PACKET_BYTES`, so that the counter is 1 % above the payload where
+        frames of a real wire would be 5 % above. The loopback counts all ranks together, and other programs.
         """
         counted = self._hosts if self.reached.shaped else self._hosts[:1]
         return tuple(host.call(interface_sent_bytes, host.interface) for host in counted)
@@ -278,6 +278,7 @@ def _cabled_hosts(links: Links, stack: ExitStack) -> list[_Host]:
         host.configure(
             "ip link set lo up",
             f"ip link add eth0 type veth peer name port{rank} netns {bridge.thread_id}",
+            f"ip link set eth0 gso_max_size {PACKET_BYTES}",
             f"ip address add {host.address}/24 dev eth0",
             f"tc qdisc add dev eth0 {shape}",
             "ip link set eth0 up",
