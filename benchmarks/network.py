@@ -46,8 +46,12 @@ with every packet larger than itself, and to cut all of them takes more of the c
 BURST_MS = 1.0
 MIN_BURST_BYTES = 20_000
 """A bucket holds what passes in 1 ms, which is not delayed, and is small against a step's messages; or one packet."""
-QUEUE_MS = 50.0
-"""How long a packet may wait for the bucket before it is dropped."""
+QUEUE_MS = 100.0
+"""How long a packet may wait for the bucket before it is dropped: so long that an AlltoAll of 8 ranks loses next to
+none, for the last packet of a message, once lost, is sent again after TCP's 200 ms only."""
+CONGESTION_CONTROL = "reno"
+"""The one that every kernel has and grants to every namespace: results do not depend on the machine's own choice. Over
+bare sockets, 4 or 8 hosts that all send to each other at 200 Mb/s reach 84 % of the rate with it and 74 % with bbr."""
 WARM_UP_S = 0.1
 MEASURED_S = 0.25
 RECEIVE_BUFFER_BYTES = 64 * 1024
@@ -292,6 +296,10 @@ def _enter_new_namespace() -> None:
     """Moves the calling thread to a new network namespace. `os.unshare` is Python 3.12's."""
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET) != 0:
         raise _Obstacle(f"expected to make a network namespace, found: {os.strerror(ctypes.get_errno())}")
+    try:
+        Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(CONGESTION_CONTROL)
+    except OSError as error:
+        raise _Obstacle(f"expected to set the congestion control of a namespace, found: {error}") from error
 
 
 def interface_sent_bytes(interface: str) -> int:
@@ -311,26 +319,30 @@ def _transfer_mbit(sender: _Host, receiver: _Host) -> float:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
         source = sender.call(socket.create_connection, server.getsockname())
         sink, _ = server.accept()
-    pump = threading.Thread(target=_send_until_closed, args=(source,))
+    enough = threading.Event()
+    pump = threading.Thread(target=_send_until, args=(source, enough))
     pump.start()
     with sink:
         _receive_bytes(sink, WARM_UP_S)
         started = time.perf_counter()
         received = _receive_bytes(sink, MEASURED_S)
         elapsed_s = time.perf_counter() - started
+        enough.set()
+        while sink.recv(RECEIVE_BUFFER_BYTES):
+            pass  # what is still under way would be counted with whatever runs next
     pump.join()
     return received * 8 / 1e6 / elapsed_s
 
 
-def _send_until_closed(source: socket.socket) -> None:
-    chunk = bytes(64 * 1024)
-    with source, contextlib.suppress(ConnectionError):
-        while True:
+def _send_until(source: socket.socket, enough: threading.Event) -> None:
+    chunk = bytes(RECEIVE_BUFFER_BYTES)
+    with source:
+        while not enough.is_set():
             source.sendall(chunk)
 
 
 def _receive_bytes(sink: socket.socket, duration_s: float) -> int:
-    buffer, received, end = bytearray(256 * 1024), 0, time.perf_counter() + duration_s
+    buffer, received, end = bytearray(RECEIVE_BUFFER_BYTES), 0, time.perf_counter() + duration_s
     while time.perf_counter() < end:
         received += sink.recv_into(buffer)
     return received

@@ -16,6 +16,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import re
 import traceback
@@ -249,7 +250,7 @@ def _fake(own: Tensor, fake_mode: FakeTensorMode) -> Tensor:
 
 
 class _OpenResults(nn.Module):
-    """A module, its names included, whose results are trees of tensors."""
+    """A module, its names included, whose results are trees of tensors, each with memory of its own."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -259,7 +260,17 @@ class _OpenResults(nn.Module):
         self._modules = module._modules
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return open_objects(self._call[0](*args, **kwargs))
+        results = _run_by_node(self._call[0], args, kwargs)
+        return open_objects(results, (*self.parameters(), *pytree.tree_leaves((args, kwargs))))
+
+
+def _run_by_node(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The module's results. A graph runs node by node: only so do ATen nodes inherit the user's lines."""
+    if not isinstance(module, fx.GraphModule):
+        return module(*args, **kwargs)
+    inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    with fx.traceback.preserve_node_meta():
+        return fx.Interpreter(module).run(*inputs.values())
 
 
 class _Untied(nn.Module):

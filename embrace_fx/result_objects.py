@@ -1,14 +1,21 @@
-"""Results inside of objects: a model may return tensors in objects that pytree does not know, a cache of keys say.
+"""What a model returns, made fit for a graph's outputs.
+
+A model may return tensors in objects that pytree does not know, a cache of keys say.
 
 While the forward is traced, `open_objects` replaces each such object by a pytree node of its attributes; unflattening
 that node makes an object of the same class with the same attributes. So every call of the compiled model returns what
 the model itself would, with nothing registered for the user's classes.
+
+A model may also return tensors that share memory: two views of one tensor, or a parameter itself. `open_objects`
+copies them, so that each has a gradient of its own: autograd would take them for one value, or for an input.
 """
 
 from __future__ import annotations
 
 import enum
 import types
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,19 +48,44 @@ class _Constant:
         return hash(type(self.value))
 
 
-def open_objects(result: Any) -> Any:
-    """The result of a forward as a tree of tensors and numbers."""
-    return pytree.tree_map(_open, result)
+def open_objects(result: Any, inputs: Iterable[Any] = ()) -> Any:
+    """The result of a forward as a tree of tensors and numbers.
+
+    Args:
+        inputs: what the forward was called with, parameters included: no result that needs a gradient shares memory
+            with one of them, or with another result.
+    """
+    return _open(result, _sharing(pytree.tree_leaves(_open(result, frozenset())), inputs))
 
 
-def _open(leaf: Any) -> Any:
+def _open(result: Any, copied: frozenset[int]) -> Any:
+    """Opens a tree; `copied`: ids of the tensors to be copied."""
+    return pytree.tree_map(lambda leaf: _open_leaf(leaf, copied), result)
+
+
+def _open_leaf(leaf: Any, copied: frozenset[int]) -> Any:
     if isinstance(leaf, _CONSTANTS):
         return _Constant(leaf)
+    if id(leaf) in copied:
+        return leaf.clone()
     if not _is_plain_object(leaf):
         return leaf
     if not _holds_tensors(leaf, set()):
         return _Constant(leaf)
-    return _Opened(type(leaf), {name: open_objects(value) for name, value in vars(leaf).items()})
+    return _Opened(type(leaf), {name: _open(value, copied) for name, value in vars(leaf).items()})
+
+
+def _sharing(leaves: Iterable[Any], inputs: Iterable[Any]) -> frozenset[int]:
+    """The ids of results that share memory with another one, or with an input, and need a gradient."""
+    # The same tensor returned twice is one value, whose gradients autograd adds by itself.
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    others = [_memory(each) for each in inputs if isinstance(each, Tensor) and each.requires_grad]
+    count = Counter([*map(_memory, tensors.values()), *set(others)])
+    return frozenset(key for key, leaf in tensors.items() if leaf.requires_grad and count[_memory(leaf)] > 1)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_plain_object(value: Any) -> bool:

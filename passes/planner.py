@@ -195,9 +195,9 @@ def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: 
         return upkeep
     if table.max_norm:  # `ShardTables.renormed`: all ranks rescale the rows that any rank reads
         upkeep += cost.gather_ids(rows_by_rank, table.num_rows)
-    for use in table.uses:
-        if use.scale_grad_by_freq:  # `GlobalFrequency`: a count of int64 per row, for each backward
-            upkeep += cost.all_reduce(len(use.backward) * table.num_rows * 8, world_size)
+    counted = {name for use in table.uses if use.scale_grad_by_freq for name in use.backward}
+    for _ in counted:  # `GlobalFrequency`: a count of int64 per row, for each backward
+        upkeep += cost.all_reduce(table.num_rows * 8, world_size)
     return upkeep
 
 

@@ -34,7 +34,14 @@ import embrace_fx.ops  # noqa: F401  (declares the ops)
 from embrace_fx.graph import Gradient, OutputRole, Parameter, RowGradient, Shard, Table, TrainingGraph, set_outputs
 from embrace_fx.ops import own_columns
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders, first_user
-from embrace_fx.passes.tables import LOOKUP_BACKWARDS, RENORM, argument, ids_cone, set_argument
+from embrace_fx.passes.tables import (
+    LOOKUP_BACKWARDS,
+    RENORM,
+    SAMPLE_WEIGHTS_BACKWARD,
+    argument,
+    ids_cone,
+    set_argument,
+)
 
 aten = torch.ops.aten
 embrace = torch.ops.embrace
@@ -178,12 +185,10 @@ def latest_of(ids: _Ids) -> fx.Node:
 def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _Ids, table: Table) -> None:
     """Every lookup reads the batch's rows instead of the table; ids become positions among them."""
     num_rows: fx.Node | None = None
-    touched: list[fx.Node] = []
-    for name in [n for use in table.uses for n in (use.lookup, *use.backward)]:
-        node = next(n for n in weight.graph.nodes if n.name == name)
-        if node in touched:
-            continue
-        touched.append(node)
+    names = {name for use in table.uses for name in (use.lookup, *use.backward)}
+    touched = [n for n in weight.graph.nodes if n.name in names]
+    touched += [user for user in weight.users if user.target is SAMPLE_WEIGHTS_BACKWARD]
+    for node in touched:
         indices = argument(node, "indices")
         set_argument(node, "indices", ids.where[indices])
         padding = argument(node, "padding_idx")

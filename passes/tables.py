@@ -4,7 +4,8 @@ Contract
     Analysis only: the graph that comes out has the same nodes; `TrainingGraph.tables` is filled.
     A table is a parameter that at least one lookup (`embedding`, `_embedding_bag`) reads. Its `TableUse`s are the
     lookups, each with the backward nodes that make its share of the table's gradient; everything else that reads the
-    weight, or adds to its gradient, is a dense user.
+    weight, or adds to its gradient, is a dense user. The gradient of an EmbeddingBag's per-sample weights reads the
+    looked-up rows once more, and no others: it is none.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ aten = torch.ops.aten
 
 LOOKUPS = (aten.embedding.default, aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 LOOKUP_BACKWARDS = (aten.embedding_dense_backward.default, aten._embedding_bag_backward.default)
+SAMPLE_WEIGHTS_BACKWARD = aten._embedding_bag_per_sample_weights_backward.default
 RENORM = aten.embedding_renorm.default
 _BAG_KINDS = {0: "bag:sum", 1: "bag:mean", 2: "bag:max"}
 
@@ -91,7 +93,8 @@ def _table(weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: 
     backwards, dense_gradients = _gradient_terms(gradient)
     uses = tuple(_use(lookup, backwards, mutated) for lookup in lookups)
     claimed = {name for use in uses for name in use.backward}
-    dense = [n.name for n in readers if n.target not in LOOKUPS and not _needs_only_shape(n)]
+    of_rows = (*LOOKUPS, SAMPLE_WEIGHTS_BACKWARD)
+    dense = [n.name for n in readers if n.target not in of_rows and not _needs_only_shape(n)]
     dense += [n.name for n in backwards if n.name not in claimed]
     dense += [n.name for n in dense_gradients if n.name not in dense]
     value = weight.meta["val"]

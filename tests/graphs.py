@@ -1,18 +1,18 @@
-"""What the tests of passes share: captured graphs, their text, and running one as it stands.
+"""What the tests of passes share: small models, their captured graphs, the graphs' text, and running one as it stands.
 
-A graph is run by the runtime's own lowering and kernels, so that two graphs can be compared by what they compute. What
-reads as one program before `Partition` is run as one; the phases of a partitioned graph are run one after the other.
+A graph is run by the runtime's own lowering, kernels and launches, so that two graphs can be compared by what they
+compute: the joint one as one program, the phases of a partitioned one after the other.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from embrace_fx.passes.tables import find_tables
+from embrace_fx.passes.shard import ShardTables
 from embrace_fx.runtime.communicator import Communicator
 from embrace_fx.runtime.lower import lower
 from torch import Tensor, fx, nn
@@ -38,7 +38,62 @@ from embrace_fx.graph import (
 )
 from embrace_fx.ops import own_columns
 
+V, D = 10, 4
+"""Rows and columns of the tables of `Tables`."""
+
+IDS = torch.tensor([[1, 2, 2], [3, 0, 1]])
+BAG = torch.tensor([1, 2, 2, 3, 0, 1])
+OFFSETS = torch.tensor([0, 2, 2, 5])
+"""Four bags of `BAG`; the second one is empty."""
+
 Outputs = dict[OutputRole, Tensor]
+
+
+class Classifier(nn.Module):
+    """The model of most golden texts: a table with padding, one linear layer, a sum for a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(V, D, padding_idx=0)
+        self.classify = nn.Linear(D, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        vectors = self.words(ids)
+        return self.classify(vectors).sum()
+
+
+class Tables(nn.Module):
+    """Two tables, a linear layer and a vector, under a forward of the test's own, which takes the model first."""
+
+    def __init__(self, forward: Callable[..., Any], **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(V, D, **options)
+        self.other = nn.Embedding(V, D)
+        self.linear = nn.Linear(D, D)
+        self.vector = nn.Parameter(torch.linspace(0.5, 1.5, BAG.numel()))
+        self.own_forward = forward
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.table.weight
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.own_forward(self, *args, **kwargs)
+
+
+def tables_model(forward: Callable[..., Any], **options: Any) -> Tables:
+    """`Tables` in float64, its parameters the same at every call."""
+    torch.manual_seed(0)
+    return Tables(forward, **options).double()
+
+
+def classifier() -> Classifier:
+    """`Classifier` in float64, its parameters the same at every call."""
+    torch.manual_seed(0)
+    return Classifier().double()
+
+
+# ---- graphs ----
 
 
 def analysed(model: nn.Module, *args: Any, train: bool = True, **kwargs: Any) -> TrainingGraph:
@@ -52,57 +107,65 @@ def apply(graph: TrainingGraph, *passes: Pass) -> TrainingGraph:
     return graph
 
 
-def text(module: fx.GraphModule) -> str:
-    """A graph's printed text without what differs between machines: the paths of source files."""
-    printed = module.print_readable(print_output=False, include_stride=False, include_device=False)
-    lines = (re.sub(r"# File: \S*?([^/\s]+):\d+ in (\w+), code:", r"# \1, \2:", line) for line in printed.splitlines())
-    return "\n".join(line.rstrip() for line in lines)
+def sharding(*tables: str, rank: int = 0, world_size: int = 1) -> ShardTables:
+    """The pass that shards `tables`."""
+    return ShardTables(tables, (), rank, world_size)
 
 
-def table_of(graph: TrainingGraph, parameter: str) -> Table:
-    (found,) = (table for table in find_tables(graph) if table.parameter == parameter)
+def table_of(graph: TrainingGraph, parameter: str = "table.weight") -> Table:
+    (found,) = (table for table in graph.tables if table.parameter == parameter)
     return found
 
 
-def targets(module: fx.GraphModule) -> list[str]:
-    """The ops a graph calls, in order."""
-    return [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+def targets(nodes: fx.Graph | Iterable[fx.Node]) -> list[str]:
+    """The ops that nodes call, in order, without overload."""
+    listed = nodes.nodes if isinstance(nodes, fx.Graph) else nodes
+    return [str(n.target._schema.name) for n in listed if isinstance(n.target, torch._ops.OpOverload)]
 
 
-def run_graph(
-    graph: TrainingGraph, model: nn.Module, *args: Any, communicator: Communicator | None = None, seed: int = 0
-) -> Outputs:
-    """Runs a graph on a batch: role -> value.
+def text(module: fx.GraphModule) -> str:
+    """A graph's printed text, without the paths and numbers of source lines, and without the ends of lifetimes."""
+    printed = module.print_readable(print_output=False, include_stride=False, include_device=False)
+    printed = re.sub(r"# File: \S*?([^/\s]+):\d+ in (\w+), code:", r"# \1, \2:", printed)
+    printed = printed.replace("# No stacktrace found for following nodes", "# (from a pass)")
+    return "\n".join(re.sub(r";  [\w = ]+ = None$", "", line).rstrip() for line in printed.splitlines())
 
-    Tangents are drawn with `seed`. A sharded table's coalesced row gradient comes back as the dense gradient (V, d) of
-    this rank's columns, under the role that the whole table's gradient has. The model is left as it was.
+
+# ---- running ----
+
+
+def run_graph(graph: TrainingGraph, model: nn.Module, *args: Any, communicator: Communicator | None = None) -> Outputs:
+    """Runs a graph on a batch: role -> value. The model is left as it was.
+
+    Tangents and random numbers are the same at every call. A sharded table's row gradient comes back as the dense
+    gradient (V, d) of this rank's columns, under the role that the gradient of the whole table has.
 
     Args:
         communicator: the ranks; None: this process alone.
     """
     communicator = communicator or Communicator(None)
     leaves = pytree.tree_leaves((args, {}))
-    values: dict[InputRole, Any] = {}
+    values: dict[Any, Any] = {}
     found: Outputs = {}
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with torch.no_grad():
         for module in graph.phases.values() or (graph.module,):
-            arguments = [
+            inputs = [
                 values[role] if role in values else _input(role, node, model, leaves, communicator)
                 for node, role in inputs_of(module)
             ]
-            outputs = lower(module, _launches(communicator, graph))(arguments)
+            outputs = lower(module, _launches(communicator, module))(inputs)
             for (node, role), value in zip(outputs_of(module), outputs, strict=True):
                 if node is not None:
-                    (values if isinstance(role, Saved) else found)[role] = value  # type: ignore[index]
+                    (values if isinstance(role, Saved) else found)[role] = value
     return _with_whole_gradients(found, model)
 
 
-def _launches(communicator: Communicator, graph: TrainingGraph) -> Mapping[str, Any]:
-    names = [node.meta["tables"] for node in graph.graph.nodes if node.name == "ids"]
+def _launches(communicator: Communicator, module: fx.GraphModule) -> Mapping[str, Any]:
+    names = [node.meta["tables"] for node in module.graph.nodes if "tables" in node.meta]
 
-    def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Any:
-        return communicator.all_gather_ids(unique, num_rows, group, group_size, names[0])
+    def all_gather_ids(*args: Any) -> Any:
+        return communicator.all_gather_ids(*args, names[0])
 
     return {**communicator.launches(), "embrace::all_gather_ids": all_gather_ids}
 
@@ -118,13 +181,12 @@ def _input(role: InputRole, node: fx.Node, model: nn.Module, leaves: list[Any], 
         case Buffer(name):
             return model.get_buffer(name).clone()
         case BatchInput(index):
-            leaf = leaves[index]
-            return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+            return leaves[index].detach().clone()
         case Tangent(index):
             value = node.meta["val"]
             generator = torch.Generator().manual_seed(index)
             return torch.randn(tuple(map(int, value.shape)), dtype=value.dtype, generator=generator)
-    raise AssertionError(f"no phase before it saves {role}")
+    raise AssertionError(f"expected an earlier phase to save {role}, found none that does")
 
 
 def _with_whole_gradients(found: Outputs, model: nn.Module) -> Outputs:
@@ -132,37 +194,37 @@ def _with_whole_gradients(found: Outputs, model: nn.Module) -> Outputs:
     for role, ids in found.items():
         if isinstance(role, RowGradient) and role.part == "ids":
             rows = found[RowGradient(role.table, "rows")]
-            assert bool((ids[1:] > ids[:-1]).all()), "row gradients are coalesced and sorted"
+            assert bool((ids[1:] > ids[:-1]).all()), f"expected sorted unique ids, found {ids}"
             num_rows = model.get_parameter(role.table).shape[0]
             whole[Gradient(Parameter(role.table))] = rows.new_zeros((num_rows, rows.shape[1])).index_add_(0, ids, rows)
     return whole
 
 
-def assert_equal_outputs(found: Outputs, expected: Outputs, *, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Every output of the one is an output of the other, with the same value."""
-    assert found.keys() == expected.keys()
-    for role, value in expected.items():
-        torch.testing.assert_close(found[role], value, rtol=rtol, atol=atol, msg=lambda text, role=role: f"{role}: {text}")
-
-
-def mean_over_ranks(outputs: Outputs, communicator: Communicator) -> Outputs:
-    """What a rank is to end up with, from its own outputs: gradients averaged, the tables' cut to its columns later."""
-    mean: Outputs = {}
-    for role, value in outputs.items():
-        if isinstance(role, Gradient) and isinstance(role.of, Parameter):
-            value = value.clone()
-            dist.all_reduce(value, group=communicator.group)
-            value = value / communicator.world_size
-        mean[role] = value
-    return mean
+def averaged(outputs: Outputs, parameters: Collection[str], communicator: Communicator) -> Outputs:
+    """Collective: the same outputs, the gradients of `parameters` averaged over ranks."""
+    result = dict(outputs)
+    for name in sorted(parameters):
+        mean = outputs[Gradient(Parameter(name))] / communicator.world_size
+        dist.all_reduce(mean)
+        result[Gradient(Parameter(name))] = mean
+    return result
 
 
 def own_part(outputs: Outputs, sharded: Sequence[str], communicator: Communicator) -> Outputs:
-    """The same with the gradients of `sharded` tables cut to this rank's columns."""
-    own = dict(outputs)
+    """The same outputs, the gradients of `sharded` tables cut to this rank's columns."""
+    result = dict(outputs)
     for name in sharded:
-        role = Gradient(Parameter(name))
-        first, last = own_columns(own[role].shape[1], communicator.world_size, communicator.rank)
-        own[role] = own[role][:, first:last]
-    return own
+        whole = outputs[Gradient(Parameter(name))]
+        first, last = own_columns(whole.shape[1], communicator.world_size, communicator.rank)
+        result[Gradient(Parameter(name))] = whole[:, first:last]
+    return result
 
+
+def assert_equal_outputs(found: Outputs, expected: Outputs, *, tolerance: float = 1e-12) -> None:
+    """The same outputs, each with the same value."""
+    __tracebackhide__ = True
+    assert found.keys() == expected.keys()
+    for role, value in expected.items():
+        torch.testing.assert_close(
+            found[role], value, rtol=tolerance, atol=tolerance, msg=lambda difference, role=role: f"{role}: {difference}"
+        )

@@ -41,7 +41,8 @@ class Tagger(nn.Module):
         self.classify = nn.Linear(DIM, NUM_CLASSES)
 
     def hidden(self, ids_BL: Tensor) -> Tensor:
-        return torch.tanh(self.table(ids_BL))
+        rows_BLD: Tensor = self.table(ids_BL)
+        return rows_BLD.tanh()
 
     def forward(self, ids_BL: Tensor, weight_BL: Tensor | None = None, times: int = 1) -> tuple[Tensor, int]:
         logits = self.classify(self.hidden(ids_BL)).flatten(0, 1)
@@ -55,20 +56,32 @@ class LongAndShort(Tagger):
     """Takes another path for long texts."""
 
     def hidden(self, ids_BL: Tensor) -> Tensor:
-        rows = super().hidden(ids_BL)
-        return rows if ids_BL.shape[1] <= 6 else rows.cumsum(1)
+        rows_BLD = super().hidden(ids_BL)
+        return rows_BLD if ids_BL.shape[1] <= 6 else rows_BLD.cumsum(1)
 
 
 class Unreadable(Tagger):
     """Has a function that Dynamo must leave alone: the second route of the capture takes it."""
 
     def hidden(self, ids_BL: Tensor) -> Tensor:
-        return _outside_of_dynamo(super().hidden(ids_BL))
+        outside: Callable[[Tensor], Tensor] = torch.compiler.disable(_times_length)
+        return outside(super().hidden(ids_BL))
 
 
-@torch.compiler.disable
-def _outside_of_dynamo(rows: Tensor) -> Tensor:
-    return rows * rows.shape[1]
+class OptionallyWeighted(Tagger):
+    """Reads one parameter more where it is given weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharpness = nn.Parameter(torch.ones(()))
+
+    def forward(self, ids_BL: Tensor, weight_BL: Tensor | None = None, times: int = 1) -> tuple[Tensor, int]:
+        sharpened = None if weight_BL is None else weight_BL**self.sharpness
+        return super().forward(ids_BL, sharpened, times)
+
+
+def _times_length(rows_BLD: Tensor) -> Tensor:
+    return rows_BLD * rows_BLD.shape[1]
 
 
 class LossOnly(nn.Module):
@@ -114,7 +127,8 @@ def eager_step(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[float, int]
     loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 0.1 * parameter.grad
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=0.1)
             parameter.grad = None
     return loss.item(), size
 
@@ -126,9 +140,9 @@ def assert_trains_alike(
     eager = make(kind)
     compiled = compile_model(make(kind), dynamic)
     for batch in batches:
-        found, expected = train_step(compiled, *batch), eager_step(eager, *batch)
-        assert found == (pytest.approx(expected[0], rel=1e-9), expected[1])
-        assert type(found[1]) is int
+        (loss, size), (expected_loss, expected_size) = train_step(compiled, *batch), eager_step(eager, *batch)
+        assert loss == pytest.approx(expected_loss, rel=1e-9)
+        assert size == expected_size
     assert_same(whole(compiled.named_parameters()), whole(eager.named_parameters()), torch.float64)
     return compiled
 
@@ -289,6 +303,19 @@ def test_no_rank_hangs_when_one_meets_the_limit(who: tuple[int, ...]) -> None:
         assert "2 captures do not suffice" in str(error)
     if who == (1,):
         assert str(errors[0]).startswith("rank 1: ")
+
+
+def _use_fewer_parameters(rank: int, world_size: int) -> None:
+    compiled = compile_model(make(OptionallyWeighted))
+    weight = torch.rand(3, 4, dtype=torch.float64)
+    train_step(compiled, ids_of(3, 4), weight)
+    train_step(compiled, ids_of(3, 4), None if rank == 1 else weight)
+
+
+def test_a_batch_that_leads_past_a_parameter_is_an_error_on_all_ranks() -> None:
+    for error in run_ranks_expecting_errors(2, _use_fewer_parameters):
+        assert type(error) is PeerFailure
+        assert str(error).startswith("rank 1: expected a batch of other shapes to launch the same collectives")
 
 
 @pytest.mark.long
