@@ -158,7 +158,7 @@ class Network:
         output: Path | None = None,
         errors: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Starts a rank's command on its host; it is killed when the network ends, or this process.
+        """Starts a rank's command on its host; its process is killed when the network ends, or this process.
 
         Its environment has what `torch.distributed.init_process_group("gloo")` reads (RANK, WORLD_SIZE, MASTER_ADDR,
         MASTER_PORT, GLOO_SOCKET_IFNAME), each rank the only one of its host.
@@ -336,7 +336,7 @@ def _transfer_mbit(sender: _Host, receiver: _Host) -> float:
 
 def _send_until(source: socket.socket, enough: threading.Event) -> None:
     chunk = bytes(RECEIVE_BUFFER_BYTES)
-    with source:
+    with source, contextlib.suppress(ConnectionError):  # the receiver was interrupted
         while not enough.is_set():
             source.sendall(chunk)
 

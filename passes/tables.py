@@ -86,37 +86,35 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 
 
 def _table(weight: fx.Node, role: Parameter, gradient: fx.Node | None, mutated: frozenset[Any]) -> Table | None:
-    readers, max_norm = _readers(weight)
-    lookups = [n for n in readers if n.target in LOOKUPS]
+    readers, copies = _readers(weight)
+    lookups = [n for n in readers if n.target in LOOKUPS and argument(n, "weight") in copies]
     if not lookups:
         return None
     backwards, dense_gradients = _gradient_terms(gradient)
     uses = tuple(_use(lookup, backwards, mutated) for lookup in lookups)
     claimed = {name for use in uses for name in use.backward}
-    of_rows = (*LOOKUPS, SAMPLE_WEIGHTS_BACKWARD)
-    dense = [n.name for n in readers if n.target not in of_rows and not _needs_only_shape(n)]
+    of_rows = [*lookups, *(n for n in readers if n.target is SAMPLE_WEIGHTS_BACKWARD)]
+    dense = [n.name for n in readers if n not in of_rows and not _needs_only_shape(n)]
     dense += [n.name for n in backwards if n.name not in claimed]
     dense += [n.name for n in dense_gradients if n.name not in dense]
     value = weight.meta["val"]
+    max_norm = len(copies) > 1
     return Table(role.name, value.shape[0], value.shape[1], value.dtype, uses, tuple(dense), max_norm)
 
 
-def _readers(weight: fx.Node) -> tuple[list[fx.Node], bool]:
-    """Nodes that read the weight, seen through the copies that `max_norm` makes; whether there were any."""
+def _readers(weight: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Nodes that read the weight, seen through the copies that `max_norm` makes; the weight and those copies."""
     readers: list[fx.Node] = []
-    renormed = False
-    waiting = [weight]
-    while waiting:
-        node = waiting.pop(0)
+    copies = [weight]
+    for node in copies:
         for user in node.users:
             if user.op == "output":
                 continue
             if user.target is RENORM or (user.target is aten.clone.default and _feeds_renorm(user)):
-                renormed = True
-                waiting.append(user)
+                copies.append(user)
             else:
                 readers.append(user)
-    return readers, renormed
+    return readers, copies
 
 
 def _feeds_renorm(node: fx.Node) -> bool:

@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from embrace_fx.passes.shard import ShardTables
-from embrace_fx.runtime.communicator import Communicator
-from embrace_fx.runtime.lower import lower
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -37,6 +34,9 @@ from embrace_fx.graph import (
     outputs_of,
 )
 from embrace_fx.ops import own_columns
+from embrace_fx.passes.shard import ShardTables
+from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.lower import lower
 
 V, D = 10, 4
 """Rows and columns of the tables of `Tables`."""
@@ -134,20 +134,23 @@ def text(module: fx.GraphModule) -> str:
 # ---- running ----
 
 
-def run_graph(graph: TrainingGraph, model: nn.Module, *args: Any, communicator: Communicator | None = None) -> Outputs:
+def run_graph(
+    graph: TrainingGraph, model: nn.Module, *args: Any, communicator: Communicator | None = None, seed: int = 0
+) -> Outputs:
     """Runs a graph on a batch: role -> value. The model is left as it was.
 
-    Tangents and random numbers are the same at every call. A sharded table's row gradient comes back as the dense
-    gradient (V, d) of this rank's columns, under the role that the gradient of the whole table has.
+    Tangents are the same at every call. A sharded table's row gradient comes back as the dense gradient (V, d) of this
+    rank's columns, under the role that the gradient of the whole table has.
 
     Args:
         communicator: the ranks; None: this process alone.
+        seed: of the random numbers that the graph draws.
     """
     communicator = communicator or Communicator(None)
     leaves = pytree.tree_leaves((args, {}))
     values: dict[Any, Any] = {}
     found: Outputs = {}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with torch.no_grad():
         for module in graph.phases.values() or (graph.module,):
             inputs = [
@@ -226,5 +229,9 @@ def assert_equal_outputs(found: Outputs, expected: Outputs, *, tolerance: float 
     assert found.keys() == expected.keys()
     for role, value in expected.items():
         torch.testing.assert_close(
-            found[role], value, rtol=tolerance, atol=tolerance, msg=lambda difference, role=role: f"{role}: {difference}"
+            found[role],
+            value,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda difference, role=role: f"{role}: {difference}",
         )

@@ -46,7 +46,9 @@ def is_running(pid: int) -> bool:
 def wait_until_gone(pids: list[int], inside: set[str]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while any(map(is_running, pids)) or inside & namespaces():
-        assert time.monotonic() < deadline, f"left behind: {[p for p in pids if is_running(p)]}, {inside & namespaces()}"
+        assert time.monotonic() < deadline, (
+            f"left behind: {[p for p in pids if is_running(p)]}, {inside & namespaces()}"
+        )
         time.sleep(0.05)
 
 
@@ -118,7 +120,10 @@ def test_a_rank_that_fails_ends_the_others_and_shows_its_errors() -> None:
 
 def test_a_rank_that_takes_too_long_is_named() -> None:
     program = "import os, time; time.sleep(600 * (os.environ['RANK'] == '1'))"
-    with network(LINKS) as hosts, pytest.raises(RankFailed, match=r"within 1 s, in run\(\), found rank\(s\) \[1\] busy"):
+    with (
+        network(LINKS) as hosts,
+        pytest.raises(RankFailed, match=r"within 1 s, in run\(\), found rank\(s\) \[1\] busy"),
+    ):
         hosts.run(python(program), timeout_s=1)
 
 

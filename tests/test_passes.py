@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+from embrace_fx.compiler import Pass
+from embrace_fx.graph import TrainingGraph
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.narrow import NarrowExchange
 from embrace_fx.passes.partition import Partition
@@ -15,10 +19,6 @@ from embrace_fx.passes.reduce import ReduceGradients
 from embrace_fx.passes.replicas import GlobalFrequency
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.tables import FindTables
-from torch import Tensor, nn
-
-from embrace_fx.compiler import Pass
-from embrace_fx.graph import TrainingGraph
 from tests.golden import check_golden
 from tests.graphs import analysed, apply, assert_equal_outputs, run_graph, table_of, text
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from embrace_fx.passes.planner import shard_blocker
-from embrace_fx.passes.tables import FindTables, argument, draws_randomly, extract_ids, set_argument
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from embrace_fx.capture import capture
 from embrace_fx.graph import Table, TrainingGraph, inputs_of, outputs_of
+from embrace_fx.passes.planner import shard_blocker
+from embrace_fx.passes.tables import FindTables, argument, draws_randomly, extract_ids, set_argument
 from tests.golden import check_golden
 from tests.graphs import BAG, IDS, OFFSETS, Tables, analysed, table_of, tables_model, text
 
@@ -71,9 +71,7 @@ CASES: dict[str, Case] = {
     "ids from a parameter": Case(
         lambda m, x: m.table((m.vector[:3] * 2).long()) + x.unsqueeze(-1), "its ids depend on parameters"
     ),
-    "ids from another table": Case(
-        lambda m, x: m.table(m.other(x).argmax(-1)), "its ids depend on parameters"
-    ),
+    "ids from another table": Case(lambda m, x: m.table(m.other(x).argmax(-1)), "its ids depend on parameters"),
     "ids from a parameter's shape": Case(lambda m, x: m.table(x % m.vector.shape[0])),
     "random ids": Case(lambda m, x: m.table(torch.randint(10, (3,))) + x.unsqueeze(-1)),
     "a sum bag": Case(bag, None, ONE_BAG, args=OFFSET_BAG),
@@ -91,9 +89,7 @@ CASES: dict[str, Case] = {
     "a bag and a lookup": Case(
         lambda m, x, o: bag(m, x, o).sum() * m.table(x).sum(), None, (("bag:sum", 1), ("embedding", 1)), args=OFFSET_BAG
     ),
-    "a weighted bag": Case(
-        lambda m, x, o: bag(m, x, o, per_sample_weights=m.vector), None, ONE_BAG, args=OFFSET_BAG
-    ),
+    "a weighted bag": Case(lambda m, x, o: bag(m, x, o, per_sample_weights=m.vector), None, ONE_BAG, args=OFFSET_BAG),
     "a weighted bag and a projection": Case(
         lambda m, x, o: bag(m, x, o, per_sample_weights=m.vector) @ m.weight.t(),
         "also read densely (t",
@@ -167,6 +163,17 @@ def test_finding_tables_changes_no_graph() -> None:
 
     assert found.module is captured.module
     assert captured.tables == ()
+
+
+def test_what_a_lookup_reads_besides_its_weight_is_no_table() -> None:
+    """A weighted bag's weights and frozen ids are parameters that a lookup reads too."""
+    model = tables_model(lambda m, x, o: bag(m, m.get_parameter("fixed"), o, per_sample_weights=m.vector))
+    model.fixed = nn.Parameter(BAG, requires_grad=False)
+
+    (table,) = analysed(model, BAG, OFFSETS).tables
+
+    assert table.parameter == "table.weight"
+    assert table.uses[0].ids_from_batch is False
 
 
 def test_a_model_without_lookups_has_no_tables() -> None:
@@ -281,6 +288,7 @@ def test_arguments_by_name_with_their_defaults() -> None:
 
     set_argument(node, "scale_grad_by_freq", True)
 
-    assert node.args[2:] == (-1, False, True)
+    assert node.args[2:] == (-1, True)
+    assert argument(node, "scale_grad_by_freq") is True
     with pytest.raises(KeyError, match="expected an argument 'pad' of aten.embedding.default, found aten::embedding"):
         argument(node, "pad")

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from embrace_fx.passes.collectives import collective_sequence, sequence_hash
-from embrace_fx.passes.verify import VerificationError, verify
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -35,6 +33,8 @@ from embrace_fx.graph import (
     TrainingGraph,
     set_outputs,
 )
+from embrace_fx.passes.collectives import collective_sequence, sequence_hash
+from embrace_fx.passes.verify import VerificationError, verify
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -131,7 +131,9 @@ def bytes_per_step(step: Callable[[], object], counter: Counter) -> float:
     return sum(sent - before.get(key, 0) for key, sent in counter().items()) / STEPS
 
 
-def train_compiled(rank: int, world_size: int, workload: Workload, strategy: str, autocast: bool, counter: Counter) -> Sent:
+def train_compiled(
+    rank: int, world_size: int, workload: Workload, strategy: str, autocast: bool, counter: Counter
+) -> Sent:
     """Trains on one batch again and again, for the plan predicts the step of the first one."""
     model = workload.make(torch.float32, seed=0)
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1), strategy=strategy)
