@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 import embrace_fx
@@ -56,8 +57,6 @@ def language_model() -> tuple[nn.Module, Batch]:
 
 
 def bert() -> tuple[nn.Module, Batch]:
-    import transformers
-
     class Loss(nn.Module):
         def __init__(self) -> None:
             super().__init__()

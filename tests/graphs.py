@@ -58,8 +58,8 @@ class Classifier(nn.Module):
         self.classify = nn.Linear(D, 3)
 
     def forward(self, ids: Tensor) -> Tensor:
-        vectors = self.words(ids)
-        return self.classify(vectors).sum()
+        scores: Tensor = self.classify(self.words(ids))
+        return scores.sum()
 
 
 class Tables(nn.Module):
@@ -74,7 +74,7 @@ class Tables(nn.Module):
         self.own_forward = forward
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> Tensor:
         return self.table.weight
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,8 +167,8 @@ def run_graph(
 def _launches(communicator: Communicator, module: fx.GraphModule) -> Mapping[str, Any]:
     names = [node.meta["tables"] for node in module.graph.nodes if "tables" in node.meta]
 
-    def all_gather_ids(*args: Any) -> Any:
-        return communicator.all_gather_ids(*args, names[0])
+    def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Any:
+        return communicator.all_gather_ids(unique, num_rows, group, group_size, names[0])
 
     return {**communicator.launches(), "embrace::all_gather_ids": all_gather_ids}
 
@@ -193,7 +193,7 @@ def _input(role: InputRole, node: fx.Node, model: nn.Module, leaves: list[Any], 
 
 
 def _with_whole_gradients(found: Outputs, model: nn.Module) -> Outputs:
-    whole = {role: value for role, value in found.items() if not isinstance(role, RowGradient)}
+    whole: Outputs = {role: value for role, value in found.items() if not isinstance(role, RowGradient)}
     for role, ids in found.items():
         if isinstance(role, RowGradient) and role.part == "ids":
             rows = found[RowGradient(role.table, "rows")]
@@ -233,5 +233,5 @@ def assert_equal_outputs(found: Outputs, expected: Outputs, *, tolerance: float 
             value,
             rtol=tolerance,
             atol=tolerance,
-            msg=lambda difference, role=role: f"{role}: {difference}",
+            msg=f"{role}: found {found[role]}, expected {value}",
         )

@@ -129,12 +129,17 @@ def test_a_rank_that_takes_too_long_is_named() -> None:
 
 def test_an_exception_leaves_nothing_behind() -> None:
     own = namespaces()
-    pids = []
-    with pytest.raises(ZeroDivisionError), network(LINKS) as hosts:
-        pids = [hosts.start(rank, ["sleep", "600"]).pid for rank in range(2)]
-        inside = namespaces() - own
-        raise ZeroDivisionError
+    pids: list[int] = []
+    inside: set[str] = set()
 
+    def start_and_fail() -> None:
+        with network(LINKS) as hosts:
+            pids.extend(hosts.start(rank, ["sleep", "600"]).pid for rank in range(2))
+            inside.update(namespaces() - own)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        start_and_fail()
     wait_until_gone(pids, inside)
 
 

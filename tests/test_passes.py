@@ -1,4 +1,4 @@
-"""Every pass: its golden text, the values it must keep, its illegal twins, and nothing changed where nothing matches."""
+"""Every pass: golden text, the values it keeps, illegal twins, and nothing changed where nothing matches."""
 
 from __future__ import annotations
 
@@ -48,13 +48,14 @@ class Cast(Plain):
     """As under autocast: the rows are used in a narrower dtype."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = self.table(ids).to(torch.bfloat16)
+        rows: Tensor = self.table(ids).to(torch.bfloat16)
         return rows.square().float().sum() + self.dense.weight.sum()
 
 
 class CastWider(Plain):
     def forward(self, ids: Tensor) -> Tensor:
-        return self.table(ids).double().square().sum() + self.dense.weight.sum()
+        rows: Tensor = self.table(ids)
+        return rows.double().square().sum() + self.dense.weight.sum()
 
 
 class Scaled(Plain):
@@ -156,7 +157,8 @@ class Tied(nn.Module):
         self.table = nn.Embedding(6, 4)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return (self.table(ids) @ self.table.weight.t()).square().sum()
+        rows: Tensor = self.table(ids)
+        return (rows @ self.table.weight.t()).square().sum()
 
 
 class Renormed(Plain):
@@ -185,7 +187,9 @@ class TwoPaddings(Plain):
 class LearnedIds(Plain):
     def forward(self, ids: Tensor) -> Tensor:
         chosen = self.dense.weight.argmax(dim=0)
-        return self.table(chosen).square().sum() + self.table(ids).sum()
+        rows: Tensor = self.table(chosen)
+        others: Tensor = self.table(ids)
+        return rows.square().sum() + others.sum()
 
 
 @pytest.mark.parametrize(

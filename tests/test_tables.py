@@ -182,10 +182,11 @@ def test_a_model_without_lookups_has_no_tables() -> None:
 
 def story(model: Tables, x: Tensor, offsets: Tensor) -> Tensor:
     """Every kind of use, for the golden text."""
-    words = model.table(x) + model.table((x + 1) % 10)
+    words: Tensor = model.table(x) + model.table((x + 1) % 10)
     tags = F.embedding_bag(x, model.other.weight, offsets, mode="mean", padding_idx=3)
     logits = model.linear(tags) @ model.other.weight.t()
-    return words.sum() + logits.sum()
+    loss: Tensor = words.sum() + logits.sum()
+    return loss
 
 
 def listing(table: Table) -> str:
@@ -223,7 +224,8 @@ def run(module: fx.GraphModule, batch: Tensor) -> list[Tensor]:
 
 def two_tables(model: Tables, x: Tensor) -> Tensor:
     shifted = (x + 1).clamp(max=9)
-    return model.table(shifted) + model.other(shifted % x.shape[1]) + model.other(torch.arange(3))
+    rows: Tensor = model.table(shifted) + model.other(shifted % x.shape[1]) + model.other(torch.arange(3))
+    return rows
 
 
 def test_golden_of_the_extracted_ids() -> None:
@@ -290,5 +292,7 @@ def test_arguments_by_name_with_their_defaults() -> None:
 
     assert node.args[2:] == (-1, True)
     assert argument(node, "scale_grad_by_freq") is True
-    with pytest.raises(KeyError, match="expected an argument 'pad' of aten.embedding.default, found aten::embedding"):
+    with pytest.raises(
+        KeyError, match=r"expected an argument 'pad' of aten\.embedding\.default, found aten::embedding"
+    ):
         argument(node, "pad")

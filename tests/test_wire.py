@@ -237,7 +237,7 @@ def test_ddp_sends_what_the_plan_says_of_it(world_size: int) -> None:
 
 
 def report_from_host() -> None:
-    """What a rank of the test below runs: prints what it sends, by its interface's counter, for 1000 and 10,000 rows."""
+    """What a rank of the test below runs: prints what it sends, by its interface, for 1000 and 10,000 rows."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = [
