@@ -186,7 +186,7 @@ def _(gradients: Sequence[Tensor], scale: float) -> Tensor:
     return gradients[0].new_empty((sum(g.numel() for g in gradients),))
 
 
-define("embrace::unpack_bucket", "(Tensor(a) flat, Tensor[] like) -> Tensor(a)[]")
+define("embrace::unpack_bucket", "(Tensor(a -> *) flat, Tensor[] like) -> Tensor(a)[]")
 
 
 @register_fake("embrace::unpack_bucket")

@@ -26,6 +26,8 @@ from embrace_fx.passes.tables import LOOKUP_BACKWARDS
 aten = torch.ops.aten
 embrace = torch.ops.embrace
 _CAST = aten._to_copy.default
+_EXCHANGED = frozenset({torch.float32, torch.float16, torch.bfloat16})
+"""The narrow dtypes that every back end's AlltoAll takes."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def _narrower(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtyp
     if len(dtypes) != 1:
         return None
     (dtype,) = dtypes
-    if not isinstance(dtype, torch.dtype) or dtype.itemsize >= wide.itemsize:
+    if dtype not in _EXCHANGED or dtype.itemsize >= wide.itemsize:
         return None
     return dtype if all(_grad_comes_from(gradient, dtype) for gradient in gradients) else None
 

@@ -129,12 +129,12 @@ def _exchange_ids(graph: TrainingGraph, rewriter: Rewriter, tables: list[Table],
 def _hoist(nodes: list[fx.Node]) -> fx.Node:
     """Moves what computes `nodes` to the head of the graph; returns the node before which the exchange goes."""
     head = first_after_placeholders(nodes[0].graph)
-    for node in nodes:
-        for needed in ids_cone(node):
-            if needed is head:
-                head = head.next
-            else:
-                head.prepend(needed)
+    cones = (needed for node in nodes for needed in ids_cone(node))
+    for needed in dict.fromkeys(cones):  # once each: a second move would put what they share behind its first users
+        if needed is head:
+            head = head.next
+        else:
+            head.prepend(needed)
     return head
 
 

@@ -60,6 +60,22 @@ class LongAndShort(Tagger):
         return rows_BLD if ids_BL.shape[1] <= 6 else rows_BLD.cumsum(1)
 
 
+class Placed(Tagger):
+    """Looks up positions and the previous word too, whose ids are made from the same sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Embedding(20, DIM)
+        self.previous = nn.Embedding(NUM_WORDS, DIM)
+
+    def hidden(self, ids_BL: Tensor) -> Tensor:
+        previous_BL = ids_BL.new_zeros(ids_BL.shape)
+        previous_BL[:, 1:] = ids_BL[:, :-1]
+        positions_BL = torch.arange(ids_BL.shape[1]).expand(ids_BL.shape[0], -1)
+        rows_BLD: Tensor = self.position(positions_BL) + self.previous(previous_BL)
+        return super().hidden(ids_BL) + rows_BLD
+
+
 class Unreadable(Tagger):
     """Has a function that Dynamo must leave alone: the second route of the capture takes it."""
 
@@ -179,6 +195,16 @@ def test_a_size_the_model_asks_for_splits_the_captures() -> None:
     lengths = (4, 5, 6, 3, 8, 9, 20, 4)
     compiled = assert_trains_alike([(ids_of(3, length),) for length in lengths], LongAndShort)
     assert captures(compiled) == 3  # the first length; up to six; longer
+
+
+def test_ids_made_from_the_same_sizes_are_exchanged_together() -> None:
+    compiled = assert_trains_alike([(ids_of(3, length),) for length in (4, 6, 3)], Placed, dynamic=True)
+    assert captures(compiled) == 1
+    assert {each.parameter for each in compiled.plan if each.strategy == "alltoall"} == {
+        "table.weight",
+        "position.weight",
+        "previous.weight",
+    }
 
 
 def test_the_second_route_takes_varying_sizes() -> None:

@@ -79,8 +79,8 @@ def make_gpt2() -> transformers.GPT2LMHeadModel:
     return transformers.GPT2LMHeadModel(config)
 
 
-def make_t5(layers: int = 2, tied: bool = True) -> nn.Module:
-    general: dict[str, Any] = {"decoder_start_token_id": PAD, "tie_word_embeddings": tied}
+def make_t5(layers: int = 2) -> nn.Module:
+    general: dict[str, Any] = {"decoder_start_token_id": PAD}
     config = transformers.T5Config(
         vocab_size=NUM_WORDS,
         d_model=32,
@@ -109,7 +109,7 @@ def make_marian(layers: int = 2) -> nn.Module:
 
 
 def make_bart() -> nn.Module:
-    """Source and target share a table, the softmax has its own."""
+    """As Marian, with positions that are learnt."""
     config = transformers.BartConfig(vocab_size=NUM_WORDS, encoder_layers=2, decoder_layers=2, **_ENCODER_DECODER)
     return transformers.BartForConditionalGeneration(config)
 
@@ -181,7 +181,6 @@ TRAININGS = {
 }
 LONG = {
     "t5": Training(make_t5, "translation", partial(SGD, lr=0.1, momentum=0.9), THREE),
-    "t5 untied": Training(partial(make_t5, tied=False), "translation", SGD_01, THREE),
     "marian": Training(make_marian, "translation", ADAGRAD, THREE),
     "bart": Training(make_bart, "translation", SGD_01, THREE),
     "gpt2 without cache": Training(make_gpt2, "language", ADAM, THREE, {"use_cache": False}),
@@ -189,9 +188,8 @@ LONG = {
 T5_BIASES = {f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight" for part in ("encoder", "decoder")}
 """Tables too, of a row per distance; what they are looked up with follows from the sizes."""
 SHARDED_IN_LONG = {
-    "t5 untied": {"shared.weight", *T5_BIASES},
     "marian": {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"},
-    "bart": {"model.shared.weight", "model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"},
+    "bart": {f"model.{part}.embed_{of}.weight" for part in ("encoder", "decoder") for of in ("tokens", "positions")},
 }
 
 
