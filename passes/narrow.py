@@ -82,7 +82,7 @@ def _narrower(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtyp
     if len(dtypes) != 1:
         return None
     (dtype,) = dtypes
-    if dtype not in _EXCHANGED or dtype.itemsize >= wide.itemsize:
+    if not isinstance(dtype, torch.dtype) or dtype not in _EXCHANGED or dtype.itemsize >= wide.itemsize:
         return None
     return dtype if all(_grad_comes_from(gradient, dtype) for gradient in gradients) else None
 

@@ -81,11 +81,12 @@ class OneTable(nn.Module):
 
 @dataclass(frozen=True)
 class OneTableWorkload:
-    """`num_ids` different ids on rank 0 and fewer on the others, none of them the padding row."""
+    """`num_ids` different ids on rank 0 and fewer on the others, none the padding row, `repeated` of them once more."""
 
     num_rows: int = 1000
     embedding_dim: int = 100
     num_ids: int = 300
+    repeated: int = 50
     padding_idx: int | None = None
     max_norm: float | None = None
     scale_grad_by_freq: bool = False
@@ -106,7 +107,7 @@ class OneTableWorkload:
     def batches(self, step: int, rank: int, seed: int) -> tuple[Tensor, ...]:
         random = torch.Generator().manual_seed(rank)
         different = 1 + torch.randperm(3 * self.num_ids, generator=random)[: self.num_ids - 40 * rank]
-        return (torch.cat([different, different[:50]]),)  # the repeated ones travel once
+        return (torch.cat([different, different[: self.repeated]]),)
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,13 @@ def test_bytes_of_a_sharded_table_do_not_depend_on_its_rows(world_size: int) -> 
     assert sent_large[0].ddp_bytes == 10 * sent_small[0].ddp_bytes
 
 
+def test_repeated_ids_travel_once() -> None:
+    few, many = on_ranks(2, OneTableWorkload(repeated=0)), on_ranks(2, OneTableWorkload(repeated=200))
+
+    for rank in range(2):
+        assert many[rank].measured_bytes == pytest.approx(few[rank].measured_bytes, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("world_size", "workload", "autocast"),
     [
@@ -237,7 +245,7 @@ def test_ddp_sends_what_the_plan_says_of_it(world_size: int) -> None:
 
 
 def report_from_host() -> None:
-    """What a rank of the test below runs: prints what it sends, by its interface, for 1000 and 10,000 rows."""
+    """What a rank of the test below runs: prints what its interface sends for 1000 and for 10,000 rows."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = [
