@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -122,7 +123,8 @@ def test_golden_phases() -> None:
 
 def test_golden_captured() -> None:
     graph = FindTables()(analysed(Plain(), IDS))
-    check_golden("captured", f"{text(graph.module)}\n\n{graph.tables[0]}")
+    found = re.sub(r"source='[^']*'", "source=...", str(graph.tables[0]))  # a path of this machine
+    check_golden("captured", f"{text(graph.module)}\n\n{found}")
 
 
 @pytest.mark.parametrize("case", SAME_VALUES, ids=lambda case: case.name)
