@@ -101,3 +101,17 @@ help: ## print this list
 	    /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .ONESHELL:
+
+##@ Measure
+
+.PHONY: bench-quick
+bench-quick: $(READY) ## compare systems on limited links: 4 ranks, two models, minutes (benchmarks/results)
+	$(BIN)/python -m benchmarks.lab quick --minutes 5
+
+.PHONY: bench
+bench: $(READY) bench-peers ## compare every system on every model: 8 ranks, up to two hours; goes on where it was
+	$(BIN)/python -m benchmarks.lab full --minutes 115
+
+.PHONY: bench-peers
+bench-peers: $(READY) ## make the environments of TorchRec and Horovod (build/peers), minutes
+	benchmarks/peers/environments.sh $(BIN)/python $(TORCH)

@@ -3,9 +3,10 @@
     python benchmarks/overhead.py --output benchmarks/results
 
 Two models, one CPU thread, the same batch: an LSTM language model over 100 steps and BERT-base for question answering.
-Rounds alternate (eager, compiled, eager, compiled, ...), each side in a process of its own: in one process they share
-an allocator, whose state weighs more than the difference. A round's figure is the median of its steps after a warm-up;
-the result is the median of the rounds' ratios. "allreduce" is forward and backward with every gradient dense, as
+Each system has a process of its own (in one process they share an allocator, whose state weighs more than the
+difference), and they take turns step by step, so that a disturbance of the machine meets all alike. A round's figure
+is the median of the ratios of neighbouring steps after a warm-up; the result is the median of the rounds, which start
+new processes. "allreduce" is forward and backward with every gradient dense, as
 eager's; "auto" is the whole training step, SGD included, with the strategy left to the compiler. Capture is compared
 with the first forward and backward of `torch.compile(backend="aot_eager")`, less one eager step.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -75,13 +77,18 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {"lstm_100_steps": la
 
 
 WARM_UP_STEPS = 3
-SYSTEMS = ("eager", "allreduce", "auto")
-"""Eager, and compiled with a strategy."""
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_MMAP_THRESHOLD_": str(2**36)}
+"""Has glibc keep freed memory, on both sides. Whether it gives memory back, to be faulted in again at the next step,
+depends on what happens to lie at the end of the heap: without this, two processes of one system differ by 20 %."""
+PARTS = {"allreduce": "pass", "auto": "step"}
+"""Strategy -> the part of a step in which it is compared with eager."""
+
+SYSTEMS = ("eager", *PARTS)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Median over rounds of a compiled step over an eager one, with the smallest and largest round."""
+    """A compiled step over an eager one: median over rounds, with the smallest and largest round."""
 
     model: str
     strategy: str
@@ -92,39 +99,67 @@ class StepResult:
     ratio_max: float
 
 
-def step_ms(name: str, system: str, steps: int) -> dict[str, float]:
-    """Median milliseconds of a step in this process: "pass" is forward and backward, "step" the SGD update too."""
+def serve_steps(name: str, system: str) -> None:
+    """Runs a step for each line of standard input; prints its milliseconds: forward and backward, and all of it."""
     torch.manual_seed(0)
     model, batch = MODELS[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if system != "eager":
         model = embrace_fx.compile(model, optimizer=optimizer, strategy=system)
-    passes, whole = [], []
-    for _ in range(steps + WARM_UP_STEPS):
+    for _ in sys.stdin:
         start = time.perf_counter()
         optimizer.zero_grad()
         model(**batch).backward()
         between = time.perf_counter()
         optimizer.step()
-        passes.append((between - start) * 1e3)
-        whole.append((time.perf_counter() - start) * 1e3)
-    return {"pass": statistics.median(passes[WARM_UP_STEPS:]), "step": statistics.median(whole[WARM_UP_STEPS:])}
+        print(json.dumps({"pass": (between - start) * 1e3, "step": (time.perf_counter() - start) * 1e3}), flush=True)
+
+
+class Server:
+    """A process of its own that runs steps of one system, one at a time."""
+
+    def __init__(self, name: str, system: str) -> None:
+        command = [sys.executable, __file__, "--serve", name, system]
+        environment = {**os.environ, **KEEP_MEMORY}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for _ in range(WARM_UP_STEPS):
+            self.step()
+
+    def step(self) -> dict[str, float]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        found: dict[str, float] = json.loads(self._process.stdout.readline())
+        return found
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 def measure_steps(name: str, rounds: int, steps: int) -> list[StepResult]:
-    """Alternating rounds of all systems on one model."""
-    found: dict[str, list[dict[str, float]]] = {system: [] for system in SYSTEMS}
+    """Rounds of fresh processes; in a round the systems take turns step by step, there and back."""
+    ratios: dict[str, list[float]] = {system: [] for system in PARTS}
+    figures: dict[str, list[tuple[float, float]]] = {system: [] for system in PARTS}
     for _ in range(rounds):
-        for system, figures in found.items():
-            figures.append(json.loads(_in_fresh_process("--step-only", name, system, str(steps))))
+        servers = {system: Server(name, system) for system in SYSTEMS}
+        found: dict[str, list[dict[str, float]]] = {system: [] for system in SYSTEMS}
+        for turn in range(steps):
+            for system in SYSTEMS if turn % 2 == 0 else reversed(SYSTEMS):
+                found[system].append(servers[system].step())
+        for server in servers.values():
+            server.close()
+        for system, part in PARTS.items():
+            pairs = [(e[part], c[part]) for e, c in zip(found["eager"], found[system], strict=True)]
+            ratios[system].append(statistics.median(compiled / eager for eager, compiled in pairs))
+            figures[system] += pairs
     results = []
-    for system, part in (("allreduce", "pass"), ("auto", "step")):
-        pairs = [(e[part], c[part]) for e, c in zip(found["eager"], found[system], strict=True)]
-        ratios = [compiled / eager for eager, compiled in pairs]
-        eager_ms, compiled_ms = (statistics.median(pair[k] for pair in pairs) for k in (0, 1))
-        results.append(
-            StepResult(name, system, eager_ms, compiled_ms, statistics.median(ratios), min(ratios), max(ratios))
-        )
+    for system, values in ratios.items():
+        eager_ms, compiled_ms = (statistics.median(pair[k] for pair in figures[system]) for k in (0, 1))
+        ratio = statistics.median(values)
+        results.append(StepResult(name, system, eager_ms, compiled_ms, ratio, min(values), max(values)))
     return results
 
 
@@ -173,18 +208,17 @@ def measure_captures(rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=15, help="steps of a round")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a round")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--capture-only", choices=("embrace_fx", "aot_eager"), help=argparse.SUPPRESS)
-    parser.add_argument("--step-only", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.capture_only:
         print(capture_seconds(options.capture_only))
         return
-    if options.step_only:
-        name, system, steps = options.step_only
-        print(json.dumps(step_ms(name, system, int(steps))))
+    if options.serve:
+        serve_steps(*options.serve)
         return
     results = {
         "nodes": {name: joint_nodes(name) for name in MODELS},

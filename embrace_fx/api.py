@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
@@ -15,7 +14,9 @@ from embrace_fx.exactness import RowUpdates
 from embrace_fx.options import Options
 from embrace_fx.passes.planner import Strategy
 from embrace_fx.plan import Plan
+from embrace_fx.schedule import ScheduleName
 from embrace_fx.session import Session
+from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -26,7 +27,7 @@ def compile(
     optimizer: Optimizers = None,
     process_group: dist.ProcessGroup | None = None,
     strategy: Strategy = "auto",
-    schedule: Literal["none"] = "none",
+    schedule: ScheduleName = "2d",
     row_updates: RowUpdates = "exact",
     backend: Literal["eager"] = "eager",
     dynamic: bool | None = None,
@@ -41,7 +42,9 @@ def compile(
         process_group: the ranks that train together; None: the default group, or a single process where
             torch.distributed is not initialised.
         strategy: "auto", one strategy for every table, or {parameter name pattern: strategy}; see `embrace_fx.plan`.
-        schedule: "none": all communication of a step is waited for at the end of its backward.
+        schedule: how much of a step's communication may run into the next step. "none": nothing. "horizontal": dense
+            gradients are reduced and applied until the next forward needs the parameters. "vertical": rows that the
+            next batch does not read are exchanged and applied later; needs `lookahead`. "2d": both.
         row_updates: "exact": the optimizer's own semantics. "lazy": rows without gradient stand still.
         backend: "eager": compute runs as ATen calls.
         dynamic: as `torch.compile`: None: a size is dynamic from the second batch on in which it differs; True: all
@@ -73,7 +76,6 @@ class CompiledModel(nn.Module):
         model = session.model
         self.__dict__["_session"] = session
         self.__dict__["_single"] = single
-        self.__dict__["_lookahead"] = lambda: None
         # The same dicts, not copies: a parameter replaced by its shard is replaced in both.
         self._parameters = model._parameters
         self._buffers = model._buffers
@@ -83,11 +85,14 @@ class CompiledModel(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)
+            found = super().__getattr__(name)
         except AttributeError:
             if "_session" not in self.__dict__:
                 raise
-            return getattr(self._session.model, name)
+            found = getattr(self._session.model, name)
+        if isinstance(found, nn.Module | nn.Parameter):
+            self._session.parameters_may_change()
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Neither `copy.deepcopy` nor pickle: process groups and the optimizer's tables belong to one object."""
@@ -115,19 +120,13 @@ class CompiledModel(nn.Module):
     def lookahead(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The same batches in the same order, read one ahead.
 
+        With `schedule` "vertical" or "2d", the next batch's rows are fetched during this step. Call the model with the
+        batches as they come: a batch that is moved or changed first is not the one that was looked ahead to.
+
         Raises:
             RuntimeError: another `lookahead` of this model is still being read.
         """
-        active = self.__dict__["_lookahead"]()
-        if active is not None and active.gi_frame is not None:
-            raise RuntimeError(
-                "expected one lookahead at a time, in lookahead(), found an earlier one that is not exhausted; two "
-                "would "
-                "disagree on which batch is next. Finish that loop, or `close()` its iterator, before starting another."
-            )
-        iterator = _one_ahead(loader)
-        self.__dict__["_lookahead"] = weakref.ref(iterator)  # a loop that was left drops its iterator
-        return iterator
+        return self._session.lookahead.over(loader)
 
     def train(self, mode: bool = True) -> CompiledModel:
         self._session.model.train(mode)
@@ -151,8 +150,24 @@ class CompiledModel(nn.Module):
         self._session.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
+        self._session.model.zero_grad(set_to_none)  # the model's own: it hands no parameters out
         self._session.clear_row_gradients()
+
+    # What hands parameters out does so after every pending update; they may be written, so that what was fetched ahead
+    # is not used.
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self._session.parameters_may_change()
+        return super().named_parameters(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        self._session.parameters_may_change()
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return found
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        self._session.parameters_may_change()
+        return super().named_children()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips the norm of all gradients, those of sharded tables included, as `torch.nn.utils.clip_grad_norm_`.
@@ -165,7 +180,8 @@ class CompiledModel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The model that was compiled, as `DDP.module`."""
+        """The model that was compiled, as `DDP.module`, after every pending update."""
+        self._session.parameters_may_change()
         return self._session.model
 
     @property
@@ -178,12 +194,12 @@ class CompiledModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own names; a sharded table is a DTensor, which `torch.distributed.checkpoint` re-shards."""
-        self.synchronize()
+        self._session.parameters_may_change()
         return self._session.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads whole tensors or DTensors; a sharded table takes its own columns of a whole one."""
-        self.synchronize()
+        self._session.parameters_may_change()
         return self._session.load_state_dict(state_dict, strict, assign)
 
     # -- seeing --------------------------------------------------------------------------------------------------------
@@ -198,18 +214,23 @@ class CompiledModel(nn.Module):
         """The strategy of every parameter, from the first call on."""
         return self._session.plan
 
+    @property
+    def schedule(self) -> DrawnSchedule:
+        """The launch order and when everything is predicted to run, from the first call on; `.save(path)` draws it.
+
+        From the cost model at first; after some ten steps, from what has been measured of compute and links.
+        """
+        return drawn(self._session.schedule)
+
+    @property
+    def timeline(self) -> DrawnTimeline:
+        """What ran when under the last `record()`, on all ranks; `.save(path)` draws it beside the prediction."""
+        return drawn(self._session.timeline, self._session.schedule)
+
+    def record(self) -> contextlib.AbstractContextManager[None]:
+        """Measures the steps inside: see `timeline`. Collective; needs two ranks and a first call before."""
+        return self._session.record()
+
     def report(self) -> str:
         """The plan as a table: strategy, reason, bytes per step against DDP."""
         return self._session.report()
-
-
-def _one_ahead(loader: Iterable[Any]) -> Iterator[Any]:
-    iterator = iter(loader)
-    try:
-        batch = next(iterator)
-    except StopIteration:
-        return
-    for following in iterator:
-        yield batch
-        batch = following
-    yield batch

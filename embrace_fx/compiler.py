@@ -13,6 +13,7 @@ from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.narrow import NarrowExchange
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.reduce import ReduceGradients
+from embrace_fx.passes.relax import RelaxDependences
 from embrace_fx.passes.replicas import GlobalFrequency
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.tables import FindTables
@@ -50,18 +51,34 @@ def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: 
         NarrowExchange(),  # rows travel in the narrow dtype of an autocast region
         GlobalFrequency(plan.world_size),  # scale_grad_by_freq: counts over all ranks
         ReduceGradients(plan.buckets if reduce else (), plan.world_size),  # dense gradients -> buckets, AllReduce
-        Partition(),  # one graph -> ids, forward, backward
+        Partition(),  # one graph -> unique, ids, forward, backward
     )
 
 
-def run_passes(analysed: TrainingGraph, passes: Iterable[Pass]) -> Compiled:
+def relaxing_passes(plan: Plan, schedule: str) -> tuple[Pass, ...]:
+    """What follows on `training_passes` where communication runs into the next step.
+
+    Args:
+        schedule: one of `embrace_fx.schedule.SCHEDULES`.
+    """
+    if schedule == "none":
+        return ()
+    return (RelaxDependences(plan.buckets, horizontal=schedule in ("horizontal", "2d")),)
+
+
+def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled | None = None) -> Compiled:
     """Runs the passes; verifies and snapshots after each.
+
+    Args:
+        done: what earlier passes have made of `analysed`; None: nothing yet.
 
     Raises:
         VerificationError: a pass broke an invariant.
     """
-    graph = analysed
-    graphs = {"captured": analysed.module}
+    graph = done.graph if done else analysed
+    graphs = {**done.graphs} if done else {"captured": analysed.module}
+    for name in graph.phases:
+        del graphs[name]  # they come last
     for each in passes:
         before, graph = graph, each(graph)
         name = type(each).__name__

@@ -10,6 +10,29 @@ with N ranks, M bytes of table, density a of the gradient on each rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+Collective = Literal["all_reduce", "all_to_all", "all_gather"]
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_to_all", "all_gather")
+
+START_UP_SHARE = 0.1
+"""Of the time of a chunk: smaller chunks would let an urgent transfer pass sooner, but cost more of the link."""
+MIN_CHUNK_BYTES = 64 * 1024
+"""The largest packet that TCP hands to an interface: nothing passes between parts smaller than that."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a collective reaches of a rank's connection.
+
+    Attributes:
+        bandwidth_bytes_per_ms: what one rank can send per millisecond.
+        latency_ms: start-up of one message.
+    """
+
+    bandwidth_bytes_per_ms: float
+    latency_ms: float
 
 
 @dataclass(frozen=True)
@@ -22,14 +45,32 @@ class Cluster:
     Attributes:
         bandwidth_bytes_per_ms: what one rank can send per millisecond.
         latency_ms: start-up of one message.
+        links: (collective, what it reaches) where that differs: pairwise messages may reach less than a ring's.
     """
 
     bandwidth_bytes_per_ms: float = 25e9 / 8 / 1e3
     latency_ms: float = 0.05
+    links: tuple[tuple[Collective, Link], ...] = ()
 
-    def transfer_ms(self, sent_bytes: float, messages: int) -> float:
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.links]
+        if not set(names) <= set(COLLECTIVES) or len(set(names)) != len(names):
+            raise ValueError(
+                f"expected links of {', '.join(COLLECTIVES)}, each at most once, in Cluster, found {names}."
+            )
+        for link in (Link(self.bandwidth_bytes_per_ms, self.latency_ms), *(link for _, link in self.links)):
+            if not (link.bandwidth_bytes_per_ms > 0 and link.latency_ms >= 0):
+                raise ValueError(f"expected a positive bandwidth and no negative latency, in Cluster, found {link}.")
+
+    def link(self, collective: Collective | None = None) -> Link:
+        """What a collective reaches; of none in particular, or one that is not listed, the cluster's own figures."""
+        own = Link(self.bandwidth_bytes_per_ms, self.latency_ms)
+        return next((link for name, link in self.links if name == collective), own)
+
+    def transfer_ms(self, sent_bytes: float, messages: int, collective: Collective | None = None) -> float:
         """Time in which a rank sends `sent_bytes` in `messages` messages one after the other."""
-        return sent_bytes / self.bandwidth_bytes_per_ms + messages * self.latency_ms
+        link = self.link(collective)
+        return sent_bytes / link.bandwidth_bytes_per_ms + messages * link.latency_ms
 
 
 @dataclass(frozen=True)
@@ -39,8 +80,8 @@ class Exchange:
     sent_bytes: int
     messages: int
 
-    def time_ms(self, cluster: Cluster) -> float:
-        return cluster.transfer_ms(self.sent_bytes, self.messages)
+    def time_ms(self, cluster: Cluster, collective: Collective | None = None) -> float:
+        return cluster.transfer_ms(self.sent_bytes, self.messages, collective)
 
     def __add__(self, other: Exchange) -> Exchange:
         return Exchange(self.sent_bytes + other.sent_bytes, self.messages + other.messages)
@@ -78,3 +119,51 @@ def all_to_all_rows(rows_by_rank: tuple[int, ...], own_columns: int, itemsize: i
 def all_to_all_gradients(rows: int, other_columns: int, itemsize: int, world_size: int) -> Exchange:
     """The own rows' gradients, to the owners of their columns."""
     return Exchange(rows * other_columns * itemsize, world_size - 1)
+
+
+def all_to_all(own_bytes: int, world_size: int) -> Exchange:
+    """AlltoAll of `own_bytes` per rank in equal parts, one of which stays."""
+    return Exchange(round((world_size - 1) * own_bytes / world_size), world_size - 1)
+
+
+def exchange(collective: Collective, own_bytes: int, world_size: int) -> Exchange:
+    """One launch of a collective on a tensor of `own_bytes` on each rank."""
+    counted = {"all_reduce": all_reduce, "all_to_all": all_to_all, "all_gather": all_gather}
+    return counted[collective](own_bytes, world_size)
+
+
+def launch_ms(cluster: Cluster, collective: Collective, own_bytes: int, world_size: int) -> float:
+    """Time of one launch, on an idle link, of a tensor of `own_bytes` on each rank: a chunk, or a bucket."""
+    return exchange(collective, own_bytes, world_size).time_ms(cluster, collective)
+
+
+def chunk_bytes(
+    cluster: Cluster, world_size: int, collective: Collective = "all_reduce", share: float = START_UP_SHARE
+) -> int:
+    """Size of the chunks into which a tensor is cut, so that an urgent transfer can pass between two of them.
+
+    The smallest of which start-up, of one launch alone, takes at most `share`, so that the urgent one waits for
+    1 / `share` start-ups, 10 by default, or for `MIN_CHUNK_BYTES` to pass. A single rank, which sends nothing, cuts as
+    two would.
+
+    Returns: bytes of the tensor on each rank, whatever part of them is sent.
+    """
+    alone = Cluster(cluster.bandwidth_bytes_per_ms, cluster.latency_ms)
+    start_up_ms, ms_per_byte = _affine(alone, max(world_size, 2), collective)
+    return max(MIN_CHUNK_BYTES, ceil((1 / share - 1) * start_up_ms / ms_per_byte))
+
+
+def bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int) -> int:
+    """Size of the buckets of dense gradients, of `total_bytes` together: that of a chunk.
+
+    Smaller ones would pay more start-ups. Larger ones would be cut into chunks again, but would leave later, and be
+    waited for as a whole by the first parameter that is read.
+    """
+    return max(1, min(total_bytes, chunk_bytes(cluster, world_size)))
+
+
+def _affine(cluster: Cluster, world_size: int, collective: Collective) -> tuple[float, float]:
+    """Milliseconds of a launch's start-up, and of each byte of its tensor."""
+    large = 2**30
+    start_up_ms = launch_ms(cluster, collective, 0, world_size)
+    return start_up_ms, (launch_ms(cluster, collective, large, world_size) - start_up_ms) / large

@@ -91,7 +91,22 @@ class RowGradient:
     part: str
 
 
-OutputRole = Result | Mutation | Gradient | RowGradient | Saved
+@dataclass(frozen=True)
+class PendingGradients:
+    """The gradients of a bucket's parameters, which the launcher is still reducing."""
+
+    bucket: int
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PendingRows:
+    """The row gradient of a table, which is still on its way to its owners."""
+
+    table: str
+
+
+OutputRole = Result | Mutation | Gradient | RowGradient | PendingGradients | PendingRows | Saved
 
 Role = InputRole | OutputRole
 
@@ -151,7 +166,8 @@ class TrainingGraph:
     """A graph module whose placeholders and outputs have roles.
 
     `module` is the joint forward and backward; after `Partition` it is kept for reading, and `phases` holds what runs:
-    "ids" (batch -> routing), "forward" (-> results, mutations, saved), "backward" (tangents, saved -> gradients).
+    "unique" (batch -> rows read), "ids" (their exchange -> routing), "forward" (-> results, mutations, saved),
+    "backward" (tangents, saved -> gradients).
     """
 
     module: fx.GraphModule

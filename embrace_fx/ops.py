@@ -8,8 +8,11 @@ Shape legend
     ceil(D / N), the last may own fewer or none); U unique rows this rank reads; R = sum of U over ranks; K unique rows
     of R; T tables that exchange ids.
 
-Groups are named by communication class ("ids", "embedding", "dense", "delayed"): lowering maps a class to a process
-group, so that graphs print the same everywhere and can be tested without processes.
+Groups are named by communication class ("ids", "embedding", "dense"): lowering maps a class to a process group, so that
+graphs print the same everywhere and can be tested without processes.
+
+A launch and its wait stand in one phase. Communication that a step leaves to the next one is *submitted* instead: the
+launcher sends it when its turn comes in the schedule, and the next forward *awaits* what came of it.
 """
 
 from __future__ import annotations
@@ -30,6 +33,13 @@ LAUNCHES: frozenset[str] = frozenset(
     }
 )
 """Ops whose result is in flight: only `wait_tensor` yields the value."""
+
+
+SUBMISSIONS: frozenset[str] = frozenset({"embrace::submit_bucket", "embrace::submit_rows"})
+"""Ops of a backward that hand a gradient to the launcher and return at once."""
+
+AWAITS: frozenset[str] = frozenset({"embrace::await_update", "embrace::await_rows"})
+"""Ops of a forward that stand still until what they need has come of earlier communication."""
 
 
 def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -193,3 +203,58 @@ define("embrace::unpack_bucket", "(Tensor(a -> *) flat, Tensor[] like) -> Tensor
 def _(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views into the flat tensor with the shapes of `like` (the parameters)."""
     return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in like]), like, strict=True)]
+
+
+define("embrace::submit_bucket", "(Tensor flat, int bucket) -> Tensor")
+
+
+@register_fake("embrace::submit_bucket")
+def _(flat: Tensor, bucket: int) -> Tensor:
+    """Hands a packed bucket to the launcher, which reduces it in place, in chunks; nothing reads `flat` afterwards.
+
+    The result is an empty tensor: what stands for the gradient in flight in the outputs of the backward.
+    """
+    return flat.new_empty((0,))
+
+
+define("embrace::await_update", "(Tensor(a -> *)[] parameters, int bucket) -> Tensor(a)[]")
+
+
+@register_fake("embrace::await_update")
+def _(parameters: Sequence[Tensor], bucket: int) -> list[Tensor]:
+    """The same parameters, once the last step's update of their bucket has been applied, in place."""
+    return [p.view(p.shape) for p in parameters]
+
+
+define(
+    "embrace::submit_rows",
+    "(Tensor rows, Tensor ids, Tensor counts, str table, int padding_idx, float scale) -> Tensor",
+)
+
+
+@register_fake("embrace::submit_rows")
+def _(rows: Tensor, ids: Tensor, counts: Tensor, table: str, padding_idx: int, scale: float) -> Tensor:
+    """Hands the gradients (U, D) of the rows this rank reads to the launcher, on their way to the columns' owners.
+
+    The rows that the next batch reads, on any rank, leave first (prior rows); the others follow in chunks (delayed
+    rows). `ids` (R,) and `counts` (N,) are those of `unpack_ids`, `padding_idx` and `scale` those of `coalesce`. The
+    result is an empty tensor, as `submit_bucket`'s.
+
+    Example, two ranks: this batch reads rows [2, 5] on rank 0 and [5] on rank 1, the next one rows [5, 9]. Row 5 is
+    prior: each rank sends its gradient at once, and its owners update it before they look it up for the next batch.
+    Row 2 is delayed.
+    """
+    return rows.new_empty((0,))
+
+
+define("embrace::await_rows", "(Tensor shard, Tensor ids, Tensor counts, str table, ScalarType dtype) -> Tensor")
+
+
+@register_fake("embrace::await_rows")
+def _(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype) -> Tensor:
+    """All columns of the rows this rank reads, flat (U * D,), row after row; none of them is stale.
+
+    `dtype` is the one the rows travel in. Rows that the last step did not touch were looked up and sent during it
+    (early rows), the others (late rows) after their update.
+    """
+    return shard.new_empty((_unknown_size(),), dtype=dtype)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from embrace_fx.exactness import RowUpdates
 from embrace_fx.passes.planner import Strategy
 from embrace_fx.plan import STRATEGIES
+from embrace_fx.schedule import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Options:
 
     def check(self) -> None:
         """Raises `ValueError` where an option has a value that does not exist."""
-        allowed = {"schedule": ("none",), "row_updates": ("exact", "lazy"), "backend": ("eager",)}
+        allowed = {"schedule": SCHEDULES, "row_updates": ("exact", "lazy"), "backend": ("eager",)}
         for name, values in allowed.items():
             found = getattr(self, name)
             if found not in values:

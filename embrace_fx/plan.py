@@ -61,6 +61,11 @@ class Plan:
         """Tables whose columns are spread over the ranks."""
         return tuple(d.parameter for d in self.decisions if d.strategy == "alltoall")
 
+    @property
+    def sent_bytes_per_step(self) -> int:
+        """Predicted payload that one rank sends per step, the mean over ranks."""
+        return sum(d.sent_bytes_per_step for d in self.decisions)
+
     def __getitem__(self, parameter: str) -> Decision:
         for decision in self.decisions:
             if decision.parameter == parameter:
@@ -99,10 +104,17 @@ def render(plan: Plan) -> str:
             f"{decision.predicted_ms:.3f}",
             decision.reason,
         )
-    sent = sum(d.sent_bytes_per_step for d in plan.decisions)
     ddp = sum(d.ddp_bytes_per_step for d in plan.decisions)
     text.add_section()
-    text.add_row("total", "", "", readable_bytes(sent), readable_bytes(ddp), "", f"{len(plan.buckets)} bucket(s)")
+    text.add_row(
+        "total",
+        "",
+        "",
+        readable_bytes(plan.sent_bytes_per_step),
+        readable_bytes(ddp),
+        "",
+        f"{len(plan.buckets)} bucket(s)",
+    )
     if not any(d.is_table for d in plan.decisions):
         text.caption = "no tables: every gradient is reduced densely"
     out = io.StringIO()

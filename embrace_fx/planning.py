@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer, SparseAdam
 
 from embrace_fx.agreement import failure_text
+from embrace_fx.cost import Cluster
 from embrace_fx.exactness import row_update_blocker
 from embrace_fx.graph import Gradient, Parameter, TrainingGraph
 from embrace_fx.options import Options
@@ -22,6 +23,7 @@ from embrace_fx.runtime.failure import PeerFailure
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.optimizers import DenseTable, Stepping
 from embrace_fx.runtime.placement import broadcast_state, materialise, shard_parameter
+from embrace_fx.runtime.probe import links_for
 from embrace_fx.runtime.program import ModelState
 from embrace_fx.runtime.tables import RowTable
 
@@ -60,10 +62,23 @@ def make_plan(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> 
     everyone = setting.communicator.gather_objects(own)
     if failures := {rank: report["failure"] for rank, report in enumerate(everyone) if "failure" in report}:
         raise PeerFailure(failures)
+    plan = _agree_on_plan(setting, graph, everyone, Cluster())
+    links = links_between(setting, plan)
+    return plan if links == Cluster() else _agree_on_plan(setting, graph, everyone, links)
+
+
+def links_between(setting: Setting, plan: Plan) -> Cluster:
+    """The links between the ranks, probed where a step sends enough to be cut. Collective."""
+    on_cpu = all(parameter.device.type in ("cpu", "meta") for parameter in setting.model.parameters())
+    return links_for(setting.communicator, plan.sent_bytes_per_step) if on_cpu else Cluster()
+
+
+def _agree_on_plan(setting: Setting, graph: TrainingGraph, everyone: list[dict[str, Any]], links: Cluster) -> Plan:
+    """Rank 0's plan, on every rank."""
     plan: Plan | str | None = None
     if setting.communicator.rank == 0:
         try:
-            plan = _decide(setting, graph, everyone)
+            plan = _decide(setting, graph, everyone, links)
         except ValueError as error:
             plan = str(error)
     plan = setting.communicator.gather_objects(plan)[0]
@@ -73,7 +88,7 @@ def make_plan(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> 
     return plan
 
 
-def _decide(setting: Setting, graph: TrainingGraph, everyone: list[dict[str, Any]]) -> Plan:
+def _decide(setting: Setting, graph: TrainingGraph, everyone: list[dict[str, Any]], links: Cluster) -> Plan:
     used = set().union(*(report["used"] for report in everyone))
     rows = {name: tuple(report["rows"].get(name, 0) for report in everyone) for name in everyone[0]["tables"]}
     facts = tuple(
@@ -87,7 +102,14 @@ def _decide(setting: Setting, graph: TrainingGraph, everyone: list[dict[str, Any
         )
         for name, parameter in setting.model.named_parameters()
     )
-    return decide(graph, facts, rows, world_size=setting.communicator.world_size, strategy=setting.options.strategy)
+    return decide(
+        graph,
+        facts,
+        rows,
+        world_size=setting.communicator.world_size,
+        strategy=setting.options.strategy,
+        links=links,
+    )
 
 
 def _row_updates(setting: Setting, parameter: nn.Parameter) -> tuple[str | None, bool]:

@@ -77,11 +77,10 @@ def _open_leaf(leaf: Any, copied: frozenset[int]) -> Any:
 
 def _sharing(leaves: Iterable[Any], inputs: Iterable[Any]) -> frozenset[int]:
     """The ids of results that share memory with another one, or with an input, and need a gradient."""
-    # The same tensor returned twice is one value, whose gradients autograd adds by itself.
-    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = [_memory(each) for each in inputs if isinstance(each, Tensor) and each.requires_grad]
-    count = Counter([*map(_memory, tensors.values()), *set(others)])
-    return frozenset(key for key, leaf in tensors.items() if leaf.requires_grad and count[_memory(leaf)] > 1)
+    count = Counter([*map(_memory, tensors), *set(others)])
+    return frozenset(id(leaf) for leaf in tensors if leaf.requires_grad and count[_memory(leaf)] > 1)
 
 
 def _memory(tensor: Tensor) -> int:

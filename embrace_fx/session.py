@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -14,8 +17,9 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.agreement import check_agreement, check_trainable, describe, failure_text, refuse_hooks
 from embrace_fx.capture import Captured, CaptureError, capture, log_graph, log_text
-from embrace_fx.compiler import Compiled, analyse, run_passes, training_passes
+from embrace_fx.compiler import Compiled, analyse, relaxing_passes, run_passes, training_passes
 from embrace_fx.graph import Gradient, Parameter, TrainingGraph
+from embrace_fx.lookahead import Lookahead
 from embrace_fx.options import Options
 from embrace_fx.passes.buffers import live_buffers, mutated_buffers
 from embrace_fx.passes.collectives import sequence_hash
@@ -24,6 +28,7 @@ from embrace_fx.plan import Plan
 from embrace_fx.planning import Setting, make_plan, place
 from embrace_fx.runtime.communicator import Communicator, bad_id_report, check_activities
 from embrace_fx.runtime.failure import PeerFailure
+from embrace_fx.runtime.flow import Ahead, Flow
 from embrace_fx.runtime.gradients import clip_gradients
 from embrace_fx.runtime.optimizers import Stepping, attach
 from embrace_fx.runtime.placement import (
@@ -32,6 +37,9 @@ from embrace_fx.runtime.placement import (
     with_own_columns,
 )
 from embrace_fx.runtime.program import ModelState, Program
+from embrace_fx.schedule import Schedule, Timeline
+from embrace_fx.scheduling import Scheduling
+from embrace_fx.timeline import gather_timeline
 
 MAX_CAPTURES = 32
 """Captures of one model before it is refused another: each costs seconds, and shapes that never repeat would cost
@@ -72,6 +80,11 @@ class Session:
         self.optimizers = optimizers
         self.options = options
         self.synchronised = True
+        self.lookahead = Lookahead(at_end=self._end_lookahead)
+        self._flow: Flow | None = None
+        self._scheduling: Scheduling | None = None
+        self._timeline: Timeline | None = None
+        self._warned = False
         self._graphs: Mapping[str, fx.GraphModule] = {}
         self._communicator = Communicator(group)
         self._agree_on_set_up()
@@ -88,6 +101,13 @@ class Session:
         self._captures = 0
         self._stale_buffers: set[str] = set()  # changed by training since the ranks last shared them
         self._replicated = False
+        itself = weakref.ref(self)  # the model must not keep its session alive
+
+        def before_state_dict(*_: Any) -> None:
+            if (session := itself()) is not None:
+                session.parameters_may_change()
+
+        model.register_state_dict_pre_hook(before_state_dict)
         self._kinds: dict[Any, _Kind] = {}
 
     def _agree_on_set_up(self) -> None:
@@ -121,6 +141,34 @@ class Session:
     def report(self) -> str:
         return str(self.plan)
 
+    @property
+    def schedule(self) -> Schedule:
+        assert self.plan is not None  # raises before the first call
+        if self._scheduling is None:
+            raise RuntimeError(_NOTHING_SENT.format("schedule"))
+        return self._scheduling.schedule
+
+    @property
+    def timeline(self) -> Timeline:
+        if self._timeline is None:
+            raise RuntimeError(
+                "expected steps to have been recorded, before the timeline is read, found none. Train a few steps "
+                "under `with model.record():`."
+            )
+        return self._timeline
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[None]:
+        assert self.plan is not None  # raises before the first call
+        if self._flow is None or self._scheduling is None:
+            raise RuntimeError(_NOTHING_SENT.format("timeline"))
+        self._flow.recorder.start()
+        try:
+            yield
+        finally:
+            recording = self._flow.recorder.stop()
+        self._timeline = gather_timeline(self._communicator, recording, self._scheduling.schedule.steps)
+
     # -- calling -------------------------------------------------------------------------------------------------------
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,8 +184,37 @@ class Session:
         if variant is None:
             variant = self._capture(kind, leaves, args, kwargs, train)
         program = variant.program if self.synchronised or not train else self._accumulating(variant)
-        results = program.call(leaves, train=train)
+        following = self._following(kind, program, leaves, spec) if program.flow is not None else None
+        if self._flow is not None and program.flow is None:
+            self._flow.leave()
+        results = program.call(leaves, train=train, following=following)
         return pytree.tree_unflatten(results, variant.captured.result_spec)
+
+    def _following(self, kind: _Kind, program: Program, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ahead | None:
+        """The next batch, where it is known and a program for it exists."""
+        coming = self.lookahead.following(leaves)
+        if coming is None and self.lookahead.known and program.flow is not None and program.flow.looks_ahead:
+            self._warn_of_other_batch()
+        if coming is None or self._kinds.get(self._key(coming, spec, True)) is not kind:
+            return None
+        variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
+        return variant.program.ahead(coming) if variant is not None else None
+
+    def _end_lookahead(self) -> None:
+        """No batch is expected any more, and everything is applied."""
+        if self._flow is not None:
+            self._flow.expect_no_batch()
+            self._flow.settle()
+
+    def _warn_of_other_batch(self) -> None:
+        if not self._warned:
+            warnings.warn(
+                "expected the batch that lookahead() yielded, as it was, in the model's call, found another one, or "
+                "one that was moved or written since. The step is exact, but its communication is not hidden. Let the "
+                "loader itself move and prepare batches.",
+                stacklevel=2,
+            )
+        self._warned = True
 
     def _evaluate_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the first training call there is no plan, and no table is sharded: the user's own forward runs."""
@@ -263,6 +340,7 @@ class Session:
         if train:
             self._check_gradients(analysed)
             self._check_sequence(compiled)
+            compiled = self._relax(compiled, analysed)
             self._graphs = compiled.graphs
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
@@ -278,6 +356,26 @@ class Session:
     def _compile(self, analysed: TrainingGraph, *, reduce: bool) -> Compiled:
         present = {table.parameter for table in analysed.tables}
         return run_passes(analysed, training_passes(self.plan, present, self._communicator.rank, reduce=reduce))
+
+    def _relax(self, compiled: Compiled, analysed: TrainingGraph) -> Compiled:
+        """Lets communication run into the next step, as the schedule says. Collective the first time."""
+        if self._communicator.world_size == 1:
+            return compiled
+        devices = {parameter.device.type for parameter in self.model.parameters()}
+        if devices != {"cpu"}:
+            warnings.warn(
+                f"expected a model on the CPU for schedule={self.options.schedule!r}, found one on "
+                f"{', '.join(sorted(devices))}: its communication is launched and waited for within each step. Pass "
+                "schedule='none' to say so.",
+                stacklevel=2,
+            )
+            return compiled
+        if self._flow is None:
+            self._scheduling = Scheduling(self._setting, self.plan, compiled.graph)
+            self._flow = self._scheduling.start(self._warn_of_other_batch)
+            for stepping in self._setting.stepping.values():
+                stepping.flow = self._flow
+        return run_passes(analysed, relaxing_passes(self.plan, self.options.schedule), compiled)
 
     def _program(
         self, compiled: Compiled, captured: Captured, analysed: TrainingGraph, *, train: bool, reduce: bool
@@ -302,6 +400,7 @@ class Session:
             captured.result_constants,
             before_forward,
             self._id_check(analysed),
+            self._flow if train and reduce else None,
         )
 
     def _id_check(self, analysed: TrainingGraph) -> Callable[[Sequence[Any]], str | None]:
@@ -370,14 +469,25 @@ class Session:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Nothing is pending between steps: `optimizer.step()` applies every update before it returns."""
+        """Applies every update that an optimizer has stepped. Waits for nothing that other ranks are still to do."""
+        if self._flow is not None:
+            self._flow.settle()
+
+    def parameters_may_change(self) -> None:
+        """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
+        if self._flow is not None:
+            self._flow.parameters_may_change()
 
     def clear_row_gradients(self) -> None:
         self._state.unreduced.clear()
-        for table in self._state.tables.values():
+        for name, table in self._state.tables.items():
             table.clear_gradient()
+            if self._flow is not None:
+                self._flow.exchanges[name].discard()
 
     def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
+        if self._flow is not None:
+            self._flow.materialise()
         dense = [p for name, p in self.model.named_parameters() if name not in self._state.tables]
         tables = list(self._state.tables.values())
         norm = clip_gradients(dense, tables, self._communicator, max_norm, norm_type)
@@ -387,6 +497,11 @@ class Session:
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         return self.model.load_state_dict(with_own_columns(self.model, state_dict), strict, assign)
 
+
+_NOTHING_SENT = (
+    "expected at least two ranks, before the {} is read, found one: nothing is sent, so nothing is scheduled. Start "
+    "the program with torchrun on more ranks."
+)
 
 _CHANGED_TRAINABLE = RuntimeError(
     "expected requires_grad of every parameter to stay as it was at compile(), in the model's call, found that it "

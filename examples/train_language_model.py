@@ -34,7 +34,8 @@ def train(settings: argparse.Namespace, rank: int, world_size: int) -> None:
     model = embrace_fx.compile(plain, optimizer=optimizer)
 
     with Progress(disable=rank != 0) as progress:
-        for step, batch in enumerate(progress.track(islice(loader, settings.steps), total=settings.steps)):
+        batches = model.lookahead(islice(loader, settings.steps))  # one ahead: the next batch's rows come in time
+        for step, batch in enumerate(progress.track(batches, total=settings.steps)):
             loss = model(*batch)
             loss.backward()
             model.optimizer.step()
@@ -67,13 +68,16 @@ def make_model(settings: argparse.Namespace, corpus: Corpus) -> tuple[LanguageMo
 
 
 def write_artifacts(model: embrace_fx.CompiledModel, folder: Path) -> None:
-    """The graph as captured and after each pass, as readable Python, and the decision taken for each parameter."""
+    """The graph as captured and after each pass, the decision taken for each parameter, and what runs when."""
     graphs = folder / "graphs"
     graphs.mkdir(parents=True, exist_ok=True)
     for number, (name, graph) in enumerate(model.graphs.items()):
         text = graph.print_readable(print_output=False)
         (graphs / f"{number:02}_{name}.py").write_text(text, encoding="utf-8")
     (folder / "report.txt").write_text(f"{model.report()}\n", encoding="utf-8")
+    if model.plan.world_size > 1:
+        for name in ("schedule.html", "schedule.svg", "schedule.dot"):
+            model.schedule.save(folder / name)
 
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ from torch.fx.node import Argument
 from torch.utils import _pytree as pytree
 
 from embrace_fx.graph import Gradient, InputRole, OutputRole, Parameter, RowGradient, Saved, Shard, TrainingGraph
-from embrace_fx.ops import LAUNCHES
+from embrace_fx.ops import AWAITS, LAUNCHES, SUBMISSIONS
 
 ALL_REDUCES: frozenset[str] = frozenset({"_c10d_functional::all_reduce", "_c10d_functional::all_reduce_"})
 """The launches whose shape must be equal on all ranks; of the others, each rank's batch decides the sizes."""
@@ -113,6 +113,12 @@ def is_launch(node: Argument) -> bool:
     return isinstance(node, fx.Node) and op_name(node) in LAUNCHES
 
 
+def is_relaxed(graph: TrainingGraph) -> bool:
+    """Whether steps of this graph leave communication to the next one."""
+    handed_over = SUBMISSIONS | AWAITS
+    return any(op_name(node) in handed_over for module in graph.phases.values() for node in module.graph.nodes)
+
+
 def is_wait(node: fx.Node) -> bool:
     return op_name(node) == "_c10d_functional::wait_tensor"
 
@@ -155,7 +161,8 @@ def _carries(node: fx.Node) -> bool:
     """Whether a node packs, unpacks, casts or looks up what travels, and so belongs to the collective beside it."""
     if is_launch(node):
         return False
-    ours = op_name(node).startswith("embrace::") or node.target is operator.getitem
+    name = op_name(node)  # of the vocabulary's own ops, those of RNNs compute
+    ours = (name.startswith("embrace::") and not name.startswith("embrace::rnn")) or node.target is operator.getitem
     return ours or op_name(node) == "aten::_to_copy" or bool(aliased_inputs(node))
 
 

@@ -1,15 +1,17 @@
-"""Cuts the joint graph into the three programs that run: ids, forward, backward.
+"""Cuts the joint graph into the four programs that run: unique, ids, forward, backward.
 
 Contract
     Same nodes, same values, each node in exactly one phase:
-        ids       what computes the ids from the batch, and their exchange: it can run a batch ahead
+        unique    what computes the ids from the batch, up to the rows it reads: it can run a batch ahead
+        ids       the exchange of these rows between ranks: it can run a batch ahead, and in the background
         forward   everything else that the results and mutations need; mutated state is written back at its end
         backward  the rest
     Values that cross a cut are `Saved` outputs of the earlier phase and `Saved` inputs of the later one. The joint
     module stays in `TrainingGraph.module` for reading.
 
     rewrite:  def joint(w_shard, batch, tangent): ...
-    ->        def ids(batch): ...; return (where, ids, counts)
+    ->        def unique(batch): ...; return (rows_of_batch, where)
+              def ids(rows_of_batch): ...; return (ids, counts)
               def forward(w_shard, where, ids, counts): ...; return (loss, saved...)
               def backward(tangent, where, ids, counts, saved...): ...; return (gradients...)
 """
@@ -31,13 +33,15 @@ from embrace_fx.graph import (
     Saved,
     TrainingGraph,
 )
+from embrace_fx.passes.collectives import op_name
 
-_IDS = frozenset({"embrace::unique_ids", "embrace::all_gather_ids", "embrace::unpack_ids"})
+_LAUNCH = "embrace::all_gather_ids"
+_IDS = frozenset({"embrace::unique_ids", _LAUNCH, "embrace::unpack_ids"})
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Fills in `TrainingGraph.phases`: "ids", "forward" and, where the graph has gradients, "backward"."""
+    """Fills in `TrainingGraph.phases`: "unique", "ids", "forward" and, where there are gradients, "backward"."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         return replace(graph, phases=partition(graph))
@@ -46,21 +50,27 @@ class Partition:
 def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
     outputs = [(node, role) for node, role in graph.outputs() if node is not None]
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
-    ids = _ancestors(node for node in nodes if _is_ids_op(node))
-    forward = _ancestors(node for node, role in outputs if isinstance(role, Result | Mutation)) - ids
-    _draw_sizes_and_parts(nodes, ids, forward)
-    backward = set(nodes) - ids - forward
+    head = _ancestors(node for node in nodes if _is_ids_op(node))
+    forward = _ancestors(node for node, role in outputs if isinstance(role, Result | Mutation)) - head
+    _draw_sizes_and_parts(nodes, head, forward)
+    ids: set[fx.Node] = set()
+    for node in nodes:
+        if node in head and (op_name(node) == _LAUNCH or not ids.isdisjoint(node.all_input_nodes)):
+            ids.add(node)
+    members = {"unique": head - ids, "ids": ids, "forward": forward, "backward": set(nodes) - head - forward}
     phases: dict[str, fx.GraphModule] = {}
-    members = {"ids": ids, "forward": forward, "backward": backward}
     wanted: dict[str, list[tuple[fx.Node, OutputRole]]] = {
+        "unique": [],
         "ids": [],
         "forward": [(n, r) for n, r in outputs if isinstance(r, Result | Mutation)],
         "backward": [(n, r) for n, r in outputs if isinstance(r, Gradient | RowGradient)],
     }
-    for name, own in members.items():
-        later = backward | forward if name == "ids" else backward if name == "forward" else set()
+    for position, (name, own) in enumerate(members.items()):
+        behind = list(members)[position + 1 :]
+        later = set().union(*(members[phase] for phase in behind))
         saved = [n for n in nodes if n in own and any(user in later for user in n.users)]
-        saved += _results_of_earlier(wanted, own, name)
+        # Outputs of a later phase that this phase computes: a result that is itself an id, say.
+        saved += dict.fromkeys(n for phase in behind for n, _ in wanted[phase] if n in own)
         if name == "backward" and not wanted["backward"]:
             continue
         phases[name] = _phase(graph, [n for n in nodes if n in own], wanted[name], saved)
@@ -83,18 +93,10 @@ def _is_size_or_part(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.sym_size.int or not isinstance(node.target, torch._ops.OpOverload)
 
 
-def _results_of_earlier(
-    wanted: dict[str, list[tuple[fx.Node, OutputRole]]], own: set[fx.Node], name: str
-) -> list[fx.Node]:
-    """Outputs of a later phase that this phase computes (a result that is itself an id, say)."""
-    later = {"ids": ("forward", "backward"), "forward": ("backward",), "backward": ()}[name]
-    return list(dict.fromkeys(n for phase in later for n, _ in wanted[phase] if n in own))
-
-
 def _is_ids_op(node: fx.Node) -> bool:
     """An op of the ids' exchange, its wait, or one of its parts."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target.name() in _IDS:
+    if op_name(node) in _IDS:
         return True
     reads_one = node.all_input_nodes and (
         target is torch.ops._c10d_functional.wait_tensor.default or not isinstance(target, torch._ops.OpOverload)

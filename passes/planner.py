@@ -12,18 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from torch import fx
-
 from embrace_fx import cost
 from embrace_fx.graph import Gradient, Parameter, Table, TrainingGraph
 from embrace_fx.ops import own_columns
 from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.plan import STRATEGIES, Decision, Plan
-
-BUCKET_BYTES = 25 * 2**20
-FIRST_BUCKET_BYTES = 2**20
-"""Bucket sizes of DDP: 25 MiB amortises start-up, and a small first bucket starts the exchange early (Li et al., VLDB
-2020, section 4.2)."""
 
 Strategy = str | Mapping[str, str]
 
@@ -49,6 +42,7 @@ def decide(
     world_size: int,
     strategy: Strategy = "auto",
     cluster: cost.Cluster = cost.Cluster(),
+    links: cost.Cluster = cost.Cluster(),
 ) -> Plan:
     """The plan for a graph.
 
@@ -57,6 +51,8 @@ def decide(
         facts: every parameter of the model.
         rows_by_rank: table -> unique rows that each rank's first batch reads.
         strategy: "auto", one strategy for every table, or {name pattern: strategy}.
+        cluster: what strategies are compared on.
+        links: what buckets are cut for.
 
     Raises:
         ValueError: a strategy that does not exist, or a pattern that no table matches.
@@ -95,7 +91,7 @@ def decide(
     reduced = {d.parameter for d in decisions if d.strategy == "allreduce"} if world_size > 1 else set()
     sizes = {fact.name: prod(fact.shape) * fact.itemsize for fact in facts}
     renormed = tuple(t.parameter for t in graph.tables if t.max_norm and world_size > 1)
-    return Plan(world_size, tuple(decisions), plan_buckets(graph, reduced, sizes), renormed)
+    return Plan(world_size, tuple(decisions), plan_buckets(graph, reduced, sizes, links, world_size), renormed)
 
 
 def requested_strategies(strategy: Strategy, tables: tuple[str, ...]) -> dict[str, str]:
@@ -201,22 +197,32 @@ def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: 
     return upkeep
 
 
-def plan_buckets(graph: TrainingGraph, reduced: set[str], sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
-    """Gradients in the order in which the backward yields them, cut into buckets of one dtype and bounded size."""
-    produced: dict[str, fx.Node] = {}
-    for node, role in graph.outputs():
-        if (
-            isinstance(role, Gradient)
-            and isinstance(role.of, Parameter)
-            and role.of.name in reduced
-            and node is not None
-        ):
-            produced[role.of.name] = node
+def plan_buckets(
+    graph: TrainingGraph, reduced: set[str], sizes: Mapping[str, int], cluster: cost.Cluster, world_size: int
+) -> tuple[tuple[str, ...], ...]:
+    """Blocks of consecutive parameters, the last block first: about the order in which the backward yields gradients.
+
+    Parameters are cut in the order in which the forward reads them, so that what is reduced and updated together is
+    also needed together. A bucket is of one dtype, and of the size that the cost model wants.
+    """
     position = {node: k for k, node in enumerate(graph.graph.nodes)}
+    produced = {
+        role.of.name: node
+        for node, role in graph.outputs()
+        if isinstance(role, Gradient)
+        and isinstance(role.of, Parameter)
+        and role.of.name in reduced
+        and node is not None
+    }
+    read = {
+        role.name: min((position[user] for user in node.users), default=len(position))
+        for node, role in graph.inputs()
+        if isinstance(role, Parameter) and role.name in produced
+    }
+    limit = cost.bucket_bytes(cluster, world_size, sum(sizes[name] for name in produced)) if produced else 0
     buckets: list[list[str]] = []
     filled, dtype = 0, None
-    for name in sorted(produced, key=lambda n: position[produced[n]]):
-        limit = FIRST_BUCKET_BYTES if len(buckets) == 1 else BUCKET_BYTES
+    for name in sorted(produced, key=lambda n: (read[n], n)):
         if not buckets or filled + sizes[name] > limit or produced[name].meta["val"].dtype != dtype:
             buckets.append([])
             filled = 0
@@ -224,4 +230,4 @@ def plan_buckets(graph: TrainingGraph, reduced: set[str], sizes: Mapping[str, in
         filled += sizes[name]
         dtype = produced[name].meta["val"].dtype
     elsewhere = tuple(sorted(reduced - set(produced)))  # read by other ranks' first batches only
-    return tuple(tuple(bucket) for bucket in buckets) + tuple((name,) for name in elsewhere)
+    return tuple(tuple(bucket) for bucket in reversed(buckets)) + tuple((name,) for name in elsewhere)

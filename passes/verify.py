@@ -1,4 +1,4 @@
-"""The verifier that runs between passes: ten invariants of a training graph, each a function of its own.
+"""The verifier that runs between passes: eleven invariants of a training graph, each a function of its own.
 
 Contract
     `verify` reads graphs and changes nothing, neither the graph nor the symbols and guards of its fake tensors.
@@ -28,6 +28,8 @@ from embrace_fx.graph import (
     Mutation,
     OutputRole,
     Parameter,
+    PendingGradients,
+    PendingRows,
     Result,
     RowGradient,
     Saved,
@@ -44,6 +46,7 @@ from embrace_fx.passes.collectives import (
     collective_sequence,
     group_of,
     is_launch,
+    is_relaxed,
     is_wait,
     launch_options,
     op_name,
@@ -248,9 +251,9 @@ def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> It
     found = _gradients(graph)
     for name in _gradients(captured) | found:
         parts = found.get(name, Counter())
-        if parts not in ({"dense": 1}, {"ids": 1, "rows": 1}):
+        if parts not in ({"dense": 1}, {"ids": 1, "rows": 1}, {"pending rows": 1}):
             got = " and ".join(f"{count} x {part}" for part, count in sorted(parts.items())) or "none"
-            remedy = "keep one Gradient output, or the two RowGradient outputs"
+            remedy = "keep one Gradient or pending output, or the two RowGradient outputs"
             yield Violation(None, f"one gradient of {name}: 1 x dense, or 1 x ids and 1 x rows", got, remedy)
 
 
@@ -278,10 +281,32 @@ def collectives_in_one_order(graph: TrainingGraph, captured: TrainingGraph) -> I
                 remedy = "give all launches of a group the same group_size"
                 yield Violation(launch, f"{sizes[group]} ranks in group {group}", f"{size}", remedy)
     joint, run = (_by_group(collective_sequence(g)) for g in (TrainingGraph(graph.module), graph))
+    if is_relaxed(graph):
+        return  # its order is the schedule's; `handed_over_once` sees that nothing was lost
     for group in sorted(joint | run):
         if joint.get(group) != run.get(group):
             expected = f"the phases to launch, in group {group}, {joint.get(group, 'nothing')}"
             yield Violation(None, expected, f"{run.get(group, 'nothing')}", "keep each group's order in the partition")
+
+
+def handed_over_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+    """In a relaxed graph, each exchange of the joint graph is still there: as itself, or submitted, or awaited."""
+    if not is_relaxed(graph):
+        return
+    before = Counter(op_name(node) for node in graph.module.graph.nodes)
+    after = Counter(op_name(node) for module in graph.phases.values() for node in module.graph.nodes)
+    for launch, handed in _HANDED_OVER.items():
+        if before[launch] != after[launch] + after[handed]:
+            found = f"{after[launch]} and {after[handed]}"
+            expected = f"{before[launch]} x {launch} or {handed} in the phases"
+            yield Violation(None, expected, found, "hand each exchange over once")
+
+
+_HANDED_OVER = {
+    "_c10d_functional::all_reduce_": "embrace::submit_bucket",
+    "embrace::all_to_all_gradients": "embrace::submit_rows",
+    "embrace::all_to_all_rows": "embrace::await_rows",
+}
 
 
 _OF_A_MODULE: tuple[Callable[[Scope], Iterator[Violation]], ...] = (
@@ -298,6 +323,7 @@ _OF_THE_GRAPH: tuple[Callable[[TrainingGraph, TrainingGraph], Iterator[Violation
     parameters_updated_once,
     forward_kept,
     collectives_in_one_order,
+    handed_over_once,
 )
 
 
@@ -327,7 +353,7 @@ def _output_roles(graph: TrainingGraph) -> Iterator[OutputRole]:
 
 
 def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
-    """How often each part of a parameter's gradient is yielded: "dense", "ids", "rows"."""
+    """How often each part of a parameter's gradient is yielded: "dense", "ids", "rows", "pending rows"."""
     found: dict[str, Counter[str]] = {}
     for role in _output_roles(graph):
         match role:
@@ -335,6 +361,11 @@ def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
                 found.setdefault(name, Counter())["dense"] += 1
             case RowGradient(table, part):
                 found.setdefault(table, Counter())[part] += 1
+            case PendingGradients(parameters=names):
+                for name in names:
+                    found.setdefault(name, Counter())["dense"] += 1
+            case PendingRows(table):
+                found.setdefault(table, Counter())["pending rows"] += 1
     return found
 
 
@@ -342,7 +373,8 @@ def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
 
 
 def _shared_buffers(module: fx.GraphModule) -> Iterator[Violation]:
-    launches = [node for node in module.graph.nodes if op_name(node) == "_c10d_functional::all_reduce_"]
+    in_place = ("_c10d_functional::all_reduce_", "embrace::submit_bucket")
+    launches = [node for node in module.graph.nodes if op_name(node) in in_place]
     if not launches:
         return
     buffers: dict[fx.Node, set[fx.Node]] = {}

@@ -21,12 +21,16 @@ from torch import Tensor
 
 from embrace_fx.runtime.failure import PeerFailure, RollCall
 from embrace_fx.runtime.kernels import bad_id, column_widths
+from embrace_fx.schedule import LANES
 
 ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
 """What a call of the model can be; all ranks must do the same."""
 
 CLASSES = ("ids", "embedding", "dense")
 """Communication classes, each with a process group of its own."""
+
+LANE_GROUPS = tuple(f"{lane} lane" for lane in LANES if lane != "compute")
+"""The groups of the launcher's thread."""
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Torch renamed it, and the old name warns."""
@@ -59,19 +63,28 @@ class Communicator:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._roll_call: RollCall | None = None
         if group is not None and self.world_size > 1:
-            ranks = dist.get_process_group_ranks(group)
-            for name in CLASSES:
-                created = dist.new_group(
-                    ranks,
-                    timeout=_timeout(group),
-                    group_desc=f"embrace_fx_{name}",
-                    use_local_synchronization=len(ranks) < dist.get_world_size(),
-                )
-                assert isinstance(created, dist.ProcessGroup)
-                self._groups[name] = created
+            self._open(CLASSES)
             store = dist.distributed_c10d._get_default_store()
             self._roll_call = RollCall(store, self._groups["ids"].group_name, self.rank, self.world_size)
             weakref.finalize(self, self._roll_call.close)
+
+    def open_lanes(self) -> None:
+        """Makes the launcher's own groups, one for each class: a group has one thread launching on it. Collective."""
+        if self.world_size > 1:
+            self._open(LANE_GROUPS)
+
+    def _open(self, names: Sequence[str]) -> None:
+        assert self.group is not None
+        ranks = dist.get_process_group_ranks(self.group)
+        for name in names:
+            created = dist.new_group(
+                ranks,
+                timeout=_timeout(self.group),
+                group_desc=f"embrace_fx_{name.replace(' ', '_')}",
+                use_local_synchronization=len(ranks) < dist.get_world_size(),
+            )
+            assert isinstance(created, dist.ProcessGroup)
+            self._groups[name] = created
 
     # -- agreement -----------------------------------------------------------------------------------------------------
 
@@ -80,7 +93,7 @@ class Communicator:
         if self.world_size == 1:
             return [value]
         gathered: list[Any] = [None] * self.world_size
-        with self._watching():
+        with self.watching():
             dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
@@ -95,12 +108,12 @@ class Communicator:
             if failure is not None:
                 raise PeerFailure({0: failure})
             return [list(sizes)]
-        padding = [0] * (
-            self.tables - len(sizes)
-        )  # one length whatever the step, or the announcement itself would hang
+        # One length whatever the step, or the announcement itself would hang; a step with the next batch's sizes in it
+        # has most to say.
+        padding = [0] * (1 + 2 * self.tables - len(sizes))
         own = torch.tensor([failure is not None, self.activity, *sizes, *padding], dtype=torch.int64)
         everyone = own.new_empty((self.world_size, own.numel()))
-        with self._watching():
+        with self.watching():
             _all_gather(everyone.view(-1), own, group=self._groups["ids"])
         rows: list[list[int]] = everyone.tolist()
         if any(row[0] for row in rows):
@@ -115,7 +128,7 @@ class Communicator:
             return
         assert self.group is not None
         source = dist.get_global_rank(self.group, 0)
-        with self._watching():
+        with self.watching():
             works = [dist.broadcast(t, source, group=self._groups["dense"], async_op=True) for t in tensors]
             for work in works:
                 work.wait()
@@ -123,11 +136,12 @@ class Communicator:
     def reduce_scalar(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
         """The sum or maximum of a 0-d tensor over ranks."""
         if self.world_size > 1:
-            with self._watching():
+            with self.watching():
                 dist.all_reduce(value, reduce_op, group=self._groups["dense"])
         return value
 
-    def _watching(self) -> contextlib.AbstractContextManager[None]:
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the error of a broken collective names the ranks that are gone."""
         return self._roll_call.watching() if self._roll_call is not None else contextlib.nullcontext()
 
     # -- launches: the ops of the same names ---------------------------------------------------------------------------
@@ -138,24 +152,34 @@ class Communicator:
         counts = [u.numel() for u in unique]
         reports = (bad_id_report(*each) for each in zip(unique, tables, num_rows, strict=True))
         everyone = self.announce(counts, next((report for report in reports if report is not None), None))
-        longest = max(map(sum, everyone))
+        return self.gather_rows_read(unique, everyone, num_rows, group)
+
+    def gather_rows_read(
+        self, unique: Sequence[Tensor], sizes: Sequence[Sequence[int]], num_rows: Sequence[int], group: str
+    ) -> InFlight:
+        """The payload of `all_gather_ids`, its sizes (by rank, by table) being known."""
+        counts = [u.numel() for u in unique]
+        longest = max(map(sum, sizes))
         dtype = torch.int32 if max(num_rows) < 2**31 else torch.int64
         own = torch.empty((len(counts) + longest,), dtype=dtype, device=unique[0].device)
         own[: len(counts)] = torch.tensor(counts, dtype=dtype)
         torch.cat([u.to(dtype) for u in unique], out=own[len(counts) : len(counts) + sum(counts)])
         if self.world_size == 1:
             return InFlight(own.view(1, -1), None)
-        packed = own.new_empty((group_size, own.numel()))
+        packed = own.new_empty((self.world_size, own.numel()))
         work = _all_gather(packed.view(-1), own, group=self._groups[group], async_op=True)
         return InFlight(packed, work)
 
     def all_to_all_rows(
         self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int
     ) -> InFlight:
+        return self.send_rows(columns, counts.tolist(), embedding_dim, group)
+
+    def send_rows(self, columns: Tensor, rows_by_rank: Sequence[int], embedding_dim: int, group: str) -> InFlight:
+        """`all_to_all_rows` with counts on the host."""
         if self.world_size == 1:
             return InFlight(columns.view(-1), None)
-        rows_by_rank: list[int] = counts.tolist()
-        widths = column_widths(embedding_dim, group_size)
+        widths = column_widths(embedding_dim, self.world_size)
         own_width, own_rows = widths[self.rank], rows_by_rank[self.rank]
         received = columns.new_empty((own_rows * embedding_dim,))
         return self._all_to_all(
@@ -169,10 +193,13 @@ class Communicator:
     def all_to_all_gradients(
         self, flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int
     ) -> InFlight:
+        return self.send_gradients(flat, counts.tolist(), embedding_dim, group)
+
+    def send_gradients(self, flat: Tensor, rows_by_rank: Sequence[int], embedding_dim: int, group: str) -> InFlight:
+        """`all_to_all_gradients` with counts on the host."""
         if self.world_size == 1:
             return InFlight(flat, None)
-        rows_by_rank: list[int] = counts.tolist()
-        widths = column_widths(embedding_dim, group_size)
+        widths = column_widths(embedding_dim, self.world_size)
         own_width, own_rows = widths[self.rank], rows_by_rank[self.rank]
         received = flat.new_empty((sum(rows_by_rank) * own_width,))
         return self._all_to_all(
@@ -196,7 +223,7 @@ class Communicator:
 
     def wait(self, launch: InFlight) -> Tensor:
         if launch.work is not None:
-            with self._watching():
+            with self.watching():
                 launch.work.wait()
         return launch.value
 

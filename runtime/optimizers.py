@@ -17,6 +17,7 @@ from torch.optim import Optimizer, SparseAdam
 
 from embrace_fx.exactness import KNOWN_OPTIONS
 from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.flow import Flow
 from embrace_fx.runtime.tables import RowTable, local_tensor, shard_state
 
 
@@ -42,6 +43,8 @@ class Stepping:
         communicator: for what the ranks must agree on in a step.
         check: raises where a step would apply gradients that do not belong together.
         by_rows: the optimizer's class is one of which tables can be updated by rows.
+        kind: that class.
+        flow: what runs from one step into the next, where there is such.
     """
 
     sharded: list[RowTable] = field(default_factory=list)
@@ -49,6 +52,23 @@ class Stepping:
     communicator: Communicator | None = None
     check: Callable[[], None] = lambda: None
     by_rows: bool = True
+    kind: type[Optimizer] = Optimizer
+    flow: Flow | None = None
+
+    def take_over(self, optimizer: Optimizer) -> bool:
+        """Whether the dense part of a step is left to the next forward, which needs its parameters first."""
+        if self.flow is None:
+            return False
+        if self.dense_tables:  # their rows must be cut out of whole gradients, at once
+            self.flow.buckets.release(optimizer)
+            return False
+        return self.flow.buckets.step(optimizer, self.kind)
+
+    def materialise(self) -> None:
+        """Makes gradients that are on their way ordinary ones."""
+        if self.flow is not None:
+            self.flow.settle()
+            self.flow.materialise()
 
     def mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose loss is the mean over ranks: what LBFGS decides by it must be the same on all of them."""
@@ -57,6 +77,7 @@ class Stepping:
         def mean() -> Any:
             with torch.enable_grad():
                 loss = closure()
+            self.materialise()
             if loss is None or communicator is None or communicator.world_size == 1:
                 return loss
             total = communicator.reduce_scalar(torch.as_tensor(loss).detach().clone(), dist.ReduceOp.SUM)
@@ -82,6 +103,7 @@ def attach(optimizer: Optimizer, stepping: Stepping) -> type[Optimizer]:
     optimizer.__dict__.pop("step", None)
     optimizer.__class__ = type(kind.__name__, (_RowStepping, kind), {"__module__": kind.__module__})
     stepping.by_rows = kind in KNOWN_OPTIONS
+    stepping.kind = kind
     optimizer._embrace_stepping = stepping  # type: ignore[attr-defined]
     return kind
 
@@ -94,35 +116,42 @@ class _RowStepping(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The class's own step, then the tables' rows. The loss of a closure is the mean over ranks."""
-        loss = None
+        loss, stepping = None, self._embrace_stepping
         if closure is not None:
-            closure = self._embrace_stepping.mean_loss(closure)
-            if not self._embrace_stepping.by_rows:
+            closure = stepping.mean_loss(closure)
+            if not stepping.by_rows:
                 self._opt_called = True
                 return super().step(closure)  # it may want the loss many times, as LBFGS does
             # Evaluated here and not by the class's step: the gradients it makes must be there before both halves.
             loss = closure()
         if self.__dict__.get("found_inf") is None:
-            self._embrace_stepping.check()
-        elif self._overflowed(self.__dict__["found_inf"]):
-            return loss
-        for table in self._embrace_stepping.sharded:
+            stepping.check()
+        else:
+            stepping.materialise()
+            if self._overflowed(self.__dict__["found_inf"]):
+                return loss
+        for table in stepping.sharded:
             table.check()
             _make_state_from_zeros(table)
         self._opt_called = True  # what a scheduler looks at to warn of a wrong order of calls
-        dense = [_take_dense(entry) for entry in self._embrace_stepping.dense_tables]
-        super().step()
-        for table in self._embrace_stepping.sharded:
-            table.update()
-        for entry, gradient in zip(self._embrace_stepping.dense_tables, dense, strict=True):
-            if gradient is not None:
-                entry.table.update()
-                entry.table.parameter.grad = gradient
+        if not stepping.take_over(self):
+            dense = [_take_dense(entry) for entry in stepping.dense_tables]
+            super().step()
+            for entry, gradient in zip(stepping.dense_tables, dense, strict=True):
+                if gradient is not None:
+                    entry.table.update()
+                    entry.table.parameter.grad = gradient
+        for table in stepping.sharded:
+            if stepping.flow is None or not stepping.flow.exchanges[table.name].step():
+                table.update()
         return loss
 
     # A GradScaler unscales what it finds in `.grad`; rows are not there. With this attribute it leaves the unscaling to
     # the step, and hands over the scale in `grad_scale` and whether `.grad` overflowed in `found_inf`.
-    _step_supports_amp_scaling = True
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        self._embrace_stepping.materialise()  # the scaler looks for overflows in `.grad` next
+        return True
 
     def _overflowed(self, found_inf: Tensor) -> bool:
         """Unscales all gradients for a GradScaler; whether any gradient, on any rank, is not finite.
@@ -159,14 +188,26 @@ class _RowStepping(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; of state that comes whole, a sharded table keeps its own columns."""
+        self._settle()
         super().load_state_dict(state_dict)
         for table in self._embrace_stepping.sharded:
             shard_state(self.state.get(table.parameter, {}), table.parameter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, after every update that has been stepped."""
+        self._settle()
+        return super().state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         for table in self._embrace_stepping.sharded:
             table.clear_gradient()
+            if self._embrace_stepping.flow is not None:
+                self._embrace_stepping.flow.exchanges[table.name].discard()
+
+    def _settle(self) -> None:
+        if self._embrace_stepping.flow is not None:
+            self._embrace_stepping.flow.settle()
 
 
 def _make_state_from_zeros(table: RowTable) -> None:

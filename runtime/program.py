@@ -1,7 +1,7 @@
 """Runs a partitioned graph: one call of the model, and its backward.
 
 Contract
-    The ids phase runs first, then the forward; autograd calls the backward when the user's `loss.backward()` reaches
+    The ids' phases run first, then the forward; autograd calls the backward when the user's `loss.backward()` reaches
     the results. Gradients are delivered at its very end, together: a step either leaves all of its gradients or none.
 """
 
@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from embrace_fx.graph import (
     BatchInput,
     Buffer,
     Gradient,
+    Mutation,
     OutputRole,
     Parameter,
+    PendingGradients,
     Result,
     RowGradient,
     Saved,
@@ -31,7 +34,8 @@ from embrace_fx.graph import (
     inputs_of,
     outputs_of,
 )
-from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.communicator import Communicator, InFlight
+from embrace_fx.runtime.flow import Ahead, Flow, IdsProgram, TableRoute
 from embrace_fx.runtime.lower import Phase, lower
 from embrace_fx.runtime.tables import RowTable, local_tensor
 
@@ -145,6 +149,8 @@ class Program:
         result_constants: results that are not tensors, by their index among the flattened results.
         before_forward: called once every rank has announced this same program, before anything reads a buffer.
         check: says what is wrong with a flattened batch, which the step then announces to all ranks.
+        flow: launches the exchanges, and keeps what a relaxed graph leaves to the next step; None: they are
+            launched on the spot.
     """
 
     def __init__(
@@ -156,16 +162,21 @@ class Program:
         result_constants: Mapping[int, Any],
         before_forward: Callable[[], None] = lambda: None,
         check: Callable[[Sequence[Any]], str | None] = lambda leaves: None,
+        flow: Flow | None = None,
     ) -> None:
         self._state = state
         self._communicator = communicator
+        self.flow = flow
         launches = dict(communicator.launches())
         packs = iter(buckets or ())
+        if flow is not None:
+            launches |= _relaxed_ops(flow)
+        through_launcher = _through_launcher(graph, flow) if flow is not None else {}
 
         def with_own_bucket(node: fx.Node) -> Callable[..., Any] | None:
             if str(node.target) == "embrace.pack_bucket.default":
                 return _Packer(state, next(packs))
-            return None
+            return through_launcher.get(node.name)
 
         def with_table_names(node: fx.Node) -> Callable[..., Any] | None:
             if str(node.target) != "embrace.all_gather_ids.default":
@@ -178,13 +189,21 @@ class Program:
 
             return all_gather_ids
 
+        self._unique = _runnable(graph.phases["unique"], state, launches)
         self._ids = _runnable(graph.phases["ids"], state, launches, with_table_names)
-        self._forward = _runnable(graph.phases["forward"], state, launches)
+        self._forward = _runnable(graph.phases["forward"], state, launches, lambda n: through_launcher.get(n.name))
         self._backward = (
             _runnable(graph.phases["backward"], state, launches, with_own_bucket)
             if "backward" in graph.phases
             else None
         )
+        self.ids = self._ids_program(graph, state) if flow is not None else None
+        self._is_relaxed = any(
+            str(node.target).startswith(("embrace.await_", "embrace.submit_"))
+            for module in graph.phases.values()
+            for node in module.graph.nodes
+        )
+        self._ids_are_pure = _is_pure(graph.phases["unique"], graph.phases["forward"])
         self._announces = any(
             str(node.target) == "embrace.all_gather_ids.default" for node in graph.phases["ids"].graph.nodes
         )
@@ -196,17 +215,59 @@ class Program:
         self._results = [role.index for role in roles if isinstance(role, Result)]
         self._differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
 
+    def _ids_program(self, graph: TrainingGraph, state: ModelState) -> IdsProgram:
+        """The ids' phases as functions that can run ahead of their batch."""
+        given: list[InFlight] = []
+
+        def what_was_gathered(node: fx.Node) -> Callable[..., Any] | None:
+            return (lambda *_: given.pop()) if str(node.target) == "embrace.all_gather_ids.default" else None
+
+        launches = {"_c10d_functional::wait_tensor": self._communicator.wait}
+        route = _runnable(graph.phases["ids"], state, launches, what_was_gathered)
+
+        def routing(values: Values, gathered: InFlight) -> None:
+            given.append(gathered)
+            _keep(route.roles, route((), values, {}), values)
+
+        def unique(leaves: Sequence[Any]) -> Values:
+            values: Values = {}
+            _keep(self._unique.roles, self._unique(leaves, values, {}), values)
+            return values
+
+        gathers = [n for n in graph.phases["ids"].graph.nodes if str(n.target) == "embrace.all_gather_ids.default"]
+        sent = [node.meta["role"].name for gather in gathers for node in gather.args[0]]
+        return IdsProgram(
+            unique,
+            lambda values: [values[name] for name in sent],
+            routing,
+            tuple(table for gather in gathers for table in gather.meta["tables"]),
+            tuple(size for gather in gathers for size in gather.args[1]),
+            tuple(
+                TableRoute(node.args[3], node.args[1].meta["role"].name, node.args[2].meta["role"].name, node.args[4])
+                for node in graph.phases["forward"].graph.nodes
+                if str(node.target) == "embrace.await_rows.default"
+            ),
+        )
+
+    def ahead(self, leaves: Sequence[Any]) -> Ahead | None:
+        """A batch to come, with the rows it reads; None where that cannot be known before its turn."""
+        if self.ids is None or not self._is_relaxed or not self._ids_are_pure:
+            return None
+        with torch.no_grad(), _autocast_is_in_the_graph():
+            return Ahead.of(self.ids, leaves)
+
     @property
     def result_count(self) -> int:
         return len(self._results) + len(self._constants)
 
-    def call(self, leaves: Sequence[Any], *, train: bool) -> list[Any]:
+    def call(self, leaves: Sequence[Any], *, train: bool, following: Ahead | None = None) -> list[Any]:
         """Runs the model on a flattened batch; returns its flattened results.
 
         Args:
             train: whether a backward will follow, from results that require grad.
+            following: the next batch, where it is known and the program has a flow.
         """
-        step = Step(self, leaves)
+        step = Step(self, leaves, following)
         with _autocast_is_in_the_graph():
             tensors = self._run(step, leaves, train)
         results: list[Any] = [None] * self.result_count
@@ -229,30 +290,43 @@ class Program:
 class Step:
     """One call of the model: what its backward needs."""
 
-    def __init__(self, program: Program, leaves: Sequence[Any]) -> None:
+    def __init__(self, program: Program, leaves: Sequence[Any], following: Ahead | None) -> None:
         self.program = program
         self._leaves = leaves
+        self._following = following
         self._values: Values | None = None
         self._results: list[Any] = []  # tensors, and sizes the model returns
 
     def forward(self) -> list[Any]:
         program = self.program
         program._communicator.failure = program._check(self._leaves)
-        if not program._announces:
-            program._communicator.announce(())
-        values: Values = {}
-        results: list[Any] = []
-        for phase in (program._ids, program._forward):
-            if phase is program._forward:
-                program._before_forward()
-            for role, value in zip(phase.roles, phase(self._leaves, values, {}), strict=True):
-                if isinstance(role, Result):
-                    results.append(value)
-                elif isinstance(role, Saved):
-                    values[role.name] = value
+        values = self._begin_forward()
+        program._before_forward()
+        forward = program._forward
+        outputs = forward(self._leaves, values, {})
+        results = [value for role, value in zip(forward.roles, outputs, strict=True) if isinstance(role, Result)]
+        _keep(forward.roles, outputs, values)
+        if program.flow is not None:
+            program.flow.end_forward()
         self._values = values
         self._results = [r.detach() if isinstance(r, Tensor) else r for r in results]
         return results
+
+    def _begin_forward(self) -> Values:
+        """The values of the ids' phases."""
+        program = self.program
+        if program.flow is not None and program._is_relaxed:
+            assert program.ids is not None
+            following, self._following = self._following, None
+            return program.flow.begin_forward(program.ids, self._leaves, following)
+        if not program._announces:
+            program._communicator.announce(())
+        values: Values = {}
+        for phase in (program._unique, program._ids):
+            _keep(phase.roles, phase(self._leaves, values, {}), values)
+        if program.flow is not None:
+            program.flow.begin_plain_forward()
+        return values
 
     def backward(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Runs the backward, delivers the parameters' gradients, and returns the batch tensors' ones."""
@@ -275,8 +349,18 @@ class Step:
             for index, tangent, result in zip(program._results, tangents, self._results, strict=True)
             if index in program._differentiable
         }
+        if program.flow is not None:
+            assert program.ids is not None
+            program.flow.begin_backward(program.ids, values)
         outputs = backward(self._leaves, values, dense)
-        self._finish_finite_check(flag)
+        if program.flow is not None:
+            program.flow.end_backward()
+        try:
+            self._finish_finite_check(flag)
+        except FloatingPointError:
+            if program.flow is not None:
+                program.flow.discard()
+            raise
         return self._deliver(backward.roles, outputs)
 
     def _launch_finite_check(self) -> Any:
@@ -322,6 +406,14 @@ class Step:
         )
         for table, parts in rows.items():
             state.tables[table].add_gradient(parts["ids"], parts["rows"])
+        pending = [role for role in roles if isinstance(role, PendingGradients)]
+        for role in pending:
+            for name in state.unreduced.intersection(role.parameters):
+                state.parameter(name).grad = None  # the bucket took the accumulated part along
+                state.unreduced.discard(name)
+        if pending:
+            assert self.program.flow is not None
+            self.program.flow.buckets.deliver([role.bucket for role in pending])
         return [
             batch.get(index)
             for index, leaf in enumerate(self._leaves)
@@ -342,6 +434,77 @@ def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised:
         parameter.grad.add_(gradient)
     if not synchronised:
         state.unreduced.add(name)
+
+
+def _is_pure(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
+    """Whether a batch's ids are the same a step earlier: no random numbers, nothing that the forward writes."""
+    draws = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in unique.graph.nodes)
+    written = {role.of for _, role in outputs_of(forward) if isinstance(role, Mutation)}
+    return not draws and written.isdisjoint(role for _, role in inputs_of(unique))
+
+
+def _keep(roles: Sequence[OutputRole], outputs: Sequence[Any], values: Values) -> None:
+    """Adds what a phase saves to `values`."""
+    for role, value in zip(roles, outputs, strict=True):
+        if isinstance(role, Saved):
+            values[role.name] = value
+
+
+def _relaxed_ops(flow: Flow) -> dict[str, Callable[..., Any]]:
+    """Op name -> what a relaxed program calls."""
+
+    def await_update(parameters: list[Tensor], bucket: int) -> list[Tensor]:
+        flow.await_update(bucket)
+        return parameters
+
+    def submit_bucket(flat: Tensor, bucket: int) -> None:
+        flow.recorder.mark(f"backward bucket {bucket}")
+        flow.buckets.submit(bucket, flat)
+
+    def submit_rows(rows: Tensor, ids: Tensor, counts: Tensor, table: str, padding_idx: int, scale: float) -> None:
+        flow.recorder.mark(f"backward {table}")
+        flow.exchanges[table].submit_gradient(rows, ids, counts, padding_idx, scale)
+
+    def await_rows(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype) -> Tensor:
+        return flow.await_rows(table)
+
+    return {
+        "embrace::await_update": await_update,
+        "embrace::submit_bucket": submit_bucket,
+        "embrace::submit_rows": submit_rows,
+        "embrace::await_rows": await_rows,
+        "_c10d_functional::wait_tensor": flow.wait_all,
+    }
+
+
+def _reduces_bucket(node: fx.Node) -> bool:
+    """An AllReduce of gradients; other passes reduce counts."""
+    reduces = str(node.target) == "_c10d_functional.all_reduce_.default"
+    return reduces and str(node.all_input_nodes[0].target) == "embrace.pack_bucket.default"
+
+
+def _through_launcher(graph: TrainingGraph, flow: Flow) -> dict[str, Callable[..., Any]]:
+    """Node name -> how the launcher launches it: exchanges that are waited for in the phase that launches them."""
+    found: dict[str, Callable[..., Any]] = {}
+    tables: dict[str, str] = {}  # name of a table's counts -> the table
+    shards = {node.name: role.table for node, role in inputs_of(graph.phases["forward"]) if isinstance(role, Shard)}
+    for node in graph.phases["forward"].graph.nodes:
+        if str(node.target) == "embrace.all_to_all_rows.default":
+            columns = node.args[0]
+            while columns.op != "placeholder":
+                columns = columns.all_input_nodes[0]
+            table = tables[node.args[1].meta["role"].name] = shards[columns.name]
+            found[node.name] = partial(flow.launch_rows, table)
+    buckets = 0
+    for node in graph.phases["backward"].graph.nodes if "backward" in graph.phases else ():
+        if str(node.target) == "embrace.all_to_all_gradients.default":
+            found[node.name] = partial(flow.launch_gradients, tables[node.args[1].meta["role"].name])
+        elif _reduces_bucket(node):
+            found[node.name] = partial(flow.launch_bucket, buckets)
+            buckets += 1
+    for node_name, launch in found.items():
+        launch.__name__ = node_name.replace(".", "_")
+    return found
 
 
 class _Packer:

@@ -102,6 +102,11 @@ class RowTable:
         """This rank's columns, (V, d)."""
         return local_tensor(self.parameter.data)
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient waits for the next update."""
+        return bool(self._pending)
+
     def add_gradient(self, ids: Tensor, rows: Tensor) -> None:
         """Keeps a coalesced row gradient, ids (K,), rows (K, d), until the next update."""
         self._pending.append((ids, rows))
@@ -141,12 +146,25 @@ class RowTable:
         gradient = self.pending()
         if gradient is None:
             return
+        self.apply(*gradient, self.begin_step())
+        self.clear_gradient()
+
+    def begin_step(self) -> Mapping[str, Any]:
+        """Counts one iteration; returns the options of this moment."""
         group = self._group()
         state = self._state(group)
         self._rows.advance(state)
-        self._rows.apply(self.local, state, *gradient, group)
         self._store(state)
-        self.clear_gradient()
+        return group
+
+    def apply(self, ids: Tensor, rows: Tensor, options: Mapping[str, Any]) -> None:
+        """Updates rows `ids` (K,), sorted and unique, by their gradients (K, d), under the options of their step.
+
+        One step's rows may come in several parts, none in two of them.
+        """
+        state = self._state(options)
+        self._rows.apply(self.local, state, ids, rows, options)
+        self._store(state)
 
     def _group(self) -> Mapping[str, Any]:
         for group in self.optimizer.param_groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests import golden, ranks
 
@@ -18,6 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     golden.options.update = config.getoption("--update-golden")
+    # The same examples in every run, and no limit of time: a busy machine must not fail a property.
+    settings.register_profile("suite", max_examples=60, deadline=None, derandomize=True)
+    settings.load_profile("suite")
     torch.set_num_threads(1)  # the models are tiny, and the ranks of a test share the cores
 
 

@@ -126,7 +126,7 @@ def targets(nodes: fx.Graph | Iterable[fx.Node]) -> list[str]:
 def text(module: fx.GraphModule) -> str:
     """A graph's printed text, without the paths and numbers of source lines, and without the ends of lifetimes."""
     printed = module.print_readable(print_output=False, include_stride=False, include_device=False)
-    printed = re.sub(r"# File: \S*?([^/\s]+):\d+ in (\w+), code:", r"# \1, \2:", printed)
+    printed = re.sub(r"# File: \S*?([^/\s]+):\d+ in (\S+), code:", r"# \1, \2:", printed)
     printed = printed.replace("# No stacktrace found for following nodes", "# (from a pass)")
     return "\n".join(re.sub(r";  [\w = ]+ = None$", "", line).rstrip() for line in printed.splitlines())
 
@@ -139,8 +139,8 @@ def run_graph(
 ) -> Outputs:
     """Runs a graph on a batch: role -> value. The model is left as it was.
 
-    Tangents are the same at every call. A sharded table's row gradient comes back as the dense gradient (V, d) of this
-    rank's columns, under the role that the gradient of the whole table has.
+    Tangents are those of `tangent`, the same at every call. A sharded table's row gradient comes back as the dense
+    gradient (V, d) of this rank's columns, under the role that the gradient of the whole table has.
 
     Args:
         communicator: the ranks; None: this process alone.
@@ -162,6 +162,11 @@ def run_graph(
                 if node is not None:
                     (values if isinstance(role, Saved) else found)[role] = value
     return _with_whole_gradients(found, model)
+
+
+def tangent(like: Tensor, index: int = 0) -> Tensor:
+    """The gradient that `run_graph` gives result `index`, of which `like` has the shape and the dtype."""
+    return torch.randn(tuple(map(int, like.shape)), dtype=like.dtype, generator=torch.Generator().manual_seed(index))
 
 
 def _launches(communicator: Communicator, module: fx.GraphModule) -> Mapping[str, Any]:
@@ -186,9 +191,7 @@ def _input(role: InputRole, node: fx.Node, model: nn.Module, leaves: list[Any], 
         case BatchInput(index):
             return leaves[index].detach().clone()
         case Tangent(index):
-            value = node.meta["val"]
-            generator = torch.Generator().manual_seed(index)
-            return torch.randn(tuple(map(int, value.shape)), dtype=value.dtype, generator=generator)
+            return tangent(node.meta["val"], index)
     raise AssertionError(f"expected an earlier phase to save {role}, found none that does")
 
 

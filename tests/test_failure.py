@@ -88,9 +88,9 @@ def _train_until_death(
     plain = Model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall")
-    batch = torch.arange(5) + rank, torch.ones(())
-    for step in range(2):
-        if rank == victim and step == 1:
+    batches = [(torch.arange(5) + rank + step, torch.ones(())) for step in range(4)]
+    for step, batch in enumerate(model.lookahead(batches)):
+        if rank == victim and step == 2:
             die(model, batch)
         model(*batch).backward()
         optimizer.step()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import fields
 
 import pytest
 import torch
@@ -17,94 +16,15 @@ from embrace_fx.passes.planner import shard_blocker
 from embrace_fx.passes.tables import FindTables, argument, draws_randomly, extract_ids, set_argument
 from tests.golden import check_golden
 from tests.graphs import BAG, IDS, OFFSETS, Tables, analysed, table_of, tables_model, text
+from tests.table_cases import ILLEGAL, LEGAL, bag, example, plain
 
 
-def bag(model: Tables, ids: Tensor, offsets: Tensor | None = None, **options: Any) -> Tensor:
-    return F.embedding_bag(ids, model.weight, offsets, **{"mode": "sum", **options})
-
-
-@dataclass(frozen=True)
-class Case:
-    """A forward, and what is to be found of `table`.
-
-    Attributes:
-        blocker: a part of the reason why its columns cannot be spread; None: they can.
-        uses: for each lookup (kind, number of backward nodes).
-    """
-
-    forward: Callable[..., Any]
-    blocker: str | None = None
-    uses: tuple[tuple[str, int], ...] = (("embedding", 1),)
-    use: str = "sparse"
-    args: tuple[Tensor, ...] = (IDS,)
-
-
-OFFSET_BAG = (BAG, OFFSETS)
-ONE_BAG = (("bag:sum", 1),)
-
-CASES: dict[str, Case] = {
-    "one lookup": Case(lambda m, x: m.linear(m.table(x))),
-    "the lookup is the result": Case(lambda m, x: m.table(x)),
-    "two lookups of the same ids": Case(lambda m, x: m.table(x) * m.linear(m.table(x)), None, (("embedding", 2),) * 2),
-    "two lookups of other ids": Case(lambda m, x: m.table(x) + m.table(x + 1), None, (("embedding", 1),) * 2),
-    "only its shape besides": Case(lambda m, x: m.table(x) * m.weight.shape[0]),
-    "a lookup without gradient": Case(lambda m, x: m.linear(m.table(x).detach()), None, (("embedding", 0),)),
-    "a sparse gradient asked for": Case(lambda m, x: F.embedding(x, m.weight, sparse=True)),
-    "a tied projection": Case(lambda m, x: m.table(x) @ m.weight.t(), "also read densely (t", use="mixed"),
-    "a penalty on all rows": Case(
-        lambda m, x: m.table(x).sum() + m.weight.pow(2).sum(), "also read densely (pow", use="mixed"
-    ),
-    "a row read without gradient": Case(
-        lambda m, x: m.table(x) + m.weight[0].detach(), "also read densely (select", use="mixed"
-    ),
-    "disagreeing padding": Case(
-        lambda m, x: F.embedding(x, m.weight, padding_idx=0) + F.embedding(x, m.weight, padding_idx=1),
-        "disagree on padding_idx (0, 1)",
-        (("embedding", 2),) * 2,
-    ),
-    "padding in one of two": Case(
-        lambda m, x: F.embedding(x, m.weight, padding_idx=0) + m.table(x + 1),
-        "disagree on padding_idx (-1, 0)",
-        (("embedding", 1),) * 2,
-    ),
-    "scaled by frequency": Case(lambda m, x: F.embedding(x, m.weight, scale_grad_by_freq=True), "scale_grad_by_freq"),
-    "ids from a parameter": Case(
-        lambda m, x: m.table((m.vector[:3] * 2).long()) + x.unsqueeze(-1), "its ids depend on parameters"
-    ),
-    "ids from another table": Case(lambda m, x: m.table(m.other(x).argmax(-1)), "its ids depend on parameters"),
-    "ids from a parameter's shape": Case(lambda m, x: m.table(x % m.vector.shape[0])),
-    "random ids": Case(lambda m, x: m.table(torch.randint(10, (3,))) + x.unsqueeze(-1)),
-    "a sum bag": Case(bag, None, ONE_BAG, args=OFFSET_BAG),
-    "a sum bag of rows": Case(bag, None, ONE_BAG),
-    "a mean bag": Case(lambda m, x, o: bag(m, x, o, mode="mean"), None, (("bag:mean", 1),), args=OFFSET_BAG),
-    "a max bag": Case(
-        lambda m, x, o: bag(m, x, o, mode="max"), "max mode compares whole rows", (("bag:max", 1),), args=OFFSET_BAG
-    ),
-    "two bags of the same ids": Case(
-        lambda m, x, o: bag(m, x, o) * bag(m, x, o, mode="mean"),
-        None,
-        (("bag:sum", 1), ("bag:mean", 1)),
-        args=OFFSET_BAG,
-    ),
-    "a bag and a lookup": Case(
-        lambda m, x, o: bag(m, x, o).sum() * m.table(x).sum(), None, (("bag:sum", 1), ("embedding", 1)), args=OFFSET_BAG
-    ),
-    "a weighted bag": Case(lambda m, x, o: bag(m, x, o, per_sample_weights=m.vector), None, ONE_BAG, args=OFFSET_BAG),
-    "a weighted bag and a projection": Case(
-        lambda m, x, o: bag(m, x, o, per_sample_weights=m.vector) @ m.weight.t(),
-        "also read densely (t",
-        ONE_BAG,
-        "mixed",
-        OFFSET_BAG,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LEGAL | ILLEGAL)
 def test_what_is_found_of_a_table(name: str) -> None:
-    case = CASES[name]
+    case = (LEGAL | ILLEGAL)[name]
+    _, graph = example(name)
 
-    table = table_of(analysed(tables_model(case.forward), *case.args))
+    table = table_of(graph)
 
     assert table.use == case.use
     assert tuple((use.kind, len(use.backward)) for use in table.uses) == case.uses
@@ -157,7 +77,7 @@ def test_a_buffer_that_the_forward_changes_is_no_constant() -> None:
 
 
 def test_finding_tables_changes_no_graph() -> None:
-    captured = capture(tables_model(CASES["one lookup"].forward), (IDS,), {}, train=True).graph
+    captured = capture(tables_model(plain), (IDS,), {}, train=True).graph
 
     found = FindTables()(captured)
 

@@ -47,10 +47,9 @@ class Group:
 GROUPS = tuple(Group(*g) for g in product(WORKLOADS, (1, 2, 3, 4), (torch.float64, torch.float32)))
 DEFAULT = frozenset(
     {
-        Group("two_table_lm", 1, torch.float32),
         Group("two_table_lm", 4, torch.float64),
         Group("transformer_encoder", 2, torch.float64),
-        Group("tied_lm", 2, torch.float32),
+        Group("tied_lm", 1, torch.float32),
         Group("bag_recommender", 3, torch.float64),
     }
 )

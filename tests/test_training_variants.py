@@ -10,13 +10,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import SGD
 
+import embrace_fx
 from embrace_fx.exactness import RowUpdates
 from embrace_fx.ops import own_columns
 from tests.models import MODELS, Batch, TwoTableLMWorkload, Workload
 from tests.ranks import run_ranks
 from tests.reference import assert_same
-from tests.training import SEED, expected_parameters, make_optimizers, train_compiled, whole
+from tests.training import (
+    SEED,
+    Trained,
+    Way,
+    expected_parameters,
+    make_optimizers,
+    train_compiled,
+    trained,
+    whole,
+)
 
 STEPS = 8
 DTYPE = torch.float64
@@ -37,7 +48,8 @@ def _check(
     """Trains on ranks, compares with the reference, and says how the tables were expected to be kept."""
     __tracebackhide__ = True
     expected = expected_parameters(world_size, workload, DTYPE, optimizer, row_updates, STEPS)
-    for result in run_ranks(world_size, train_compiled, workload, DTYPE, optimizer, row_updates, strategy, STEPS):
+    way = Way(strategy, steps=STEPS)
+    for result in run_ranks(world_size, train_compiled, workload, DTYPE, optimizer, row_updates, way):
         assert_same(result.parameters, expected, DTYPE)
         assert result.strategies == strategies
 
@@ -202,9 +214,59 @@ def test_scale_grad_by_freq_counts_the_ids_of_all_ranks(optimizer: str) -> None:
         (model(ids) / 2).backward()
         own.step()
 
-    for result in run_ranks(2, train_compiled, workload, DTYPE, optimizer, "exact", "alltoall", STEPS):
+    for result in run_ranks(2, train_compiled, workload, DTYPE, optimizer, "exact", Way(steps=STEPS)):
         assert result.strategies == {"table.weight": "allreduce"}
         assert_same(result.parameters, whole(model.named_parameters()), DTYPE)
+
+
+# -- autocast ----------------------------------------------------------------------------------------------------------
+
+
+REPEATING = LookupsWorkload(only_id=7)
+"""Every other batch is one id twenty times: summed in bfloat16, its gradient is not what rounding the sum gives."""
+
+
+def trains_under_autocast(rank: int, world_size: int) -> Trained:
+    """SGD in float32, the forward under autocast as users write it."""
+    model = REPEATING.make(torch.float32, SEED)
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.5), strategy="alltoall")
+    for batch in compiled.lookahead([REPEATING.batches(step, rank, SEED) for step in range(STEPS)]):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = compiled(*batch)
+        loss.backward()
+        compiled.optimizer.step()
+        compiled.optimizer.zero_grad()
+    return trained(compiled)
+
+
+def trained_with_casts_by_hand(world_size: int) -> dict[str, Tensor]:
+    """What autocast casts, cast by hand; a rank's row gradient is summed in float32, and rounded once for its way."""
+    narrow = torch.bfloat16
+    parameters = dict(REPEATING.make(torch.float32, SEED).named_parameters())
+    table, weight, bias = parameters.values()
+    for step in range(STEPS):
+        by_rank = []
+        for rank in range(world_size):
+            rows = F.embedding(REPEATING.batches(step, rank, SEED)[0], table).to(narrow)
+            mixed = F.linear(rows, weight.to(narrow), bias.to(narrow))
+            loss = (torch.tanh(mixed) - 0.3).square().sum() / 20
+            gradients = torch.autograd.grad(loss, [table, weight, bias])
+            by_rank.append([gradients[0].to(narrow).float(), *gradients[1:]])
+        with torch.no_grad():
+            for parameter, *of_ranks in zip((table, weight, bias), *by_rank, strict=True):
+                parameter -= 0.5 * sum(of_ranks) / world_size
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def test_a_sharded_table_under_autocast() -> None:
+    expected = trained_with_casts_by_hand(2)
+
+    for result in run_ranks(2, trains_under_autocast):
+        assert result.strategies == {"table.weight": "alltoall"}
+        assert_same(result.parameters, expected, torch.float32)
+
+
+# -- strategies --------------------------------------------------------------------------------------------------------
 
 
 def test_strategies_by_name() -> None:

@@ -120,14 +120,16 @@ class Sent:
     table_strategies: tuple[str, ...]
 
 
-def bytes_per_step(step: Callable[[], object], counter: Counter) -> float:
-    """Collective: what this rank sends in one step."""
+def bytes_per_step(step: Callable[[], object], counter: Counter, settle: Callable[[], None] = lambda: None) -> float:
+    """Collective: what this rank sends in one step. `settle` waits for what a step leaves to the next one."""
     for _ in range(WARM_UP_STEPS):
         step()
+    settle()
     dist.barrier()  # whatever was sent has arrived, so that nothing waits to be counted
     before = counter()
     for _ in range(STEPS):
         step()
+    settle()
     dist.barrier()
     return sum(sent - before.get(key, 0) for key, sent in counter().items()) / STEPS
 
@@ -148,8 +150,8 @@ def train_compiled(
         compiled.optimizer.zero_grad()
 
     return Sent(
-        bytes_per_step(step, counter),
-        sum(decision.sent_bytes_per_step for decision in compiled.plan),
+        bytes_per_step(step, counter, compiled.synchronize),
+        compiled.plan.sent_bytes_per_step,
         sum(decision.ddp_bytes_per_step for decision in compiled.plan),
         tuple(decision.strategy for decision in compiled.plan if decision.is_table),
     )

@@ -20,6 +20,7 @@ import embrace_fx
 from embrace_fx.exactness import RowUpdates
 from embrace_fx.passes.planner import Strategy
 from embrace_fx.plan import Decision
+from embrace_fx.schedule import ScheduleName
 from tests.models import Workload
 from tests.reference import train_reference
 
@@ -56,6 +57,22 @@ def make_optimizers(name: str, model: nn.Module) -> tuple[Optimizer, ...]:
 
 
 @dataclass(frozen=True)
+class Way:
+    """How a model is trained, apart from what it computes.
+
+    Attributes:
+        strategy, schedule: as in `compile`.
+        lookahead: batches are read through the model's `lookahead`.
+        steps: how many batches are trained on.
+    """
+
+    strategy: Strategy = "alltoall"
+    schedule: ScheduleName = "2d"
+    lookahead: bool = True
+    steps: int = STEPS
+
+
+@dataclass(frozen=True)
 class Trained:
     """What a rank has after training.
 
@@ -80,16 +97,17 @@ def train_compiled(
     dtype: torch.dtype,
     optimizer: str,
     row_updates: RowUpdates = "exact",
-    strategy: Strategy = "alltoall",
-    steps: int = STEPS,
+    way: Way = Way(),
 ) -> Trained:
     """Trains a compiled model as a user would, from initial values that only rank 0 has right."""
     model = workload.make(dtype, seed=SEED + rank)
     optimizers = make_optimizers(optimizer, model)
-    compiled = embrace_fx.compile(model, optimizer=optimizers, row_updates=row_updates, strategy=strategy)
-
-    for step in range(steps):
-        compiled(*workload.batches(step, rank, SEED)).backward()
+    compiled = embrace_fx.compile(
+        model, optimizer=optimizers, row_updates=row_updates, strategy=way.strategy, schedule=way.schedule
+    )
+    batches = [workload.batches(step, rank, SEED) for step in range(way.steps)]
+    for batch in compiled.lookahead(batches) if way.lookahead else batches:
+        compiled(*batch).backward()
         for each in compiled.optimizer:
             each.step()
             each.zero_grad()

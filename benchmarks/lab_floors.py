@@ -1,0 +1,86 @@
+"""What no system can go below: the bytes of the cheapest exchange known for each parameter, and the time they take.
+
+A dense parameter: a ring AllReduce, 2 (N - 1) / N of its bytes. A table: the least of
+    AlltoAll    each rank sends the columns it owns of the rows that others read, and the gradients of its own rows'
+                other columns; a row that a rank reads twice travels once, and its id goes to every other rank
+    AllGather   each rank sends its row gradients, ids included, to every other rank
+    AllReduce   of the table as a dense parameter
+None of them counts headers. The exchanges are those of EmbRace (Li et al. 2022, section 4.1); N ranks, fp32, int64 ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import mean
+
+import torch
+
+from benchmarks.models.base import Lookups, Workload, on_meta, sizes
+
+FLOAT_BYTES = 4
+ID_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The cheapest exchange of a model's step.
+
+    Attributes:
+        bytes_per_rank: what the busiest rank sends per step, mean over the steps.
+        dense_bytes: how many of them are of dense parameters.
+        exchanges: table -> the exchange that is cheapest.
+    """
+
+    bytes_per_rank: float
+    dense_bytes: float
+    exchanges: dict[str, str]
+
+    def time_ms(self, rate_mbit: float) -> float:
+        """Over what a bare transfer reaches."""
+        return self.bytes_per_rank * 8 / (rate_mbit * 1e3)
+
+
+def floor(workload: Workload, ranks: int, steps: range, seed: int) -> Floor:
+    """Counts the rows that the ranks' batches of these steps read; the model is made on the meta device."""
+    model = on_meta(workload)
+    counted = sizes(model)
+    dense = ring_bytes(counted.total_bytes - counted.table_bytes, ranks)
+    batches = [[workload.batch(step, rank, seed) for rank in range(ranks)] for step in steps]
+    read = [[unique_rows(model.lookups(*batch)) for batch in of_step] for of_step in batches]
+    total, exchanges = dense, {}
+    for name, table in model.embeddings().items():
+        rows, width = table.weight.shape
+        options = {
+            "AlltoAll": mean(all_to_all_bytes([of_rank[name] for of_rank in of_step], width) for of_step in read),
+            "AllGather": mean(all_gather_bytes([of_rank[name] for of_rank in of_step], width) for of_step in read),
+            "AllReduce": ring_bytes(rows * width * FLOAT_BYTES, ranks),
+        }
+        exchanges[name] = min(options, key=options.__getitem__)
+        total += options[exchanges[name]]
+    return Floor(total, dense, exchanges)
+
+
+def unique_rows(lookups: Lookups) -> dict[str, int]:
+    """Table -> how many of its rows a batch reads."""
+    ids: dict[str, list[torch.Tensor]] = {}
+    for table, read in lookups.values():
+        ids.setdefault(table, []).append(read.flatten())
+    return {table: torch.cat(read).unique().numel() for table, read in ids.items()}
+
+
+def ring_bytes(payload_bytes: float, ranks: int) -> float:
+    """What each rank of a ring AllReduce sends."""
+    return 2 * (ranks - 1) / ranks * payload_bytes
+
+
+def all_to_all_bytes(rows: list[int], width: int) -> float:
+    """What the busiest rank sends, forward and backward, given the rows that each rank reads."""
+    ranks, total = len(rows), sum(rows)
+    column_bytes = width / ranks * FLOAT_BYTES
+    # Forward: own columns of the others' rows; backward: the others' columns of the own rows; ids to all others.
+    return max(((total - own) + own * (ranks - 1)) * column_bytes + own * (ranks - 1) * ID_BYTES for own in rows)
+
+
+def all_gather_bytes(rows: list[int], width: int) -> float:
+    """What the busiest rank sends."""
+    return max(rows) * (len(rows) - 1) * (width * FLOAT_BYTES + ID_BYTES)

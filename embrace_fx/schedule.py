@@ -1,0 +1,300 @@
+"""The schedule: one step as data, the order in which its communication is launched, and when everything runs.
+
+A *window* is what happens from the start of one backward to the start of the next: the backward of step t, the
+optimizer's step, and the forward of step t + 1. Gradients of t are reduced, applied and read inside one window; a
+window is therefore what the scheduler orders. Two windows in a row show what overlaps across a step's boundary.
+
+    StepGraph   operations of a window and their true dependences        what could overlap
+    Schedule    one launch order, with predicted start and end            what is meant to overlap
+    Timeline    measured start and end, of all ranks                      what did
+
+All three are plain data: printed, compared between ranks, tested without a device, drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from statistics import median
+from typing import Literal
+
+import networkx as nx
+
+Lane = Literal["compute", "ids", "embedding", "dense", "delayed"]
+LANES: tuple[Lane, ...] = ("compute", "ids", "embedding", "dense", "delayed")
+"""Where an operation runs: on the rank's processor, or on the wire as one of the four communication classes."""
+
+Kind = Literal[
+    "backward",  # compute of a block's gradients
+    "forward",  # compute of a block
+    "update",  # a bucket's parameters, or a table's rows, are stepped
+    "rows",  # own columns of rows are looked up, or rows that arrived are put together
+    "ids",  # the next batch's ids, AllGather
+    "gradients",  # a table's row gradients, AlltoAll: all of them, or the prior ones
+    "lookups",  # looked-up rows, AlltoAll: all of them, late ones or early ones
+    "all_reduce",  # a chunk of a bucket
+    "delayed",  # a chunk of a table's delayed row gradients, AlltoAll
+]
+
+EARLY, END, BETWEEN, START = "early rows", "end of backward", "optimizer step, next batch", "start of forward"
+"""Names of compute operations that serve no table and no bucket in particular: what a backward begins and ends with,
+what a forward begins with, and what lies between the two."""
+
+ScheduleName = Literal["none", "horizontal", "vertical", "2d"]
+SCHEDULES: tuple[ScheduleName, ...] = ("none", "horizontal", "vertical", "2d")
+"""The paper's ablation (EmbRace, ICPP 2022, section 4)."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One thing that runs, on one lane.
+
+    Attributes:
+        name: unique within a window, the same on every rank: "backward encoder.0", "embedding prior", "bucket 2 [0]".
+        kind: what it is.
+        lane: where it runs.
+        duration_ms: alone, on an idle processor or link.
+        sent_bytes: what one rank sends, the mean over ranks; 0 for compute.
+        serves: the parameters, tables or blocks it is for.
+        held_bytes: memory it holds from its end until its last successor has ended (a bucket, rows that arrived).
+    """
+
+    name: str
+    kind: Kind
+    lane: Lane
+    duration_ms: float
+    sent_bytes: int = 0
+    serves: tuple[str, ...] = ()
+    held_bytes: int = 0
+
+    @property
+    def is_communication(self) -> bool:
+        return self.lane != "compute"
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """`after` of window w cannot start before `before` of window w - `distance` has ended."""
+
+    before: str
+    after: str
+    distance: int = 0
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """The operations of a window and what really depends on what.
+
+    Attributes:
+        operations: in no order that matters.
+        dependences: between them, those into the next window included.
+        compute_order: names of the compute operations in the order of the program, which is fixed.
+    """
+
+    operations: tuple[Operation, ...]
+    dependences: tuple[Dependence, ...]
+    compute_order: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> Operation:
+        for operation in self.operations:
+            if operation.name == name:
+                return operation
+        raise KeyError(f"expected an operation of the step, found {name!r}; it has {[o.name for o in self.operations]}")
+
+    @property
+    def communications(self) -> tuple[Operation, ...]:
+        return tuple(o for o in self.operations if o.is_communication)
+
+    def window(self, windows: int = 2) -> nx.DiGraph[tuple[int, str]]:
+        """The dependence graph of several windows in a row: nodes (window, name) with their `operation`.
+
+        The compute operations form a chain across windows: one processor runs them in the program's order.
+        """
+        graph: nx.DiGraph[tuple[int, str]] = nx.DiGraph()
+        for number in range(windows):
+            for operation in self.operations:
+                graph.add_node((number, operation.name), operation=operation)
+        chain = [(number, name) for number in range(windows) for name in self.compute_order]
+        graph.add_edges_from(pairwise(chain))
+        for number in range(windows):
+            for d in self.dependences:
+                if number >= d.distance:
+                    graph.add_edge((number - d.distance, d.before), (number, d.after))
+        return graph
+
+
+@dataclass(frozen=True)
+class Span:
+    """An operation that runs, or ran, on a rank: predicted or measured.
+
+    `window` counts from the first one shown. Times are milliseconds since its start, on clocks aligned over ranks.
+    """
+
+    operation: Operation
+    window: int
+    rank: int
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The compute lane of a rank stands still: communication that nothing hides.
+
+    Attributes:
+        launch: name of the communication waited for.
+        lane: its communication class.
+    """
+
+    launch: str
+    lane: Lane
+    window: int
+    rank: int
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """The figures of a picture: the same for a prediction and for a measurement.
+
+    Attributes:
+        step_ms: from one window to the next.
+        compute_ms: of it, in compute.
+        exposed_ms: of it, waiting, by communication class; every class has an entry.
+        communication_ms: busy time of the link, by communication class; every class has an entry.
+        overlap_ratio: share of the communication's time that compute hides, from 0 to 1; 1 where there is none.
+        held_bytes: largest sum of `Operation.held_bytes` at any moment, on any rank.
+        critical_path: (window, name) of operations, in order; of a measurement empty.
+    """
+
+    step_ms: float
+    compute_ms: float
+    exposed_ms: dict[Lane, float]
+    communication_ms: dict[Lane, float]
+    overlap_ratio: float
+    held_bytes: int
+    critical_path: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What ran when on each rank: measured under `record()`, or predicted.
+
+    Attributes:
+        spans: in no order that matters.
+        waits: in no order that matters.
+        world_size: ranks that took part, whether or not they are all shown.
+        dependences: of the step, which tell how long memory is held; without them none is.
+    """
+
+    spans: tuple[Span, ...]
+    waits: tuple[Wait, ...]
+    world_size: int
+    dependences: tuple[Dependence, ...] = ()
+
+    def diagnostics(self) -> Diagnostics:
+        """The figures of what is shown, medians over windows and ranks."""
+        return diagnose(self)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The total order in which a window's communication leaves, the same on all ranks, and what it should lead to.
+
+    Attributes:
+        name: one of `SCHEDULES`.
+        launch_order: names of communication operations.
+        steps: what was ordered.
+        predicted: two windows of the steady state, as on one rank.
+        critical_path: (window, name) of the operations of `predicted` that determine its length, in order.
+        source: where durations come from: "cost model" or "profile".
+    """
+
+    name: str
+    launch_order: tuple[str, ...]
+    steps: StepGraph
+    predicted: Timeline
+    critical_path: tuple[tuple[int, str], ...] = ()
+    source: str = "cost model"
+
+    def diagnostics(self) -> Diagnostics:
+        """The figures of the prediction."""
+        return diagnose(self.predicted, self.critical_path)
+
+    def digest(self) -> str:
+        """A hash of what ranks must have in common."""
+        return launch_digest(self.name, self.launch_order)
+
+
+def launch_digest(name: str, launch_order: Iterable[str]) -> str:
+    """SHA-256 of a schedule's name and its launch order, hexadecimal."""
+    return hashlib.sha256("\n".join((name, *launch_order)).encode()).hexdigest()
+
+
+def diagnose(timeline: Timeline, critical_path: tuple[tuple[int, str], ...] = ()) -> Diagnostics:
+    """The figures of a timeline: medians over the windows and ranks shown, memory the largest of them.
+
+    A step's length is from the start of a window's first compute operation to that of the next window's; of a single
+    window, to the end of its last one. A window of which no compute is shown counts for nothing.
+    """
+    spans: dict[tuple[int, int], list[Span]] = defaultdict(list)  # (rank, window)
+    for span in timeline.spans:
+        spans[span.rank, span.window].append(span)
+    waits: dict[tuple[int, int], list[Wait]] = defaultdict(list)
+    for wait in timeline.waits:
+        waits[wait.rank, wait.window].append(wait)
+    shown = sorted(key for key, found in spans.items() if any(s.operation.lane == "compute" for s in found))
+    classes = LANES[1:]
+    exposed = {lane: _median([_total(waits[key], lane) for key in shown]) for lane in classes}
+    busy = {lane: _median([_total(spans[key], lane) for key in shown]) for lane in classes}
+    all_exposed, all_busy = (
+        _median([sum(_total(found[key], lane) for lane in classes) for key in shown]) for found in (waits, spans)
+    )
+    return Diagnostics(
+        step_ms=_median(_step_lengths({key: spans[key] for key in shown})),
+        compute_ms=_median([_total(spans[key], "compute") for key in shown]),
+        exposed_ms=exposed,
+        communication_ms=busy,
+        overlap_ratio=min(max(1.0 - all_exposed / all_busy, 0.0), 1.0) if all_busy else 1.0,
+        held_bytes=max((_peak_held(timeline, rank) for rank in {s.rank for s in timeline.spans}), default=0),
+        critical_path=critical_path,
+    )
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0
+
+
+def _total(intervals: Iterable[Span | Wait], lane: Lane) -> float:
+    lanes = ((i.operation.lane if isinstance(i, Span) else i.lane, i) for i in intervals)
+    return sum(i.end_ms - i.start_ms for found, i in lanes if found == lane)
+
+
+def _step_lengths(windows: dict[tuple[int, int], list[Span]]) -> list[float]:
+    compute = {key: [s for s in found if s.operation.lane == "compute"] for key, found in windows.items()}
+    starts = {key: min(s.start_ms for s in found) for key, found in compute.items()}
+    following = [
+        starts[rank, window + 1] - start for (rank, window), start in starts.items() if (rank, window + 1) in starts
+    ]
+    return following or [max(s.end_ms for s in compute[key]) - start for key, start in starts.items()]
+
+
+def _peak_held(timeline: Timeline, rank: int) -> int:
+    """Bytes. What a window beyond those shown still needs is held to the end."""
+    ends = {(s.window, s.operation.name): s.end_ms for s in timeline.spans if s.rank == rank}
+    last = max(ends.values())
+    readers: dict[str, list[Dependence]] = defaultdict(list)
+    for dependence in timeline.dependences:
+        readers[dependence.before].append(dependence)
+    changes = []  # (when, bytes): what is freed at a moment is freed before what is kept from then on
+    for span in timeline.spans:
+        if span.rank == rank and span.operation.held_bytes:
+            name, held = span.operation.name, span.operation.held_bytes
+            freed = max((ends.get((span.window + d.distance, d.after), last) for d in readers[name]), default=0.0)
+            if freed > span.end_ms:
+                changes += [(span.end_ms, held), (freed, -held)]
+    return max(accumulate(change for _, change in sorted(changes)), default=0)

@@ -1,0 +1,197 @@
+"""From a plan to a flow: which launches a window has, in which order, and in how many chunks.
+
+The first order comes from the cost model. A few steps later, with durations profiled on every rank and the links
+measured, rank 0 computes the order that is kept, and all ranks take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import mean, median
+
+from embrace_fx import cost
+from embrace_fx.graph import TrainingGraph
+from embrace_fx.passes.relax import RelaxDependences
+from embrace_fx.passes.scheduler import schedule
+from embrace_fx.passes.step_graph import Sizes, build, compute_durations, events
+from embrace_fx.plan import Plan
+from embrace_fx.planning import Setting, links_between
+from embrace_fx.runtime.bucket_updates import BucketUpdates
+from embrace_fx.runtime.flow import Flow
+from embrace_fx.runtime.launcher import Launcher
+from embrace_fx.runtime.recorder import Recorder, Recording, compute_spans
+from embrace_fx.runtime.row_exchange import RowExchange
+from embrace_fx.schedule import Lane, Schedule, StepGraph
+
+PROFILED_AFTER, PROFILED = 5, 6
+"""Steps that warm up, and steps that are measured. A median of six outlives a disturbed one or two."""
+
+
+class Scheduling:
+    """The schedule of one compiled model, and the flow that follows it.
+
+    Args:
+        graph: the first training batch's, partitioned, not relaxed.
+    """
+
+    def __init__(self, setting: Setting, plan: Plan, graph: TrainingGraph) -> None:
+        self._setting = setting
+        self._plan = plan
+        self._graph = graph
+        self._steps, self._profiled = 0, False
+        self._recording: Recording | None = None
+        self.looks_ahead = setting.options.schedule in ("vertical", "2d")
+        self._cluster = links_between(setting, plan)
+        self.schedule = self._order(None)
+        self._flow: Flow | None = None
+
+    def start(self, warn: Callable[[], None]) -> Flow:
+        """Makes what follows the schedule. Collective."""
+        communicator, state, plan = self._setting.communicator, self._setting.state, self._plan
+        communicator.open_lanes()
+        recorder = Recorder()
+        order = launches(self.schedule, self.looks_ahead)
+        launcher = Launcher(order, ["ids", *(f"{table} rows" for table in plan.sharded)], recorder)
+        self._flow = flow = Flow(communicator, launcher, recorder, self.looks_ahead, warn, self._after_announcement)
+        for table in plan.sharded:
+            delayed = delayed_chunks(plan, table, self._cluster, self.looks_ahead)
+            flow.exchanges[table] = RowExchange(state.tables[table], communicator, launcher, delayed, flow.wait)
+        flow.buckets = BucketUpdates(
+            plan.buckets,
+            [bucket_chunks(self._setting, bucket, self._cluster) for bucket in plan.buckets],
+            state.parameter,
+            communicator,
+            launcher,
+            flow.wait,
+            state.note_gradients,
+        )
+        return flow
+
+    def _after_announcement(self) -> None:
+        """Every rank goes on with this step: the place where all can do the same thing once."""
+        assert self._flow is not None
+        if self._profiled:
+            return
+        self._steps += 1
+        recorder = self._flow.recorder
+        if self._steps == PROFILED_AFTER:
+            if recorder.recording is None:
+                self._recording = recorder.start()
+        elif self._steps == PROFILED_AFTER + PROFILED + 1:
+            if recorder.recording is not None and recorder.recording is self._recording:
+                self._follow(self._flow, profile(recorder.stop()))
+            else:
+                self._steps = 0  # the user records these steps: once more
+
+    def _follow(self, flow: Flow, own: Profile) -> None:
+        """Orders by what was measured, on all ranks, from the next window on."""
+        communicator = self._setting.communicator
+        everyone: list[Profile] = communicator.gather_objects(own)
+        self.schedule = self._order(agree_on_profile(everyone))
+        flow.launcher.reorder(launches(self.schedule, self.looks_ahead))
+        self._profiled = True
+
+    def _order(self, profiled: Profile | None) -> Schedule:
+        """The schedule that rank 0 computes, on every rank."""
+        communicator, found = self._setting.communicator, None
+        if communicator.rank == 0:
+            steps = step_graph(self._setting, self._plan, self._graph, self._cluster, profiled)
+            found = schedule(steps, self._setting.options.schedule, "profile" if profiled else "cost model")
+        agreed: Schedule = communicator.gather_objects(found)[0]
+        return agreed
+
+
+def bucket_chunks(setting: Setting, bucket: tuple[str, ...], cluster: cost.Cluster) -> list[int]:
+    """Elements of each chunk of a bucket's AllReduce: equal ones, of about the size that the cost model wants.
+
+    A naive program, which nothing has to overtake, reduces whole buckets.
+    """
+    parameters = [setting.state.parameter(name) for name in bucket]
+    elements = sum(parameter.numel() for parameter in parameters)
+    if setting.options.schedule == "none":
+        return [elements]
+    wanted = cost.chunk_bytes(cluster, setting.communicator.world_size) / parameters[0].element_size()
+    count = max(1, round(elements / wanted))
+    size = ceil(elements / count)
+    return [min(size, elements - start) for start in range(0, elements, size)]
+
+
+def delayed_chunks(plan: Plan, table: str, cluster: cost.Cluster, looks_ahead: bool) -> int:
+    """In how many pieces a table's delayed gradients travel, if all of the first batch's rows were delayed."""
+    if not looks_ahead:
+        return 0
+    sent = plan[table].sent_bytes_per_step / 2  # rows one way, their gradients the other
+    own = sent * plan.world_size / (plan.world_size - 1)
+    return max(1, round(own / cost.chunk_bytes(cluster, plan.world_size, "all_to_all")))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a few steps took on one rank: medians.
+
+    Attributes:
+        compute_ms: by compute operation.
+        sent_bytes: by communication.
+    """
+
+    compute_ms: dict[str, float]
+    sent_bytes: dict[str, int]
+
+
+def profile(recording: Recording) -> Profile:
+    """The medians over the windows of a recording."""
+    spans: dict[str, list[float]] = {}
+    for span in compute_spans(recording):
+        spans.setdefault(span.name, []).append((span.ended_s - span.started_s) * 1e3)
+    windows = max(1, recording.window + 1)
+    sent: dict[str, list[int]] = {}
+    for transfer in recording.transfers:
+        sent.setdefault(transfer.name, []).append(transfer.sent_bytes)
+    return Profile(
+        # A segment that waits cut into pieces counts as a whole: the sum over a window.
+        {name: sum(values) / windows for name, values in spans.items()},
+        {name: round(median(values)) for name, values in sent.items()},
+    )
+
+
+def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
+    """One profile for all ranks: the compute of the slowest, the mean of what is sent."""
+    slowest = max(everyone, key=lambda each: sum(each.compute_ms.values()))
+    names = {name for each in everyone for name in each.sent_bytes}
+    sent = {name: round(mean(each.sent_bytes.get(name, 0) for each in everyone)) for name in names}
+    return Profile(slowest.compute_ms, sent)
+
+
+def step_graph(
+    setting: Setting, plan: Plan, graph: TrainingGraph, cluster: cost.Cluster, profiled: Profile | None
+) -> StepGraph:
+    """The window of a graph under the schedule asked for.
+
+    Args:
+        graph: partitioned, not relaxed.
+    """
+    relaxed = RelaxDependences(plan.buckets, horizontal=True)(graph)
+    durations = profiled.compute_ms if profiled else compute_durations(relaxed, cluster)
+    looks_ahead = setting.options.schedule in ("vertical", "2d")
+    element = [setting.state.parameter(bucket[0]).element_size() for bucket in plan.buckets]
+    sizes = Sizes(
+        tuple(
+            tuple(elements * size for elements in bucket_chunks(setting, bucket, cluster))
+            for bucket, size in zip(plan.buckets, element, strict=True)
+        ),
+        profiled.sent_bytes if profiled else {},
+        {table: plan[table].sent_bytes_per_step // 2 for table in plan.sharded},
+        {table: delayed_chunks(plan, table, cluster, looks_ahead) for table in plan.sharded},
+        0,
+    )
+    backward, forward = (events(relaxed.phases[phase]) for phase in ("backward", "forward"))
+    return build(setting.options.schedule, backward, forward, sizes, durations, cluster, plan.world_size)
+
+
+def launches(schedule: Schedule, looks_ahead: bool) -> tuple[tuple[str, Lane], ...]:
+    """What the launcher launches of a schedule: not the ids of a batch that is not looked ahead to, which the calling
+    thread gathers."""
+    lanes = {operation.name: operation.lane for operation in schedule.steps.communications}
+    return tuple((name, lanes[name]) for name in schedule.launch_order if looks_ahead or lanes[name] != "ids")

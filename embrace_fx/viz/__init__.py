@@ -1,0 +1,97 @@
+"""Seeing it: a predicted `Schedule` and a measured `Timeline` as files, by suffix.
+
+    .html   a page to open offline: lanes per rank, predicted and measured, with hover, zoom and the figures
+    .json   Chrome trace event format, for Perfetto
+    .svg    a still picture
+    .dot    the step graph: what could overlap
+
+Drawing decides and measures nothing: all figures are those of `embrace_fx.schedule.diagnose`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import overload
+
+from embrace_fx.schedule import Schedule, Timeline
+from embrace_fx.viz import dot, page, svg, table, trace
+from embrace_fx.viz.picture import Picture
+
+__all__ = ["DrawnSchedule", "DrawnTimeline", "drawn", "save"]
+
+SUFFIXES = (".html", ".json", ".svg", ".dot")
+"""What a picture can be saved as."""
+
+
+def save(path: str | os.PathLike[str], *, schedule: Schedule | None = None, timeline: Timeline | None = None) -> None:
+    """Draws a prediction, a measurement, or both above one another, in the format that the suffix of `path` names.
+
+    Raises:
+        ValueError: for another suffix, for nothing to draw, for a timeline without spans, and for a `.dot` without a
+            schedule, whose step graph it shows.
+    """
+    target = Path(path)
+    suffix = target.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ValueError(
+            f"expected a file name that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, in save(), found "
+            f"{target.name!r}. The suffix decides what is drawn; give one of these."
+        )
+    picture = Picture(schedule, timeline)
+    if suffix == ".dot":
+        if schedule is None:
+            raise ValueError(
+                "expected a schedule, in save() to a .dot file, found a timeline alone. A .dot file shows the "
+                "dependences of a step, which only a schedule has; save `compiled.schedule`."
+            )
+        text = dot.render(schedule)
+    else:
+        text = {".html": page.render, ".json": trace.render, ".svg": svg.render}[suffix](picture)
+    target.write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class DrawnSchedule(Schedule):
+    """A schedule that prints its figures and saves pictures of itself."""
+
+    def save(self, path: str | os.PathLike[str], *, timeline: Timeline | None = None) -> None:
+        """Draws the prediction, and below it `timeline` if given: see `embrace_fx.viz.save`."""
+        save(path, schedule=self, timeline=timeline)
+
+    def __str__(self) -> str:
+        return table.render(Picture(self, None))
+
+
+@dataclass(frozen=True)
+class DrawnTimeline(Timeline):
+    """A timeline that prints its figures and saves pictures of itself.
+
+    Attributes:
+        schedule: what was predicted for it, drawn above it.
+    """
+
+    schedule: Schedule | None = None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Draws the measurement, below the prediction where one is known: see `embrace_fx.viz.save`."""
+        save(path, schedule=self.schedule, timeline=self)
+
+    def __str__(self) -> str:
+        return table.render(Picture(self.schedule, self))
+
+
+@overload
+def drawn(shown: Schedule) -> DrawnSchedule: ...
+@overload
+def drawn(shown: Timeline, schedule: Schedule | None = None) -> DrawnTimeline: ...
+def drawn(shown: Schedule | Timeline, schedule: Schedule | None = None) -> DrawnSchedule | DrawnTimeline:
+    """The same data, able to print and to save itself.
+
+    Args:
+        schedule: what was predicted for a timeline.
+    """
+    if isinstance(shown, Schedule):
+        return DrawnSchedule(**{f.name: getattr(shown, f.name) for f in fields(Schedule)})
+    return DrawnTimeline(**{f.name: getattr(shown, f.name) for f in fields(Timeline)}, schedule=schedule)

@@ -1,0 +1,70 @@
+"""`.dot`: the step graph for Graphviz, blocks and communications with what depends on what.
+
+Compute is boxes in a column, the program's order; communication is rounded and has its class's colour. A solid edge is
+a dependence within the window, a dashed one reaches into the next window, a thin grey one is the program's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from embrace_fx.schedule import Operation, Schedule
+from embrace_fx.viz.palette import LIGHT, paint
+from embrace_fx.viz.picture import MIB
+
+
+def render(schedule: Schedule) -> str:
+    """The step graph of a schedule as text of the DOT language; launches bear their place in the launch order."""
+    return "\n".join(("digraph step {", *(f"  {line}" for line in _lines(schedule)), "}", ""))
+
+
+def _lines(schedule: Schedule) -> Iterator[str]:
+    steps = schedule.steps
+    critical = {name for _, name in schedule.critical_path}
+    place = {name: number for number, name in enumerate(schedule.launch_order, start=1)}
+    yield f"label={_quoted(f'Step graph, schedule {schedule.name}')};"
+    yield 'labelloc=t; rankdir=TB; nodesep=0.25; ranksep=0.3; bgcolor="white"; fontname="Helvetica";'
+    yield f'node [style=filled, fontname="Helvetica", fontsize=10, penwidth=0.6, color="{LIGHT.critical}"];'
+    yield f'edge [color="{LIGHT.faint}", arrowsize=0.6];'
+    for operation in steps.operations:
+        yield _node(operation, place.get(operation.name), operation.name in critical)
+    program = dict.fromkeys(pairwise(steps.compute_order))
+    true = {(d.before, d.after) for d in steps.dependences if d.distance == 0}
+    for edge in program:
+        yield _edge(*edge, "weight=20" if edge in true else f'weight=20, color="{LIGHT.line}", arrowhead=none')
+    for d in steps.dependences:
+        if d.distance:
+            yield _edge(d.before, d.after, f'style=dashed, constraint=false, label="+{d.distance}", fontsize=9')
+        elif (d.before, d.after) not in program:
+            yield _edge(d.before, d.after)
+
+
+def _edge(before: str, after: str, attributes: str = "") -> str:
+    return f"{_quoted(before)} -> {_quoted(after)}{f' [{attributes}]' if attributes else ''};"
+
+
+def _node(operation: Operation, place: int | None, is_critical: bool) -> str:
+    lines = [operation.name, f"{operation.duration_ms:.2f} ms"]
+    if operation.is_communication:
+        lines[1] += f", {operation.sent_bytes / MIB:.2f} MiB"
+    if place is not None:
+        lines[0] = f"{place}. {operation.name}"
+    attributes = {
+        "label": "\n".join(lines),
+        "fillcolor": LIGHT.fill[paint(operation)],
+        "fontcolor": LIGHT.ink[paint(operation)],
+        "shape": "ellipse" if operation.is_communication else "box",
+        "tooltip": f"{operation.lane}: {', '.join(operation.serves)}",
+    }
+    if not operation.is_communication:
+        attributes["group"] = "compute"
+    if is_critical:
+        attributes["penwidth"] = "2.5"
+    return f"{_quoted(operation.name)} [{', '.join(f'{k}={_quoted(v)}' for k, v in attributes.items())}];"
+
+
+def _quoted(text: str) -> str:
+    """A string of the DOT language, in which a backslash before anything but a quote begins an escape of labels."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

@@ -1,0 +1,147 @@
+// What surrounds the panels: the figures, the legend, the list of operations, the controls. Begins the page.
+
+function fillFigures() {
+  const columns = data.panels.map((p) => new Map(p.figures.map((f) => [f.label, f])));
+  const both = columns.length > 1;
+  const labels = [...new Set(data.panels.flatMap((p) => p.figures.map((f) => f.label)))];
+  const number = (text) => element("td", { className: "number" }, text);
+  const head = element("tr", {}, element("th", { scope: "col" }, "per step"));
+  for (const panel of data.panels) head.append(element("th", { scope: "col", className: "number" }, panel.status));
+  if (both) head.append(element("th", { scope: "col", className: "number" }, "ratio"));
+  const body = element("tbody");
+  for (const label of labels) {
+    const figures = columns.map((c) => c.get(label));
+    const known = figures.find(Boolean);
+    const name = element("th", { scope: "row" });
+    const paint = known.lane === "compute" ? "backward" : known.lane;
+    name.append(...(paint ? [swatch(paint, known.is_wait)] : []), label);
+    const row = element("tr", {}, name, ...figures.map((f) => number(f ? f.text : "")));
+    if (both) row.append(number(figures[0]?.value && figures[1] ? (figures[1].value / figures[0].value).toFixed(2) : ""));
+    body.append(row);
+  }
+  byId("figures").append(element("thead", {}, head), body);
+}
+
+// A step as a bar: compute, then what is exposed of each class; what none of these explains stays open.
+function fillBars() {
+  const of = (panel, label) => panel.figures.find((f) => f.label === label).value;
+  const longest = Math.max(...data.panels.map((p) => of(p, "step")));
+  for (const panel of data.panels) {
+    const track = element("div", { className: "track" });
+    track.setAttribute("role", "img");
+    const parts = panel.figures.filter((f) => f.label === "compute" || f.is_wait);
+    track.setAttribute("aria-label", parts.map((f) => `${f.label} ${f.text}`).join(", "));
+    for (const figure of parts) {
+      const paint = figure.is_wait ? figure.lane : "backward";
+      const style = { width: `${(100 * figure.value) / longest}%`, color: `var(--ink-${paint})` };
+      style.background = figure.is_wait ? hatched(paint) : `var(--fill-${paint})`;
+      if (figure.is_wait) style.boxShadow = `inset 0 0 0 1px var(--fill-${paint})`;
+      const said = `${figure.label} ${figure.text}`;
+      if (figure.value > 0) track.append(element("div", { className: "part", style, title: said }, figure.is_wait ? "" : said));
+    }
+    const total = panel.figures.find((f) => f.label === "step").text;
+    byId("bars").append(element("div", { className: "bar" }, element("span", {}, panel.status), track, element("span", { className: "total" }, total)));
+  }
+}
+
+function fillLegend() {
+  const used = new Set(data.panels.flatMap((p) => p.operations.map((o) => o.paint)));
+  const entries = Object.entries(data.paints).filter(([paint]) => used.has(paint));
+  byId("legend").append(...entries.map(([paint, name]) => element("li", {}, swatch(paint), name)));
+  const waited = data.lanes.find((lane) => data.panels.some((p) => p.waits.some((w) => w.lane === lane)));
+  if (waited) byId("legend").append(element("li", {}, swatch(waited, true), "wait, in the colour of what is waited for"));
+  if (data.panels.some((p) => p.critical.length)) {
+    byId("legend").append(element("li", {}, element("span", { className: "swatch critical" }), "critical path"));
+  }
+}
+
+// One window's operations: what the pictures show, for reading and for searching.
+function fillOperations() {
+  const heads = ["operation", "lane", "serves", "sends", "alone", ...data.panels.map((p) => p.status)];
+  const body = element("tbody");
+  const names = [...new Set(data.panels.flatMap((p) => p.spans.toSorted((a, b) => a.start - b.start).map((s) => p.operations[s.op].name)))];
+  for (const name of names) {
+    const panel = data.panels.find((p) => p.operations.some((o) => o.name === name));
+    const operation = panel.operations.find((o) => o.name === name);
+    const button = element("button", { type: "button" }, name);
+    button.addEventListener("click", () => {
+      const from = visiblePanels().find((p) => p.items.some((i) => i.operation?.name === name));
+      if (from) step(from, from.items.find((i) => i.operation?.name === name && i.item.window === from.first) ?? from.items.find((i) => i.operation?.name === name));
+    });
+    const times = data.panels.map((p) => {
+      const runs = new Map();
+      for (const span of p.spans.filter((s) => p.operations[s.op].name === name)) {
+        const run = `${span.window} ${span.rank}`;
+        runs.set(run, [...(runs.get(run) ?? []), span]);
+      }
+      return runs.size ? ms(median([...runs.values()].map(lasts))) : "";
+    });
+    const texts = [operation.lane, operation.serves.join(", "), operation.lane === "compute" ? "" : bytes(operation.sent_bytes)];
+    const numbers = [ms(operation.duration_ms), ...times].map((t) => element("td", { className: "number" }, t));
+    body.append(element("tr", {}, element("td", {}, button), ...texts.map((t) => element("td", {}, t)), ...numbers));
+  }
+  const head = element("tr", {}, ...heads.map((h, k) => element("th", { scope: "col", className: k > 3 ? "number" : "" }, h)));
+  byId("operations").append(element("thead", {}, head), body);
+}
+
+function fillControls() {
+  const choices = data.panels.length > 1 ? ["both", ...data.panels.map((p) => p.status)] : [];
+  byId("shown").hidden = choices.length === 0;
+  for (const choice of choices) {
+    const radio = element("input", { type: "radio", name: "shown", value: choice, checked: choice === state.shown });
+    radio.addEventListener("change", () => {
+      state.shown = choice;
+      rearrange();
+      view(state.start, state.end);
+    });
+    byId("shown").append(element("label", {}, radio, choice[0].toUpperCase() + choice.slice(1)));
+  }
+  const ranks = [...new Set(data.panels.flatMap((p) => p.ranks))];
+  byId("rank-choice").hidden = ranks.length < 2;
+  byId("rank").append(...["all", ...ranks].map((r) => element("option", { value: r, selected: String(r) === state.rank }, r)));
+  byId("rank").addEventListener("change", (event) => {
+    state.rank = event.target.value;
+    rearrange();
+    drawAll();
+  });
+  const measured = data.panels.find((p) => p.status === "measured");
+  const firsts = measured ? measured.windows.slice(0, -1).map((w) => w.number) : [];
+  byId("window-choice").hidden = firsts.length < 2;
+  byId("window").append(...firsts.map((w) => element("option", { value: w, selected: w === measured.first }, `${w} and ${w + 1}`)));
+  byId("window").addEventListener("change", (event) => {
+    measured.first = Number(event.target.value);
+    keep(null, null);
+    fit();
+  });
+  byId("critical-choice").hidden = !data.panels.some((p) => p.critical.length);
+  byId("critical").addEventListener("change", (event) => {
+    state.critical = event.target.checked;
+    drawAll();
+  });
+  byId("zoom-in").addEventListener("click", () => zoom(0.7));
+  byId("zoom-out").addEventListener("click", () => zoom(1 / 0.7));
+  byId("zoom-fit").addEventListener("click", fit);
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const isDark = () => (root.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
+  const retheme = () => {
+    cachedTheme = null;
+    byId("theme").textContent = isDark() ? "Light" : "Dark";
+    drawAll();
+  };
+  byId("theme").addEventListener("click", () => {
+    root.dataset.theme = isDark() ? "light" : "dark";
+    retheme();
+  });
+  system.addEventListener("change", retheme);
+  retheme();
+}
+
+fillFigures();
+fillBars();
+fillLegend();
+fillOperations();
+fillControls();
+rearrange();
+for (const panel of data.panels) listen(panel);
+fit();
+new ResizeObserver(drawAll).observe(byId("panels"));

@@ -1,0 +1,109 @@
+"""The colours of every picture: one per kind of compute, one per communication class, in light and in dark.
+
+The communication classes differ in hue, near those of Okabe and Ito (Color Universal Design, 2008), and the bluish ones
+in lightness too, so that they stay apart under each kind of colour blindness; compute is grey, its kinds apart by
+lightness. A wait has the colour of the class
+that is waited for, hatched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from embrace_fx.schedule import Lane, Operation
+
+
+@dataclass(frozen=True)
+class Theme:
+    """CSS colours: of the page, and by `paint` of what is drawn, with the ink that is legible on each."""
+
+    page: str
+    strip: str
+    line: str
+    faint: str
+    text: str
+    critical: str
+    fill: Mapping[str, str]
+    ink: Mapping[str, str]
+
+
+PAINTS: Mapping[str, str] = {
+    "backward": "backward",
+    "forward": "forward",
+    "update": "update",
+    "rows": "own rows",
+    "ids": "ids",
+    "embedding": "embedding",
+    "dense": "dense",
+    "delayed": "delayed",
+}
+"""What has a colour of its own, and its name in a legend: the kinds of compute, then the communication classes."""
+
+LIGHT = Theme(
+    page="#ffffff",
+    strip="#f4f6f8",
+    line="#c9d0d8",
+    faint="#5b6673",
+    text="#15191e",
+    critical="#15191e",
+    fill={
+        "backward": "#a5b0bc",
+        "forward": "#d3dae2",
+        "update": "#4c5866",
+        "rows": "#65727f",
+        "ids": "#8ccff5",
+        "embedding": "#e69f00",
+        "dense": "#005a9c",
+        "delayed": "#12a078",
+    },
+    ink={
+        "backward": "#0b0d10",
+        "forward": "#0b0d10",
+        "update": "#ffffff",
+        "rows": "#ffffff",
+        "ids": "#0b0d10",
+        "embedding": "#0b0d10",
+        "dense": "#ffffff",
+        "delayed": "#0b0d10",
+    },
+)
+
+DARK = Theme(
+    page="#14181d",
+    strip="#1c2128",
+    line="#3a434e",
+    faint="#a3afbc",
+    text="#eef2f6",
+    critical="#ffffff",
+    fill={
+        "backward": "#66727f",
+        "forward": "#4a5460",
+        "update": "#aab5c1",
+        "rows": "#8793a0",
+        "ids": "#b8e6ff",
+        "embedding": "#eaa91a",
+        "dense": "#2877c0",
+        "delayed": "#4fd1a5",
+    },
+    ink={
+        "backward": "#ffffff",
+        "forward": "#ffffff",
+        "update": "#0b0d10",
+        "rows": "#0b0d10",
+        "ids": "#0b0d10",
+        "embedding": "#0b0d10",
+        "dense": "#ffffff",
+        "delayed": "#0b0d10",
+    },
+)
+
+
+def paint(operation: Operation) -> str:
+    """Which of `PAINTS` an operation has: the kind of a computation, the class of a communication."""
+    return operation.lane if operation.is_communication else operation.kind
+
+
+def lane_paint(lane: Lane) -> str:
+    """Which of `PAINTS` stands for a whole lane."""
+    return "backward" if lane == "compute" else lane

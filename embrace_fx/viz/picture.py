@@ -1,0 +1,242 @@
+"""What every picture shows, worked out once: panels, ranks, lanes, phases, and the figures beside them.
+
+A picture has a panel for the prediction, one for the measurement, or both. Nothing here knows a file format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from embrace_fx.schedule import LANES, Diagnostics, Lane, Operation, Schedule, Span, Timeline, Wait
+
+MIB = 2**20
+SHOWN_WINDOWS = 2
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a window on one rank: backward of a step, the optimizer's step, the next forward."""
+
+    name: Literal["backward", "step", "forward"]
+    window: int
+    rank: int
+    start_ms: float
+    end_ms: float
+
+    @property
+    def label(self) -> str:
+        """With the number of the training step, the first backward shown being that of step t."""
+        number = self.window + (self.name == "forward")
+        return f"{self.name} t" + (f"{number:+d}" if number else "")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of the diagnostics, and whose colour it has.
+
+    Attributes:
+        lane: the lane it is about, where it is about one.
+        is_wait: whether it is time spent waiting, hatched in pictures.
+    """
+
+    label: str
+    value: float
+    unit: str
+    lane: Lane | None = None
+    is_wait: bool = False
+
+    def __str__(self) -> str:
+        digits = 3 if self.unit == "" else 2
+        return f"{self.value:.{digits}f} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A timeline, as it is drawn.
+
+    Attributes:
+        status: where its times come from.
+        critical_path: (window, name) of operations, in order; empty where it is not known.
+    """
+
+    status: Literal["predicted", "measured"]
+    timeline: Timeline
+    diagnostics: Diagnostics
+    critical_path: tuple[tuple[int, str], ...]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({span.rank for span in self.timeline.spans}))
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """Those of which compute is shown: of the others there is only what was still, or already, on its way."""
+        return tuple(sorted({phase.window for phase in self.phases}))
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Those that something runs on, on any rank."""
+        used = {span.operation.lane for span in self.timeline.spans}
+        return tuple(lane for lane in LANES if lane in used)
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """By rank, then in time."""
+        by_window: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
+        for span in self.timeline.spans:
+            if not span.operation.is_communication:
+                by_window[span.rank, span.window].append(span)
+        starts = {key: min(s.start_ms for s in spans) for key, spans in by_window.items()}
+        return tuple(
+            phase
+            for (rank, window), spans in sorted(by_window.items())
+            for phase in _phases(spans, rank, window, starts.get((rank, window + 1), max(s.end_ms for s in spans)))
+        )
+
+    def window_start_ms(self, window: int) -> float:
+        """When the first rank enters it."""
+        return min(phase.start_ms for phase in self.phases if phase.window == window)
+
+    @cached_property
+    def origin_ms(self) -> float:
+        """When the first of the last two windows begins: 0 on the axis of a picture."""
+        return self.window_start_ms(self.windows[-SHOWN_WINDOWS:][0])
+
+    @cached_property
+    def shown(self) -> tuple[float, float]:
+        """From the first start to the last end in the last two windows, in ms since `origin_ms`.
+
+        Communication may start before its window does.
+        """
+        items: tuple[Span | Wait, ...] = (*self.timeline.spans, *self.timeline.waits)
+        shown = [x for x in items if x.window in self.windows[-SHOWN_WINDOWS:]]
+        return min(x.start_ms for x in shown) - self.origin_ms, max(x.end_ms for x in shown) - self.origin_ms
+
+    @cached_property
+    def rows(self) -> dict[tuple[int, Lane], list[list[Span]]]:
+        """The spans of each rank's lanes, in one row where none overlap, else in as many as it takes."""
+        by_lane: defaultdict[tuple[int, Lane], list[Span]] = defaultdict(list)
+        for span in self.timeline.spans:
+            by_lane[span.rank, span.operation.lane].append(span)
+        return {
+            (rank, lane): _without_overlap(by_lane.get((rank, lane), [])) for rank in self.ranks for lane in self.lanes
+        }
+
+    @cached_property
+    def critical_spans(self) -> tuple[Span, ...]:
+        """Of the critical path, on the first rank."""
+        found = {(s.window, s.operation.name): s for s in self.timeline.spans if s.rank == self.ranks[0]}
+        return tuple(found[key] for key in self.critical_path if key in found)
+
+    def waits_of(self, rank: int) -> Iterator[Wait]:
+        return (wait for wait in self.timeline.waits if wait.rank == rank)
+
+    def figures(self) -> tuple[Figure, ...]:
+        """The diagnostics, in the order in which they are read."""
+        d = self.diagnostics
+        classes = LANES[1:]
+        return (
+            Figure("step", d.step_ms, "ms"),
+            Figure("compute", d.compute_ms, "ms", "compute"),
+            *(Figure(f"exposed {c}", d.exposed_ms[c], "ms", c, is_wait=True) for c in classes if c in d.exposed_ms),
+            *(Figure(f"{c} busy", d.communication_ms[c], "ms", c) for c in classes if c in d.communication_ms),
+            Figure("overlap ratio", d.overlap_ratio, ""),
+            Figure("memory held", d.held_bytes / MIB, "MiB"),
+        )
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A prediction, a measurement, or both.
+
+    Raises:
+        ValueError: where there is neither, or one without compute.
+    """
+
+    schedule: Schedule | None
+    timeline: Timeline | None
+
+    def __post_init__(self) -> None:
+        if self.schedule is None and self.timeline is None:
+            raise ValueError("expected a schedule or a timeline to draw, found neither. Give one of them.")
+        for status, timeline in self._timelines():
+            if all(span.operation.is_communication for span in timeline.spans):
+                raise ValueError(
+                    f"expected a {status} timeline with compute, found {len(timeline.spans)} spans without. "
+                    "Measure one with `record()` around whole training steps."
+                )
+
+    @cached_property
+    def panels(self) -> tuple[Panel, ...]:
+        path = self.schedule.critical_path if self.schedule else ()
+        found: list[Panel] = []
+        for status, timeline in self._timelines():
+            if status == "predicted" and self.schedule is not None:
+                found.append(Panel(status, timeline, self.schedule.diagnostics(), path))
+            else:
+                figures = timeline.diagnostics()
+                found.append(Panel(status, timeline, figures, figures.critical_path))
+        return tuple(found)
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Those of any panel."""
+        return tuple(lane for lane in LANES if any(lane in panel.lanes for panel in self.panels))
+
+    @property
+    def title(self) -> str:
+        of = f"Schedule {self.schedule.name}" if self.schedule else "Timeline"
+        return f"{of}, {' and '.join(panel.status for panel in self.panels)}"
+
+    @property
+    def subtitle(self) -> str:
+        parts = []
+        if self.schedule:
+            parts.append(f"prediction from the {self.schedule.source}")
+        if self.timeline:
+            ranks = self.timeline.world_size
+            parts.append(f"measured on {ranks} rank{'s' if ranks != 1 else ''}")
+        return ", ".join(parts)
+
+    def _timelines(self) -> Iterator[tuple[Literal["predicted", "measured"], Timeline]]:
+        if self.schedule is not None:
+            yield "predicted", self.schedule.predicted
+        if self.timeline is not None:
+            yield "measured", self.timeline
+
+
+def labels(operation: Operation) -> tuple[str, ...]:
+    """What may be written on an operation, the best first: its name, or what it serves where there is little room."""
+    served = ", ".join(operation.serves).removesuffix(".weight")
+    return (operation.name, served, re.split(r"[. ]", served)[-1])
+
+
+def _phases(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Iterator[Phase]:
+    start_ms = min(span.start_ms for span in spans)
+    backward_end_ms = max((s.end_ms for s in spans if s.operation.kind == "backward"), default=start_ms)
+    forward_start_ms = min((s.start_ms for s in spans if s.operation.kind == "forward"), default=end_ms)
+    # A block's update may run while others are still in backward; then no time is the step's alone.
+    forward_start_ms = max(forward_start_ms, backward_end_ms)
+    for phase in (
+        Phase("backward", window, rank, start_ms, backward_end_ms),
+        Phase("step", window, rank, backward_end_ms, forward_start_ms),
+        Phase("forward", window, rank, forward_start_ms, end_ms),
+    ):
+        if phase.end_ms > phase.start_ms:
+            yield phase
+
+
+def _without_overlap(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spans in rows, each in time, by the first row that is free."""
+    rows: list[list[Span]] = [[]]
+    for span in sorted(spans, key=lambda s: (s.start_ms, s.end_ms)):
+        free = next((row for row in rows if not row or row[-1].end_ms <= span.start_ms + 1e-6), None)
+        if free is None:
+            rows.append(free := [])
+        free.append(span)
+    return rows

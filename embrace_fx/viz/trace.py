@@ -1,0 +1,108 @@
+"""`.json`: the Chrome trace event format, for Perfetto and chrome://tracing.
+
+A process per rank, predicted ones before measured ones; a thread per lane; a complete event per span and per wait, in
+microseconds; flow arrows along the critical path, where it is known. The figures are in `otherData`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import count, pairwise
+from typing import Any
+
+from embrace_fx.schedule import LANES, Lane, Span, Wait
+from embrace_fx.viz.palette import paint
+from embrace_fx.viz.picture import Panel, Picture
+
+Event = dict[str, Any]
+_NANOSECOND_US = 0.001
+
+
+def render(picture: Picture) -> str:
+    """The picture as text of a trace file."""
+    pids = count(1)
+    events: list[Event] = []
+    for panel in picture.panels:
+        places = {rank: next(pids) for rank in panel.ranks}
+        for rank, pid in places.items():
+            events.extend(_rank_events(panel, rank, pid))
+        events.extend(_arrows(panel, places[panel.ranks[0]]))
+    other: dict[str, Any] = {panel.status: asdict(panel.diagnostics) for panel in picture.panels}
+    if picture.schedule is not None:
+        other["schedule"] = picture.schedule.name
+        other["launch_order"] = picture.schedule.launch_order
+        other["digest"] = picture.schedule.digest()
+        other["source"] = picture.schedule.source
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}, allow_nan=False)
+
+
+def _rank_events(panel: Panel, rank: int, pid: int) -> Iterator[Event]:
+    yield _name("process", pid, 0, f"{panel.status}, rank {rank}")
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+    for lane in panel.lanes:
+        for number, row in enumerate(panel.rows[rank, lane]):
+            tid = _tid(panel, lane, number)
+            yield _name("thread", pid, tid, lane if number == 0 else f"{lane} ({number + 1})")
+            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+            for span in row:
+                operation = span.operation
+                args = {
+                    "window": span.window,
+                    "kind": operation.kind,
+                    "serves": ", ".join(operation.serves),
+                    "sent_bytes": operation.sent_bytes,
+                    "held_bytes": operation.held_bytes,
+                    "duration_alone_ms": operation.duration_ms,
+                    "status": panel.status,
+                }
+                yield _complete(operation.name, paint(operation), pid, tid, span, args)
+    for wait in panel.waits_of(rank):
+        args = {"window": wait.window, "launch": wait.launch, "class": wait.lane, "status": panel.status}
+        yield _complete(f"wait for {wait.launch}", "wait", pid, _tid(panel, "compute", 0), wait, args)
+
+
+def _arrows(panel: Panel, pid: int) -> Iterator[Event]:
+    """From the last moment of each operation of the critical path to the first of the next."""
+    tids = {
+        id(span): _tid(panel, lane, number)
+        for (_, lane), rows in panel.rows.items()
+        for number, row in enumerate(rows)
+        for span in row
+    }
+    for number, (before, after) in enumerate(pairwise(panel.critical_spans)):
+        shared = {"name": "critical path", "cat": "critical path", "id": number, "pid": pid}
+        last_us = max(_us(before.start_ms), _us(before.end_ms) - _NANOSECOND_US)
+        yield {"ph": "s", **shared, "tid": tids[id(before)], "ts": round(last_us, 3)}
+        yield {"ph": "f", "bp": "e", **shared, "tid": tids[id(after)], "ts": _us(after.start_ms)}
+
+
+def _tid(panel: Panel, lane: Lane, row: int) -> int:
+    """Threads sort by it: lanes in their order, the further rows of one right below it."""
+    most = max(len(rows) for rows in panel.rows.values())
+    return LANES.index(lane) * most + row + 1
+
+
+def _name(what: str, pid: int, tid: int, name: str) -> Event:
+    return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _complete(name: str, category: str, pid: int, tid: int, item: Span | Wait, args: dict[str, Any]) -> Event:
+    start_us = _us(item.start_ms)
+    duration_us = round(_us(item.end_ms) - start_us, 3)
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": pid,
+        "tid": tid,
+        "ts": start_us,
+        "dur": duration_us,
+        "args": args,
+    }
+
+
+def _us(time_ms: float) -> float:
+    """To the nanosecond, so that what ends where another begins still does."""
+    return round(time_ms * 1e3, 3)

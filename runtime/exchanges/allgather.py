@@ -1,0 +1,34 @@
+"""`allgather`: every rank gets every rank's non-zero units and adds them up, as Horovod and DDP do.
+
+Units are coalesced before, so none is sent twice by a rank; but N ranks that have the same unit send it N times.
+"""
+
+from __future__ import annotations
+
+from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.gradient import Gradient, mean_by_id
+from embrace_fx.runtime.exchanges.options import Options
+from embrace_fx.runtime.exchanges.prediction import Prediction, Sparsity, prediction
+from embrace_fx.runtime.exchanges.rounds import COUNT_BYTES, gather
+from embrace_fx.runtime.exchanges.steps import Steps
+from embrace_fx.runtime.exchanges.units import restore, units_of
+
+units = units_of
+
+
+def exchange(gradient: Gradient, channel: Channel, options: Options) -> Steps[Gradient]:
+    """The mean over ranks. Every rank adds in the order of ranks, so that all have the same bits."""
+    own = units_of(gradient, options)
+    ids, rows, counts = yield from gather(own, channel)
+    return restore(mean_by_id(ids, rows, counts, own.num_rows, channel.world_size), gradient)
+
+
+def predict(sparsity: Sparsity, options: Options) -> Prediction:
+    """(N-1) (8 + u (i + s)) bytes; the slowest rank is the one with most units."""
+    del options
+    others = sparsity.world_size - 1
+    return prediction(
+        others * (COUNT_BYTES + sparsity.mean_units * sparsity.record_bytes),
+        others * (COUNT_BYTES + max(sparsity.units_by_rank) * sparsity.record_bytes),
+        2 * others,
+    )

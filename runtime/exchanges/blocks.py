@@ -1,0 +1,63 @@
+"""Blocks: tensors cut into pieces of equal length, of which only the non-zero ones are kept.
+
+The pieces of a dense tensor are elements (length 1), rows, or the blocks of OmniReduce (SIGCOMM 2021). Each `*_blocks`
+has its inverse beside it. `block_bitmap` is the one kernel: a single pass over the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from embrace_fx.runtime.exchanges.gradient import RowSet
+
+
+def block_bitmap(blocks: Tensor) -> Tensor:
+    """(B,) bool: which of `blocks` (B, s) have a non-zero element. NaN is non-zero; -0.0 is zero."""
+    return (blocks != 0).any(dim=1)
+
+
+def cut_blocks(dense: Tensor, block_size: int) -> RowSet:
+    """The non-zero blocks of `block_size` consecutive elements; zeros fill up the last one."""
+    flat = dense.reshape(-1)
+    if missing := -flat.numel() % block_size:
+        flat = F.pad(flat, (0, missing))
+    blocks = flat.view(-1, block_size)
+    ids = block_bitmap(blocks).nonzero().view(-1)
+    return RowSet(ids, blocks[ids], blocks.shape[0])
+
+
+def join_blocks(blocks: RowSet, shape: Sequence[int]) -> Tensor:
+    """Inverse of `cut_blocks`: a dense tensor of that shape."""
+    flat = blocks.rows.new_zeros((blocks.num_rows, blocks.width)).index_copy_(0, blocks.ids, blocks.rows).view(-1)
+    return flat[: torch.Size(shape).numel()].view(torch.Size(shape))
+
+
+def cut_row_blocks(rows: RowSet, rows_per_block: int) -> RowSet:
+    """Blocks of `rows_per_block` consecutive rows, those that have any of `rows`.
+
+    Where a block has several rows, each gets one more column: 1 for a row that is present, so that a present row of
+    zeros can be told from an absent one, also after summation. With one row per block the set is its own blocks.
+    """
+    if rows_per_block == 1:
+        return rows
+    ids, block_of = torch.unique_consecutive(rows.ids // rows_per_block, return_inverse=True)
+    blocks = rows.rows.new_zeros((ids.numel() * rows_per_block, rows.width + 1))
+    at = block_of * rows_per_block + rows.ids % rows_per_block
+    blocks[at] = F.pad(rows.rows, (0, 1), value=1.0)
+    num_blocks = -(-rows.num_rows // rows_per_block)
+    return RowSet(ids, blocks.view(-1, rows_per_block * (rows.width + 1)), num_blocks)
+
+
+def join_row_blocks(blocks: RowSet, rows_per_block: int, num_rows: int) -> RowSet:
+    """Inverse of `cut_row_blocks`."""
+    if rows_per_block == 1:
+        return blocks
+    rows = blocks.rows.view(-1, blocks.width // rows_per_block)
+    offsets = torch.arange(rows_per_block, device=rows.device)
+    ids = (blocks.ids.unsqueeze(1) * rows_per_block + offsets).view(-1)
+    present = rows[:, -1] > 0
+    return RowSet(ids[present], rows[present, :-1], num_rows)

@@ -1,0 +1,88 @@
+"""One process group as the exchanges use it: three collectives, asynchronous, their bytes counted.
+
+Contract
+    Nothing here waits. Every rank calls the same methods in the same order. Sizes that differ between ranks are known
+    to both sides before; how they came to be is the exchange's business. gloo and NCCL have all three collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from embrace_fx.runtime.communicator import InFlight
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Torch renamed it, and the old name warns."""
+
+
+class Channel:
+    """Launches collectives on a process group.
+
+    Args:
+        group: the ranks that exchange; None: a single process, whose launches return its own data.
+
+    Attributes:
+        rank, world_size: of the group.
+        sent_bytes: payload that this rank has sent to others so far: without frames of the transport, and of a ring
+            AllReduce what a rank sends and hands on, 2 (N-1)/N of the tensor.
+        messages: start-ups one after the other that those took: an AlltoAll or AllGather one for each peer that is
+            sent anything, an AllReduce 2 (N-1).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self.sent_bytes = 0
+        self.messages = 0
+
+    def all_reduce_(self, flat: Tensor) -> InFlight:
+        """The sum over ranks, in place."""
+        if self.world_size == 1:
+            return InFlight(flat, None)
+        steps = 2 * (self.world_size - 1)
+        self.sent_bytes += round(steps * flat.nbytes / self.world_size)
+        self.messages += steps
+        return InFlight(flat, dist.all_reduce(flat, group=self._group, async_op=True))
+
+    def all_to_all(self, sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> InFlight:
+        """What every rank sends to this one, rank after rank.
+
+        Args:
+            sent: (sum of send_sizes,), the part for rank 0 first.
+            send_sizes: elements for each rank.
+            receive_sizes: elements from each rank.
+        """
+        if self.world_size == 1:
+            return InFlight(sent, None)
+        to_others = [size for rank, size in enumerate(send_sizes) if rank != self.rank]
+        self.sent_bytes += sum(to_others) * sent.itemsize
+        self.messages += sum(size > 0 for size in to_others)
+        received = sent.new_empty((sum(receive_sizes),))
+        work = dist.all_to_all_single(
+            received, sent, list(receive_sizes), list(send_sizes), group=self._group, async_op=True
+        )
+        return InFlight(received, work)
+
+    def all_gather(self, own: Tensor, sizes: Sequence[int]) -> InFlight:
+        """Every rank's data, rank after rank.
+
+        The collective takes one size for all. Where sizes differ, an AlltoAll of copies sends exactly the bytes there
+        are, at the price of `world_size` times `own` in memory; padding instead would send the longest rank's bytes
+        from every rank, over links that wait for that rank in both cases.
+
+        Args:
+            own: (sizes[rank],).
+            sizes: elements of each rank.
+        """
+        if self.world_size == 1:
+            return InFlight(own, None)
+        if len(set(sizes)) > 1:
+            return self.all_to_all(own.repeat(self.world_size), [own.numel()] * self.world_size, sizes)
+        self.sent_bytes += (self.world_size - 1) * own.nbytes
+        self.messages += (self.world_size - 1) * (own.numel() > 0)
+        everyone = own.new_empty((sum(sizes),))
+        return InFlight(everyone, _all_gather(everyone, own, group=self._group, async_op=True))

@@ -1,0 +1,77 @@
+"""Gradients as the exchanges see them: dense tensors, and sets of rows.
+
+A row set is also what every sparse strategy works on inside: elements are rows of one column, blocks are rows as wide
+as a block (`blocks.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSet:
+    """Some rows of a tensor; the others are zero and absent.
+
+    A row that is present may be zero: an optimizer that updates by rows moves it all the same.
+
+    Attributes:
+        ids: (K,) int64, ascending, no two the same, each from 0 to num_rows - 1.
+        rows: (K, d).
+        num_rows: rows of the whole tensor.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    num_rows: int
+
+    def __post_init__(self) -> None:
+        if self.ids.dtype != torch.int64 or self.ids.ndim != 1 or self.rows.shape[:-1] != self.ids.shape:
+            raise ValueError(
+                "expected ids (K,) int64 and rows (K, d) in a row set, found "
+                f"ids {tuple(self.ids.shape)} {self.ids.dtype} and rows {tuple(self.rows.shape)}; "
+                "sum rows of the same id first, and give one row per id"
+            )
+
+    @property
+    def width(self) -> int:
+        """Columns of a row."""
+        return self.rows.shape[1]
+
+
+Gradient = Tensor | RowSet
+
+
+def accumulate(positions: Tensor, rows: Tensor, counts: Sequence[int], size: int) -> Tensor:
+    """(size, d) sums of rows with the same position, in the order of ranks, so that sums repeat bit for bit.
+
+    The sums are float32 at least: a sum in the 16 bits of the rows would lose a bit per doubling of the ranks.
+
+    Args:
+        positions: (K,) from 0 to size - 1, rank after rank; of one rank, no two the same.
+        rows: (K, d).
+        counts: how many of the K are whose.
+    """
+    total = rows.new_zeros((size, rows.shape[1]), dtype=torch.promote_types(rows.dtype, torch.float32))
+    for of_rank, summand in zip(positions.split(list(counts)), rows.split(list(counts)), strict=True):
+        total.index_add_(0, of_rank, summand.to(total.dtype))
+    return total
+
+
+def mean_by_id(ids: Tensor, rows: Tensor, counts: Sequence[int], num_rows: int, divisor: int) -> RowSet:
+    """Rows of the same id summed and divided; the union of all ranks' rows.
+
+    Args:
+        ids: (K,) int64 in any order, rank after rank; of one rank, no two the same.
+        rows: (K, d).
+        counts: how many of the K are whose.
+        num_rows: rows of the whole tensor.
+        divisor: the number of ranks, or 1 for the sum.
+    """
+    union, positions = torch.unique(ids, return_inverse=True)
+    total = accumulate(positions, rows, counts, union.numel())
+    return RowSet(union, (total / divisor).to(rows.dtype), num_rows)

@@ -1,0 +1,134 @@
+"""Hierarchical hashing and the hash bitmap of Zen (OSDI 2025, arXiv 2309.13254), in torch ops for any device.
+
+Contract
+    Level one, `server_of`, sends an index to the same server on every rank, whatever the skew of the indices. Level
+    two, `hash_partition`, groups one rank's indices by server without sorting them, and loses none. `hash_bitmap`
+    says which indices a server has, in one bit for each it could have.
+
+Integers are 64 bits wide and wrap; the same functions in unsigned arithmetic give the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+REHASHES = 3
+"""Hash functions tried before an index goes to the serial region (Zen's k)."""
+SLOTS_PER_INDEX = 2
+"""Size of the hash memory, of which the first collision rate follows (Zen's r1 = 2 |G| d)."""
+
+_FIRST = 0xFF51AFD7ED558CCD - 2**64
+_SECOND = 0xC4CEB9FE1A85EC53 - 2**64
+"""Multipliers of MurmurHash3's 64-bit finaliser, as signed numbers."""
+
+
+def murmur(ids: Tensor, seed: int) -> Tensor:
+    """MurmurHash3's 64-bit finaliser of (K,) int64 ids, which is a bijection, after mixing in `seed` the same way."""
+    key = (seed + 1 + 2**63) % 2**64 - 2**63  # wraps; + 1: zero is the finaliser's fixed point
+    return _finalise(ids ^ _finalise(torch.tensor(key, device=ids.device)))
+
+
+def _finalise(x: Tensor) -> Tensor:
+    x = (x ^ _shift_33(x)) * _FIRST
+    x = (x ^ _shift_33(x)) * _SECOND
+    return x ^ _shift_33(x)
+
+
+def _shift_33(x: Tensor) -> Tensor:
+    """Logical shift: torch's is arithmetic."""
+    return (x >> 33) & (2**31 - 1)
+
+
+def _below(hashed: Tensor, limit: int) -> Tensor:
+    return ((hashed >> 1) & (2**63 - 1)) % limit
+
+
+def server_of(ids: Tensor, servers: int, seed: int) -> Tensor:
+    """Zen's h0: (K,) ids to (K,) servers, the same on all ranks."""
+    return _below(murmur(ids, seed), servers)
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Indices grouped by server.
+
+    Attributes:
+        order: (K,) positions of the indices given, server after server.
+        counts: (servers,) how many each server gets.
+        serial: (servers,) how many of them k hash functions could not place.
+    """
+
+    order: Tensor
+    counts: Tensor
+    serial: Tensor
+
+
+def hash_partition(ids: Tensor, servers: int, seed: int) -> Partition:
+    """Zen's hierarchical hashing: h0 chooses the server, h1 .. hk a slot of its r1, a serial region takes the rest.
+
+    A slot is claimed as threads without locks would: all write, all read back, and who finds another's index has
+    collided and tries the next hash function. The paper's serial region has r2 = r1 / 10 slots, which 2 slots per index
+    and 3 functions leave four fifths empty; here it is as long as it must be, so that no hash seed can lose an index.
+
+    Args:
+        ids: (K,) int64, no two the same.
+        servers: number of servers.
+        seed: of the hash functions, the same on all ranks.
+    """
+    count = ids.numel()
+    parallel = max(1, -(-SLOTS_PER_INDEX * count // servers))
+    server = server_of(ids, servers, seed)
+    slots = ids.new_full((servers * parallel,), -1)
+    left = torch.arange(count, device=ids.device)
+    for attempt in range(1, REHASHES + 1):
+        slot = server[left] * parallel + _below(murmur(ids[left], seed + attempt), parallel)
+        free = slots[slot] < 0
+        slots[slot[free]] = left[free]
+        left = left[slots[slot] != left]
+
+    serial = torch.bincount(server[left], minlength=servers)
+    left = left[torch.argsort(server[left], stable=True)]
+    region = ids.new_full((servers, max(int(serial.max()), 1)), -1)
+    region[torch.arange(region.shape[1], device=ids.device) < serial.unsqueeze(1)] = left
+    memory = torch.cat([slots.view(servers, parallel), region], dim=1)
+    occupied = memory >= 0
+    return Partition(memory[occupied], occupied.sum(dim=1), serial)
+
+
+@lru_cache(maxsize=64)
+def index_sets(num_ids: int, servers: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
+    """For every server the ids from 0 to num_ids - 1 that hash to it, ascending: Zen's I_i.
+
+    Kept after the first call, for it costs a sort: 8 bytes per id in all.
+    """
+    ids = torch.arange(num_ids, device=device)
+    server = server_of(ids, servers, seed)
+    counts: list[int] = torch.bincount(server, minlength=servers).tolist()
+    sets: tuple[Tensor, ...] = torch.argsort(server, stable=True).split(counts)
+    return sets
+
+
+def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
+    """(ceil(I / 8),) uint8: bit p % 8 of byte p // 8 is set where `ids` has the p-th of `index_set`.
+
+    Args:
+        ids: (K,) some of the index set, ascending.
+        index_set: (I,) ascending.
+    """
+    bits = ids.new_zeros((-(-index_set.numel() // 8) * 8,), dtype=torch.uint8)
+    bits[torch.searchsorted(index_set, ids)] = 1
+    return (bits.view(-1, 8) << _bit_numbers(ids.device)).sum(dim=1, dtype=torch.uint8)
+
+
+def ids_of_bitmap(bitmap: Tensor, index_set: Tensor) -> Tensor:
+    """Inverse of `hash_bitmap`; bytes beyond the index set are padding and not read."""
+    bits = (bitmap.unsqueeze(1) >> _bit_numbers(bitmap.device)) & 1
+    return index_set[bits.view(-1)[: index_set.numel()] != 0]
+
+
+def _bit_numbers(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)

@@ -1,0 +1,49 @@
+"""Records: indexed rows as bytes, one record per row, so that indices and values of any type share one message.
+
+    record = | index, 4 or 8 bytes | d values |
+
+This is the COO format, an index for every row. On the device they are on, without a copy through the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def index_dtype(limit: int) -> torch.dtype:
+    """The type that indices from 0 to `limit` travel in."""
+    return torch.int32 if limit < 2**31 else torch.int64
+
+
+def record_bytes(limit: int, width: int, itemsize: int) -> int:
+    """Bytes of a record with an index up to `limit` and `width` values of `itemsize` bytes."""
+    return index_dtype(limit).itemsize + width * itemsize
+
+
+def encode_records(indices: Tensor, rows: Tensor, limit: int) -> Tensor:
+    """(K, record bytes) uint8.
+
+    Args:
+        indices: (K,) int64, from 0 to `limit`.
+        rows: (K, d).
+        limit: what no index can exceed, on any rank.
+    """
+    narrow = indices.to(index_dtype(limit)).unsqueeze(1)
+    return torch.cat([row_bytes(narrow), row_bytes(rows)], dim=1)
+
+
+def row_bytes(rows: Tensor) -> Tensor:
+    """(K, d) of any type as (K, bytes) uint8."""
+    # The stride of a dimension of size one or zero can be anything, which a view as bytes does not take.
+    return rows.contiguous().as_strided(rows.shape, (rows.shape[1], 1)).view(torch.uint8)
+
+
+def decode_records(flat: Tensor, limit: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Inverse of `encode_records`: indices (K,) int64 and rows (K, width)."""
+    index = index_dtype(limit)
+    records = flat.view(-1, record_bytes(limit, width, dtype.itemsize))
+    # Copies: bytes can only be read as wider types from an aligned address.
+    indices = records[:, : index.itemsize].clone(memory_format=torch.contiguous_format).view(index)
+    rows = records[:, index.itemsize :].clone(memory_format=torch.contiguous_format).view(dtype)
+    return indices.view(-1).to(torch.int64), rows

@@ -1,0 +1,55 @@
+"""Rounds that several strategies are made of: records pushed to servers, and records for everyone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.gradient import RowSet
+from embrace_fx.runtime.exchanges.records import decode_records, encode_records
+from embrace_fx.runtime.exchanges.steps import Steps
+
+COUNT_BYTES = 8
+"""An int64 that tells a peer how many records come."""
+
+Records = tuple[Tensor, Tensor, list[int]]
+"""ids (K,) and rows (K, d), rank after rank, and how many are whose."""
+
+
+def push(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records]:
+    """Sends the first counts[0] of the units to rank 0, the next to rank 1 and so on; returns what came.
+
+    Args:
+        units: ids in the order of their servers.
+        counts: (N,) int64, units for each rank.
+    """
+    ones = [1] * channel.world_size
+    announced = yield channel.all_to_all(counts, ones, ones)
+    own: list[int] = counts.tolist()
+    theirs: list[int] = announced.tolist()
+    return (yield from send(units, own, theirs, channel))
+
+
+def send(units: RowSet, send_counts: Sequence[int], receive_counts: list[int], channel: Channel) -> Steps[Records]:
+    """As `push`, where both sides know the counts."""
+    records = encode_records(units.ids, units.rows, units.num_rows)
+    size = records.shape[1]
+    flat = yield channel.all_to_all(
+        records.view(-1), [size * count for count in send_counts], [size * count for count in receive_counts]
+    )
+    ids, rows = decode_records(flat, units.num_rows, units.width, units.rows.dtype)
+    return ids, rows, receive_counts
+
+
+def gather(units: RowSet, channel: Channel) -> Steps[Records]:
+    """Every rank's units."""
+    count = torch.tensor([units.ids.numel()], device=units.ids.device)
+    announced = yield channel.all_gather(count, [1] * channel.world_size)
+    counts: list[int] = announced.tolist()
+    records = encode_records(units.ids, units.rows, units.num_rows)
+    flat = yield channel.all_gather(records.view(-1), [records.shape[1] * count for count in counts])
+    ids, rows = decode_records(flat, units.num_rows, units.width, units.rows.dtype)
+    return ids, rows, counts

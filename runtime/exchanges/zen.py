@@ -1,0 +1,83 @@
+"""`zen`: sparse aggregation balanced by hashing (Zen, OSDI 2025, arXiv 2309.13254).
+
+Balanced parallelism: every rank is the server of the units whose index hashes to it.
+
+    push    AlltoAll of records (index, value), grouped by `hash_partition`
+    add     each server, in the order of ranks
+    pull    AllGather of hash bitmaps, then of the values they announce
+
+Hierarchical centralisation (`hierarchical.py`) is the other optimum of the paper's design space.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from embrace_fx.cost import Cluster
+from embrace_fx.runtime.exchanges import hierarchical
+from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, mean_by_id
+from embrace_fx.runtime.exchanges.hashing import hash_bitmap, hash_partition, ids_of_bitmap, index_sets
+from embrace_fx.runtime.exchanges.options import Options
+from embrace_fx.runtime.exchanges.prediction import Prediction, Sparsity, prediction, pull_bytes, push_bytes
+from embrace_fx.runtime.exchanges.records import row_bytes
+from embrace_fx.runtime.exchanges.rounds import COUNT_BYTES, push
+from embrace_fx.runtime.exchanges.steps import Steps
+from embrace_fx.runtime.exchanges.units import restore, units_of
+
+units = units_of
+
+
+def exchange(gradient: Gradient, channel: Channel, options: Options) -> Steps[Gradient]:
+    """The mean over ranks, by the scheme of the options."""
+    own = units_of(gradient, options)
+    if options.scheme == "hierarchical":
+        mean = yield from hierarchical.mean_by_doubling(own, channel)
+    else:
+        mean = yield from _balanced(own, channel, options.seed)
+    return restore(mean, gradient)
+
+
+def _balanced(own: RowSet, channel: Channel, seed: int) -> Steps[RowSet]:
+    world_size, num_units = channel.world_size, own.num_rows
+    partition = hash_partition(own.ids, world_size, seed)
+    grouped = RowSet(own.ids[partition.order], own.rows[partition.order], num_units)
+    ids, rows, counts = yield from push(grouped, partition.counts, channel)
+    served = mean_by_id(ids, rows, counts, num_units, world_size)
+
+    sets = index_sets(num_units, world_size, seed, own.ids.device)
+    length = -(-max(index_set.numel() for index_set in sets) // 8)
+    bitmap = hash_bitmap(served.ids, sets[channel.rank])
+    padded = torch.nn.functional.pad(bitmap, (0, length - bitmap.numel()))
+    bitmaps = yield channel.all_gather(padded, [length] * world_size)
+    ids_by_server = [
+        ids_of_bitmap(bits, index_set) for bits, index_set in zip(bitmaps.view(world_size, length), sets, strict=True)
+    ]
+    # Bytes, because gloo and NCCL have no common list of types; values need no index, their order is the bitmap's.
+    unit_bytes = own.width * own.rows.itemsize
+    flat = yield channel.all_gather(
+        row_bytes(served.rows).view(-1), [of_server.numel() * unit_bytes for of_server in ids_by_server]
+    )
+    union, order = torch.cat(ids_by_server).sort()
+    return RowSet(union, flat.view(own.rows.dtype).view(-1, own.width)[order], num_units)
+
+
+def predict(sparsity: Sparsity, options: Options) -> Prediction:
+    """Balanced: (N-1)/N (u (i + s) + U s + V/8) bytes and 8 (N-1) of counts. Hashing leaves no server fuller."""
+    if options.scheme == "hierarchical":
+        return hierarchical.predict(sparsity)
+    others = sparsity.world_size - 1
+    pushed, push_critical = push_bytes(sparsity, sparsity.record_bytes, imbalance=1.0)
+    pulled, pull_critical = pull_bytes(sparsity, sparsity.width * sparsity.itemsize, imbalance=1.0)
+    fixed = others * (COUNT_BYTES + sparsity.num_units / sparsity.world_size / 8)
+    return prediction(fixed + pushed + pulled, fixed + push_critical + pull_critical, 4 * others)
+
+
+def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Literal["balanced", "hierarchical"]:
+    """The scheme with less predicted time; the paper measures a few steps, then decides so."""
+    times_ms = {
+        scheme: predict(sparsity, Options(scheme=scheme)).time_ms(cluster) for scheme in ("balanced", "hierarchical")
+    }
+    return "balanced" if times_ms["balanced"] <= times_ms["hierarchical"] else "hierarchical"

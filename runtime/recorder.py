@@ -1,0 +1,118 @@
+"""Measures what a rank's processor does and when it waits: the measured half of a timeline.
+
+Contract
+    Off, a mark costs one attribute read. On, marks cut the calling thread's time into the compute operations of
+    `embrace_fx.schedule.StepGraph`, each named by the mark that ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from embrace_fx.schedule import Lane
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A launch as it went, seconds of `time.perf_counter`."""
+
+    name: str
+    lane: Lane
+    window: int
+    sent_bytes: int
+    started_s: float
+    ended_s: float
+
+
+@dataclass
+class Recording:
+    """Raw marks of one rank, seconds of `time.perf_counter`. `window` counts backwards begun since the start.
+
+    Attributes:
+        marks: (name, window, when): what was done by then.
+        waits: (launch, lane, window, from, to).
+        transfers: what was launched and completed meanwhile.
+    """
+
+    marks: list[tuple[str, int, float]] = field(default_factory=list)
+    waits: list[tuple[str, Lane, int, float, float]] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    window: int = -1
+
+
+@dataclass(frozen=True)
+class ComputeSpan:
+    """A piece of a compute operation between two waits, seconds of `time.perf_counter`."""
+
+    name: str
+    window: int
+    started_s: float
+    ended_s: float
+
+
+def compute_spans(recording: Recording) -> list[ComputeSpan]:
+    """What the marks say was computed, less the time spent waiting."""
+    spans: list[ComputeSpan] = []
+    waits = sorted((start, end) for *_, start, end in recording.waits)
+    for (_, _, started), (name, window, ended) in pairwise(recording.marks):
+        if not name or window < 0:
+            continue
+        at = started
+        for start, end in waits:
+            if at <= start and end <= ended:
+                if start > at:
+                    spans.append(ComputeSpan(name, window, at, start))
+                at = end
+        if ended > at:
+            spans.append(ComputeSpan(name, window, at, ended))
+    return spans
+
+
+class Recorder:
+    """Records between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        self.recording: Recording | None = None
+
+    def window(self) -> None:
+        """A backward begins."""
+        if self.recording is not None:
+            self.recording.window += 1
+            self.recording.marks.append(("", self.recording.window, time.perf_counter()))
+
+    def mark(self, name: str) -> None:
+        """Everything since the last mark was `name`."""
+        recording = self.recording
+        if recording is not None:
+            recording.marks.append((name, recording.window, time.perf_counter()))
+
+    @contextlib.contextmanager
+    def waiting(self, launch: str, lane: Lane) -> Iterator[None]:
+        """The thread stands still for a launch."""
+        recording = self.recording
+        if recording is None:
+            yield
+            return
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            recording.waits.append((launch, lane, recording.window, start, time.perf_counter()))
+
+    def transferred(self, transfer: Transfer) -> None:
+        """A launch has completed (called by whichever thread saw it)."""
+        if self.recording is not None:
+            self.recording.transfers.append(transfer)
+
+    def start(self) -> Recording:
+        self.recording = Recording()
+        return self.recording
+
+    def stop(self) -> Recording:
+        assert self.recording is not None
+        recording, self.recording = self.recording, None
+        return recording

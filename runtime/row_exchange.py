@@ -1,0 +1,323 @@
+"""One sharded table's communication when it runs into the next step (EmbRace, ICPP 2022, section 4.2).
+
+    backward t      early rows   rows of batch t+1 that batch t does not read: looked up, sent
+                    prior rows   gradients of rows of batch t that batch t+1 reads, on any rank: sent first
+                    delayed rows the other gradients of batch t: sent last, in chunks
+    forward t+1     prior gradients applied -> late rows, which batch t touched, looked up, sent -> rows put together
+    backward t+1    delayed gradients applied, before anything of batch t+2 is looked up
+
+Contract
+    A row is looked up after its last update; each row is updated once per step, with the options of that step.
+    Every rank knows which rows every rank reads, so that all cut alike and no sizes are exchanged.
+
+Shape legend: as in `embrace_fx/ops.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.kernels import coalesce, join_columns, lookup, split_columns
+from embrace_fx.runtime.launcher import Launcher, Ticket
+from embrace_fx.runtime.row_optimizers import hyperparameters
+from embrace_fx.runtime.tables import RowTable
+
+Wait = Callable[[Ticket], Tensor]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which rows of a table each rank reads for one batch: `ids` (R,) in rank order, `counts[r]` of them rank r's."""
+
+    ids: Tensor
+    counts: tuple[int, ...]
+
+    @staticmethod
+    def of(ids: Tensor, counts: Tensor) -> Routing:
+        return Routing(ids, tuple(counts.tolist()))
+
+    def own(self, rank: int) -> slice:
+        start = sum(self.counts[:rank])
+        return slice(start, start + self.counts[rank])
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Some of a routing's rows, the same ones on all ranks: `mask` (R,) bool, `counts` of them by rank."""
+
+    mask: Tensor
+    counts: tuple[int, ...]
+
+    @staticmethod
+    def of(routing: Routing, mask: Tensor) -> Selection:
+        # One host read for all ranks: differences of a running sum at the ranks' bounds.
+        bounds = torch.tensor([0, *routing.counts]).cumsum(0)
+        sums = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
+        return Selection(mask, tuple(sums[bounds].diff().tolist()))
+
+
+class RowSplitter:
+    """Cuts routings of one table by what another batch reads. Keeps one mark per row of the table."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._marks = torch.zeros((num_rows,), dtype=torch.bool, device=device)
+
+    def among(self, ids: Tensor, others: Tensor) -> Tensor:
+        """Which of `ids` (R,) are among `others`: bool (R,)."""
+        self._marks.index_fill_(0, others, True)
+        found = self._marks.index_select(0, ids)
+        self._marks.index_fill_(0, others, False)
+        return found
+
+
+def chunks_of(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
+    """Cuts the masked ids into `chunks` masks of about equal size; equal ids fall into the same one.
+
+    A row whose gradients came in two chunks would be updated twice.
+    """
+    if chunks == 1:
+        return [mask]
+    order = ids[mask].sort().values
+    cuts = [order[len(order) * k // chunks] for k in range(1, chunks)] if len(order) else []
+    if not cuts:
+        return [mask, *(torch.zeros_like(mask) for _ in range(chunks - 1))]
+    which = torch.bucketize(ids, torch.stack(cuts), right=True)
+    return [mask & (which == k) for k in range(chunks)]
+
+
+@dataclass
+class _Part:
+    """Gradients of some rows, from all ranks, on their way to this rank's columns."""
+
+    ids: Tensor
+    ticket: Ticket
+
+
+@dataclass
+class _Gradient:
+    """One step's row gradient.
+
+    Attributes:
+        parts: prior first, then delayed ones.
+        options: the optimizer's options at its step; None before it.
+    """
+
+    padding_idx: int
+    scale: float
+    parts: list[_Part]
+    options: dict[str, Any] | None = None
+
+
+@dataclass
+class _Rows:
+    """A batch's rows on their way to this rank: which of its rows, and their columns from all ranks."""
+
+    positions: Tensor | None  # None: all
+    ticket: Ticket
+
+
+@dataclass
+class _Arriving:
+    rows: list[_Rows] = field(default_factory=list)
+    routing: Routing | None = None
+    late: Selection | None = None  # of the batch to come: what is still to be looked up; None: all of it
+
+
+class RowExchange:
+    """The communication of one table.
+
+    Args:
+        table: the shard.
+        delayed_chunks: in how many pieces delayed gradients travel. May be changed between a window and the next.
+        wait: waits for a ticket (and takes the time of it).
+    """
+
+    def __init__(
+        self, table: RowTable, communicator: Communicator, launcher: Launcher, delayed_chunks: int, wait: Wait
+    ) -> None:
+        self.table = table
+        self._communicator = communicator
+        self._launcher = launcher
+        self.delayed_chunks = delayed_chunks
+        self._wait = wait
+        self._splitter = RowSplitter(table.parameter.shape[0], table.local.device)
+        self._gradients: list[_Gradient] = []
+        self._arriving = _Arriving()
+        self._routing: Routing | None = None  # of the batch whose forward runs or ran last
+        self._prior: Selection | None = None  # of its rows, those the next batch reads; None: treat all as such
+        self.early_rows_stale = False
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def request(self, ids: Tensor, counts: Tensor, dtype: torch.dtype) -> None:
+        """Applies what the batch's rows wait for, looks them up and sends them: late ones if early ones have left."""
+        self.apply_prior()
+        arriving = self._arriving
+        if arriving.routing is None or arriving.routing.ids is not ids:  # nothing has left early, or for another batch
+            self.apply_delayed()
+            self._arriving = arriving = _Arriving(routing=Routing.of(ids, counts))
+        assert arriving.routing is not None
+        self._routing, self._prior = arriving.routing, None
+        arriving.rows.append(self._send_rows("rows", arriving.routing, arriving.late, dtype))
+
+    def rows(self) -> Tensor:
+        """All columns of this rank's rows, flat (U * D,)."""
+        width = self.table.parameter.shape[1]
+        arrived = [
+            (part.positions, join_columns(self._wait(part.ticket), width, self._communicator.world_size))
+            for part in self._arriving.rows
+        ]
+        self._arriving = _Arriving()
+        if len(arrived) == 1:
+            return arrived[0][1].view(-1)
+        assert self._routing is not None
+        joined = arrived[0][1].new_empty((self._routing.counts[self._communicator.rank], width))
+        for positions, part in arrived:
+            assert positions is not None
+            joined.index_copy_(0, positions, part)
+        return joined.view(-1)
+
+    def _send_rows(self, what: str, routing: Routing, selection: Selection | None, dtype: torch.dtype) -> _Rows:
+        ids, counts, positions = routing.ids, routing.counts, None
+        if selection is not None:
+            ids, counts = ids[selection.mask], selection.counts
+            positions = selection.mask[routing.own(self._communicator.rank)].nonzero().view(-1)
+        columns = lookup(self.table.local, ids).to(dtype)
+        return _Rows(positions, self.send_rows(columns, counts, what))
+
+    def send_rows(self, columns: Tensor, counts: Sequence[int], what: str = "rows") -> Ticket:
+        """Launches the AlltoAll of looked-up columns (R, d), `counts[r]` of them rank r's."""
+        width = self.table.parameter.shape[1]
+        return self._launcher.submit(
+            f"{self.table.name} {what}",
+            lambda: self._communicator.send_rows(columns, counts, width, "embedding lane"),
+            (sum(counts) - counts[self._communicator.rank]) * columns.shape[1] * columns.element_size(),
+        )
+
+    def send_gradients(self, what: str, flat: Tensor, counts: Sequence[int], width: int) -> Ticket:
+        """Launches the AlltoAll of gradients, flat (U * D,) by destination, `width` = D."""
+        lane = "delayed lane" if what.startswith("delayed") else "embedding lane"
+        away = width - self.table.local.shape[1]
+        return self._launcher.submit(
+            f"{self.table.name} {what}",
+            lambda: self._communicator.send_gradients(flat, counts, width, lane),
+            flat.numel() // max(width, 1) * away * flat.element_size(),
+        )
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def can_split(self, ids: Tensor | None) -> bool:
+        """Whether the gradient of the batch with these ids will be all that the coming step applies."""
+        return (
+            self._routing is not None and self._routing.ids is ids and not self.table.has_gradient and not self.waiting
+        )
+
+    def look_ahead(self, ids: Tensor, counts: Tensor, dtype: torch.dtype) -> None:
+        """At the start of a backward, with the next batch's routing: cuts both batches, sends its early rows."""
+        self.apply_delayed()
+        following = Routing.of(ids, counts)
+        assert self._routing is not None
+        late = self._splitter.among(following.ids, self._routing.ids)
+        self._prior = Selection.of(self._routing, self._splitter.among(self._routing.ids, following.ids))
+        self._arriving = _Arriving(routing=following, late=Selection.of(following, late))
+        self._arriving.rows.append(self._send_rows("early rows", following, Selection.of(following, ~late), dtype))
+
+    def do_not_split(self) -> None:
+        """Instead of `look_ahead`: the whole gradient leaves at once, and no rows before their turn."""
+        for what in ("early rows", *(f"delayed [{k}]" for k in range(self.delayed_chunks))):
+            self._launcher.skip(f"{self.table.name} {what}")
+
+    def submit_gradient(self, rows: Tensor, ids: Tensor, counts: Tensor, padding_idx: int, scale: float) -> None:
+        """Sends the gradients (U, D) of this rank's rows of the batch: prior ones first, delayed ones in chunks."""
+        self.apply_delayed()
+        self.materialise()  # of an earlier backward: the step will want the sum
+        routing = self._routing
+        if routing is None or routing.ids is not ids:  # not the batch of the last forward
+            routing, self._prior = Routing.of(ids, counts), None
+            self.early_rows_stale = True  # they were chosen for not being among that one's rows
+        if self._prior is None:
+            parts = [self._send_gradient("prior", rows, routing, None)]
+        else:
+            parts = [self._send_gradient("prior", rows, routing, self._prior)]
+            delayed = chunks_of(routing.ids, ~self._prior.mask, self.delayed_chunks)
+            for k, mask in enumerate(delayed):
+                parts.append(self._send_gradient(f"delayed [{k}]", rows, routing, Selection.of(routing, mask)))
+        self._gradients.append(_Gradient(padding_idx, scale, parts))
+
+    def _send_gradient(self, what: str, rows: Tensor, routing: Routing, selection: Selection | None) -> _Part:
+        ids, counts = routing.ids, routing.counts
+        if selection is not None:
+            rows = rows[selection.mask[routing.own(self._communicator.rank)]]
+            ids, counts = ids[selection.mask], selection.counts
+        flat = split_columns(rows, self._communicator.world_size)
+        return _Part(ids, self.send_gradients(what, flat, counts, rows.shape[1]))
+
+    # -- updates -------------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is a gradient that no step has taken."""
+        return bool(self._gradients) and self._gradients[-1].options is None
+
+    def step(self) -> bool:
+        """The optimizer steps: its options of this moment are those of the gradient on its way.
+
+        Returns: false where the table has to be updated at once, from a gradient that it holds itself.
+        """
+        self.apply_delayed()
+        if self.table.has_gradient:
+            self.materialise()
+        if not self.waiting:
+            return False
+        self._gradients[-1].options = hyperparameters(self.table.begin_step())
+        return True
+
+    def apply_prior(self) -> None:
+        """Applies what the next batch may read, if the step has been taken; otherwise keeps the gradient for it."""
+        for gradient in self._gradients:
+            if gradient.options is None:
+                self.materialise()
+                return
+            self._apply(gradient, gradient.parts[:1])
+            del gradient.parts[:1]
+
+    def apply_delayed(self) -> None:
+        """Applies everything a step has taken."""
+        stepped = [gradient for gradient in self._gradients if gradient.options is not None]
+        for gradient in stepped:
+            self._apply(gradient, gradient.parts)
+        self._gradients = [gradient for gradient in self._gradients if gradient.options is None]
+
+    def materialise(self) -> None:
+        """Moves a gradient that no step has taken to where the table keeps those: it was asked for, or is summed up."""
+        for gradient in self._gradients:
+            if gradient.options is None:
+                for part in gradient.parts:
+                    self.table.add_gradient(*self._arrive(gradient, part))
+        self._gradients = [gradient for gradient in self._gradients if gradient.options is not None]
+
+    def discard(self) -> None:
+        """Forgets a gradient that no step has taken."""
+        self._gradients = [gradient for gradient in self._gradients if gradient.options is not None]
+
+    def forget_rows(self) -> None:
+        """What was looked up early is not read: parameters may have been written since."""
+        self._arriving = _Arriving()
+        self.early_rows_stale = False
+
+    def _apply(self, gradient: _Gradient, parts: Sequence[_Part]) -> None:
+        assert gradient.options is not None
+        for part in parts:
+            self.table.apply(*self._arrive(gradient, part), gradient.options)
+
+    def _arrive(self, gradient: _Gradient, part: _Part) -> tuple[Tensor, Tensor]:
+        local = self.table.local
+        flat = self._wait(part.ticket).to(local.dtype)
+        ids, rows = coalesce(part.ids, flat, local.shape[1], gradient.padding_idx, gradient.scale)
+        return ids, rows

@@ -1,0 +1,65 @@
+"""Which buffers the replicas must share before a forward, and which only before an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from embrace_fx.passes.buffers import live_buffers, mutated_buffers
+from tests.graphs import IDS, Tables, analysed, tables_model
+
+
+def normalised(model: Tables, ids: Tensor) -> Tensor:
+    vectors: Tensor = model.get_submodule("norm")(model.linear(model.table(ids)).flatten(0, 1))
+    return vectors
+
+
+def counted_and_used(model: Tables, ids: Tensor) -> Tensor:
+    model.get_buffer("calls").add_(1)
+    vectors: Tensor = model.table(ids) * model.get_buffer("calls")
+    return vectors
+
+
+def counted(model: Tables, ids: Tensor) -> Tensor:
+    model.get_buffer("calls").add_(1)
+    vectors: Tensor = model.table(ids)
+    return vectors
+
+
+def only_read(model: Tables, ids: Tensor) -> Tensor:
+    vectors: Tensor = model.table(ids) * model.get_buffer("calls")
+    return vectors
+
+
+STATISTICS = ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
+
+
+@pytest.mark.parametrize(
+    ("forward", "mutated", "live"),
+    [
+        (normalised, STATISTICS, ()),
+        (counted_and_used, ("calls",), ("calls",)),
+        (counted, ("calls",), ()),
+        (only_read, (), ()),
+    ],
+    ids=["batch norm", "counted and used", "counted", "only read"],
+)
+def test_buffers(forward: Callable[[Tables, Tensor], Tensor], mutated: tuple[str, ...], live: tuple[str, ...]) -> None:
+    model = tables_model(forward)
+    model.register_module("norm", nn.BatchNorm1d(4).double())
+    model.register_buffer("calls", torch.ones((), dtype=torch.float64))
+
+    graph = analysed(model, IDS)
+
+    assert sorted(mutated_buffers(graph)) == sorted(mutated)
+    assert live_buffers(graph) == live
+
+
+def test_an_evaluation_changes_no_statistics() -> None:
+    model = tables_model(normalised)
+    model.register_module("norm", nn.BatchNorm1d(4).double().eval())
+
+    assert mutated_buffers(analysed(model, IDS, train=False)) == ()

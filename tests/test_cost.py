@@ -1,0 +1,167 @@
+"""The cost of exchanges: bytes and messages, counted by hand for small cases, and how they grow."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embrace_fx.cost import (
+    COLLECTIVES,
+    MIN_CHUNK_BYTES,
+    Cluster,
+    Collective,
+    Exchange,
+    Link,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_gradients,
+    all_to_all_rows,
+    bucket_bytes,
+    chunk_bytes,
+    exchange,
+    gather_ids,
+    launch_ms,
+)
+from embrace_fx.ops import own_columns
+
+RANKS = st.integers(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "expected"),
+    [
+        (all_reduce(1000, 1), Exchange(0, 0)),
+        (all_reduce(1000, 2), Exchange(1000, 2)),
+        (all_reduce(1000, 4), Exchange(1500, 6)),
+        (all_gather(100, 4), Exchange(300, 3)),
+        (all_to_all(100, 4), Exchange(75, 3)),
+        # Rank 0 sends its 3 columns of rank 1's 5 rows and rank 2's 2.
+        (all_to_all_rows((4, 5, 2), 3, 8, rank=0), Exchange(7 * 3 * 8, 2)),
+        # Its own 4 rows' gradients, the 6 columns that are others'.
+        (all_to_all_gradients(4, 6, 8, world_size=3), Exchange(4 * 6 * 8, 2)),
+        # Two counts, one of them with the ids, and the longest rank's 5 ids.
+        (gather_ids((4, 5), 100), Exchange(8 + 4 * 6, 1)),
+        (gather_ids((4, 5), 2**31), Exchange(8 + 8 * 6, 1)),
+    ],
+    ids=str,
+)
+def test_bytes_and_messages(exchange: Exchange, expected: Exchange) -> None:
+    assert exchange == expected
+
+
+def test_exchanges_one_after_the_other() -> None:
+    assert Exchange(100, 2) + Exchange(50, 1) == Exchange(150, 3)
+
+
+def test_time_is_the_start_ups_and_the_bytes() -> None:
+    cluster = Cluster(bandwidth_bytes_per_ms=1000.0, latency_ms=0.5)
+
+    assert Exchange(3000, 4).time_ms(cluster) == 3000 / 1000 + 4 * 0.5
+    assert Exchange(0, 0).time_ms(cluster) == 0.0
+
+
+def test_the_default_link_is_25_gigabits_per_second() -> None:
+    assert Exchange(25 * 10**9 // 8, 0).time_ms(Cluster()) == pytest.approx(1000.0)
+
+
+@given(st.lists(st.integers(0, 50), min_size=2, max_size=8), st.integers(1, 20))
+def test_what_is_sent_in_an_all_to_all_is_every_row_but_the_own_share(rows: list[int], columns: int) -> None:
+    """Summed over ranks, each of a rank's rows comes from all ranks but itself."""
+    ranks = len(rows)
+    widths = [last - first for first, last in (own_columns(columns, ranks, rank) for rank in range(ranks))]
+
+    forward = sum(all_to_all_rows(tuple(rows), widths[r], 4, r).sent_bytes for r in range(ranks))
+    backward = sum(all_to_all_gradients(rows[r], columns - widths[r], 4, ranks).sent_bytes for r in range(ranks))
+
+    assert forward == backward
+    assert forward == sum(own * (columns - width) * 4 for own, width in zip(rows, widths, strict=True))
+
+
+@given(RANKS, st.integers(0, 10**9))
+def test_an_all_reduce_sends_less_than_twice_the_tensor(ranks: int, tensor_bytes: int) -> None:
+    sent = all_reduce(tensor_bytes, ranks).sent_bytes
+
+    assert tensor_bytes <= sent <= 2 * tensor_bytes or tensor_bytes == 0 == sent
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+SLOW = Cluster(25_000.0, 0.1)
+UNEVEN = Cluster(1000.0, 0.5, (("all_to_all", Link(500.0, 0.25)),))
+"""An AlltoAll that reaches half of the bandwidth."""
+
+
+def test_a_collective_has_its_own_link_or_the_clusters() -> None:
+    assert UNEVEN.link("all_to_all") == Link(500.0, 0.25)
+    assert UNEVEN.link("all_reduce") == UNEVEN.link() == Link(1000.0, 0.5)
+    assert Exchange(3000, 4).time_ms(UNEVEN) == 3000 / 1000 + 4 * 0.5
+    assert Exchange(3000, 4).time_ms(UNEVEN, "all_to_all") == 3000 / 500 + 4 * 0.25
+    assert hash(UNEVEN) == hash(Cluster(1000.0, 0.5, UNEVEN.links))
+
+
+@pytest.mark.parametrize(
+    ("links", "found"),
+    [
+        ((("broadcast", Link(1.0, 0.0)),), "found .'broadcast'"),
+        ((("all_reduce", Link(1.0, 0.0)), ("all_reduce", Link(2.0, 0.0))), "found .'all_reduce', 'all_reduce'"),
+        ((("all_reduce", Link(0.0, 0.0)),), "positive bandwidth"),
+        ((("all_reduce", Link(1.0, -1.0)),), "no negative latency"),
+    ],
+)
+def test_links_that_make_no_sense_are_refused(links: tuple[tuple[Collective, Link], ...], found: str) -> None:
+    with pytest.raises(ValueError, match=found):
+        Cluster(links=links)
+
+
+def test_the_time_of_one_launch() -> None:
+    """2 ranks: an AllReduce sends all of the tensor in 2 messages, an AlltoAll half of it in one."""
+    assert launch_ms(UNEVEN, "all_reduce", 4000, 2) == 4000 / 1000 + 2 * 0.5
+    assert launch_ms(UNEVEN, "all_to_all", 4000, 2) == 2000 / 500 + 0.25
+    assert launch_ms(UNEVEN, "all_gather", 4000, 2) == 4000 / 1000 + 0.5
+
+
+# -- chunks and buckets ------------------------------------------------------------------------------------------------
+
+
+@given(RANKS, st.sampled_from(COLLECTIVES), st.floats(1e3, 1e7), st.floats(0.0, 2.0))
+def test_start_up_takes_a_tenth_of_a_chunk(
+    ranks: int, collective: Collective, bandwidth: float, latency_ms: float
+) -> None:
+    cluster = Cluster(bandwidth, latency_ms)
+    size = chunk_bytes(cluster, ranks, collective)
+
+    def start_up_share(own_bytes: int) -> float:
+        start_up_ms = exchange(collective, own_bytes, ranks).messages * latency_ms
+        return start_up_ms / launch_ms(cluster, collective, own_bytes, ranks)
+
+    assert start_up_share(size) <= 0.1 * 1.001
+    # And it is not larger than it must be: an urgent transfer waits for one of them.
+    assert size == MIN_CHUNK_BYTES or start_up_share(round(0.99 * size)) > 0.1
+
+
+def test_chunks_on_a_slow_network() -> None:
+    """200 Mb/s, 0.1 ms, 4 ranks: 6 messages take 0.6 ms, the bytes nine times that."""
+    size = chunk_bytes(SLOW, 4)
+
+    assert size == pytest.approx(90_000, rel=1e-3)
+    assert launch_ms(SLOW, "all_reduce", size, 4) == pytest.approx(6.0, rel=1e-3)
+    assert chunk_bytes(SLOW, 4, share=0.05) == pytest.approx(19 / 9 * size, rel=1e-3)
+
+
+def test_a_single_rank_cuts_as_two_would() -> None:
+    assert chunk_bytes(SLOW, 1, "all_to_all") == chunk_bytes(SLOW, 2, "all_to_all")
+    assert bucket_bytes(SLOW, 1, 10**8) == bucket_bytes(SLOW, 2, 10**8)
+
+
+def test_a_bucket_is_a_chunk_and_no_more_than_there_is() -> None:
+    assert bucket_bytes(SLOW, 4, 10**8) == chunk_bytes(SLOW, 4)
+    assert bucket_bytes(SLOW, 4, 1000) == 1000
+    assert bucket_bytes(SLOW, 4, 0) == 1
+
+
+def test_chunks_are_cut_for_one_launch_alone_whatever_a_row_of_them_reaches() -> None:
+    in_a_row = Cluster(SLOW.bandwidth_bytes_per_ms, SLOW.latency_ms, (("all_reduce", Link(25_000.0, 0.0)),))
+
+    assert chunk_bytes(in_a_row, 4) == chunk_bytes(SLOW, 4)

@@ -1,0 +1,237 @@
+"""Every exchange on real ranks: the mean is the dense AllReduce's, the same bits on all ranks, the input untouched.
+
+The ranks are visited once per world size: all cases run interleaved there, and the tests look at what came back.
+Gradients of float64 hold integers, whose sums are exact, so that means must be equal; other types are allowed a
+rounding per summand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
+from embrace_fx.runtime.exchanges.options import Options
+from embrace_fx.runtime.exchanges.steps import run, run_all
+from embrace_fx.runtime.exchanges.strategies import STRATEGIES
+from tests.ranks import RankError, run_ranks
+
+V, D = 45, 6
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+VARIANTS: dict[str, tuple[str, Options]] = {
+    "allreduce": ("allreduce", Options()),
+    "allgather": ("allgather", Options()),
+    "allgather_elements": ("allgather", Options(unit="element")),
+    "omnireduce": ("omnireduce", Options()),
+    "omnireduce_many_rounds": ("omnireduce", Options(block_size=2 * D, slots=2)),
+    "omnireduce_odd_blocks": ("omnireduce", Options(block_size=7, slots=5)),
+    "zen": ("zen", Options(seed=-1)),
+    "zen_elements": ("zen", Options(unit="element")),
+    "zen_hierarchical": ("zen", Options(scheme="hierarchical")),
+    "ps": ("ps", Options()),
+    "ps_elements": ("ps", Options(unit="element")),
+}
+
+
+def _bernoulli(density: float, *shape: int) -> Tensor:
+    return torch.rand(*shape) < density
+
+
+def _one_element(rank: int, world_size: int) -> Tensor:
+    mask = torch.zeros(V, D, dtype=torch.bool)
+    mask[0, 0] = rank == world_size - 1
+    return mask
+
+
+def _blocks(rank: int, world_size: int) -> Tensor:
+    return _bernoulli(0.3, V // 5, 1).repeat_interleave(5, dim=0).expand(V, D)
+
+
+PATTERNS: dict[str, Callable[[int, int], Tensor]] = {
+    "rows": lambda rank, world_size: _bernoulli(0.2, V, 1).expand(V, D),
+    "blocks": _blocks,
+    "elements": lambda rank, world_size: _bernoulli(0.05, V, D),
+    "zero": lambda rank, world_size: torch.zeros(V, D, dtype=torch.bool),
+    "dense": lambda rank, world_size: torch.ones(V, D, dtype=torch.bool),
+    "one_element": _one_element,
+    "density_by_rank": lambda rank, world_size: _bernoulli((0.9, 0.0, 0.02, 0.3)[rank], V, D),
+    "skewed": lambda rank, world_size: (_bernoulli(0.9, V, 1) & (torch.arange(V) < V // 8).view(V, 1)).expand(V, D),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    variant: str
+    pattern: str
+    dtype: torch.dtype
+    as_rows: bool
+
+    def __str__(self) -> str:
+        return f"{self.variant}, {self.pattern}, {self.dtype}, {'row set' if self.as_rows else 'dense'}"
+
+
+EVERYTHING = [
+    Case(variant, pattern, dtype, as_rows)
+    for variant in VARIANTS
+    for pattern in PATTERNS
+    for dtype in DTYPES
+    for as_rows in (False, True)
+]
+QUICK = [case for case in EVERYTHING if case.dtype == torch.float64 or case.pattern in {"rows", "density_by_rank"}]
+
+
+def gradient_of(case: Case, rank: int, world_size: int) -> Gradient:
+    torch.manual_seed(100 * list(PATTERNS).index(case.pattern) + rank)
+    mask = PATTERNS[case.pattern](rank, world_size)
+    values = torch.randint(1, 100, (V, D)).double() if case.dtype == torch.float64 else torch.randn(V, D)
+    dense = torch.where(mask, values, 0).to(case.dtype)
+    if not case.as_rows:
+        return dense
+    # Some rows are present although they are zero, as a lookup without influence on the loss leaves them.
+    ids = (mask.any(dim=1) | _bernoulli(0.1, V)).nonzero().view(-1)
+    return RowSet(ids, dense[ids], V)
+
+
+def dense_of(gradient: Gradient) -> Tensor:
+    if isinstance(gradient, Tensor):
+        return gradient
+    return gradient.rows.new_zeros(V, D).index_copy_(0, gradient.ids, gradient.rows)
+
+
+def digest(gradient: Gradient) -> str:
+    tensors = (gradient.ids, gradient.rows) if isinstance(gradient, RowSet) else (gradient,)
+    return hashlib.sha256(b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def fault(case: Case, found: Gradient, world_size: int) -> str | None:
+    """What is wrong with the mean; None where it is the dense AllReduce's."""
+    by_rank = [gradient_of(case, rank, world_size) for rank in range(world_size)]
+    if isinstance(found, RowSet) != case.as_rows:
+        return f"found a {type(found).__name__}"
+    if isinstance(found, RowSet):
+        union = torch.cat([rows.ids for rows in by_rank if isinstance(rows, RowSet)]).unique()
+        if not torch.equal(found.ids, union):
+            return f"expected rows {union.tolist()}, found {found.ids.tolist()}"
+    reference = dense_of(by_rank[dist.get_rank()]).double()
+    dist.all_reduce(reference)
+    reference /= world_size
+    mean = dense_of(found)
+    if mean.dtype != case.dtype:
+        return f"found {mean.dtype}"
+    largest = max(float(dense_of(gradient).abs().max()) for gradient in by_rank)
+    allowed = 0.0 if case.dtype == torch.float64 else (world_size + 1) * torch.finfo(case.dtype).eps * largest
+    off = float((mean.double() - reference).abs().max())
+    return None if off <= allowed else f"off by {off}, allowed {allowed}"
+
+
+Results = dict[Case, tuple[str | None, str]]
+"""For each case the fault, if any, and the digest of the result."""
+
+
+def exchange_all(rank: int, world_size: int, cases: list[Case]) -> Results:
+    channel = Channel(dist.group.WORLD)
+    gradients = [gradient_of(case, rank, world_size) for case in cases]
+    before = [digest(gradient) for gradient in gradients]
+    steps = []
+    for case, gradient in zip(cases, gradients, strict=True):
+        strategy, options = VARIANTS[case.variant]
+        steps.append(STRATEGIES[strategy].exchange(gradient, channel, options))
+    means = run_all(steps)
+    results = {}
+    for case, gradient, unchanged, mean in zip(cases, gradients, before, means, strict=True):
+        wrong = fault(case, mean, world_size)
+        if digest(gradient) != unchanged:
+            wrong = "the gradient given was written to"
+        results[case] = (wrong, digest(mean))
+    return results
+
+
+@cache
+def _visit(world_size: int) -> list[Results] | RankError:
+    try:
+        return run_ranks(world_size, exchange_all, QUICK)
+    except RankError as error:
+        return error
+
+
+def visit(world_size: int) -> list[Results]:
+    """What the ranks found, of one visit for all tests, failed or not."""
+    found = _visit(world_size)
+    if isinstance(found, RankError):
+        raise found
+    return found
+
+
+def faults_of(by_rank: list[Results], cases: list[Case]) -> list[str]:
+    faults = [
+        f"rank {rank}: {case}: {results[case][0]}"
+        for rank, results in enumerate(by_rank)
+        for case in cases
+        if results[case][0] is not None
+    ]
+    differing = [f"{case}: ranks differ" for case in cases if len({results[case][1] for results in by_rank}) > 1]
+    return faults + differing
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_mean_is_the_dense_all_reduces(world_size: int, variant: str) -> None:
+    """And has the same bits on all ranks, or replicas would drift apart."""
+    assert not faults_of(visit(world_size), [case for case in QUICK if case.variant == variant])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_case(world_size: int) -> None:
+    assert not faults_of(run_ranks(world_size, exchange_all, EVERYTHING), EVERYTHING)
+
+
+# -- shapes and special values -----------------------------------------------------------------------------------------
+
+
+def exchange_shapes(rank: int, world_size: int) -> list[str]:
+    """Scalars, vectors, four dimensions, no elements; infinities and NaN; a transposed gradient."""
+    channel = Channel(dist.group.WORLD)
+    special = torch.tensor([0.0, -0.0, 1.0, torch.inf, torch.nan]) if rank == 0 else torch.arange(5.0)
+    gradients = [
+        torch.tensor(float(rank)),
+        torch.arange(7.0) * rank,
+        torch.full((2, 3, 2, 2), float(rank)),
+        torch.zeros(0, 4),
+        special,
+        (torch.arange(12.0).view(3, 4) + rank).T,
+    ]
+    faults = []
+    for gradient in gradients:
+        reference = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(reference)
+        reference /= world_size
+        for name, (strategy, options) in VARIANTS.items():
+            mean = run(STRATEGIES[strategy].exchange(gradient, channel, options))
+            assert isinstance(mean, Tensor)
+            if mean.shape != gradient.shape or not torch.equal(mean.nan_to_num(-1), reference.nan_to_num(-1)):
+                faults.append(f"{name}: expected {reference}, found {mean}")
+    return faults
+
+
+def test_shapes_and_special_values() -> None:
+    assert run_ranks(2, exchange_shapes) == [[], []]
+
+
+def test_a_single_process_needs_no_group() -> None:
+    dense = torch.arange(6.0).view(3, 2)
+    for strategy, options in VARIANTS.values():
+        channel = Channel(None)
+        mean = run(STRATEGIES[strategy].exchange(dense, channel, options))
+        assert isinstance(mean, Tensor)
+        assert torch.equal(mean, dense)
+        assert (channel.sent_bytes, channel.messages) == (0, 0)

@@ -1,0 +1,68 @@
+"""Floors: bytes counted by hand for two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.lab_floors import all_gather_bytes, all_to_all_bytes, floor, ring_bytes, unique_rows
+from benchmarks.models.base import Batch, Lookups, TableModel
+
+WIDTH, ROWS = 4, 1000
+
+
+class OneTable(TableModel):
+    """One table read twice, and eight dense parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleDict({"words": nn.Embedding(ROWS, WIDTH)})
+        self.dense = nn.Linear(WIDTH, 2, bias=False)
+
+    def lookups(self, *batch: Tensor) -> Lookups:
+        return {"left": ("words", batch[0]), "right": ("words", batch[1])}
+
+    def loss(self, rows: Mapping[str, Tensor], *batch: Tensor) -> Tensor:
+        total: Tensor = self.dense(torch.cat([*rows.values()])).sum()
+        return total
+
+
+@dataclass(frozen=True)
+class OneTableWorkload:
+    def make(self) -> OneTable:
+        return OneTable()
+
+    def batch(self, step: int, rank: int, seed: int) -> Batch:
+        """Rank 0 reads the rows 5 and 6, rank 1 the rows 5, 7 and 8."""
+        return (
+            (torch.tensor([5, 6, 5]), torch.tensor([6]))
+            if rank == 0
+            else (torch.tensor([5, 5]), torch.tensor([[7, 8]]))
+        )
+
+
+def test_a_row_that_two_lookups_read_counts_once() -> None:
+    workload = OneTableWorkload()
+
+    assert unique_rows(workload.make().lookups(*workload.batch(0, 0, 0))) == {"words": 2}
+    assert unique_rows(workload.make().lookups(*workload.batch(0, 1, 0))) == {"words": 3}
+
+
+def test_the_cheapest_exchange_of_two_ranks() -> None:
+    # AlltoAll, half a row being 8 bytes: rank 0 sends 3 half rows forward, 2 back and 2 ids; rank 1 2, 3 and 3 ids.
+    assert all_to_all_bytes([2, 3], WIDTH) == max(3 * 8 + 2 * 8 + 2 * 8, 2 * 8 + 3 * 8 + 3 * 8) == 64
+    # AllGather: rank 1 sends 3 rows of 16 bytes and their ids.
+    assert all_gather_bytes([2, 3], WIDTH) == 3 * (16 + 8) == 72
+    assert ring_bytes(100, 2) == 100
+    assert ring_bytes(100, 4) == 150
+
+    found = floor(OneTableWorkload(), 2, range(1, 3), seed=0)
+
+    assert found.exchanges == {"words": "AlltoAll"}
+    assert found.dense_bytes == 8 * 4
+    assert found.bytes_per_rank == 64 + 32
+    assert found.time_ms(rate_mbit=96 * 8 / 1e6) == pytest.approx(1000)

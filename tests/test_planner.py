@@ -1,0 +1,276 @@
+"""Deciding strategies: what is legal comes first, then what was asked for, then what is cheaper."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from embrace_fx import cost
+from embrace_fx.graph import Gradient, Parameter, TrainingGraph
+from embrace_fx.passes.planner import (
+    ParameterFacts,
+    Strategy,
+    decide,
+    plan_buckets,
+    requested_strategies,
+    shard_exchange,
+    upkeep_of_replicas,
+)
+from embrace_fx.plan import Decision, Plan
+from tests.graphs import IDS, Tables, analysed, table_of, tables_model
+from tests.table_cases import ILLEGAL, example, plain
+
+TABLE, OTHER = "table.weight", "other.weight"
+FACTS = ParameterFacts("", (), 8, trainable=True, used=True, row_update_blocker=None, updated_by_rows=False)
+
+
+def two_tables(model: Tables, ids: Tensor) -> Any:
+    return model.linear(model.table(ids) + model.other(torch.arange(3)))
+
+
+@functools.cache
+def graph_of(rows: int) -> TrainingGraph:
+    """The graph of `two_tables`, whose first table is said to have `rows` rows."""
+    graph = analysed(tables_model(two_tables), IDS)
+    table = replace(table_of(graph), num_rows=rows)
+    return replace(graph, tables=tuple(table if t.parameter == TABLE else t for t in graph.tables))
+
+
+ROWS = {TABLE: (100, 140), OTHER: (3, 3)}
+
+
+def planned(
+    num_rows: int = 10_000,
+    rows: Mapping[str, tuple[int, ...]] = ROWS,
+    world_size: int = 2,
+    strategy: Strategy = "auto",
+    **facts: Any,
+) -> Plan:
+    """The plan of `two_tables`; `facts` are those of the first table."""
+    shapes = {TABLE: (num_rows, 4), OTHER: (10, 4), "linear.weight": (4, 4), "linear.bias": (4,)}
+    all_facts = tuple(
+        replace(FACTS, name=name, shape=shape, **(facts if name == TABLE else {})) for name, shape in shapes.items()
+    )
+    return decide(graph_of(num_rows), all_facts, rows, world_size=world_size, strategy=strategy)
+
+
+def first(plan: Plan) -> tuple[str, str]:
+    return plan[TABLE].strategy, plan[TABLE].reason
+
+
+# ---- the strategy of a table ----
+
+
+def test_few_rows_of_a_large_table_are_exchanged() -> None:
+    assert first(planned()) == ("alltoall", "120 of 10000 rows read (1.20%), 2 columns per rank")
+
+
+def test_most_rows_of_a_small_table_are_not() -> None:
+    assert first(planned(200)) == (
+        "allreduce",
+        "small, or densely read: 120 of 200 rows read (60.00%), 2 columns per rank",
+    )
+
+
+def test_ids_that_are_always_the_same_are_not() -> None:
+    assert (planned()[OTHER].strategy, planned()[OTHER].reason) == ("allreduce", "its ids do not depend on the batch")
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(100, "alltoall"), (6_000, "allreduce")])
+def test_a_single_process_updates_by_rows_where_few_are_read(rows: int, expected: str) -> None:
+    plan = planned(rows={TABLE: (rows,), OTHER: (3,)}, world_size=1)
+
+    assert plan[TABLE].strategy == expected
+    assert plan[TABLE].predicted_ms == 0.0
+    assert plan.buckets == ()
+
+
+def test_what_was_asked_for_overrules_what_is_cheaper() -> None:
+    assert first(planned(strategy="allreduce")) == ("allreduce", "asked for")
+    strategy, reason = first(planned(200, strategy="alltoall"))
+    assert strategy == "alltoall"
+    assert reason.startswith("asked for; 120 of 200 rows read")
+    assert planned(strategy={"other.*": "alltoall"})[OTHER].strategy == "alltoall"
+
+
+def test_a_table_updated_by_rows_is_sharded_whatever_the_cost() -> None:
+    strategy, reason = first(planned(200, updated_by_rows=True))
+
+    assert (strategy, reason.split(";")[0]) == ("alltoall", "updated by rows")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "alltoall", "allreduce"])
+@pytest.mark.parametrize("name", ["a tied projection", "a max bag", "ids from a parameter", "scaled by frequency"])
+def test_an_illegal_table_stays_whole_whatever_was_asked_for(name: str, strategy: str) -> None:
+    case, (_, graph) = ILLEGAL[name], example(name)
+    facts = (replace(FACTS, name=TABLE, shape=(10, 4), updated_by_rows=True),)
+
+    decision = decide(graph, facts, {TABLE: (3, 3)}, world_size=2, strategy=strategy)[TABLE]
+
+    assert decision.strategy == "allreduce"
+    assert str(case.blocker) in decision.reason
+
+
+def test_an_optimizer_that_moves_every_row_keeps_the_table_whole() -> None:
+    blocker = "Adam moves every row"
+
+    assert first(planned(row_update_blocker=blocker, strategy="alltoall")) == ("allreduce", blocker)
+
+
+@pytest.mark.parametrize(
+    ("facts", "strategy", "sent"),
+    [({"trainable": False}, "frozen", 0), ({"used": False}, "unused", 0), ({}, "alltoall", None)],
+)
+def test_parameters_that_need_no_exchange(facts: dict[str, Any], strategy: str, sent: int | None) -> None:
+    decision = planned(**facts)[TABLE]
+
+    assert decision.strategy == strategy
+    assert sent is None or decision.sent_bytes_per_step == sent
+
+
+def test_every_parameter_has_a_decision_and_only_replicas_are_bucketed() -> None:
+    plan = planned()
+
+    assert [decision.parameter for decision in plan] == [TABLE, OTHER, "linear.weight", "linear.bias"]
+    assert [decision.is_table for decision in plan] == [True, True, False, False]
+    assert {name for bucket in plan.buckets for name in bucket} == {OTHER, "linear.weight", "linear.bias"}
+
+
+def test_max_norm_tables_are_kept_equal() -> None:
+    graph = analysed(tables_model(plain, max_norm=1.0), IDS)
+    facts = (replace(FACTS, name=TABLE, shape=(10, 4)),)
+
+    assert decide(graph, facts, {TABLE: (4, 4)}, world_size=2).renormed == (TABLE,)
+    assert decide(graph, facts, {TABLE: (4,)}, world_size=1).renormed == ()
+
+
+# ---- predicted bytes ----
+
+
+def test_bytes_of_a_sharded_table_do_not_depend_on_its_rows() -> None:
+    def of(rows: int) -> Decision:
+        return planned(rows, strategy={TABLE: "alltoall"})[TABLE]
+
+    assert of(1_000).sent_bytes_per_step == of(1_000_000).sent_bytes_per_step
+    assert of(1_000_000).ddp_bytes_per_step == 1000 * of(1_000).ddp_bytes_per_step
+
+
+def test_bytes_of_a_sharded_table_by_hand() -> None:
+    """Two ranks with 2 columns of 8 bytes each: rank 0 reads 100 rows, rank 1 reads 140."""
+    ids = 8 + 4 * (1 + 140)
+    rows_and_gradients = (100 * 2 + 140 * 2) * 8
+
+    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), 8, 2) == cost.Exchange(
+        ids + rows_and_gradients, 1 + 2
+    )
+    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), 4, 2).sent_bytes == ids + rows_and_gradients // 2
+    assert shard_exchange(table_of(graph_of(10_000)), (100,), 8, 1) == cost.Exchange(0, 0)
+
+
+def test_replicas_of_a_scaled_table_send_their_counts_once_for_each_backward() -> None:
+    scaled = ILLEGAL["scaled by frequency"].forward
+    twice = table_of(analysed(tables_model(lambda m, x: scaled(m, x) * m.linear(scaled(m, x))), IDS))
+    assert len(twice.uses) == 2
+
+    assert upkeep_of_replicas(twice, (4, 4), 2) == cost.Exchange(2 * 10 * 8, 4)
+    assert upkeep_of_replicas(twice, (4,), 1) == cost.Exchange(0, 0)
+    assert upkeep_of_replicas(table_of(graph_of(10_000)), (4, 4), 2) == cost.Exchange(0, 0)
+
+
+# ---- strategies by name ----
+
+
+def test_patterns_are_applied_in_order() -> None:
+    tables = ("encoder.words.weight", "decoder.words.weight", "positions.weight")
+
+    found = requested_strategies({"*.words.*": "alltoall", "decoder.*": "allreduce"}, tables)
+
+    assert list(found.values()) == ["alltoall", "allreduce", "auto"]
+    assert set(requested_strategies("alltoall", tables).values()) == {"alltoall"}
+    assert requested_strategies("alltoall", ()) == {}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("all_to_all", r"expected strategy to be 'auto' or one of allreduce, alltoall for '\*', found 'all_to_all'"),
+        ({TABLE: "sharded"}, r"for 'table\.weight', found 'sharded'"),
+        ({"words": "alltoall"}, r"the pattern 'words' of strategy to match a table, found none among table\.weight"),
+    ],
+)
+def test_a_strategy_that_does_not_exist(strategy: Strategy, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        requested_strategies(strategy, (TABLE,))
+
+
+def test_a_pattern_for_a_model_without_tables() -> None:
+    with pytest.raises(ValueError, match="found none among no tables"):
+        requested_strategies({"*": "alltoall"}, ())
+
+
+# ---- buckets ----
+
+LINK = cost.Cluster(bandwidth_bytes_per_ms=1e6, latency_ms=0.05)
+
+
+def graph_with_gradients(gradients: list[tuple[int, torch.dtype]], order: list[int]) -> TrainingGraph:
+    """Parameter k, of so many elements, is p{k}; `order` is that in which the forward reads them."""
+    graph = fx.Graph()
+    parameters = [graph.placeholder(f"p{k}") for k in range(len(gradients))]
+    for k, (parameter, (count, dtype)) in enumerate(zip(parameters, gradients, strict=True)):
+        parameter.meta.update(role=Parameter(f"p{k}"), val=torch.empty(count, dtype=dtype, device="meta"))
+    nodes: dict[int, fx.Node] = {}
+    for k in order:
+        nodes[k] = graph.call_function(torch.ops.aten.neg.default, (parameters[k],))
+        nodes[k].meta["val"] = parameters[k].meta["val"]
+    output = graph.output(tuple(nodes[k] for k in range(len(gradients))))
+    output.meta["roles"] = tuple(Gradient(Parameter(f"p{k}")) for k in range(len(gradients)))
+    return TrainingGraph(fx.GraphModule(torch.nn.Module(), graph))
+
+
+COUNTS = st.sampled_from([1, 1000, 2**18, 2**20, 2**22])
+DTYPES = st.sampled_from([torch.float32, torch.float64])
+
+
+@given(st.data(), st.lists(st.tuples(COUNTS, DTYPES), min_size=1, max_size=12))
+def test_buckets_are_blocks_of_the_forward_the_last_one_first(
+    data: st.DataObject, gradients: list[tuple[int, torch.dtype]]
+) -> None:
+    order = data.draw(st.permutations(range(len(gradients))))
+    reduced = {f"p{k}" for k in range(len(gradients)) if data.draw(st.booleans())}
+    absent = {f"absent{k}" for k in range(data.draw(st.integers(0, 2)))}
+    sizes = {f"p{k}": count * dtype.itemsize for k, (count, dtype) in enumerate(gradients)} | dict.fromkeys(absent, 4)
+
+    buckets = plan_buckets(graph_with_gradients(gradients, order), reduced | absent, sizes, LINK, 4)
+
+    blocks = buckets[: len(buckets) - len(absent)]
+    assert [name for bucket in reversed(blocks) for name in bucket] == [f"p{k}" for k in order if f"p{k}" in reduced]
+    assert [name for bucket in buckets[len(blocks) :] for name in bucket] == sorted(absent)
+    assert all(buckets)
+    dtypes = {f"p{k}": dtype for k, (_, dtype) in enumerate(gradients)}
+    limit = cost.bucket_bytes(LINK, 4, sum(sizes[name] for name in reduced)) if reduced else 0
+    for bucket in blocks:
+        assert len({dtypes[name] for name in bucket}) == 1
+        assert len(bucket) == 1 or sum(sizes[name] for name in bucket) <= limit
+
+
+def test_buckets_follow_the_forward_and_not_the_names() -> None:
+    (bucket,) = planned(strategy="allreduce").buckets
+
+    assert bucket.index(TABLE) < bucket.index("linear.weight")
+
+
+def test_shapes_are_priced_in_bytes() -> None:
+    plan = planned()
+
+    expected = 2 * prod((4, 4)) * 8 // 2
+    assert plan["linear.weight"].sent_bytes_per_step == plan["linear.weight"].ddp_bytes_per_step == expected

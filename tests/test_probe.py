@@ -1,0 +1,128 @@
+"""The probe: links from times by hand, on real ranks, and on hosts whose limit is known."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.network import Links, network, obstacle
+from embrace_fx.cost import COLLECTIVES, Cluster, Exchange, exchange
+from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.probe import Sample, fit, probe
+from tests.ranks import run_ranks
+
+RATE_MBIT = 200.0
+PROGRAM = """
+import json, time
+import torch.distributed as dist
+from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.probe import probe
+
+dist.init_process_group("gloo")
+communicator = Communicator(dist.group.WORLD)
+communicator.gather_objects(None)
+start_s = time.monotonic()
+cluster = probe(communicator)
+elapsed_s = time.monotonic() - start_s
+print(json.dumps([elapsed_s, [(name, link.bandwidth_bytes_per_ms) for name, link in cluster.links]]))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+# -- the fit -----------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(2, 8),
+    st.sampled_from(COLLECTIVES),
+    st.floats(1e2, 1e7),
+    st.floats(0.001, 5.0),
+    st.lists(st.integers(12, 25), min_size=2, max_size=6, unique=True),
+)
+def test_exact_times_give_the_link(
+    ranks: int, collective: str, bandwidth: float, latency_ms: float, sizes: list[int]
+) -> None:
+    cluster = Cluster(bandwidth, latency_ms)
+    sent = [exchange(collective, 2**size, ranks) for size in sizes]  # type: ignore[arg-type]  # sampled from them
+
+    found = fit([Sample(each, each.time_ms(cluster)) for each in sent])
+
+    assert found.bandwidth_bytes_per_ms == pytest.approx(bandwidth, rel=1e-3)
+    assert found.latency_ms == pytest.approx(latency_ms, rel=1e-3, abs=1e-4 * sent[-1].sent_bytes / bandwidth)
+
+
+def test_a_link_that_lets_a_first_burst_pass_has_no_negative_latency() -> None:
+    samples = [Sample(Exchange(sent, 2), (sent - 2000) / 100) for sent in (4000, 40_000, 400_000)]
+
+    found = fit(samples)
+
+    assert found.latency_ms == 0.0
+    assert found.bandwidth_bytes_per_ms == pytest.approx(100, rel=0.1)
+
+
+def test_times_that_do_not_grow_with_the_size_still_give_a_bandwidth() -> None:
+    found = fit([Sample(Exchange(1000, 2), 3.0), Sample(Exchange(2000, 2), 2.0)])
+
+    assert found.bandwidth_bytes_per_ms > 0
+    assert found.latency_ms == 0.0
+
+
+def test_one_outlier_among_small_sizes_leaves_the_bandwidth() -> None:
+    true = Cluster(1000.0, 0.1)
+    samples = [Sample(Exchange(sent, 2), Exchange(sent, 2).time_ms(true)) for sent in (4000, 32_000, 10**5, 10**6)]
+    samples[0] = Sample(samples[0].sent, 10.0)
+
+    assert fit(samples).bandwidth_bytes_per_ms == pytest.approx(1000, rel=0.1)
+
+
+def test_one_size_tells_no_bandwidth_from_latency() -> None:
+    with pytest.raises(ValueError, match="at least two sizes"):
+        fit([Sample(Exchange(1000, 2), 1.0), Sample(Exchange(1000, 2), 2.0)])
+
+
+# -- on ranks ----------------------------------------------------------------------------------------------------------
+
+
+def probed(rank: int, world_size: int) -> tuple[Cluster, float]:
+    communicator = Communicator(dist.group.WORLD)
+    start_s = time.monotonic()
+    return probe(communicator), time.monotonic() - start_s
+
+
+def test_two_ranks_get_one_answer() -> None:
+    (cluster, elapsed_s), (other, _) = run_ranks(2, probed)
+
+    assert cluster == other
+    assert [name for name, _ in cluster.links] == list(COLLECTIVES)
+    for collective in ("all_reduce", None):
+        assert cluster.link(collective).bandwidth_bytes_per_ms > 10_000  # 80 Mb/s: the loopback, however busy
+    assert elapsed_s < 20
+
+
+def test_a_single_rank_has_no_network() -> None:
+    assert probe(Communicator(None)) == Cluster()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(obstacle()), reason=obstacle())
+def test_the_bandwidth_of_hosts_whose_limit_is_known() -> None:
+    """A ring uses both directions of every link all the time. Pairs and gloo's AllGather reach less, never more."""
+    limit_bytes_per_ms = RATE_MBIT * 1e6 / 8 / 1e3
+    with network(Links(ranks=4, rate_mbit=RATE_MBIT)) as hosts:
+        assert hosts.reached.shaped, hosts.reached.reason
+        printed = hosts.run([sys.executable, "-c", PROGRAM], timeout_s=60, environment={"OMP_NUM_THREADS": "1"})
+
+    elapsed_s, figures = json.loads(printed[0])
+    bandwidths = dict(figures)
+    assert all(json.loads(text)[1] == figures for text in printed)
+    assert bandwidths["all_reduce"] == pytest.approx(limit_bytes_per_ms, rel=0.2)
+    for collective in ("all_to_all", "all_gather"):
+        assert 0.3 * limit_bytes_per_ms < bandwidths[collective] < 1.2 * limit_bytes_per_ms
+    assert elapsed_s < 3.0  # about 1 s on cores that are free
