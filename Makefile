@@ -1,6 +1,7 @@
 # Every target makes the environment it needs: `make demo` and `make test` are all a fresh machine has to be told.
 
 SHELL := bash
+.ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -16,6 +17,10 @@ SOURCES := pyproject.toml $(shell find embrace_fx passes runtime -name __pycache
 # release with all of CUDA.
 TORCH := torch==2.13.0
 
+# Files side by side, each file's tests on one process: they share its ranks. A third process would be slower on two
+# cores, where most tests run several ranks.
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+
 ##@ Use
 
 .PHONY: demo
@@ -26,11 +31,11 @@ demo: $(READY) ## train a language model on 2 local ranks, embrace_fx next to DD
 
 .PHONY: test
 test: $(READY) ## run the tests, but for those marked `long`
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 .PHONY: test-all
 test-all: $(READY) ## run every test
-	$(BIN)/python -m pytest -m ''
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m ''
 
 .PHONY: lint
 lint: $(READY) ## check code and format (ruff)
@@ -99,8 +104,6 @@ help: ## print this list
 	@awk 'BEGIN { FS = ":.*## " } \
 	    /^##@ / { printf "\n%s\n", substr($$0, 5) } \
 	    /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-
-.ONESHELL:
 
 ##@ Measure
 

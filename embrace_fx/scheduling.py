@@ -1,7 +1,7 @@
 """From a plan to a flow: which launches a window has, in which order, and in how many chunks.
 
-The first order comes from the cost model. A few steps later, with durations profiled on every rank and the links
-measured, rank 0 computes the order that is kept, and all ranks take it.
+Chunks are cut once, for the links as they were probed. The first order comes from the cost model. A few steps later,
+with durations profiled on every rank, rank 0 computes the order that is kept, and all ranks take it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class Scheduling:
         self._recording: Recording | None = None
         self.looks_ahead = setting.options.schedule in ("vertical", "2d")
         self._cluster = links_between(setting, plan)
+        self._bucket_chunks = [bucket_chunks(setting, bucket, self._cluster) for bucket in plan.buckets]
+        self._delayed_chunks = {
+            table: delayed_chunks(plan, table, self._cluster) if self.looks_ahead else 0 for table in plan.sharded
+        }
         self.schedule = self._order(None)
         self._flow: Flow | None = None
 
@@ -56,11 +60,12 @@ class Scheduling:
         launcher = Launcher(order, ["ids", *(f"{table} rows" for table in plan.sharded)], recorder)
         self._flow = flow = Flow(communicator, launcher, recorder, self.looks_ahead, warn, self._after_announcement)
         for table in plan.sharded:
-            delayed = delayed_chunks(plan, table, self._cluster, self.looks_ahead)
-            flow.exchanges[table] = RowExchange(state.tables[table], communicator, launcher, delayed, flow.wait)
+            flow.exchanges[table] = RowExchange(
+                state.tables[table], communicator, launcher, self._delayed_chunks[table], flow.wait
+            )
         flow.buckets = BucketUpdates(
             plan.buckets,
-            [bucket_chunks(self._setting, bucket, self._cluster) for bucket in plan.buckets],
+            self._bucket_chunks,
             state.parameter,
             communicator,
             launcher,
@@ -97,10 +102,30 @@ class Scheduling:
         """The schedule that rank 0 computes, on every rank."""
         communicator, found = self._setting.communicator, None
         if communicator.rank == 0:
-            steps = step_graph(self._setting, self._plan, self._graph, self._cluster, profiled)
-            found = schedule(steps, self._setting.options.schedule, "profile" if profiled else "cost model")
+            found = schedule(
+                self._step_graph(profiled), self._setting.options.schedule, "profile" if profiled else "cost model"
+            )
         agreed: Schedule = communicator.gather_objects(found)[0]
         return agreed
+
+    def _step_graph(self, profiled: Profile | None) -> StepGraph:
+        """The window of the graph under the schedule asked for."""
+        plan, state, name = self._plan, self._setting.state, self._setting.options.schedule
+        relaxed = RelaxDependences(plan.buckets, horizontal=True)(self._graph)
+        durations = profiled.compute_ms if profiled else compute_durations(relaxed, self._cluster)
+        itemsizes = [state.parameter(bucket[0]).element_size() for bucket in plan.buckets]
+        sizes = Sizes(
+            tuple(
+                tuple(elements * itemsize for elements in chunks)
+                for chunks, itemsize in zip(self._bucket_chunks, itemsizes, strict=True)
+            ),
+            profiled.sent_bytes if profiled else {},
+            {table: plan[table].sent_bytes_per_step // 2 for table in plan.sharded},
+            self._delayed_chunks,
+            sum(_ids_bytes(plan, table) for table in plan.sharded),
+        )
+        backward, forward = (events(relaxed.phases[phase]) for phase in ("backward", "forward"))
+        return build(name, backward, forward, sizes, durations, self._cluster, plan.world_size)
 
 
 def bucket_chunks(setting: Setting, bucket: tuple[str, ...], cluster: cost.Cluster) -> list[int]:
@@ -118,13 +143,17 @@ def bucket_chunks(setting: Setting, bucket: tuple[str, ...], cluster: cost.Clust
     return [min(size, elements - start) for start in range(0, elements, size)]
 
 
-def delayed_chunks(plan: Plan, table: str, cluster: cost.Cluster, looks_ahead: bool) -> int:
+def delayed_chunks(plan: Plan, table: str, cluster: cost.Cluster) -> int:
     """In how many pieces a table's delayed gradients travel, if all of the first batch's rows were delayed."""
-    if not looks_ahead:
-        return 0
     sent = plan[table].sent_bytes_per_step / 2  # rows one way, their gradients the other
     own = sent * plan.world_size / (plan.world_size - 1)
     return max(1, round(own / cost.chunk_bytes(cluster, plan.world_size, "all_to_all")))
+
+
+def _ids_bytes(plan: Plan, table: str) -> int:
+    """About what a rank's ids of a table take, 4 bytes for each row that the plan expects to travel."""
+    rows_bytes = plan[table].sent_bytes_per_step / 2 * plan.world_size / (plan.world_size - 1)
+    return round(rows_bytes / plan[table].shape[1])
 
 
 @dataclass(frozen=True)
@@ -141,17 +170,18 @@ class Profile:
 
 
 def profile(recording: Recording) -> Profile:
-    """The medians over the windows of a recording."""
+    """The medians over the windows of a recording, of which the first and the last are cut off."""
+    windows = range(recording.window)
     spans: dict[str, list[float]] = {}
     for span in compute_spans(recording):
-        spans.setdefault(span.name, []).append((span.ended_s - span.started_s) * 1e3)
-    windows = max(1, recording.window + 1)
+        if span.window in windows:  # what waits cut into pieces counts as a whole
+            of_windows = spans.setdefault(span.name, [0.0] * len(windows))
+            of_windows[span.window] += (span.ended_s - span.started_s) * 1e3
     sent: dict[str, list[int]] = {}
     for transfer in recording.transfers:
         sent.setdefault(transfer.name, []).append(transfer.sent_bytes)
     return Profile(
-        # A segment that waits cut into pieces counts as a whole: the sum over a window.
-        {name: sum(values) / windows for name, values in spans.items()},
+        {name: median(values) for name, values in spans.items()},
         {name: round(median(values)) for name, values in sent.items()},
     )
 
@@ -162,32 +192,6 @@ def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
     names = {name for each in everyone for name in each.sent_bytes}
     sent = {name: round(mean(each.sent_bytes.get(name, 0) for each in everyone)) for name in names}
     return Profile(slowest.compute_ms, sent)
-
-
-def step_graph(
-    setting: Setting, plan: Plan, graph: TrainingGraph, cluster: cost.Cluster, profiled: Profile | None
-) -> StepGraph:
-    """The window of a graph under the schedule asked for.
-
-    Args:
-        graph: partitioned, not relaxed.
-    """
-    relaxed = RelaxDependences(plan.buckets, horizontal=True)(graph)
-    durations = profiled.compute_ms if profiled else compute_durations(relaxed, cluster)
-    looks_ahead = setting.options.schedule in ("vertical", "2d")
-    element = [setting.state.parameter(bucket[0]).element_size() for bucket in plan.buckets]
-    sizes = Sizes(
-        tuple(
-            tuple(elements * size for elements in bucket_chunks(setting, bucket, cluster))
-            for bucket, size in zip(plan.buckets, element, strict=True)
-        ),
-        profiled.sent_bytes if profiled else {},
-        {table: plan[table].sent_bytes_per_step // 2 for table in plan.sharded},
-        {table: delayed_chunks(plan, table, cluster, looks_ahead) for table in plan.sharded},
-        0,
-    )
-    backward, forward = (events(relaxed.phases[phase]) for phase in ("backward", "forward"))
-    return build(setting.options.schedule, backward, forward, sizes, durations, cluster, plan.world_size)
 
 
 def launches(schedule: Schedule, looks_ahead: bool) -> tuple[tuple[str, Lane], ...]:

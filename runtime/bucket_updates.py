@@ -112,8 +112,7 @@ class BucketUpdates:
 
     Args:
         buckets: parameter names by bucket.
-        chunks: elements of each chunk, by bucket; `submit` launches "bucket k [i]" for each. May be changed between a
-            window and the next.
+        chunks: elements of each chunk, by bucket; `submit` launches "bucket k [i]" for each.
         parameter: finds a parameter by name.
         wait: waits for a ticket (and takes the time of it).
         delivered: told of parameters whose gradients have become ordinary ones.
@@ -238,13 +237,13 @@ class BucketUpdates:
         before = [parameter.grad for parameter in bucket.parameters]
         for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
             parameter.grad = gradient
+        self._check_unwritten(bucket)
         for optimizer, kind, groups in bucket.updates:
             part = kind.__new__(kind)
             part.__dict__.update(optimizer.__dict__)
             part.param_groups = groups
             part._optimizer_step_pre_hooks = OrderedDict()  # those of after the step it stands for are not meant
             part._optimizer_step_post_hooks = OrderedDict()
-            self._check_unwritten(bucket)
             kind.step(part)
         for parameter, gradient, stood in zip(bucket.parameters, gradients, before, strict=True):
             stand_in = self._stand_ins.get(parameter)
@@ -263,7 +262,6 @@ class BucketUpdates:
                     "update. Take it from model.parameters() or model.named_parameters() at that moment, or call "
                     "model.synchronize() before."
                 )
-        bucket.stepped.clear()
 
     def apply(self) -> None:
         """Applies every update that an optimizer has taken over."""

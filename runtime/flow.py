@@ -63,8 +63,8 @@ class Ahead:
     Attributes:
         leaves: the flattened batch, by which it is recognised.
         versions: of its tensors: one that was written since is another batch.
-        values: what the unique phase, and once `ticket` has been waited for the ids phase, made of it.
-        sizes: unique rows by table and rank.
+        values: what the unique phase made of it, and the ids phase once it is `routed`.
+        ticket: of its exchange of ids.
     """
 
     program: IdsProgram
@@ -309,10 +309,11 @@ class Flow:
         return self.exchanges[table].send_rows(columns, counts.tolist())
 
     def launch_gradients(
-        self, table: str, flat: Tensor, counts: Tensor, width: int, group: str, group_size: int
-    ) -> Any:
+        self, table: str, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object
+    ) -> Ticket:
+        """`all_to_all_gradients` of a table."""
         self.recorder.mark(f"backward {table}")
-        return self.exchanges[table].send_gradients("prior", flat, counts.tolist(), width)
+        return self.exchanges[table].send_gradients("prior", flat, counts.tolist(), embedding_dim)
 
     def launch_bucket(self, bucket: int, flat: Tensor, *_: object) -> tuple[Tensor, list[Ticket]]:
         """`all_reduce_` of a bucket."""

@@ -134,7 +134,7 @@ class RowExchange:
 
     Args:
         table: the shard.
-        delayed_chunks: in how many pieces delayed gradients travel. May be changed between a window and the next.
+        delayed_chunks: in how many pieces delayed gradients travel, where they are told apart.
         wait: waits for a ticket (and takes the time of it).
     """
 

@@ -126,7 +126,7 @@ class Case:
 DEFAULT = frozenset(
     {
         Case("lstm", 2, "adam", "lazy"),
-        Case("bert", 2, "adagrad", "exact"),
+        Case("transformer", 3, "adagrad", "exact"),
         Case("recommender", 1, "adam", "exact"),
     }
 )

@@ -23,6 +23,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 import embrace_fx
 from embrace_fx.api import CompiledModel
 from embrace_fx.exactness import RowUpdates
+from tests.cases import long_but
 from tests.ranks import fresh_ranks, run_ranks
 from tests.reference import assert_same, train_reference
 
@@ -201,7 +202,7 @@ def _load_and_continue(rank: int, world_size: int, name: str, path: Path, into: 
     return *loaded, _parameters(model)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", long_but(("SGD with momentum", "Adam"), {name: (name,) for name in OPTIMIZERS}))
 def test_a_checkpoint_of_2_ranks_continues_on_3_and_on_1(name: str, tmp_path: Path) -> None:
     make_optimizer, row_updates = OPTIMIZERS[name]
     run_ranks(2, _save, name, tmp_path)

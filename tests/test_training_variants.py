@@ -15,6 +15,7 @@ from torch.optim import SGD
 import embrace_fx
 from embrace_fx.exactness import RowUpdates
 from embrace_fx.ops import own_columns
+from tests.cases import long_but
 from tests.models import MODELS, Batch, TwoTableLMWorkload, Workload
 from tests.ranks import run_ranks
 from tests.reference import assert_same
@@ -72,7 +73,8 @@ VARYING: tuple[tuple[str, int, str, RowUpdates, dict[str, str]], ...] = (
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "optimizer", "row_updates", "strategies"), VARYING, ids=[name for name, *_ in VARYING]
+    ("name", "world_size", "optimizer", "row_updates", "strategies"),
+    long_but(("two_table_lm", "bag_recommender"), {name: (name, *rest) for name, *rest in VARYING}),
 )
 def test_batch_sizes_and_lengths_differ_by_step_and_by_rank(
     name: str, world_size: int, optimizer: str, row_updates: RowUpdates, strategies: dict[str, str]
@@ -127,7 +129,10 @@ class LookupsWorkload:
         return (ids.to(self.id_dtype),)
 
 
-@pytest.mark.parametrize(("optimizer", "row_updates"), SHARDED_BY)
+@pytest.mark.parametrize(
+    ("optimizer", "row_updates"),
+    long_but(("adagrad", "adam"), {optimizer: (optimizer, row_updates) for optimizer, row_updates in SHARDED_BY}),
+)
 def test_a_batch_is_empty_on_one_rank_or_on_all(optimizer: str, row_updates: RowUpdates) -> None:
     workload = LookupsWorkload(some_empty=True)
 
@@ -193,7 +198,10 @@ class ManyUsesWorkload:
         return torch.randint(30, (3, 4), generator=random), torch.randint(30, (3, 2), generator=random)
 
 
-@pytest.mark.parametrize(("optimizer", "row_updates"), SHARDED_BY)
+@pytest.mark.parametrize(
+    ("optimizer", "row_updates"),
+    long_but(("adagrad", "adam"), {optimizer: (optimizer, row_updates) for optimizer, row_updates in SHARDED_BY}),
+)
 def test_one_table_with_several_uses(optimizer: str, row_updates: RowUpdates) -> None:
     _check(3, ManyUsesWorkload(), optimizer, row_updates, {"table.weight": "alltoall"})
 

@@ -276,6 +276,7 @@ def test_gpt2_keeps_its_tied_table_data_parallel() -> None:
     assert trained.result == ("CausalLMOutputWithCrossAttentions", ("loss", "logits", "past_key_values"))
 
 
+@pytest.mark.long
 def test_t5_keeps_its_tied_table_data_parallel() -> None:
     trained = _check(TRAININGS["t5"])
     assert trained.sharded == T5_BIASES
@@ -284,6 +285,7 @@ def test_t5_keeps_its_tied_table_data_parallel() -> None:
     assert trained.result == ("Seq2SeqLMOutput", ("loss", "logits", "encoder_last_hidden_state"))
 
 
+@pytest.mark.long
 def test_marian_translates_with_untied_tables() -> None:
     trained = _check(TRAININGS["marian"])
     assert trained.sharded == {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"}
