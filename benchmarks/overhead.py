@@ -1,6 +1,6 @@
 """What compiling costs on one process: the step against eager, and the capture against `torch.compile`.
 
-    python benchmarks/overhead.py --output benchmarks/results
+    python -m benchmarks.overhead --output benchmarks/results
 
 Two models, one CPU thread, the same batch: an LSTM language model over 100 steps and BERT-base for question answering.
 Each system has a process of its own (in one process they share an allocator, whose state weighs more than the
@@ -256,7 +256,7 @@ def write(output: Path, results: dict[str, Any], options: argparse.Namespace) ->
     output.mkdir(parents=True, exist_ok=True)
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     configuration = {
-        "command": f"python benchmarks/overhead.py --rounds {options.rounds} --steps {options.steps}",
+        "command": f"python -m benchmarks.overhead --rounds {options.rounds} --steps {options.steps}",
         "threads": 1,
         "torch": torch.__version__,
         "python": platform.python_version(),

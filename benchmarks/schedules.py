@@ -1,6 +1,6 @@
 """The four schedules on a bandwidth-limited network, against what the dependences and the wire allow.
 
-    python benchmarks/schedules.py --output benchmarks/results        # as root: network namespaces with a rate limit
+    python -m benchmarks.schedules --output benchmarks/results        # as root: network namespaces with a rate limit
 
 One language model of several blocks, two tables and a sampled softmax; four ranks, each a host of its own. In every
 rank the same model is compiled once per schedule, and once for a group of one rank: the same step with communication
@@ -277,7 +277,7 @@ def main() -> None:
         reached = hosts.reached
     results = json.loads(printed.strip().splitlines()[-1])
     configuration = {
-        "command": " ".join(["python benchmarks/schedules.py", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.schedules", *sys.argv[1:]]),
         "ranks": options.ranks,
         "rate_mbit": options.rate_mbit,
         "shaped": reached.shaped,

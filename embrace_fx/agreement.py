@@ -32,8 +32,7 @@ def check_trainable(model: nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             "expected a model with at least one trainable parameter, in compile(), found none in "
-            f"{type(model).__name__}. "
-            "There is nothing to train or to communicate; call the model itself."
+            f"{type(model).__name__}. There is nothing to train or to communicate; call the model itself."
         )
 
 
@@ -61,8 +60,8 @@ def check_agreement(reports: Sequence[dict[str, Any] | str]) -> None:
             if expected != found:
                 raise ValueError(
                     "expected the same model, optimizer and options on every rank, in compile(), found on rank "
-                    f"{rank}: "
-                    f"{aspect} is {found}, on rank 0: {expected}. Build all of them from the same code on every rank."
+                    f"{rank}: {aspect} is {found}, on rank 0: {expected}. Build all of them from the same code on "
+                    "every rank."
                 )
 
 
@@ -80,8 +79,8 @@ def refuse_hooks(model: nn.Module) -> None:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"expected parameters without gradient hooks, in compile(), found hooks on {name}: gradients are "
-                "reduced and "
-                "delivered whole, and a hook would not run. Remove the hook, and change gradients after backward()."
+                "reduced and delivered whole, and a hook would not run. Remove the hook, and change gradients after "
+                "backward()."
             )
 
 

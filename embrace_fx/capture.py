@@ -356,8 +356,7 @@ def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
     if tangent.users:
         raise CaptureError(
             f"expected a parameter mutated by the forward to take part in no other computation, found {tangent.name} "
-            "read by "
-            f"{', '.join(u.name for u in tangent.users)}. Mutate parameters outside of the forward."
+            f"read by {', '.join(u.name for u in tangent.users)}. Mutate parameters outside of the forward."
         )
     module.graph.erase_node(tangent)
 

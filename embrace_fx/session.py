@@ -127,8 +127,7 @@ class Session:
         if self._plan is None:
             raise RuntimeError(
                 "expected the model to have been called, before its plan, report or graphs are read, found that it has "
-                "not "
-                "been called for training: the graph is captured with the first batch. Call the model once, with "
+                "not been called for training: the graph is captured with the first batch. Call the model once, with "
                 "gradients enabled."
             )
         return self._plan
@@ -222,8 +221,7 @@ class Session:
         if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
             raise RuntimeError(
                 "expected a training call before the first evaluation, in forward(), found a model on the meta device, "
-                "and "
-                "how its tables are sharded is decided with the first training batch. Call it once with gradients "
+                "and how its tables are sharded is decided with the first training batch. Call it once with gradients "
                 "enabled."
             )
         if not self._replicated and self._communicator.group is not None:
@@ -272,10 +270,8 @@ class Session:
         if self._captures >= MAX_CAPTURES:
             raise CaptureError(
                 "expected batches whose shapes repeat or vary in ways one graph can take, and whose numbers repeat, in "
-                "forward(), "
-                f"found that {MAX_CAPTURES} captures do not suffice. Pad batches to a few lengths, pass dynamic=True, "
-                "or pass "
-                "numbers that change as tensors."
+                f"forward(), found that {MAX_CAPTURES} captures do not suffice. Pad batches to a few lengths, pass "
+                "dynamic=True, or pass numbers that change as tensors."
             )
         self._captures += 1
         kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
@@ -428,8 +424,8 @@ class Session:
             self._give_up(
                 RuntimeError(
                     "expected a batch to train only parameters that the first batch trained on some rank, in "
-                    "backward(), found "
-                    f"gradients of {', '.join(late)} too. Begin with a batch that uses every parameter."
+                    f"backward(), found gradients of {', '.join(late)} too. Begin with a batch that uses every "
+                    "parameter."
                 )
             )
 
@@ -450,8 +446,7 @@ class Session:
             raise RuntimeError(
                 "expected every rank's graph to launch the same collectives, after the last pass, found that ranks "
                 f"{others} differ from rank 0: their batches led the forward along another path. Make the forward read "
-                "the "
-                "same tables and parameters on every rank."
+                "the same tables and parameters on every rank."
             )
         self._sequence = own[0]
 
@@ -461,8 +456,8 @@ class Session:
             self._give_up(
                 RuntimeError(
                     "expected a batch of other shapes to launch the same collectives as the first, after the last "
-                    "pass, found "
-                    "others: the forward took another path. Make it read the same tables and parameters for every batch"
+                    "pass, found others: the forward took another path. Make it read the same tables and parameters "
+                    "for every batch"
                 )
             )
 
@@ -505,8 +500,7 @@ _NOTHING_SENT = (
 
 _CHANGED_TRAINABLE = RuntimeError(
     "expected requires_grad of every parameter to stay as it was at compile(), in the model's call, found that it "
-    "changed: "
-    "what is exchanged was decided by it. Freeze or thaw parameters before compile()"
+    "changed: what is exchanged was decided by it. Freeze or thaw parameters before compile()"
 )
 
 

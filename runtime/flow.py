@@ -308,9 +308,7 @@ class Flow:
         """`all_to_all_rows` of a table."""
         return self.exchanges[table].send_rows(columns, counts.tolist())
 
-    def launch_gradients(
-        self, table: str, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object
-    ) -> Ticket:
+    def launch_gradients(self, table: str, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object) -> Ticket:
         """`all_to_all_gradients` of a table."""
         self.recorder.mark(f"backward {table}")
         return self.exchanges[table].send_gradients("prior", flat, counts.tolist(), embedding_dim)

@@ -95,8 +95,7 @@ def attach(optimizer: Optimizer, stepping: Stepping) -> type[Optimizer]:
     if isinstance(optimizer, _RowStepping):
         raise ValueError(
             "expected an optimizer of its own for each compiled model, in compile(), found one that another compiled "
-            "model "
-            "already steps. Make a new optimizer over the model's parameters."
+            "model already steps. Make a new optimizer over the model's parameters."
         )
     kind = type(optimizer)
     # A scheduler made before compile has wrapped the old class's `step` into the instance.
@@ -163,10 +162,8 @@ class _RowStepping(Optimizer):
         if scale is None and tables:
             raise RuntimeError(
                 "expected gradients that are unscaled by the step itself, in optimizer.step(), found that "
-                "scaler.unscale_() "
-                "was called: it does not see the gradients of sharded tables. Leave it out; to clip, pass max_norm "
-                "times "
-                "scaler.get_scale() to the model's own clip_grad_norm_()."
+                "scaler.unscale_() was called: it does not see the gradients of sharded tables. Leave it out; to clip, "
+                "pass max_norm times scaler.get_scale() to the model's own clip_grad_norm_()."
             )
         rows = [pending[1] for table in tables if (pending := table.pending()) is not None]
         bad = found_inf.clone() + sum((~r.isfinite()).any().to(found_inf.dtype) for r in rows)

@@ -180,9 +180,8 @@ def _replace_meta(
         for key in [k for k, value in state.items() if isinstance(value, Tensor) and value.device.type == "meta"]:
             if "initial_accumulator_value" not in optimizer.defaults:
                 raise ValueError(
-                    "expected an optimizer without state over a model on the meta device, in compile(), found "
-                    f"{key!r} in the state of {type(optimizer).__name__}. Make the optimizer anew, and load its state "
-                    "after "
+                    f"expected an optimizer without state over a model on the meta device, in compile(), found {key!r} "
+                    f"in the state of {type(optimizer).__name__}. Make the optimizer anew, and load its state after "
                     "the first call."
                 )
             if state[key].shape == new.shape:

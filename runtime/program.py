@@ -76,9 +76,8 @@ class ModelState:
         if self.tables and delivered and all(gradient._version != version for gradient, version in delivered):
             raise RuntimeError(
                 "expected gradients as the backward left them, in optimizer.step(), found that all dense ones were "
-                "changed in "
-                "place (clipped or unscaled?) while the sharded tables' were not. Clip with the compiled model's own "
-                "clip_grad_norm_(), and let GradScaler.step() do the unscaling."
+                "changed in place (clipped or unscaled?) while the sharded tables' were not. Clip with the compiled "
+                "model's own clip_grad_norm_(), and let GradScaler.step() do the unscaling."
             )
 
     def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:
@@ -334,10 +333,8 @@ class Step:
         if self._values is None:
             raise RuntimeError(
                 "expected one backward for each call of the compiled model, in backward(), found a second one for the "
-                "same "
-                "results; what it needs has been freed and its gradients have been reduced. Call the model again, or "
-                "add "
-                "the losses and call backward once."
+                "same results; what it needs has been freed and its gradients have been reduced. Call the model again, "
+                "or add the losses and call backward once."
             )
         values, self._values = self._values, None
         backward = program._backward
@@ -380,8 +377,8 @@ class Step:
         if bad:
             raise FloatingPointError(
                 "expected a finite loss on every rank, in backward(), found nan or inf on rank(s) "
-                f"{', '.join(map(str, bad))}. "
-                "No gradient of this step was kept, on any rank: skip the batch, or lower the learning rate."
+                f"{', '.join(map(str, bad))}. No gradient of this step was kept, on any rank: skip the batch, or lower "
+                "the learning rate."
             )
 
     def _deliver(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:

@@ -137,8 +137,8 @@ class RowTable:
         if blocker is not None:
             raise RuntimeError(
                 f"expected options under which the sharded table {self.name} can be updated by rows, in "
-                "optimizer.step(), "
-                f"found: {blocker}. Set them before the model's first call, or pass strategy='allreduce'."
+                f"optimizer.step(), found: {blocker}. Set them before the model's first call, or pass "
+                "strategy='allreduce'."
             )
 
     def update(self) -> None:

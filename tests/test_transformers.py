@@ -19,6 +19,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 import embrace_fx
 from embrace_fx.plan import Decision
+from tests.question_answering import make_bert
 from tests.ranks import run_ranks
 from tests.reference import assert_same, train_reference
 from tests.training import whole
@@ -47,20 +48,6 @@ _ENCODER_DECODER: Mapping[str, Any] = {
     "forced_eos_token_id": None,
     "tie_word_embeddings": False,
 }
-
-
-def make_bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=NUM_WORDS,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForQuestionAnswering(config)
 
 
 def make_gpt2() -> transformers.GPT2LMHeadModel:
@@ -168,13 +155,14 @@ def make_batch(kind: str, length: int, seed: int) -> Batch:
 SGD_01 = partial(SGD, lr=0.1)
 ADAGRAD = partial(Adagrad, lr=0.05, eps=1e-3)
 ADAM = partial(Adam, lr=0.01, eps=1e-3)
+BERT = partial(make_bert, NUM_WORDS, hidden=32, intermediate=64, layers=2, max_length=64)
 FOUR = ((9, 12, 7, 9), (11, 6, 8, 10))
 THREE = ((9, 5, 8), (6, 10, 7))
 
 # Symbolic sizes make a capture three times as long: the pairs of encoder and decoder, one layer deep here, go through
 # it once, the others twice (first length, then all lengths).
 TRAININGS = {
-    "bert": Training(make_bert, "question", ADAGRAD, FOUR),
+    "bert": Training(BERT, "question", ADAGRAD, FOUR),
     "gpt2": Training(make_gpt2, "language", ADAM, FOUR),
     "t5": Training(partial(make_t5, 1), "translation", SGD_01, THREE, {"use_cache": False}, dynamic=True),
     "marian": Training(partial(make_marian, 1), "translation", SGD_01, THREE, dynamic=True),

@@ -6,6 +6,7 @@ what follows. The models here are written so, which lets every system train the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +20,7 @@ Lookups = Mapping[str, tuple[str, Tensor]]
 """Name of a lookup -> (name of the table it reads, ids of any shape)."""
 
 
-class TableModel(nn.Module):
+class TableModel(nn.Module, ABC):
     """A batch goes in, a scalar loss comes out; `tables` are `nn.Embedding`s, everything else is dense.
 
     Attributes:
@@ -32,13 +33,13 @@ class TableModel(nn.Module):
         """`tables`, typed."""
         return {name: table for name, table in self.tables.items() if isinstance(table, nn.Embedding)}
 
+    @abstractmethod
     def lookups(self, *batch: Tensor) -> Lookups:
         """What the batch reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss(self, rows: Mapping[str, Tensor], *batch: Tensor) -> Tensor:
         """The mean loss, given the rows of every lookup: its ids' shape and D more."""
-        raise NotImplementedError
 
     def forward(self, *batch: Tensor) -> Tensor:
         rows = {name: self.tables[table](ids) for name, (table, ids) in self.lookups(*batch).items()}
