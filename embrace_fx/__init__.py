@@ -1,11 +1,26 @@
 """embrace_fx: a PyTorch compiler for distributed training of models with large embedding tables.
 
 `embrace_fx.compile(model, optimizer=...)` stands where `DistributedDataParallel(model)` would: see `embrace_fx.api`.
+`embrace_fx.plan(model, batch, ...)` tells beforehand what it would decide, on any cluster: see `embrace_fx.what_if`.
 """
 
 from embrace_fx.api import CompiledModel, compile
 from embrace_fx.capture import CaptureError
-from embrace_fx.plan import Decision, Plan
+from embrace_fx.cost import Cluster, Link
+from embrace_fx.plan import Candidate, Decision, Plan
 from embrace_fx.runtime.failure import DeadRank, PeerFailure
+from embrace_fx.what_if import plan
 
-__all__ = ["CaptureError", "CompiledModel", "DeadRank", "Decision", "PeerFailure", "Plan", "compile"]
+__all__ = [
+    "Candidate",
+    "CaptureError",
+    "Cluster",
+    "CompiledModel",
+    "DeadRank",
+    "Decision",
+    "Link",
+    "PeerFailure",
+    "Plan",
+    "compile",
+    "plan",
+]

@@ -41,7 +41,9 @@ def compile(
         optimizer: the optimizer, or several, over the model's parameters. None: gradients are left in `.grad`.
         process_group: the ranks that train together; None: the default group, or a single process where
             torch.distributed is not initialised.
-        strategy: "auto", one strategy for every table, or {parameter name pattern: strategy}; see `embrace_fx.plan`.
+        strategy: "auto", one strategy for every table, or {parameter name pattern: strategy}. "alltoall" shards a
+            table; "allreduce", "allgather", "omnireduce", "zen" and "ps" exchange the gradient of replicas, of any
+            parameter that a pattern names (docs/strategies.md).
         schedule: how much of a step's communication may run into the next step. "none": nothing. "horizontal": dense
             gradients are reduced and applied until the next forward needs the parameters. "vertical": rows that the
             next batch does not read are exchanged and applied later; needs `lookahead`. "2d": both.

@@ -50,7 +50,12 @@ def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: 
         ShardTables(sharded, renormed, rank, plan.world_size),  # tables -> column shards, rows by AlltoAll
         NarrowExchange(),  # rows travel in the narrow dtype of an autocast region
         GlobalFrequency(plan.world_size),  # scale_grad_by_freq: counts over all ranks
-        ReduceGradients(plan.buckets if reduce else (), plan.world_size),  # dense gradients -> buckets, AllReduce
+        # dense gradients -> buckets, AllReduce or a sparse exchange
+        ReduceGradients(
+            plan.buckets if reduce else (),
+            plan.world_size,
+            {name: (plan[name].strategy, plan[name].scheme) for name in plan.exchanged},
+        ),
         Partition(),  # one graph -> unique, ids, forward, backward
     )
 

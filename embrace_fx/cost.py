@@ -5,11 +5,19 @@ Source: the cost table of EmbRace (ICPP 2022, section 3), start-up `alpha` per m
     dense AllReduce         2 (N-1) (M / (N B) + alpha)
     sparse AllGather        (N-1) (a M / B + alpha)
 with N ranks, M bytes of table, density a of the gradient on each rank.
+
+Machines of k ranks each share one link to the others, as the testbeds of Zen do (OSDI 2025: 25 Gb/s for 8 GPUs). With
+bandwidth B and start-up alpha between machines, b and beta inside one:
+    a ring, AllReduce       one rank of a machine sends to the next machine: every round takes as long as the slowest
+                            of its messages, whose link has min(B, b) and max(alpha, beta)
+    pairwise messages,      of N-1 peers k-1 are inside: a byte takes (k-1)/(N-1) / b + (N-k)/(N-1) k / B, for k ranks
+    AlltoAll, AllGather     send to other machines at once; a start-up (k-1)/(N-1) beta + (N-k)/(N-1) alpha. AllGathers
+                            count here too: where ranks' sizes differ, pairwise messages take their place.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
@@ -43,14 +51,18 @@ class Cluster:
     a TCP message costs there. They only decide which strategy is *relatively* cheaper.
 
     Attributes:
-        bandwidth_bytes_per_ms: what one rank can send per millisecond.
+        bandwidth_bytes_per_ms: what one machine can send to others per millisecond: one rank, or those that share it.
         latency_ms: start-up of one message.
         links: (collective, what it reaches) where that differs: pairwise messages may reach less than a ring's.
+        ranks_per_machine: consecutive ranks that share a machine.
+        inside: the link between two ranks of one machine; None where each rank has a machine of its own.
     """
 
     bandwidth_bytes_per_ms: float = 25e9 / 8 / 1e3
     latency_ms: float = 0.05
     links: tuple[tuple[Collective, Link], ...] = ()
+    ranks_per_machine: int = 1
+    inside: Link | None = None
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.links]
@@ -58,7 +70,13 @@ class Cluster:
             raise ValueError(
                 f"expected links of {', '.join(COLLECTIVES)}, each at most once, in Cluster, found {names}."
             )
-        for link in (Link(self.bandwidth_bytes_per_ms, self.latency_ms), *(link for _, link in self.links)):
+        if self.ranks_per_machine < 1 or (self.ranks_per_machine > 1) != (self.inside is not None):
+            raise ValueError(
+                "expected a link inside a machine where ranks_per_machine is above 1, and only there, in Cluster, "
+                f"found {self.ranks_per_machine} rank(s) per machine and {self.inside}."
+            )
+        own = Link(self.bandwidth_bytes_per_ms, self.latency_ms)
+        for link in (own, *(link for _, link in self.links), *((self.inside,) if self.inside else ())):
             if not (link.bandwidth_bytes_per_ms > 0 and link.latency_ms >= 0):
                 raise ValueError(f"expected a positive bandwidth and no negative latency, in Cluster, found {link}.")
 
@@ -66,6 +84,34 @@ class Cluster:
         """What a collective reaches; of none in particular, or one that is not listed, the cluster's own figures."""
         own = Link(self.bandwidth_bytes_per_ms, self.latency_ms)
         return next((link for name, link in self.links if name == collective), own)
+
+    def among(self, world_size: int) -> Cluster:
+        """The cluster of one rank per machine on which collectives of `world_size` ranks take as long as on this one.
+
+        See the head of this module for the formulas.
+        """
+        if self.inside is None:
+            return self
+        near = min(self.ranks_per_machine, world_size) - 1
+        far = world_size - 1 - near
+        if not far:
+            inside = self.inside
+            return Cluster(inside.bandwidth_bytes_per_ms, inside.latency_ms)
+        links: list[tuple[Collective, Link]] = []
+        for collective in COLLECTIVES:
+            outside = self.link(collective)
+            if collective == "all_reduce":
+                link = Link(
+                    min(outside.bandwidth_bytes_per_ms, self.inside.bandwidth_bytes_per_ms),
+                    max(outside.latency_ms, self.inside.latency_ms),
+                )
+            else:
+                sharing = self.ranks_per_machine / outside.bandwidth_bytes_per_ms
+                ms_per_byte = (near / self.inside.bandwidth_bytes_per_ms + far * sharing) / (near + far)
+                latency_ms = (near * self.inside.latency_ms + far * outside.latency_ms) / (near + far)
+                link = Link(1 / ms_per_byte, latency_ms)
+            links.append((collective, link))
+        return Cluster(self.bandwidth_bytes_per_ms, self.latency_ms, tuple(links))
 
     def transfer_ms(self, sent_bytes: float, messages: int, collective: Collective | None = None) -> float:
         """Time in which a rank sends `sent_bytes` in `messages` messages one after the other."""
@@ -134,7 +180,7 @@ def exchange(collective: Collective, own_bytes: int, world_size: int) -> Exchang
 
 def launch_ms(cluster: Cluster, collective: Collective, own_bytes: int, world_size: int) -> float:
     """Time of one launch, on an idle link, of a tensor of `own_bytes` on each rank: a chunk, or a bucket."""
-    return exchange(collective, own_bytes, world_size).time_ms(cluster, collective)
+    return exchange(collective, own_bytes, world_size).time_ms(cluster.among(world_size), collective)
 
 
 def chunk_bytes(
@@ -148,7 +194,7 @@ def chunk_bytes(
 
     Returns: bytes of the tensor on each rank, whatever part of them is sent.
     """
-    alone = Cluster(cluster.bandwidth_bytes_per_ms, cluster.latency_ms)
+    alone = replace(cluster, links=())
     start_up_ms, ms_per_byte = _affine(alone, max(world_size, 2), collective)
     return max(MIN_CHUNK_BYTES, ceil((1 / share - 1) * start_up_ms / ms_per_byte))
 

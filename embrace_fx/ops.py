@@ -30,6 +30,7 @@ LAUNCHES: frozenset[str] = frozenset(
         "embrace::all_to_all_gradients",
         "_c10d_functional::all_reduce",
         "_c10d_functional::all_reduce_",
+        "embrace::exchange_gradient_",
     }
 )
 """Ops whose result is in flight: only `wait_tensor` yields the value."""
@@ -205,12 +206,30 @@ def _(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in like]), like, strict=True)]
 
 
+define(
+    "embrace::exchange_gradient_",
+    "(Tensor(a!) flat, int rows, str strategy, str scheme, str group, int group_size) -> Tensor(a!)",
+)
+
+
+@register_fake("embrace::exchange_gradient_")
+def _(flat: Tensor, rows: int, strategy: str, scheme: str, group: str, group_size: int) -> Tensor:
+    """Launch: the mean over ranks of one parameter's packed gradient (rows * width,), without shipping its zeros.
+
+    `strategy` is one of `embrace_fx.plan.EXCHANGES`, `scheme` that of "zen". All ranks get the same bits.
+
+    Example, two ranks, rows of one element: [0, 2, 0, 4] and [0, 6, 0, 0] -> [0, 4, 0, 2]; of four rows, two travel.
+    """
+    return flat
+
+
 define("embrace::submit_bucket", "(Tensor flat, int bucket) -> Tensor")
 
 
 @register_fake("embrace::submit_bucket")
 def _(flat: Tensor, bucket: int) -> Tensor:
-    """Hands a packed bucket to the launcher, which reduces it in place, in chunks; nothing reads `flat` afterwards.
+    """Hands a packed bucket to the launcher, which reduces it in place, in chunks, or exchanges it sparsely, as the
+    plan says; nothing reads `flat` afterwards.
 
     The result is an empty tensor: what stands for the gradient in flight in the outputs of the backward.
     """

@@ -10,8 +10,34 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table as TextTable
 
-STRATEGIES = ("allreduce", "alltoall")
-"""What keeps a parameter consistent: dense AllReduce of the gradient, or column shards and AlltoAll of rows."""
+from embrace_fx.cost import Cluster
+
+STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps")
+"""What keeps a parameter consistent: "alltoall" is column shards and AlltoAll of rows, of tables only; all others
+exchange the gradient of replicas, "allreduce" densely."""
+EXCHANGES = ("allgather", "omnireduce", "zen", "ps")
+"""The strategies of replicas whose exchange is sparse (`embrace_fx.runtime.exchanges`)."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One strategy that was weighed for one parameter.
+
+    Attributes:
+        strategy: one of `STRATEGIES`.
+        scheme: of "zen": "balanced" or "hierarchical"; else "".
+        sent_bytes_per_step: as of a `Decision`.
+        predicted_ms: as of a `Decision`; what candidates are compared by.
+        memory_bytes: of parameter and gradient on one rank; an optimizer's state grows with the former.
+        rejected: why it was not chosen, in a few words; "" for the one that was.
+    """
+
+    strategy: str
+    scheme: str
+    sent_bytes_per_step: int
+    predicted_ms: float
+    memory_bytes: int
+    rejected: str
 
 
 @dataclass(frozen=True)
@@ -28,6 +54,8 @@ class Decision:
             the transport (gloo adds 144 bytes per message, TCP and Ethernet 66 per packet).
         ddp_bytes_per_step: what DDP's dense AllReduce sends for it.
         predicted_ms: time of the exchange alone on an idle link.
+        scheme: of "zen": "balanced" or "hierarchical"; else "".
+        candidates: every strategy weighed, of which one was chosen; empty where there was nothing to choose.
     """
 
     parameter: str
@@ -38,6 +66,8 @@ class Decision:
     sent_bytes_per_step: int
     ddp_bytes_per_step: int
     predicted_ms: float
+    scheme: str = ""
+    candidates: tuple[Candidate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,19 +77,26 @@ class Plan:
     Attributes:
         world_size: number of ranks.
         decisions: one per parameter, in the model's order.
-        buckets: parameters whose gradients are reduced together, in launch order.
+        buckets: parameters whose gradients are reduced together, in launch order; one of `exchanged` is alone in its.
         renormed: data-parallel tables with `max_norm`, whose replicas must rescale the same rows.
+        links: what buckets and the blocks of exchanges are cut for.
     """
 
     world_size: int
     decisions: tuple[Decision, ...]
     buckets: tuple[tuple[str, ...], ...]
     renormed: tuple[str, ...] = ()
+    links: Cluster = Cluster()
 
     @property
     def sharded(self) -> tuple[str, ...]:
         """Tables whose columns are spread over the ranks."""
         return tuple(d.parameter for d in self.decisions if d.strategy == "alltoall")
+
+    @property
+    def exchanged(self) -> tuple[str, ...]:
+        """Replicas whose gradients are exchanged sparsely."""
+        return tuple(d.parameter for d in self.decisions if d.strategy in EXCHANGES)
 
     @property
     def sent_bytes_per_step(self) -> int:
@@ -79,8 +116,13 @@ class Plan:
 
     def digest(self) -> str:
         """A hash of everything the ranks must agree on."""
-        agreed = [(d.parameter, d.shape, d.strategy) for d in self.decisions]
-        return hashlib.sha256(repr((self.world_size, agreed, self.buckets, self.renormed)).encode()).hexdigest()
+        agreed = [(d.parameter, d.shape, d.strategy, d.scheme) for d in self.decisions]
+        everything = (self.world_size, agreed, self.buckets, self.renormed, self.links)
+        return hashlib.sha256(repr(everything).encode()).hexdigest()
+
+    def explain(self) -> str:
+        """Every strategy weighed for each parameter: what it was predicted to cost, and why it was not chosen."""
+        return explain(self)
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -117,6 +159,36 @@ def render(plan: Plan) -> str:
     )
     if not any(d.is_table for d in plan.decisions):
         text.caption = "no tables: every gradient is reduced densely"
+    return _printed(text)
+
+
+def explain(plan: Plan) -> str:
+    """The candidates as a table: parameter by parameter, the chosen one marked, the others with what was against them.
+
+    Parameters that had no choice are left out.
+    """
+    text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s): what was weighed; one rank, one step")
+    for column in ("parameter", "strategy", "sent", "ms", "memory", "", "against it"):
+        text.add_column(column, justify="right" if column in ("sent", "ms", "memory") else "left", overflow="fold")
+    for decision in plan.decisions:
+        for k, candidate in enumerate(decision.candidates):
+            text.add_row(
+                "" if k else decision.parameter,
+                f"{candidate.strategy}, {candidate.scheme}" if candidate.scheme else candidate.strategy,
+                readable_bytes(candidate.sent_bytes_per_step),
+                f"{candidate.predicted_ms:.3f}",
+                readable_bytes(candidate.memory_bytes),
+                "" if candidate.rejected else "chosen",
+                candidate.rejected,
+            )
+        if decision.candidates:
+            text.add_section()
+    if not any(d.candidates for d in plan.decisions):
+        text.caption = "no parameter had a choice"
+    return _printed(text)
+
+
+def _printed(text: TextTable) -> str:
     out = io.StringIO()
     Console(file=out, width=160, no_color=True).print(text)
     return out.getvalue()

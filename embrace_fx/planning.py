@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from embrace_fx.agreement import failure_text
 from embrace_fx.cost import Cluster
-from embrace_fx.exactness import row_update_blocker
-from embrace_fx.graph import Gradient, Parameter, TrainingGraph
+from embrace_fx.exactness import RowUpdates, row_update_blocker
+from embrace_fx.graph import Gradient, Parameter, Table, TrainingGraph
 from embrace_fx.options import Options
 from embrace_fx.passes.planner import ParameterFacts, decide
 from embrace_fx.passes.tables import extract_ids
@@ -26,6 +26,10 @@ from embrace_fx.runtime.placement import broadcast_state, materialise, shard_par
 from embrace_fx.runtime.probe import links_for
 from embrace_fx.runtime.program import ModelState
 from embrace_fx.runtime.tables import RowTable
+from embrace_fx.sparsity import Sparsity, measure
+
+MOST_GATHERED_IDS = 2**22
+"""Ids of one table, of all ranks together, that every rank may receive at set-up: 16 MiB."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,9 @@ def make_plan(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> 
         PeerFailure: a rank's batch is bad, on every rank.
         ValueError: the strategy asked for does not fit the model, on every rank.
     """
-    used = {r.of.name for _, r in graph.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
-    own: dict[str, Any] = {"used": used, "tables": [t.parameter for t in graph.tables]}
+    own: dict[str, Any] = {"used": used_parameters(graph), "tables": [t.parameter for t in graph.tables]}
     try:
-        own["rows"] = _measure_rows(setting, graph, leaves)
+        own["reads"] = _measure_reads(setting, graph, leaves)
     except Exception as error:  # the batch may be bad, on this rank alone
         own["failure"] = failure_text(error)
     everyone = setting.communicator.gather_objects(own)
@@ -90,18 +93,9 @@ def _agree_on_plan(setting: Setting, graph: TrainingGraph, everyone: list[dict[s
 
 def _decide(setting: Setting, graph: TrainingGraph, everyone: list[dict[str, Any]], links: Cluster) -> Plan:
     used = set().union(*(report["used"] for report in everyone))
-    rows = {name: tuple(report["rows"].get(name, 0) for report in everyone) for name in everyone[0]["tables"]}
-    facts = tuple(
-        ParameterFacts(
-            name,
-            tuple(parameter.shape),
-            parameter.element_size(),
-            parameter.requires_grad,
-            name in used,
-            *_row_updates(setting, parameter),
-        )
-        for name, parameter in setting.model.named_parameters()
-    )
+    reads = [report["reads"] for report in everyone]
+    rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in everyone[0]["tables"]}
+    facts = facts_of(setting.model, setting.optimizers, setting.classes, setting.options.row_updates, used)
     return decide(
         graph,
         facts,
@@ -109,35 +103,123 @@ def _decide(setting: Setting, graph: TrainingGraph, everyone: list[dict[str, Any
         world_size=setting.communicator.world_size,
         strategy=setting.options.strategy,
         links=links,
+        sparsity={
+            table.parameter: sparsity
+            for table in graph.tables
+            if (sparsity := _sparsity(table, [own.get(table.parameter) for own in reads])) is not None
+        },
     )
 
 
-def _row_updates(setting: Setting, parameter: nn.Parameter) -> tuple[str | None, bool]:
+def facts_of(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    classes: Mapping[int, type[Optimizer]],
+    row_updates: RowUpdates,
+    used: Collection[str],
+) -> tuple[ParameterFacts, ...]:
+    """What the planner needs to know of every parameter.
+
+    Args:
+        classes: id of an optimizer -> the class that defines its update.
+        used: parameters to which a forward gives a gradient.
+    """
+    return tuple(
+        ParameterFacts(
+            name,
+            tuple(parameter.shape),
+            parameter.element_size(),
+            parameter.requires_grad,
+            name in used,
+            *_row_updates(optimizers, classes, row_updates, parameter),
+        )
+        for name, parameter in model.named_parameters()
+    )
+
+
+def _row_updates(
+    optimizers: Sequence[Optimizer],
+    classes: Mapping[int, type[Optimizer]],
+    row_updates: RowUpdates,
+    parameter: nn.Parameter,
+) -> tuple[str | None, bool]:
     """Why a table cannot be updated by rows, or None; whether it must be, whatever its size."""
-    if not setting.optimizers:
+    if not optimizers:
         return "no optimizer was given: whole gradients are left in .grad", False
-    for optimizer in setting.optimizers:
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             if any(p is parameter for p in group["params"]):
-                kind = setting.classes[id(optimizer)]
-                blocker = row_update_blocker(optimizer, group, setting.options.row_updates, kind=kind)
-                return blocker, kind is SparseAdam or (setting.options.row_updates == "lazy" and blocker is None)
+                kind = classes[id(optimizer)]
+                blocker = row_update_blocker(optimizer, group, row_updates, kind=kind)
+                return blocker, kind is SparseAdam or (row_updates == "lazy" and blocker is None)
     return "no optimizer given holds it", False
 
 
-def _measure_rows(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, int]:
-    """Unique rows this rank's batch reads, by table: the extracted id function, run on the batch itself."""
+@dataclass(frozen=True)
+class Read:
+    """What one batch reads of one table.
+
+    Attributes:
+        rows: unique rows, the padding row included: it travels between shards whether or not the batch holds it.
+        drawn: (T,) ids as often as the batch has them, without those that get no gradient.
+    """
+
+    rows: int
+    drawn: Tensor
+
+
+def used_parameters(graph: TrainingGraph) -> set[str]:
+    """Parameters to which the graph gives a gradient."""
+    return {r.of.name for _, r in graph.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
+
+
+def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, Read]:
+    """What a batch reads, by table: the extracted id function, run on the batch itself."""
     tables = [t for t in graph.tables if all(use.ids_from_batch for use in t.uses)]
     if not tables:
         return {}
-    run = setting.state.reader(extract_ids(graph, tables))
+    run = state.reader(extract_ids(graph, tables))
     with torch.random.fork_rng(), torch.no_grad():  # a model that draws ids must draw the same ones afterwards
         ids = iter(run(leaves))
-    rows = {}
+    reads = {}
     for table in tables:
-        padding_idx = table.uses[0].padding_idx  # its row travels whether or not the batch holds it
-        rows[table.parameter] = unique_ids([next(ids) for _ in table.uses], table.num_rows, padding_idx)[0].numel()
-    return rows
+        of_uses = [next(ids) for _ in table.uses]
+        rows = unique_ids(of_uses, table.num_rows, table.uses[0].padding_idx)[0].numel()
+        drawn = [
+            own[own != use.padding_idx] for own, use in zip((i.reshape(-1) for i in of_uses), table.uses, strict=True)
+        ]
+        reads[table.parameter] = Read(rows, torch.cat(drawn).to(torch.int64))
+    return reads
+
+
+@dataclass(frozen=True)
+class _Reported:
+    """What one rank tells of a table: unique rows, and those with a gradient unless they are too many."""
+
+    rows: int
+    ids: Tensor | None
+
+
+def _measure_reads(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, _Reported]:
+    limit = MOST_GATHERED_IDS // setting.communicator.world_size
+    reported = {}
+    for name, read in reads_of(setting.state, graph, leaves).items():
+        ids = read.drawn.unique().cpu()
+        reported[name] = _Reported(read.rows, _narrow(ids) if ids.numel() <= limit else None)
+    return reported
+
+
+def _narrow(ids: Tensor) -> Tensor:
+    return ids.to(torch.int32) if ids.numel() and int(ids.max()) < 2**31 else ids
+
+
+def _sparsity(table: Table, reported: Sequence[_Reported | None]) -> Sparsity | None:
+    """How a table's gradients lie on all ranks, where all of them told their ids."""
+    ids = [own.ids.to(torch.int64) for own in reported if own is not None and own.ids is not None]
+    if len(ids) < len(reported):
+        return None
+    inside = [own[(own >= 0) & (own < table.num_rows)] for own in ids]  # the step itself reports the others
+    return measure(inside, table.num_rows, table.embedding_dim, table.dtype.itemsize)
 
 
 def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
@@ -153,11 +235,15 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
         broadcast_state(setting.model, frozenset(plan.sharded), group)
     for found in graph.tables:
         parameter = setting.state.parameter(found.parameter)
-        if found.parameter not in plan.sharded and _row_updates(setting, parameter)[1]:
+        if found.parameter not in plan.sharded and _updated_by_rows(setting, parameter):
             table = _row_table(setting, found.parameter, parameter)
             dense = DenseTable(table, all_rows=found.use != "sparse")
             setting.stepping[id(table.optimizer)].dense_tables.append(dense)
     setting.communicator.tables = len(plan.sharded) + len(plan.renormed)
+
+
+def _updated_by_rows(setting: Setting, parameter: nn.Parameter) -> bool:
+    return _row_updates(setting.optimizers, setting.classes, setting.options.row_updates, parameter)[1]
 
 
 def _row_table(setting: Setting, name: str, parameter: nn.Parameter) -> RowTable:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from statistics import mean, median
+
+from torch import Tensor
 
 from embrace_fx import cost
 from embrace_fx.graph import TrainingGraph
@@ -19,6 +22,8 @@ from embrace_fx.passes.step_graph import Sizes, build, compute_durations, events
 from embrace_fx.plan import Plan
 from embrace_fx.planning import Setting, links_between
 from embrace_fx.runtime.bucket_updates import BucketUpdates
+from embrace_fx.runtime.communicator import InFlight
+from embrace_fx.runtime.exchanges.in_place import ExchangeKind, ExchangeThread
 from embrace_fx.runtime.flow import Flow
 from embrace_fx.runtime.launcher import Launcher
 from embrace_fx.runtime.recorder import Recorder, Recording, compute_spans
@@ -44,7 +49,7 @@ class Scheduling:
         self._recording: Recording | None = None
         self.looks_ahead = setting.options.schedule in ("vertical", "2d")
         self._cluster = links_between(setting, plan)
-        self._bucket_chunks = [bucket_chunks(setting, bucket, self._cluster) for bucket in plan.buckets]
+        self._bucket_chunks = [bucket_chunks(setting, plan, bucket, self._cluster) for bucket in plan.buckets]
         self._delayed_chunks = {
             table: delayed_chunks(plan, table, self._cluster) if self.looks_ahead else 0 for table in plan.sharded
         }
@@ -71,8 +76,23 @@ class Scheduling:
             launcher,
             flow.wait,
             state.note_gradients,
+            self._exchanges(),
         )
         return flow
+
+    def _exchanges(self) -> dict[int, Callable[[Tensor], InFlight]]:
+        """What starts the exchange of a bucket, for those that are not AllReduced. Collective."""
+        plan, state = self._plan, self._setting.state
+        found: dict[int, Callable[[Tensor], InFlight]] = {}
+        if not plan.exchanged:
+            return found
+        thread = ExchangeThread(self._setting.communicator.open_group("exchanges"), plan.links)
+        for k, bucket in enumerate(plan.buckets):
+            if bucket[0] in plan.exchanged:
+                decision = plan[bucket[0]]
+                rows = next(iter(state.parameter(bucket[0]).shape), 1)
+                found[k] = partial(thread.start, kind=ExchangeKind(rows, decision.strategy, decision.scheme))
+        return found
 
     def _after_announcement(self) -> None:
         """Every rank goes on with this step: the place where all can do the same thing once."""
@@ -108,6 +128,12 @@ class Scheduling:
         agreed: Schedule = communicator.gather_objects(found)[0]
         return agreed
 
+    def _expected_bytes(self) -> dict[str, int]:
+        """What a rank sends in the launches whose bytes do not follow from their sizes."""
+        plan = self._plan
+        exchanged = {k: bucket[0] for k, bucket in enumerate(plan.buckets) if bucket[0] in plan.exchanged}
+        return {f"bucket {k} [0]": plan[name].sent_bytes_per_step for k, name in exchanged.items()}
+
     def _step_graph(self, profiled: Profile | None) -> StepGraph:
         """The window of the graph under the schedule asked for."""
         plan, state, name = self._plan, self._setting.state, self._setting.options.schedule
@@ -119,7 +145,7 @@ class Scheduling:
                 tuple(elements * itemsize for elements in chunks)
                 for chunks, itemsize in zip(self._bucket_chunks, itemsizes, strict=True)
             ),
-            profiled.sent_bytes if profiled else {},
+            profiled.sent_bytes if profiled else self._expected_bytes(),
             {table: plan[table].sent_bytes_per_step // 2 for table in plan.sharded},
             self._delayed_chunks,
             sum(_ids_bytes(plan, table) for table in plan.sharded),
@@ -128,14 +154,15 @@ class Scheduling:
         return build(name, backward, forward, sizes, durations, self._cluster, plan.world_size)
 
 
-def bucket_chunks(setting: Setting, bucket: tuple[str, ...], cluster: cost.Cluster) -> list[int]:
+def bucket_chunks(setting: Setting, plan: Plan, bucket: tuple[str, ...], cluster: cost.Cluster) -> list[int]:
     """Elements of each chunk of a bucket's AllReduce: equal ones, of about the size that the cost model wants.
 
-    A naive program, which nothing has to overtake, reduces whole buckets.
+    A naive program, which nothing has to overtake, reduces whole buckets. An exchange, which sends in rounds, takes a
+    gradient as a whole.
     """
     parameters = [setting.state.parameter(name) for name in bucket]
     elements = sum(parameter.numel() for parameter in parameters)
-    if setting.options.schedule == "none":
+    if setting.options.schedule == "none" or bucket[0] in plan.exchanged:
         return [elements]
     wanted = cost.chunk_bytes(cluster, setting.communicator.world_size) / parameters[0].element_size()
     count = max(1, round(elements / wanted))

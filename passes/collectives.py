@@ -20,7 +20,9 @@ from torch.utils import _pytree as pytree
 from embrace_fx.graph import Gradient, InputRole, OutputRole, Parameter, RowGradient, Saved, Shard, TrainingGraph
 from embrace_fx.ops import AWAITS, LAUNCHES, SUBMISSIONS
 
-ALL_REDUCES: frozenset[str] = frozenset({"_c10d_functional::all_reduce", "_c10d_functional::all_reduce_"})
+EQUAL_SHAPES: frozenset[str] = frozenset(
+    {"_c10d_functional::all_reduce", "_c10d_functional::all_reduce_", "embrace::exchange_gradient_"}
+)
 """The launches whose shape must be equal on all ranks; of the others, each rank's batch decides the sizes."""
 
 _GROUP_ARGUMENTS = frozenset({"group", "group_name"})
@@ -39,7 +41,7 @@ class Collective:
         serves: the tables and parameters whose ids, rows or gradients travel, in the order in which they are packed.
         options: the op's other plain arguments, by name.
         dtype: of what travels.
-        shape: of what an AllReduce reduces; None for the others.
+        shape: of what is reduced or exchanged as a whole; None for the others.
     """
 
     group: str
@@ -80,7 +82,7 @@ def _collective(launch: fx.Node, readers: Readers) -> Collective:
         serves=tuple(dict.fromkeys(name for role in _roles_met(launch, readers) if (name := _name(role)))),
         options=tuple((name, repr(option)) for name, option in options if name not in _GROUP_ARGUMENTS),
         dtype=str(value.dtype),
-        shape=tuple(map(str, value.shape)) if op_name(launch) in ALL_REDUCES else None,
+        shape=tuple(map(str, value.shape)) if op_name(launch) in EQUAL_SHAPES else None,
     )
 
 

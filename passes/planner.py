@@ -1,24 +1,31 @@
 """Decides the strategy of every parameter and the buckets. Deciding only: the passes apply what the plan says.
 
 Contract
-    A pure function of the captured graph, the first batches' row counts on all ranks, the optimizer's blockers and the
+    A pure function of the captured graph, the first batches' rows on all ranks, the optimizer's blockers and the
     cluster: one rank computes the plan, the others receive it.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from embrace_fx import cost
+from embrace_fx.exchange_cost import Scheme, cheaper_scheme, cheapest_block, predict
 from embrace_fx.graph import Gradient, Parameter, Table, TrainingGraph
 from embrace_fx.ops import own_columns
 from embrace_fx.passes.narrow import exchange_dtype
-from embrace_fx.plan import STRATEGIES, Decision, Plan
+from embrace_fx.plan import EXCHANGES, STRATEGIES, Candidate, Decision, Plan
+from embrace_fx.sparsity import Sparsity, in_blocks, independent
 
 Strategy = str | Mapping[str, str]
+
+CLEARLY = 0.8
+"""Of the time of AllReduce, and of AlltoAll where it is legal, without their start-ups: a sparse exchange of replicas
+must stay below it to be chosen. It makes passes over the whole gradient, which the model does not count; and the
+start-ups of the others are hardly its own, as an AllReduce shares them with its bucket, an AlltoAll with all tables."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,36 @@ class ParameterFacts:
     row_update_blocker: str | None
     updated_by_rows: bool  # whatever the strategy: the user asked for SparseAdam, or for lazy updates
 
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """A strategy with its price; `blocker`: why it is not legal, or None."""
+
+    strategy: str
+    exchange: cost.Exchange
+    predicted_ms: float
+    memory_bytes: int
+    scheme: str = ""
+    blocker: str | None = None
+
+    def bytes_ms(self, cluster: cost.Cluster) -> float:
+        """What the bytes alone take, without start-ups."""
+        collective: cost.Collective = "all_reduce" if self.strategy == "allreduce" else "all_to_all"
+        return cost.Exchange(self.exchange.sent_bytes, 0).time_ms(cluster, collective)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A strategy out of several, with the reason in one line."""
+
+    chosen: _Priced
+    reason: str
+    candidates: tuple[Candidate, ...] = ()
+
 
 def decide(
     graph: TrainingGraph,
@@ -43,6 +80,7 @@ def decide(
     strategy: Strategy = "auto",
     cluster: cost.Cluster = cost.Cluster(),
     links: cost.Cluster = cost.Cluster(),
+    sparsity: Mapping[str, Sparsity] | None = None,
 ) -> Plan:
     """The plan for a graph.
 
@@ -52,67 +90,85 @@ def decide(
         rows_by_rank: table -> unique rows that each rank's first batch reads.
         strategy: "auto", one strategy for every table, or {name pattern: strategy}.
         cluster: what strategies are compared on.
-        links: what buckets are cut for.
+        links: what buckets and blocks are cut for.
+        sparsity: table -> how its gradients lie on all ranks, in rows; of others it is assumed, rows being drawn at
+            random as often as `rows_by_rank` says.
 
     Raises:
-        ValueError: a strategy that does not exist, or a pattern that no table matches.
+        ValueError: a strategy that does not exist, or a pattern that nothing matches.
     """
+    setting = _Setting(graph, world_size, cluster.among(world_size), links, sparsity or {})
     tables = {table.parameter: table for table in graph.tables}
-    wanted = requested_strategies(strategy, tuple(tables))
+    wanted = requested_strategies(strategy, tuple(tables), tuple(fact.name for fact in facts if fact.trainable))
     decisions = []
     for fact in facts:
-        dense = cost.all_reduce(prod(fact.shape) * fact.itemsize, world_size)
-        chosen, reason, exchange = "allreduce", "dense gradient", dense
         if not fact.trainable:
-            chosen, reason, exchange = "frozen", "takes no gradient", cost.Exchange(0, 0)
+            choice = _Choice(_nothing_sent("frozen"), "takes no gradient")
         elif not fact.used:
-            chosen, reason, exchange = "unused", "no rank's forward gives it a gradient", cost.Exchange(0, 0)
+            choice = _Choice(_nothing_sent("unused"), "no rank's forward gives it a gradient")
         elif fact.name in tables:
-            rows = rows_by_rank.get(fact.name, ())
-            table = tables[fact.name]
-            sparse = shard_exchange(table, rows, exchange_dtype(graph, table).itemsize, world_size)
-            exchanges = (dense + upkeep_of_replicas(table, rows, world_size), sparse)
-            chosen, reason, exchange = _table_strategy(
-                table, fact, rows, exchanges, wanted[fact.name], cluster, world_size
-            )
-        ddp_bytes = dense.sent_bytes if fact.trainable else 0
+            choice = setting.of_table(tables[fact.name], fact, rows_by_rank.get(fact.name, ()), wanted[fact.name])
+        else:
+            choice = setting.of_dense(fact, wanted[fact.name])
+        chosen = choice.chosen
         decisions.append(
             Decision(
                 fact.name,
                 fact.shape,
                 fact.name in tables,
-                chosen,
-                reason,
-                exchange.sent_bytes,
-                ddp_bytes,
-                exchange.time_ms(cluster) if world_size > 1 else 0.0,
+                chosen.strategy,
+                choice.reason,
+                chosen.exchange.sent_bytes,
+                cost.all_reduce(fact.nbytes, world_size).sent_bytes if fact.trainable else 0,
+                chosen.predicted_ms,
+                chosen.scheme,
+                choice.candidates,
             )
         )
-    reduced = {d.parameter for d in decisions if d.strategy == "allreduce"} if world_size > 1 else set()
-    sizes = {fact.name: prod(fact.shape) * fact.itemsize for fact in facts}
+    replicas = {d.parameter: d.strategy for d in decisions if d.strategy in ("allreduce", *EXCHANGES)}
+    reduced = set(replicas) if world_size > 1 else set()
+    alone = {name for name in reduced if replicas[name] in EXCHANGES}
+    sizes = {fact.name: fact.nbytes for fact in facts}
     renormed = tuple(t.parameter for t in graph.tables if t.max_norm and world_size > 1)
-    return Plan(world_size, tuple(decisions), plan_buckets(graph, reduced, sizes, links, world_size), renormed)
+    buckets = plan_buckets(graph, reduced, sizes, links, world_size, alone)
+    return Plan(world_size, tuple(decisions), buckets, renormed, links)
 
 
-def requested_strategies(strategy: Strategy, tables: tuple[str, ...]) -> dict[str, str]:
-    """Table -> the strategy asked for ("auto" where nothing was)."""
+def requested_strategies(
+    strategy: Strategy, tables: tuple[str, ...], parameters: tuple[str, ...] = ()
+) -> dict[str, str]:
+    """Table or other parameter -> the strategy asked for ("auto" where nothing was).
+
+    One strategy for all is one for all tables. A pattern may name any trainable parameter, but tables only for
+    "alltoall".
+
+    Raises:
+        ValueError: a strategy that does not exist, or a pattern that nothing matches.
+    """
     patterns = {"*": strategy} if isinstance(strategy, str) else dict(strategy)
+    chosen = dict.fromkeys((*tables, *parameters), "auto")
     for pattern, name in patterns.items():
         if name not in (*STRATEGIES, "auto"):
             raise ValueError(
                 f"expected strategy to be 'auto' or one of {', '.join(STRATEGIES)} for {pattern!r}, found {name!r}. "
                 "Choose one of these, or leave it to 'auto'."
             )
-        if not isinstance(strategy, str) and not fnmatch.filter(tables, pattern):
-            raise ValueError(
-                f"expected the pattern {pattern!r} of strategy to match a table, found none among "
-                f"{', '.join(tables) or 'no tables'}. "
-                "Use a table's parameter name, or a pattern such as '*.embedding.weight'."
-            )
-    chosen = dict.fromkeys(tables, "auto")
-    for pattern, name in patterns.items():
-        chosen.update(dict.fromkeys(fnmatch.filter(tables, pattern), name))
+        tables_only = isinstance(strategy, str) or name == "alltoall"
+        matched = fnmatch.filter(tables if tables_only else chosen, pattern)
+        if not isinstance(strategy, str) and not matched:
+            raise ValueError(_no_match(pattern, tables, parameters, tables_only=tables_only))
+        chosen.update(dict.fromkeys(matched, name))
     return chosen
+
+
+def _no_match(pattern: str, tables: tuple[str, ...], parameters: tuple[str, ...], *, tables_only: bool) -> str:
+    what = "table" if tables_only else "table or another trainable parameter"
+    names = tables if tables_only else tuple(dict.fromkeys((*tables, *parameters)))
+    return (
+        f"expected the pattern {pattern!r} of strategy to match a {what}, found none among "
+        f"{', '.join(names) or 'no tables'}. "
+        f"Use a {'table' if tables_only else 'parameter'}'s name, or a pattern such as '*.embedding.weight'."
+    )
 
 
 def shard_blocker(table: Table) -> str | None:
@@ -134,37 +190,151 @@ def shard_blocker(table: Table) -> str | None:
     return None
 
 
-def _table_strategy(
-    table: Table,
-    fact: ParameterFacts,
-    rows_by_rank: tuple[int, ...],
-    exchanges: tuple[cost.Exchange, cost.Exchange],
-    wanted: str,
-    cluster: cost.Cluster,
-    world_size: int,
-) -> tuple[str, str, cost.Exchange]:
-    """Strategy, reason and what it sends; `exchanges`: as replicas, as shards."""
-    dense, sparse = exchanges
-    blocker = shard_blocker(table) or fact.row_update_blocker
-    if blocker is not None:
-        return "allreduce", blocker, dense
-    if wanted == "allreduce":
-        return "allreduce", "asked for", dense
-    mean_rows = sum(rows_by_rank) / max(len(rows_by_rank), 1)
-    share = mean_rows / max(table.num_rows, 1)
-    width = -(-table.embedding_dim // world_size)
-    what = f"{mean_rows:.0f} of {table.num_rows} rows read ({share:.2%}), {width} columns per rank"
-    if wanted == "alltoall":
-        return "alltoall", f"asked for; {what}", sparse
-    if fact.updated_by_rows:
-        return "alltoall", f"updated by rows; {what}", sparse
-    if all(use.constant_ids for use in table.uses):
-        return "allreduce", "its ids do not depend on the batch", dense
-    if world_size == 1:
-        cheaper = share < 0.5
-    else:
-        cheaper = sparse.time_ms(cluster) < dense.time_ms(cluster)
-    return ("alltoall", what, sparse) if cheaper else ("allreduce", f"small, or densely read: {what}", dense)
+@dataclass(frozen=True)
+class _Setting:
+    """What every parameter's choice is made in; `cluster` has one rank per machine."""
+
+    graph: TrainingGraph
+    world_size: int
+    cluster: cost.Cluster
+    links: cost.Cluster
+    sparsity: Mapping[str, Sparsity]
+
+    def of_dense(self, fact: ParameterFacts, wanted: str) -> _Choice:
+        """A parameter that no lookup reads: nothing is known of its gradient's zeros, but the user may know."""
+        priced = self._replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0))
+        if wanted == "auto":
+            return _Choice(priced["allreduce"], "dense gradient")
+        reason = "asked for" if wanted == "allreduce" else "asked for; predicted for a gradient without zeros"
+        return self._chosen(priced, wanted, reason, f"{wanted} was asked for")
+
+    def of_table(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str) -> _Choice:
+        """What is legal comes first, then what was asked for, then what is cheaper."""
+        sharded = self._sharded(table, fact, rows)
+        upkeep = upkeep_of_replicas(table, rows, self.world_size)
+        priced = self._replicas(fact, self._sparsity_of(table, fact, rows), upkeep) | {"alltoall": sharded}
+        mean_rows = sum(rows) / max(len(rows), 1)
+        share = mean_rows / max(table.num_rows, 1)
+        width = -(-table.embedding_dim // self.world_size)
+        read = f"{mean_rows:.0f} of {table.num_rows} rows read ({share:.2%})"
+        what = f"{read}, {width} columns per rank"
+        blocker = sharded.blocker
+        asked = f"{wanted} was asked for"
+        if wanted in EXCHANGES:
+            return self._chosen(priced, wanted, f"asked for; {read}", asked)
+        if wanted == "alltoall":
+            if blocker is not None:
+                return self._chosen(priced, "allreduce", blocker, "alltoall was asked for")
+            return self._chosen(priced, "alltoall", f"asked for; {what}", asked)
+        if wanted == "allreduce":
+            return self._chosen(priced, "allreduce", blocker or "asked for", asked)
+        if blocker is None and fact.updated_by_rows:
+            return self._chosen(priced, "alltoall", f"updated by rows; {what}", "it is updated by rows")
+        constant = all(use.constant_ids for use in table.uses)
+        if blocker is None and constant:
+            return self._chosen(priced, "allreduce", "its ids do not depend on the batch", "its ids never change")
+        if self.world_size == 1:
+            cheaper = blocker is None and share < 0.5
+        else:
+            cheaper = blocker is None and sharded.predicted_ms < priced["allreduce"].predicted_ms
+        if sparse := self._clearly_cheapest(priced):
+            return self._chosen(priced, sparse, f"{blocker}; {read}" if blocker else read)
+        if cheaper:
+            return self._chosen(priced, "alltoall", what)
+        return self._chosen(priced, "allreduce", blocker or f"small, or densely read: {what}")
+
+    def _replicas(self, fact: ParameterFacts, rows: Sparsity, upkeep: cost.Exchange) -> dict[str, _Priced]:
+        """The strategies of replicas."""
+        priced = {}
+        for strategy in ("allreduce", *EXCHANGES):
+            scheme: Scheme = cheaper_scheme(rows, self.cluster) if strategy == "zen" else "balanced"
+            found = predict(strategy, self._units(rows, strategy, self.cluster), scheme=scheme, cluster=self.cluster)
+            # Compared on the cluster, so that what is chosen does not depend on what was measured of the links; bytes
+            # are those of the blocks that will be cut.
+            cut = predict(strategy, self._units(rows, strategy, self.links), scheme=scheme, cluster=self.links)
+            sent = cut.mean + upkeep
+            held = 0 if strategy == "allreduce" else 2 * cut.mean.sent_bytes
+            priced[strategy] = _Priced(
+                strategy,
+                sent,
+                found.time_ms(self.cluster) + upkeep.time_ms(self.cluster, "all_reduce")
+                if self.world_size > 1
+                else 0.0,
+                2 * fact.nbytes + held,
+                scheme if strategy == "zen" else "",
+            )
+        return priced
+
+    def _sharded(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> _Priced:
+        exchange = shard_exchange(table, rows, exchange_dtype(self.graph, table).itemsize, self.world_size)
+        return _Priced(
+            "alltoall",
+            exchange,
+            exchange.time_ms(self.cluster, "all_to_all") if self.world_size > 1 else 0.0,
+            fact.nbytes // self.world_size + 2 * exchange.sent_bytes,
+            blocker=shard_blocker(table) or fact.row_update_blocker,
+        )
+
+    def _sparsity_of(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
+        """Of a table's gradient in rows; dense where it is, or where ids are only known in the forward."""
+        if table.use != "sparse" or not rows or not all(use.ids_from_batch for use in table.uses):
+            return _all_rows(fact, self.world_size)
+        assumed = independent(table.num_rows, table.embedding_dim, fact.itemsize, rows)
+        return self.sparsity.get(table.parameter, assumed)
+
+    def _units(self, rows: Sparsity, strategy: str, cluster: cost.Cluster) -> Sparsity:
+        if strategy != "omnireduce":
+            return rows
+        return in_blocks(rows, cheapest_block(rows.width, rows.itemsize, cluster))
+
+    def _clearly_cheapest(self, priced: Mapping[str, _Priced]) -> str | None:
+        """The cheapest sparse exchange of replicas, if it is worth it."""
+        if self.world_size == 1:
+            return None
+        cheapest = min((priced[name] for name in EXCHANGES), key=lambda each: each.predicted_ms)
+        others = [p for p in priced.values() if p.strategy not in EXCHANGES and p.blocker is None]
+        limit = CLEARLY * min(other.bytes_ms(self.cluster) for other in others)
+        return cheapest.strategy if cheapest.predicted_ms < limit else None
+
+    def _chosen(self, priced: Mapping[str, _Priced], name: str, reason: str, against: str = "") -> _Choice:
+        """The choice with what spoke against the others: `against`, where it was not the time."""
+        chosen = priced[name]
+        if self.world_size == 1:  # nothing is sent, so that there is nothing to weigh
+            return _Choice(chosen, reason)
+        return _Choice(
+            chosen,
+            reason,
+            tuple(
+                Candidate(
+                    each.strategy,
+                    each.scheme,
+                    each.exchange.sent_bytes,
+                    each.predicted_ms,
+                    each.memory_bytes,
+                    "" if each is chosen else each.blocker or against or _slower(each, chosen),
+                )
+                for each in sorted(priced.values(), key=lambda each: each.predicted_ms)
+            ),
+        )
+
+
+def _slower(other: _Priced, chosen: _Priced) -> str:
+    """Why the time of one speaks for another."""
+    ratio = other.predicted_ms / max(chosen.predicted_ms, 1e-9)
+    times = f"{ratio:.2f} times the time"
+    if ratio > 1 or other.strategy not in EXCHANGES or chosen.strategy in EXCHANGES:
+        return times
+    return f"{times}, but not below {CLEARLY:.0%} of what the bytes of {chosen.strategy} take"
+
+
+def _nothing_sent(strategy: str) -> _Priced:
+    return _Priced(strategy, cost.Exchange(0, 0), 0.0, 0)
+
+
+def _all_rows(fact: ParameterFacts, world_size: int) -> Sparsity:
+    """A gradient without zeros."""
+    num_rows = fact.shape[0] if fact.shape else 1
+    return independent(num_rows, prod(fact.shape[1:]), fact.itemsize, (num_rows,) * world_size)
 
 
 def shard_exchange(table: Table, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int) -> cost.Exchange:
@@ -198,12 +368,22 @@ def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: 
 
 
 def plan_buckets(
-    graph: TrainingGraph, reduced: set[str], sizes: Mapping[str, int], cluster: cost.Cluster, world_size: int
+    graph: TrainingGraph,
+    reduced: set[str],
+    sizes: Mapping[str, int],
+    cluster: cost.Cluster,
+    world_size: int,
+    alone: Collection[str] = (),
 ) -> tuple[tuple[str, ...], ...]:
     """Blocks of consecutive parameters, the last block first: about the order in which the backward yields gradients.
 
     Parameters are cut in the order in which the forward reads them, so that what is reduced and updated together is
-    also needed together. A bucket is of one dtype, and of the size that the cost model wants.
+    also needed together. A bucket is of one dtype, and of the size that the cost model wants; what is exchanged
+    sparsely has one of its own.
+
+    Args:
+        reduced: replicas with a gradient.
+        alone: those of them that have a bucket of their own.
     """
     position = {node: k for k, node in enumerate(graph.graph.nodes)}
     produced = {
@@ -219,11 +399,12 @@ def plan_buckets(
         for node, role in graph.inputs()
         if isinstance(role, Parameter) and role.name in produced
     }
-    limit = cost.bucket_bytes(cluster, world_size, sum(sizes[name] for name in produced)) if produced else 0
+    limit = cost.bucket_bytes(cluster, world_size, sum(sizes[name] for name in produced if name not in alone))
     buckets: list[list[str]] = []
     filled, dtype = 0, None
     for name in sorted(produced, key=lambda n: (read[n], n)):
-        if not buckets or filled + sizes[name] > limit or produced[name].meta["val"].dtype != dtype:
+        apart = name in alone or (bool(buckets) and buckets[-1][-1] in alone)
+        if not buckets or apart or filled + sizes[name] > limit or produced[name].meta["val"].dtype != dtype:
             buckets.append([])
             filled = 0
         buckets[-1].append(name)

@@ -9,11 +9,16 @@ Contract
               bucket = embrace.pack_bucket([g1, g2], 1 / N)
               reduced = _c10d_functional.all_reduce_(bucket, "sum", "dense"); done = wait_tensor(reduced)
               m1, m2 = embrace.unpack_bucket(done, [p1, p2]); return (m1, m2)
+
+    A parameter of `exchanged` is alone in its bucket, and travels without its zeros:
+              bucket = embrace.pack_bucket([g1], 1.0)
+              reduced = embrace.exchange_gradient_(bucket, rows, strategy, scheme, "dense", N); ...
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -23,24 +28,35 @@ from embrace_fx.passes.rewriter import Rewriter, latest
 
 embrace = torch.ops.embrace
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce_.default
+EXCHANGE = torch.ops.embrace.exchange_gradient_.default
+
+Exchanged = Mapping[str, tuple[str, str]]
+"""Parameter -> strategy and scheme of its exchange."""
 
 
 @dataclass(frozen=True)
 class ReduceGradients:
-    """Reduces the gradients of `buckets` (parameter names, in launch order, equal on all ranks)."""
+    """Reduces the gradients of `buckets` (parameter names, in launch order, equal on all ranks).
+
+    Attributes:
+        exchanged: those that are not AllReduced.
+    """
 
     buckets: tuple[tuple[str, ...], ...]
     world_size: int
+    exchanged: Exchanged = field(default_factory=dict)
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if not self.buckets:
             return graph
         result = graph.edit()
-        reduce_gradients(result, self.buckets, self.world_size)
+        reduce_gradients(result, self.buckets, self.world_size, self.exchanged)
         return result
 
 
-def reduce_gradients(graph: TrainingGraph, buckets: tuple[tuple[str, ...], ...], world_size: int) -> None:
+def reduce_gradients(
+    graph: TrainingGraph, buckets: tuple[tuple[str, ...], ...], world_size: int, exchanged: Exchanged
+) -> None:
     rewriter = Rewriter(graph.module)
     parameters = {role.name: node for node, role in graph.inputs() if isinstance(role, Parameter)}
     gradients = {r.of.name: v for v, r in graph.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
@@ -59,8 +75,16 @@ def reduce_gradients(graph: TrainingGraph, buckets: tuple[tuple[str, ...], ...],
         parts = [zeros.get(name) or gradients[name] for name in present]
         last = latest([p for p in parts if p is not None] + [launch for launch, _ in launches[-1:]])
         with rewriter.before(last.next):
-            flat = rewriter.call(embrace.pack_bucket.default, parts, 1.0 / world_size, name=f"bucket_{k}")
-            launch = rewriter.call(ALL_REDUCE, flat, "sum", "dense", name=f"bucket_{k}_reduced")
+            sparsely = exchanged.get(bucket[0])
+            scale = 1.0 / world_size if sparsely is None else 1.0  # an exchange divides by itself
+            flat = rewriter.call(embrace.pack_bucket.default, parts, scale, name=f"bucket_{k}")
+            if sparsely is None:
+                launch = rewriter.call(ALL_REDUCE, flat, "sum", "dense", name=f"bucket_{k}_reduced")
+            else:
+                rows = next(iter(parameters[bucket[0]].meta["val"].shape), 1)
+                launch = rewriter.call(
+                    EXCHANGE, flat, rows, *sparsely, "dense", world_size, name=f"bucket_{k}_exchanged"
+                )
         launches.append((launch, present))
     with rewriter.before(output):
         for k, (launch, present) in enumerate(launches):

@@ -12,7 +12,7 @@ Contract
         backward   submit_rows(grad_rows, ids, counts, table)
 
     rewrite, dense gradients (`horizontal`):
-        backward   m1, m2 = unpack_bucket(wait(all_reduce_(bucket)), [p1, p2])
+        backward   m1, m2 = unpack_bucket(wait(all_reduce_(bucket)), [p1, p2])  or exchange_gradient_
         forward    ... p1 ... p2 ...
     ->  backward   submit_bucket(bucket, k)
         forward    p1', p2' = await_update([p1, p2], k); ... p1' ... p2' ...
@@ -42,7 +42,7 @@ from embrace_fx.graph import (
     outputs_of,
     set_outputs,
 )
-from embrace_fx.passes.reduce import ALL_REDUCE
+from embrace_fx.passes.reduce import ALL_REDUCE, EXCHANGE
 from embrace_fx.passes.rewriter import Rewriter, first_user
 from embrace_fx.passes.shard import short_name
 
@@ -140,8 +140,9 @@ def _submit_buckets(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]
     outputs = list(outputs_of(backward))
     launches = [
         node
-        for node in backward.graph.find_nodes(op="call_function", target=ALL_REDUCE)
-        if node.all_input_nodes[0].target is embrace.pack_bucket.default  # other passes reduce counts
+        for node in backward.graph.nodes
+        if node.target in (ALL_REDUCE, EXCHANGE)
+        and node.all_input_nodes[0].target is embrace.pack_bucket.default  # other passes reduce counts
     ]
     submitted: list[tuple[fx.Node | None, OutputRole]] = []
     for k, launch in enumerate(launches):

@@ -20,7 +20,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from embrace_fx import cost
-from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.communicator import Communicator, InFlight
 from embrace_fx.runtime.kernels import unpack_bucket
 from embrace_fx.runtime.launcher import Launcher, Ticket
 from embrace_fx.runtime.row_optimizers import hyperparameters
@@ -115,6 +115,7 @@ class BucketUpdates:
         chunks: elements of each chunk, by bucket; `submit` launches "bucket k [i]" for each.
         parameter: finds a parameter by name.
         wait: waits for a ticket (and takes the time of it).
+        exchanges: by bucket, those that are not AllReduced: what starts the exchange of a flat tensor, in place.
         delivered: told of parameters whose gradients have become ordinary ones.
     """
 
@@ -127,7 +128,9 @@ class BucketUpdates:
         launcher: Launcher,
         wait: Callable[[Ticket], Tensor],
         delivered: Callable[[Sequence[nn.Parameter]], None],
+        exchanges: Mapping[int, Callable[[Tensor], InFlight]],
     ) -> None:
+        self._exchanges = exchanges
         self.chunks = tuple(tuple(sizes) for sizes in chunks)
         self._names = tuple(buckets)
         self._parameter = parameter
@@ -141,7 +144,9 @@ class BucketUpdates:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def reduce(self, k: int, flat: Tensor) -> list[Ticket]:
-        """Launches the AllReduce of a bucket, in place, in chunks."""
+        """Launches the AllReduce of a bucket, in place, in chunks, or its exchange."""
+        if (exchange := self._exchanges.get(k)) is not None:
+            return [self._launcher.submit(f"bucket {k} [0]", lambda: exchange(flat), 0)]
         return [
             self._launcher.submit(
                 f"bucket {k} [{i}]",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -38,10 +38,15 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(slots=True)
 class InFlight:
-    """A value that a collective is still writing. `wait` yields it."""
+    """A value that a collective is still writing. `wait` yields it.
+
+    Attributes:
+        sent_bytes: tells, at the end, what this rank has sent, where that was not known before; None: it was.
+    """
 
     value: Tensor
     work: Any
+    sent_bytes: Callable[[], int] | None = None
 
 
 class Communicator:
@@ -72,6 +77,15 @@ class Communicator:
         """Makes the launcher's own groups, one for each class: a group has one thread launching on it. Collective."""
         if self.world_size > 1:
             self._open(LANE_GROUPS)
+
+    def open_group(self, name: str) -> dist.ProcessGroup:
+        """Another group of the same ranks. Collective, of at least two ranks."""
+        self._open([name])
+        return self._groups[name]
+
+    def process_group(self, name: str) -> dist.ProcessGroup | None:
+        """A communication class's group; None: a single process."""
+        return self._groups.get(name)
 
     def _open(self, names: Sequence[str]) -> None:
         assert self.group is not None

@@ -314,7 +314,7 @@ class Flow:
         return self.exchanges[table].send_gradients("prior", flat, counts.tolist(), embedding_dim)
 
     def launch_bucket(self, bucket: int, flat: Tensor, *_: object) -> tuple[Tensor, list[Ticket]]:
-        """`all_reduce_` of a bucket."""
+        """`all_reduce_` or `exchange_gradient_` of a bucket."""
         self.recorder.mark(f"backward bucket {bucket}")
         return flat, self.buckets.reduce(bucket, flat)
 

@@ -54,6 +54,7 @@ class Ticket:
     ended_s: float = 0.0
     value: Tensor | None = None
     work: Any = None
+    measured: Callable[[], int] | None = None
     state: _State = field(default=None)  # type: ignore[assignment]
 
     @property
@@ -179,7 +180,7 @@ class Launcher:
         """Queues a launch at its place in the current window.
 
         Args:
-            sent_bytes: what this rank sends, for the recorder.
+            sent_bytes: what this rank sends, for the recorder; a guess where what is in flight tells it in the end.
         """
         window = self._state.windows[-1]
         assert name in window.expected, name
@@ -232,7 +233,7 @@ def _launch(state: _State, ticket: Ticket) -> None:
     assert ticket.launch is not None
     ticket.started_s = time.perf_counter()
     launched, ticket.launch = ticket.launch(), None
-    ticket.value, ticket.work = launched.value, launched.work
+    ticket.value, ticket.work, ticket.measured = launched.value, launched.work, launched.sent_bytes
     if launched.work is None:
         _complete(state, ticket)
         return
@@ -252,6 +253,8 @@ def _complete(state: _State, ticket: Ticket) -> None:
     with state.changed:
         ticket.ended_s = state.moved_s = time.perf_counter()
         ticket.work = None
+        if ticket.measured is not None:
+            ticket.sent_bytes = ticket.measured()
         state.in_flight.remove(ticket)
         state.changed.notify_all()
     if ticket.window >= 0:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from embrace_fx.cost import Cluster
 from embrace_fx.graph import (
     BatchInput,
     Buffer,
@@ -35,6 +36,8 @@ from embrace_fx.graph import (
     outputs_of,
 )
 from embrace_fx.runtime.communicator import Communicator, InFlight
+from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
 from embrace_fx.runtime.flow import Ahead, Flow, IdsProgram, TableRoute
 from embrace_fx.runtime.lower import Phase, lower
 from embrace_fx.runtime.tables import RowTable, local_tensor
@@ -166,7 +169,10 @@ class Program:
         self._state = state
         self._communicator = communicator
         self.flow = flow
-        launches = dict(communicator.launches())
+        launches = {
+            **communicator.launches(),
+            "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator),
+        }
         packs = iter(buckets or ())
         if flow is not None:
             launches |= _relaxed_ops(flow)
@@ -474,9 +480,19 @@ def _relaxed_ops(flow: Flow) -> dict[str, Callable[..., Any]]:
     }
 
 
+def _exchange_gradient_(
+    communicator: Communicator, flat: Tensor, rows: int, strategy: str, scheme: str, group: str, group_size: int
+) -> InFlight:
+    """The op of that name where no launcher takes it: it has ended when this returns."""
+    channel = Channel(communicator.process_group(group))
+    with communicator.watching():
+        exchange_gradient_(flat, ExchangeKind(rows, strategy, scheme), channel, Cluster())
+    return InFlight(flat, None)
+
+
 def _reduces_bucket(node: fx.Node) -> bool:
-    """An AllReduce of gradients; other passes reduce counts."""
-    reduces = str(node.target) == "_c10d_functional.all_reduce_.default"
+    """An AllReduce of gradients, or their exchange; other passes reduce counts."""
+    reduces = str(node.target) in ("_c10d_functional.all_reduce_.default", "embrace.exchange_gradient_.default")
     return reduces and str(node.all_input_nodes[0].target) == "embrace.pack_bucket.default"
 
 

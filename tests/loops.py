@@ -377,7 +377,7 @@ def state_read_on_one_rank(side: Side, rank: int) -> None:
 def optimizer_state_read(side: Side, rank: int) -> None:
     for batch in side.lookahead(draw_batches(rank)):
         side.update(batch)
-        of_first = side.optimizer.state_dict()["state"][1]
+        of_first = side.optimizer.state_dict()["state"].get(1, {})  # plain SGD has none
         side.log += [float(value.sum()) for value in of_first.values() if isinstance(value, Tensor)]
 
 

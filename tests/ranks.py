@@ -13,6 +13,7 @@ Protocol
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -290,6 +291,7 @@ def _serve(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; ending the ranks is the parent's
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name may resolve to nothing
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: a collection need not look at it
     while True:
         try:
             job = connection.recv_bytes()
@@ -353,4 +355,6 @@ def _run_as_rank(
 
 
 def _leave_group() -> None:
+    """Ends what the call has left behind: models' threads listen to the store, whose file is about to go."""
+    gc.collect()
     dist.destroy_process_group()

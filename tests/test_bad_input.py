@@ -242,7 +242,10 @@ def _use_strategy(rank: int, world_size: int, strategy: dict[str, str]) -> str:
     ("strategy", "parts"),
     [
         ({"tabel.*": "alltoall"}, ("'tabel.*'", "to match a table", "none among table.weight", "Use a table's")),
-        ({"table.*": "alltoal"}, ("'table.*'", "one of allreduce, alltoall", "'alltoal'", "Choose one")),
+        (
+            {"table.*": "alltoal"},
+            ("'table.*'", "one of allreduce, allgather, alltoall, omnireduce, zen, ps", "'alltoal'", "Choose one"),
+        ),
     ],
     ids=["pattern without a table", "unknown strategy"],
 )

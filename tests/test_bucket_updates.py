@@ -107,6 +107,7 @@ class Deferred(Training):
             self.launcher,
             self.flow.wait,
             lambda parameters: self.delivered.append(list(parameters)),
+            {},
         )
 
     def attach(self, optimizer: Optimizer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,6 +122,53 @@ def test_the_time_of_one_launch() -> None:
     assert launch_ms(UNEVEN, "all_reduce", 4000, 2) == 4000 / 1000 + 2 * 0.5
     assert launch_ms(UNEVEN, "all_to_all", 4000, 2) == 2000 / 500 + 0.25
     assert launch_ms(UNEVEN, "all_gather", 4000, 2) == 4000 / 1000 + 0.5
+
+
+# -- machines of several ranks ---------------------------------------------------------------------------------------
+
+MACHINES = Cluster(1000.0, 0.5, ranks_per_machine=4, inside=Link(8000.0, 0.125))
+"""Four ranks share 1000 bytes per ms to the others; each reaches 8000 to its neighbours."""
+
+
+def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
+    """8 ranks send 2 * 7/8 of the tensor in 14 messages; one rank of a machine sends to the next machine."""
+    assert launch_ms(MACHINES, "all_reduce", 8000, 8) == pytest.approx(14_000 / 1000 + 14 * 0.5)
+
+
+def test_pairwise_messages_are_split_by_where_they_go() -> None:
+    """Of 7 peers 3 are inside; what goes to the 4 others shares a link with what 3 neighbours send."""
+    expected = 3 * (1000 / 8000 + 0.125) + 4 * (1000 * 4 / 1000 + 0.5)
+
+    assert launch_ms(MACHINES, "all_to_all", 8000, 8) == pytest.approx(expected)
+    assert launch_ms(MACHINES, "all_gather", 1000, 8) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_within_one_machine_only_its_own_link_counts(collective: Collective) -> None:
+    assert launch_ms(MACHINES, collective, 8000, 4) == launch_ms(Cluster(8000.0, 0.125), collective, 8000, 4)
+
+
+def test_a_cluster_of_single_ranks_is_itself() -> None:
+    assert UNEVEN.among(4) == UNEVEN
+    assert MACHINES.among(8).among(8) == MACHINES.among(8)
+
+
+def test_chunks_of_machines_are_cut_for_what_they_take() -> None:
+    size = chunk_bytes(MACHINES, 8, "all_to_all")
+
+    start_up_ms = launch_ms(MACHINES, "all_to_all", 0, 8)
+    assert size == MIN_CHUNK_BYTES or launch_ms(MACHINES, "all_to_all", size, 8) == pytest.approx(10 * start_up_ms)
+    assert chunk_bytes(MACHINES, 4) == chunk_bytes(Cluster(8000.0, 0.125), 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ranks_per_machine": 4}, {"inside": Link(1.0, 0.0)}, {"ranks_per_machine": 0}],
+    ids=["no link inside", "nothing inside", "no ranks"],
+)
+def test_machines_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected a link inside a machine where ranks_per_machine is above 1"):
+        Cluster(**options)
 
 
 # -- chunks and buckets ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from embrace_fx.exchange_cost import record_bytes
 from embrace_fx.runtime.exchanges.blocks import cut_blocks, cut_row_blocks, join_blocks, join_row_blocks
 from embrace_fx.runtime.exchanges.gradient import RowSet, accumulate, mean_by_id
 from embrace_fx.runtime.exchanges.hashing import (
@@ -22,7 +23,7 @@ from embrace_fx.runtime.exchanges.hashing import (
     server_of,
 )
 from embrace_fx.runtime.exchanges.options import Options
-from embrace_fx.runtime.exchanges.records import decode_records, encode_records, record_bytes
+from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 
 CPU = torch.device("cpu")
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.float16])

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from embrace_fx.cost import Cluster
-from embrace_fx.runtime.exchanges import omnireduce, zen
+from embrace_fx.exchange_cost import Prediction, cheaper_scheme, cheapest_block
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
 from embrace_fx.runtime.exchanges.options import Options
-from embrace_fx.runtime.exchanges.prediction import Prediction, Sparsity, even_ranges, measure, random_sparsity
 from embrace_fx.runtime.exchanges.steps import run
 from embrace_fx.runtime.exchanges.strategies import STRATEGIES
+from embrace_fx.sparsity import Sparsity, even_ranges, measure, random_sparsity
 from tests.ranks import run_ranks
 from tests.test_wire import sent_by_connection
 
@@ -151,8 +151,7 @@ def time_ms(strategy: str, sparsity: Sparsity, options: Options) -> float:
 
 
 def test_sparsity_is_measured() -> None:
-    rows = [RowSet(torch.tensor(ids), torch.zeros(len(ids), 3), 8) for ids in ([0, 1], [1], [1, 2, 7])]
-    sparsity = measure(rows)
+    sparsity = measure([torch.tensor(ids) for ids in ([0, 1], [1], [1, 2, 7])], 8, width=3, itemsize=4)
     assert sparsity.units_by_rank == (2, 1, 3)
     # Neighbours: {0, 1}, {1, 2, 7}, {0, 1, 2, 7}.
     assert sparsity.unions == pytest.approx((2.0, 3.0, 4.0))
@@ -193,12 +192,12 @@ def test_balanced_or_hierarchical() -> None:
     """Zen, OSDI 2025: BP sends (n-1)/n (g(n) + 1) times what one rank has, HC g(1) + g(2) + g(4) + ..."""
     sparsity = random_sparsity(10**6, 64, 4, 0.001, world_size=16)
     shared = replace(sparsity, unions=tuple(1000.0 * k**0.5 for k in range(1, 17)))
-    assert zen.cheaper_scheme(shared, SLOW) == "balanced"
+    assert cheaper_scheme(shared, SLOW) == "balanced"
     few = replace(sparsity, units_by_rank=(10,) * 16, unions=tuple(10.0 * k**0.5 for k in range(1, 17)))
-    assert zen.cheaper_scheme(few, replace(SLOW, latency_ms=1.0)) == "hierarchical"
+    assert cheaper_scheme(few, replace(SLOW, latency_ms=1.0)) == "hierarchical"
 
 
 def test_blocks_are_larger_on_faster_links_and_for_longer_rows() -> None:
     fast = Cluster(bandwidth_bytes_per_ms=100e9 / 8 / 1e3)
-    assert omnireduce.cheapest_block(1, 4, SLOW) <= omnireduce.cheapest_block(1, 4, fast)
-    assert omnireduce.cheapest_block(512, 4, SLOW) == omnireduce.cheapest_block(512, 4, fast) == 512
+    assert cheapest_block(1, 4, SLOW) <= cheapest_block(1, 4, fast)
+    assert cheapest_block(512, 4, SLOW) == cheapest_block(512, 4, fast) == 512

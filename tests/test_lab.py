@@ -78,6 +78,7 @@ def test_a_system_that_fails_is_reported_and_the_next_cell_runs(ranks: Crew) -> 
     assert not isinstance(ranks.run(cell(port=20_103)), Failed)
 
 
+@pytest.mark.long
 def test_a_cell_that_takes_too_long_is_ended(ranks: Crew) -> None:
     found = ranks.run(cell(steps=100_000, timeout_s=2, port=20_104))
 
@@ -86,6 +87,7 @@ def test_a_cell_that_takes_too_long_is_ended(ranks: Crew) -> None:
     assert not isinstance(ranks.run(cell(port=20_105)), Failed)
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_ends_the_cell_for_all(ranks: Crew) -> None:
     def kill_one() -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -113,6 +115,7 @@ def children(pid: int) -> list[int]:
     return [child for child in found if b"benchmarks.lab_rank" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
+@pytest.mark.long
 def test_ranks_that_cannot_start_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.lab_hosts.python_of", lambda _: Path(sys.executable))
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from embrace_fx.plan import Decision, Plan, readable_bytes, render
+from embrace_fx.cost import Cluster
+from embrace_fx.plan import Candidate, Decision, Plan, readable_bytes, render
 from tests.golden import check_golden
 
 MIB = 2**20
@@ -67,6 +68,22 @@ def test_the_sharded_tables() -> None:
     assert PLAN.sharded == ("words.weight",)
 
 
+def test_what_is_exchanged_sparsely() -> None:
+    assert PLAN.exchanged == ()
+    assert _with(0, strategy="zen", scheme="balanced").exchanged == ("project.weight",)
+
+
+def test_candidates_are_explained() -> None:
+    candidates = (
+        Candidate("alltoall", "", 1_900_000, 0.91, 20 * MIB, ""),
+        Candidate("zen", "hierarchical", 4_000_000, 1.3, 120 * MIB, "1.43 times the time"),
+        Candidate("allreduce", "", 88 * MIB, 30.0, 117 * MIB, "32.97 times the time"),
+    )
+
+    check_golden("plan_explained", _with(2, candidates=candidates).explain())
+    assert "no parameter had a choice" in PLAN.explain()
+
+
 def _with(position: int, **changes: object) -> Plan:
     decisions = list(PLAN.decisions)
     decisions[position] = replace(decisions[position], **changes)  # type: ignore[arg-type]
@@ -82,14 +99,18 @@ def _with(position: int, **changes: object) -> Plan:
         replace(PLAN, decisions=PLAN.decisions[::-1]),
         _with(2, strategy="allreduce"),
         _with(2, shape=(60_000, 128)),
+        _with(2, scheme="balanced"),
+        replace(PLAN, links=Cluster(latency_ms=1.0)),
     ],
-    ids=["world size", "bucket order", "renormed", "order", "strategy", "shape"],
+    ids=["world size", "bucket order", "renormed", "order", "strategy", "shape", "scheme", "links"],
 )
 def test_what_ranks_must_agree_on_changes_the_digest(other: Plan) -> None:
     assert other.digest() != PLAN.digest()
 
 
 def test_predictions_and_reasons_are_not_agreed_on() -> None:
+    candidate = Candidate("alltoall", "", 1, 9.0, 1, "")
+    assert _with(2, candidates=(candidate,)).digest() == PLAN.digest()
     assert _with(2, reason="asked for", sent_bytes_per_step=1, predicted_ms=9.0).digest() == PLAN.digest()
     assert replace(PLAN).digest() == PLAN.digest()
 

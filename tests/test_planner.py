@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from embrace_fx import cost
 from embrace_fx.graph import Gradient, Parameter, TrainingGraph
 from embrace_fx.passes.planner import (
+    CLEARLY,
     ParameterFacts,
     Strategy,
     decide,
@@ -25,7 +26,8 @@ from embrace_fx.passes.planner import (
     shard_exchange,
     upkeep_of_replicas,
 )
-from embrace_fx.plan import Decision, Plan
+from embrace_fx.plan import EXCHANGES, STRATEGIES, Decision, Plan
+from embrace_fx.sparsity import Sparsity
 from tests.graphs import IDS, Tables, analysed, table_of, tables_model
 from tests.table_cases import ILLEGAL, example, plain
 
@@ -153,6 +155,115 @@ def test_max_norm_tables_are_kept_equal() -> None:
     assert decide(graph, facts, {TABLE: (4,)}, world_size=1).renormed == ()
 
 
+# ---- replicas whose gradients are exchanged sparsely ----
+
+LARGE = 4_000_000
+"""Rows of which 120 are read: no AllReduce of the whole table can be fast."""
+MOVES = "Adam moves every row"
+
+
+def test_a_large_table_that_cannot_be_sharded_is_exchanged_sparsely() -> None:
+    plan = planned(LARGE, row_update_blocker=MOVES)
+
+    assert plan[TABLE].strategy in EXCHANGES
+    assert plan[TABLE].reason == f"{MOVES}; 120 of {LARGE} rows read (0.00%)"
+    assert plan.exchanged == (TABLE,)
+    assert plan.sharded == ()
+
+
+def test_sharding_is_preferred_where_it_is_legal() -> None:
+    assert planned(LARGE)[TABLE].strategy == "alltoall"
+
+
+def test_a_table_that_is_read_densely_counts_as_dense() -> None:
+    _, graph = example("a tied projection")
+    table = replace(table_of(graph), num_rows=LARGE)
+    facts = (replace(FACTS, name=TABLE, shape=(LARGE, 4)),)
+
+    decision = decide(replace(graph, tables=(table,)), facts, {TABLE: (3, 3)}, world_size=2)[TABLE]
+
+    assert decision.strategy == "allreduce"
+    by_name = {candidate.strategy: candidate for candidate in decision.candidates}
+    assert by_name["allgather"].sent_bytes_per_step > by_name["allreduce"].sent_bytes_per_step
+
+
+@given(st.sampled_from([200, 10_000, 300_000, LARGE]), st.sampled_from([2, 4, 16]), st.booleans())
+def test_a_sparse_exchange_is_chosen_where_it_is_clearly_the_cheapest(rows: int, ranks: int, blocked: bool) -> None:
+    read = {TABLE: (100,) * ranks, OTHER: (3,) * ranks}
+    decision = planned(rows, read, ranks, row_update_blocker=MOVES if blocked else None)[TABLE]
+
+    legal = [c for c in decision.candidates if c.strategy != "alltoall" or not blocked]
+    sparse = [c.predicted_ms for c in legal if c.strategy in EXCHANGES]
+    others = [c for c in legal if c.strategy not in EXCHANGES]
+    in_bytes_ms = min(c.sent_bytes_per_step for c in others) / cost.Cluster().bandwidth_bytes_per_ms
+    if decision.strategy in EXCHANGES:
+        assert decision.predicted_ms == min(sparse) < CLEARLY * in_bytes_ms
+    else:
+        assert min(sparse) >= CLEARLY * in_bytes_ms * (1 - 1e-9)
+        assert decision.predicted_ms == min(c.predicted_ms for c in others)
+
+
+@pytest.mark.parametrize("strategy", EXCHANGES)
+@pytest.mark.parametrize("blocker", [None, MOVES])
+def test_a_sparse_exchange_may_be_asked_for_whatever_the_optimizer(strategy: str, blocker: str | None) -> None:
+    plan = planned(200, strategy=strategy, row_update_blocker=blocker)
+
+    assert first(plan) == (strategy, "asked for; 120 of 200 rows read (60.00%)")
+    assert plan[OTHER].strategy == strategy
+    assert plan["linear.weight"].strategy == "allreduce"
+
+
+def test_a_dense_parameter_may_be_asked_for_by_name() -> None:
+    plan = planned(strategy={"linear.weight": "omnireduce", TABLE: "zen"})
+
+    assert plan.exchanged == (TABLE, "linear.weight")
+    assert plan["linear.weight"].reason == "asked for; predicted for a gradient without zeros"
+    assert plan["linear.bias"].strategy == "allreduce"
+    with pytest.raises(ValueError, match="to match a table, found none"):
+        planned(strategy={"linear.weight": "alltoall"})
+
+
+def test_zen_has_the_scheme_that_takes_less_time() -> None:
+    """Sixteen ranks with a hundred rows each: doubling has fewer start-ups. With many bytes, hashing sends fewer."""
+    rows = {TABLE: (100,) * 16, OTHER: (3,) * 16}
+    assert planned(rows=rows, world_size=16, strategy="zen")[TABLE].scheme == "hierarchical"
+    rows = {TABLE: (400_000,) * 16, OTHER: (3,) * 16}
+    assert planned(LARGE, rows, world_size=16, strategy="zen")[TABLE].scheme == "balanced"
+    assert planned(strategy="ps")[TABLE].scheme == ""
+
+
+def test_every_strategy_is_weighed_and_one_chosen() -> None:
+    candidates = planned()[TABLE].candidates
+
+    assert {c.strategy for c in candidates} == set(STRATEGIES)
+    assert [c.strategy for c in candidates if not c.rejected] == ["alltoall"]
+    assert [c.predicted_ms for c in candidates] == sorted(c.predicted_ms for c in candidates)
+    blocked = {c.strategy: c.rejected for c in planned(row_update_blocker=MOVES)[TABLE].candidates}
+    assert blocked["alltoall"] == MOVES
+    forced = {c.strategy: c.rejected for c in planned(strategy="ps")[TABLE].candidates}
+    assert forced["zen"] == "ps was asked for"
+    assert planned()["linear.bias"].candidates == ()
+
+
+def test_ids_that_ranks_share_make_unions_small_and_zen_cheap() -> None:
+    rows = {TABLE: (100_000,) * 8, OTHER: (3,) * 8}
+    apart = planned(LARGE, rows, 8, strategy="zen")[TABLE]
+    shared = Sparsity(LARGE, 4, 8, (100_000,) * 8, (100_000.0,) * 8)
+    facts = tuple(replace(FACTS, name=d.parameter, shape=d.shape) for d in planned(LARGE))
+
+    together = decide(graph_of(LARGE), facts, rows, world_size=8, strategy="zen", sparsity={TABLE: shared})[TABLE]
+
+    assert together.sent_bytes_per_step < 0.6 * apart.sent_bytes_per_step
+
+
+def test_the_plan_keeps_what_it_was_cut_for() -> None:
+    links = cost.Cluster(1000.0, 1.0)
+    facts = (replace(FACTS, name=TABLE, shape=(10_000, 4)),)
+
+    assert decide(graph_of(10_000), facts, ROWS, world_size=2, links=links).links == links
+    assert planned().links == cost.Cluster()
+
+
 # ---- predicted bytes ----
 
 
@@ -202,14 +313,29 @@ def test_patterns_are_applied_in_order() -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("all_to_all", r"expected strategy to be 'auto' or one of allreduce, alltoall for '\*', found 'all_to_all'"),
+        (
+            "all_to_all",
+            r"'auto' or one of allreduce, allgather, alltoall, omnireduce, zen, ps for '\*', found 'all_to_all'",
+        ),
         ({TABLE: "sharded"}, r"for 'table\.weight', found 'sharded'"),
         ({"words": "alltoall"}, r"the pattern 'words' of strategy to match a table, found none among table\.weight"),
+        ({"word*": "zen"}, r"the pattern 'word\*' .* to match a table or another .*, found none among table\.weight"),
     ],
 )
 def test_a_strategy_that_does_not_exist(strategy: Strategy, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         requested_strategies(strategy, (TABLE,))
+
+
+def test_other_parameters_are_named_by_patterns_alone() -> None:
+    def of(strategy: Strategy) -> dict[str, str]:
+        return requested_strategies(strategy, ("words.weight",), ("words.weight", "linear.weight"))
+
+    assert of("zen") == {"words.weight": "zen", "linear.weight": "auto"}
+    assert of({"*": "zen"}) == {"words.weight": "zen", "linear.weight": "zen"}
+    assert of({"*": "alltoall"}) == {"words.weight": "alltoall", "linear.weight": "auto"}
+    with pytest.raises(ValueError, match=r"'linear\.\*' of strategy to match a table, found none among words\.weight"):
+        of({"linear.*": "alltoall"})
 
 
 def test_a_pattern_for_a_model_without_tables() -> None:
@@ -247,18 +373,21 @@ def test_buckets_are_blocks_of_the_forward_the_last_one_first(
 ) -> None:
     order = data.draw(st.permutations(range(len(gradients))))
     reduced = {f"p{k}" for k in range(len(gradients)) if data.draw(st.booleans())}
+    alone = {name for name in sorted(reduced) if data.draw(st.integers(0, 3)) == 0}
     absent = {f"absent{k}" for k in range(data.draw(st.integers(0, 2)))}
     sizes = {f"p{k}": count * dtype.itemsize for k, (count, dtype) in enumerate(gradients)} | dict.fromkeys(absent, 4)
 
-    buckets = plan_buckets(graph_with_gradients(gradients, order), reduced | absent, sizes, LINK, 4)
+    buckets = plan_buckets(graph_with_gradients(gradients, order), reduced | absent, sizes, LINK, 4, alone)
 
     blocks = buckets[: len(buckets) - len(absent)]
     assert [name for bucket in reversed(blocks) for name in bucket] == [f"p{k}" for k in order if f"p{k}" in reduced]
     assert [name for bucket in buckets[len(blocks) :] for name in bucket] == sorted(absent)
     assert all(buckets)
     dtypes = {f"p{k}": dtype for k, (_, dtype) in enumerate(gradients)}
-    limit = cost.bucket_bytes(LINK, 4, sum(sizes[name] for name in reduced)) if reduced else 0
+    assert {bucket[0] for bucket in blocks if set(bucket) & alone} == alone
+    limit = cost.bucket_bytes(LINK, 4, sum(sizes[name] for name in reduced - alone))
     for bucket in blocks:
+        assert len(bucket) == 1 or not set(bucket) & alone
         assert len({dtypes[name] for name in bucket}) == 1
         assert len(bucket) == 1 or sum(sizes[name] for name in bucket) <= limit
 

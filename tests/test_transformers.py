@@ -256,6 +256,7 @@ def test_bert_answers_questions() -> None:
     assert trained.result == ("QuestionAnsweringModelOutput", ("loss", "start_logits", "end_logits"))
 
 
+@pytest.mark.long
 def test_gpt2_keeps_its_tied_table_data_parallel() -> None:
     trained = _check(TRAININGS["gpt2"])
     assert trained.sharded == set()

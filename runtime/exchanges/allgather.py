@@ -8,8 +8,7 @@ from __future__ import annotations
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, mean_by_id
 from embrace_fx.runtime.exchanges.options import Options
-from embrace_fx.runtime.exchanges.prediction import Prediction, Sparsity, prediction
-from embrace_fx.runtime.exchanges.rounds import COUNT_BYTES, gather
+from embrace_fx.runtime.exchanges.rounds import gather
 from embrace_fx.runtime.exchanges.steps import Steps
 from embrace_fx.runtime.exchanges.units import restore, units_of
 
@@ -21,14 +20,3 @@ def exchange(gradient: Gradient, channel: Channel, options: Options) -> Steps[Gr
     own = units_of(gradient, options)
     ids, rows, counts = yield from gather(own, channel)
     return restore(mean_by_id(ids, rows, counts, own.num_rows, channel.world_size), gradient)
-
-
-def predict(sparsity: Sparsity, options: Options) -> Prediction:
-    """(N-1) (8 + u (i + s)) bytes; the slowest rank is the one with most units."""
-    del options
-    others = sparsity.world_size - 1
-    return prediction(
-        others * (COUNT_BYTES + sparsity.mean_units * sparsity.record_bytes),
-        others * (COUNT_BYTES + max(sparsity.units_by_rank) * sparsity.record_bytes),
-        2 * others,
-    )

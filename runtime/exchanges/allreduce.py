@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 
-from embrace_fx.cost import all_reduce
 from embrace_fx.runtime.exchanges.blocks import join_blocks
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
 from embrace_fx.runtime.exchanges.options import Options
-from embrace_fx.runtime.exchanges.prediction import Prediction, Sparsity
 from embrace_fx.runtime.exchanges.steps import Steps
 from embrace_fx.runtime.exchanges.units import units_of
 
@@ -31,10 +29,3 @@ def units(gradient: Gradient, options: Options) -> RowSet:
     if isinstance(gradient, RowSet):
         return RowSet(gradient.ids, F.pad(gradient.rows, (0, 1), value=1.0), gradient.num_rows)
     return units_of(gradient, options)
-
-
-def predict(sparsity: Sparsity, options: Options) -> Prediction:
-    """2 (N-1)/N V s bytes, whatever the gradients: ring AllReduce."""
-    del options
-    cost = all_reduce(sparsity.num_units * sparsity.width * sparsity.itemsize, sparsity.world_size)
-    return Prediction(cost, cost)

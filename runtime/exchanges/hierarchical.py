@@ -8,20 +8,18 @@ Sets grow as ranks join them: it wins where start-ups are dear, or ranks' units 
 
 from __future__ import annotations
 
-from statistics import fmean
-
 import torch
 
+from embrace_fx.exchange_cost import paired_ranks
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
-from embrace_fx.runtime.exchanges.prediction import Prediction, Sparsity, prediction
-from embrace_fx.runtime.exchanges.rounds import COUNT_BYTES, send
+from embrace_fx.runtime.exchanges.rounds import send
 from embrace_fx.runtime.exchanges.steps import Steps
 
 
 def mean_by_doubling(units: RowSet, channel: Channel) -> Steps[RowSet]:
     """The mean of all ranks' units. Partial sums travel in the units' own type."""
-    rank, paired = channel.rank, _paired_ranks(channel.world_size)
+    rank, paired = channel.rank, paired_ranks(channel.world_size)
     extra = channel.world_size - paired
     above, below = rank + paired, rank - paired
     total = units
@@ -41,11 +39,6 @@ def mean_by_doubling(units: RowSet, channel: Channel) -> Steps[RowSet]:
     return RowSet(total.ids, total.rows / channel.world_size, total.num_rows)
 
 
-def _paired_ranks(world_size: int) -> int:
-    """The largest power of two of ranks; the others hand their units in and get the result."""
-    return 1 << (world_size.bit_length() - 1)
-
-
 def _sum(first: RowSet, second: RowSet) -> RowSet:
     ids, rows = torch.cat([first.ids, second.ids]), torch.cat([first.rows, second.rows])
     return mean_by_id(ids, rows, [first.ids.numel(), second.ids.numel()], first.num_rows, divisor=1)
@@ -63,35 +56,3 @@ def _swap(units: RowSet, to: int | None, source: int | None, channel: Channel) -
     receive_counts = [theirs if r == source else 0 for r in world]
     ids, rows, _ = yield from send(sent, send_counts, receive_counts, channel)
     return RowSet(ids, rows, units.num_rows)
-
-
-def predict(sparsity: Sparsity) -> Prediction:
-    """sum over rounds of 8 + U(k) (i + s) bytes, U(k) the union of the k ranks that are one by then."""
-    world_size = sparsity.world_size
-    paired = _paired_ranks(world_size)
-    extra = world_size - paired
-
-    def sent_bytes(units: float) -> float:
-        return COUNT_BYTES + units * sparsity.record_bytes
-
-    def largest_union(ranks: int) -> float:
-        """As if unions grew in proportion to the units of the ranks that have most."""
-        of_most = fmean(sorted(sparsity.units_by_rank)[-ranks:]) / max(sparsity.mean_units, 1.0)
-        return min(sparsity.union, sparsity.unions[ranks - 1] * of_most)
-
-    mean = critical = 0.0
-    distance = 1
-    while distance < paired:
-        # Groups of so many neighbours are one by now, with the ranks that handed in their units.
-        sizes = [distance + max(0, min(distance, extra - first)) for first in range(0, paired, distance)]
-        unions = [sent_bytes(sparsity.unions[size - 1]) for size in sizes]
-        mean += fmean(unions) * paired / world_size
-        critical += sent_bytes(largest_union(max(sizes)))
-        distance *= 2
-    rounds = distance.bit_length() - 1
-    if extra:
-        result = sent_bytes(sparsity.union)
-        mean += (sent_bytes(sparsity.mean_units) + result) * extra / world_size
-        critical += sent_bytes(largest_union(1)) + result
-        rounds += 2
-    return prediction(mean, critical, 2 * rounds)

@@ -19,47 +19,27 @@ known from the round before. Before the first round the lanes' first blocks trav
 
 from __future__ import annotations
 
-import math
 from collections import deque
 
 import torch
 from torch import Tensor
 
-from embrace_fx.cost import Cluster
+from embrace_fx.exchange_cost import cheapest_block, lanes_of_aggregator, record_bytes, slots_per_round
 from embrace_fx.runtime.communicator import InFlight
 from embrace_fx.runtime.exchanges.blocks import cut_blocks, cut_row_blocks, join_blocks, join_row_blocks
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, accumulate
 from embrace_fx.runtime.exchanges.options import Options
-from embrace_fx.runtime.exchanges.prediction import (
-    Prediction,
-    Sparsity,
-    even_ranges,
-    prediction,
-    pull_bytes,
-    push_bytes,
-)
-from embrace_fx.runtime.exchanges.records import decode_records, encode_records, index_dtype, record_bytes
+from embrace_fx.runtime.exchanges.records import decode_records, encode_records, index_dtype
 from embrace_fx.runtime.exchanges.steps import Steps
 from embrace_fx.runtime.exchanges.units import row_width
-
-STREAMS = 2
-"""While one stream's blocks are added up, the other's are on their way."""
-START_UP_SHARE = 8
-"""A message's bytes take this many times its start-up, where there are blocks enough."""
-HANDLING_MS = 5e-5
-"""Time to gather, encode, add and decode one block whatever its size: measured 50 ns, of blocks of one element, on one
-CPU core.
-"""
-TYPICAL_DENSITY = 0.01
-"""Of a gradient that nothing is known about: the LSTM's in Zen (OSDI 2025) is 1.13 %."""
-BLOCK_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
+from embrace_fx.sparsity import even_ranges
 
 
 def exchange(gradient: Gradient, channel: Channel, options: Options) -> Steps[Gradient]:
     """The mean over ranks, each block's computed by its aggregator."""
     blocks = units(gradient, options)
-    slots = _slots(blocks.num_rows, blocks.width, blocks.rows.itemsize, options)
+    slots = options.slots or slots_per_round(blocks.num_rows, blocks.width, blocks.rows.itemsize, options.cluster)
     mean = yield from _stream(blocks, channel, slots)
     if isinstance(gradient, RowSet):
         return join_row_blocks(mean, _rows_per_block(gradient, options), gradient.num_rows)
@@ -80,43 +60,8 @@ def _rows_per_block(rows: RowSet, options: Options) -> int:
     return max(1, size // rows.width)
 
 
-def cheapest_block(run: int, itemsize: int, cluster: Cluster) -> int:
-    """The block size, in elements, that moves gradients of `TYPICAL_DENSITY` in the least time.
-
-    Small blocks need more indices and more handling, large ones carry more zeros; the faster the link, the larger. An
-    index is at most an eighth of its block, for a gradient may be denser than assumed.
-
-    Args:
-        run: how many consecutive elements are non-zero together: a row's.
-        itemsize: bytes of an element.
-        cluster: for the link's bandwidth.
-    """
-
-    def time_ms_per_element(size: int) -> float:
-        density = 1 - (1 - TYPICAL_DENSITY) ** math.ceil(size / run)
-        bytes_per_block = record_bytes(0, size, itemsize)
-        return density * (HANDLING_MS + bytes_per_block / cluster.bandwidth_bytes_per_ms) / size
-
-    index_bytes = index_dtype(0).itemsize
-    candidates = (size for size in sorted({run, *BLOCK_SIZES}) if size * itemsize >= 8 * index_bytes)
-    return min(candidates, key=time_ms_per_element)
-
-
-def _slots(num_blocks: int, width: int, itemsize: int, options: Options) -> int:
-    """Blocks per aggregator, round and stream."""
-    if options.slots is not None:
-        return options.slots
-    message_bytes = START_UP_SHARE * options.cluster.latency_ms * options.cluster.bandwidth_bytes_per_ms
-    return max(1, round(message_bytes / record_bytes(num_blocks, width, itemsize)))
-
-
-def _lanes(num_blocks: int, world_size: int, slots: int) -> int:
-    """Lanes of an aggregator; no more than it has blocks."""
-    return max(1, min(STREAMS * slots, math.ceil(num_blocks / world_size)))
-
-
 def _stream(blocks: RowSet, channel: Channel, slots: int) -> Steps[RowSet]:
-    lanes = _lanes(blocks.num_rows, channel.world_size, slots)
+    lanes = lanes_of_aggregator(blocks.num_rows, channel.world_size, slots)
     queues = _Queues(blocks, channel.world_size, lanes)
     index = index_dtype(blocks.num_rows)
     one_each = [lanes] * channel.world_size
@@ -230,26 +175,3 @@ class _Aggregation:
     def result(self) -> RowSet:
         ids, order = torch.cat(self._ids).sort()
         return RowSet(ids, torch.cat(self._means)[order], self._end)
-
-
-def predict(sparsity: Sparsity, options: Options) -> Prediction:
-    """(N-1)/N (u + U) (i + s) bytes of blocks, and 2 (N-1) i per lane for their first blocks.
-
-    The slowest is the aggregator of the fullest range. Its rounds are as many as its longest lane has blocks, estimated
-    for blocks dealt out at random.
-    """
-    world_size = sparsity.world_size
-    others = world_size - 1
-    slots = _slots(sparsity.num_units, sparsity.width, sparsity.itemsize, options)
-    lanes = _lanes(sparsity.num_units, world_size, slots)
-    pushed, push_critical = push_bytes(sparsity, sparsity.record_bytes, sparsity.push_imbalance)
-    pulled, pull_critical = pull_bytes(sparsity, sparsity.record_bytes, sparsity.pull_imbalance)
-    first = 2 * others * lanes * index_dtype(sparsity.num_units).itemsize
-    per_lane = sparsity.pull_imbalance * sparsity.union / world_size / lanes
-    longest = per_lane + math.sqrt(2 * per_lane * math.log(world_size * lanes))
-    rounds = math.ceil(min(longest, sparsity.num_units / world_size / lanes))
-    return prediction(
-        first + pushed + pulled,
-        first + push_critical + pull_critical,
-        2 * others * (1 + math.ceil(lanes / slots) * rounds),
-    )

@@ -15,10 +15,11 @@ class Options:
     Attributes:
         unit: what has an index of its own in a dense gradient, for all but `allreduce` and `omnireduce`: a row (an
             index of the first dimension) or an element. Row sets travel by rows.
-        block_size: elements of a block of `omnireduce`; None: the cheapest on `cluster` (`omnireduce.cheapest_block`).
+        block_size: elements of a block of `omnireduce`; None: the cheapest on `cluster`
+            (`exchange_cost.cheapest_block`).
         slots: blocks that each aggregator adds up per round and stream of `omnireduce`; None: so many that the
             start-up of a round's messages is an eighth of their bytes' time on `cluster`.
-        scheme: of `zen`: balanced parallelism, or hierarchical centralisation (`zen.cheaper_scheme`).
+        scheme: of `zen`: balanced parallelism, or hierarchical centralisation (`exchange_cost.cheaper_scheme`).
         seed: of the hash functions of `zen`, any 64-bit signed number.
         cluster: the links that defaults are chosen for.
     """

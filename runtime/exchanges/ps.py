@@ -13,17 +13,10 @@ import torch
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, mean_by_id
 from embrace_fx.runtime.exchanges.options import Options
-from embrace_fx.runtime.exchanges.prediction import (
-    Prediction,
-    Sparsity,
-    even_ranges,
-    prediction,
-    pull_bytes,
-    push_bytes,
-)
-from embrace_fx.runtime.exchanges.rounds import COUNT_BYTES, gather, push
+from embrace_fx.runtime.exchanges.rounds import gather, push
 from embrace_fx.runtime.exchanges.steps import Steps
 from embrace_fx.runtime.exchanges.units import restore, units_of
+from embrace_fx.sparsity import even_ranges
 
 units = units_of
 
@@ -37,13 +30,3 @@ def exchange(gradient: Gradient, channel: Channel, options: Options) -> Steps[Gr
     # Ranges ascend with ranks, so the servers' units one after the other ascend too.
     ids, rows, _ = yield from gather(served, channel)
     return restore(RowSet(ids, rows, own.num_rows), gradient)
-
-
-def predict(sparsity: Sparsity, options: Options) -> Prediction:
-    """(N-1)/N (u + U) (i + s) bytes and 16 (N-1) of counts; the fullest range's server sends and receives its share."""
-    del options
-    others = sparsity.world_size - 1
-    pushed, push_critical = push_bytes(sparsity, sparsity.record_bytes, sparsity.push_imbalance)
-    pulled, pull_critical = pull_bytes(sparsity, sparsity.record_bytes, sparsity.pull_imbalance)
-    counts = 2 * others * COUNT_BYTES
-    return prediction(counts + pushed + pulled, counts + push_critical + pull_critical, 4 * others)

@@ -10,15 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from embrace_fx.exchange_cost import index_bytes, record_bytes
+
 
 def index_dtype(limit: int) -> torch.dtype:
     """The type that indices from 0 to `limit` travel in."""
-    return torch.int32 if limit < 2**31 else torch.int64
-
-
-def record_bytes(limit: int, width: int, itemsize: int) -> int:
-    """Bytes of a record with an index up to `limit` and `width` values of `itemsize` bytes."""
-    return index_dtype(limit).itemsize + width * itemsize
+    return torch.int32 if index_bytes(limit) == 4 else torch.int64
 
 
 def encode_records(indices: Tensor, rows: Tensor, limit: int) -> Tensor:

@@ -12,9 +12,6 @@ from embrace_fx.runtime.exchanges.gradient import RowSet
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 from embrace_fx.runtime.exchanges.steps import Steps
 
-COUNT_BYTES = 8
-"""An int64 that tells a peer how many records come."""
-
 Records = tuple[Tensor, Tensor, list[int]]
 """ids (K,) and rows (K, d), rank after rank, and how many are whose."""
 

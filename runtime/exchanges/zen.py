@@ -11,19 +11,15 @@ Hierarchical centralisation (`hierarchical.py`) is the other optimum of the pape
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
-from embrace_fx.cost import Cluster
 from embrace_fx.runtime.exchanges import hierarchical
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, mean_by_id
 from embrace_fx.runtime.exchanges.hashing import hash_bitmap, hash_partition, ids_of_bitmap, index_sets
 from embrace_fx.runtime.exchanges.options import Options
-from embrace_fx.runtime.exchanges.prediction import Prediction, Sparsity, prediction, pull_bytes, push_bytes
 from embrace_fx.runtime.exchanges.records import row_bytes
-from embrace_fx.runtime.exchanges.rounds import COUNT_BYTES, push
+from embrace_fx.runtime.exchanges.rounds import push
 from embrace_fx.runtime.exchanges.steps import Steps
 from embrace_fx.runtime.exchanges.units import restore, units_of
 
@@ -62,22 +58,3 @@ def _balanced(own: RowSet, channel: Channel, seed: int) -> Steps[RowSet]:
     )
     union, order = torch.cat(ids_by_server).sort()
     return RowSet(union, flat.view(own.rows.dtype).view(-1, own.width)[order], num_units)
-
-
-def predict(sparsity: Sparsity, options: Options) -> Prediction:
-    """Balanced: (N-1)/N (u (i + s) + U s + V/8) bytes and 8 (N-1) of counts. Hashing leaves no server fuller."""
-    if options.scheme == "hierarchical":
-        return hierarchical.predict(sparsity)
-    others = sparsity.world_size - 1
-    pushed, push_critical = push_bytes(sparsity, sparsity.record_bytes, imbalance=1.0)
-    pulled, pull_critical = pull_bytes(sparsity, sparsity.width * sparsity.itemsize, imbalance=1.0)
-    fixed = others * (COUNT_BYTES + sparsity.num_units / sparsity.world_size / 8)
-    return prediction(fixed + pushed + pulled, fixed + push_critical + pull_critical, 4 * others)
-
-
-def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Literal["balanced", "hierarchical"]:
-    """The scheme with less predicted time; the paper measures a few steps, then decides so."""
-    times_ms = {
-        scheme: predict(sparsity, Options(scheme=scheme)).time_ms(cluster) for scheme in ("balanced", "hierarchical")
-    }
-    return "balanced" if times_ms["balanced"] <= times_ms["hierarchical"] else "hierarchical"

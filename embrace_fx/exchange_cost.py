@@ -1,0 +1,260 @@
+"""What the exchanges of replicas' gradients cost before they run: sparsity in, bytes and time out.
+
+Legend of the formulas: N ranks, V units in the tensor (rows, elements or blocks) of s bytes, u units on a rank, U in
+the union of all ranks, i bytes of an index (4, or 8 from 2^31 on), r = i + s bytes of a unit with its index.
+
+| strategy | bytes that a rank sends, the mean over ranks |
+|---|---|
+| allreduce | 2 (N-1)/N V s |
+| allgather | (N-1) (8 + u r) |
+| ps | (N-1) (16 + (u + U) r / N) |
+| zen, balanced | (N-1) (8 + (u r + U s + V/8) / N) |
+| zen, hierarchical | sum over k = 1, 2, 4, .. of 8 + U(k) r |
+| omnireduce | (N-1) (2 i L + (u + U) r / N), L lanes of an aggregator |
+
+What each of them does is told where it is done, in `embrace_fx.runtime.exchanges`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from embrace_fx.cost import Cluster, Collective, Exchange, all_reduce
+from embrace_fx.sparsity import Sparsity
+
+Scheme = Literal["balanced", "hierarchical"]
+
+COUNT_BYTES = 8
+"""An int64 that tells a peer how many records come."""
+
+STREAMS = 2
+"""Of `omnireduce`: while one stream's blocks are added up, the other's are on their way."""
+START_UP_SHARE = 8
+"""A message's bytes take this many times its start-up, where there are blocks enough."""
+HANDLING_MS = 5e-5
+"""Time to gather, encode, add and decode one block whatever its size: measured 50 ns, of blocks of one element, on one
+CPU core.
+"""
+TYPICAL_DENSITY = 0.01
+"""Of a gradient that nothing is known about: the LSTM's in Zen (OSDI 2025) is 1.13 %."""
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one exchange will send.
+
+    Attributes:
+        mean: what a rank sends, the mean over ranks.
+        critical: the chain of its rounds, in each the bytes of the rank with most to send or receive.
+        collective: whose links it travels on; AllGathers of unequal sizes are AlltoAlls here.
+    """
+
+    mean: Exchange
+    critical: Exchange
+    collective: Collective = "all_to_all"
+
+    def time_ms(self, cluster: Cluster) -> float:
+        """Time of the exchange alone on idle links: the round's slowest rank makes the others wait."""
+        return self.critical.time_ms(cluster, self.collective)
+
+
+def predict(
+    strategy: str,
+    sparsity: Sparsity,
+    *,
+    scheme: Scheme = "balanced",
+    slots: int | None = None,
+    cluster: Cluster = Cluster(),
+) -> Prediction:
+    """What a strategy of replicas sends.
+
+    Args:
+        sparsity: in the strategy's own units; blocks of `omnireduce` (`embrace_fx.sparsity.in_blocks`).
+        scheme: of "zen".
+        slots: of "omnireduce"; None: `slots_per_round`.
+        cluster: what the slots are chosen for.
+
+    Raises:
+        ValueError: a strategy that does not exchange gradients of replicas.
+    """
+    if strategy == "allreduce":
+        cost = all_reduce(sparsity.tensor_bytes, sparsity.world_size)
+        return Prediction(cost, cost, "all_reduce")
+    if strategy == "allgather":
+        return _all_gather(sparsity)
+    if strategy == "ps":
+        return _parameter_server(sparsity)
+    if strategy == "zen":
+        return _balanced(sparsity) if scheme == "balanced" else _hierarchical(sparsity)
+    if strategy == "omnireduce":
+        wanted = slots or slots_per_round(sparsity.num_units, sparsity.width, sparsity.itemsize, cluster)
+        return _streaming(sparsity, wanted)
+    raise ValueError(
+        f"expected a strategy that exchanges gradients of replicas, in predict, found {strategy!r}: use one of "
+        "allreduce, allgather, omnireduce, zen, ps."
+    )
+
+
+def index_bytes(limit: int) -> int:
+    """Bytes of an index from 0 to `limit` on the wire."""
+    return 4 if limit < 2**31 else 8
+
+
+def record_bytes(limit: int, width: int, itemsize: int) -> int:
+    """Bytes of a record: an index up to `limit` and `width` values of `itemsize` bytes."""
+    return index_bytes(limit) + width * itemsize
+
+
+def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
+    """The scheme of "zen" with less predicted time; the paper measures a few steps, then decides so."""
+    balanced, hierarchical = (
+        predict("zen", sparsity, scheme=scheme).time_ms(cluster) for scheme in ("balanced", "hierarchical")
+    )
+    return "balanced" if balanced <= hierarchical else "hierarchical"
+
+
+def cheapest_block(run: int, itemsize: int, cluster: Cluster) -> int:
+    """The block size, in elements, that moves gradients of `TYPICAL_DENSITY` in the least time.
+
+    Small blocks need more indices and more handling, large ones carry more zeros; the faster the link, the larger. An
+    index is at most an eighth of its block, for a gradient may be denser than assumed.
+
+    Args:
+        run: how many consecutive elements are non-zero together: a row's.
+        itemsize: bytes of an element.
+        cluster: for the link's bandwidth.
+    """
+
+    def time_ms_per_element(size: int) -> float:
+        density = 1 - (1 - TYPICAL_DENSITY) ** math.ceil(size / run)
+        bytes_per_block = record_bytes(0, size, itemsize)
+        return density * (HANDLING_MS + bytes_per_block / cluster.bandwidth_bytes_per_ms) / size
+
+    candidates = (size for size in sorted({run, *BLOCK_SIZES}) if size * itemsize >= 8 * index_bytes(0))
+    return min(candidates, key=time_ms_per_element)
+
+
+def slots_per_round(num_blocks: int, width: int, itemsize: int, cluster: Cluster) -> int:
+    """Blocks per aggregator, round and stream of `omnireduce`."""
+    message_bytes = START_UP_SHARE * cluster.latency_ms * cluster.bandwidth_bytes_per_ms
+    return max(1, round(message_bytes / record_bytes(num_blocks, width, itemsize)))
+
+
+def lanes_of_aggregator(num_blocks: int, world_size: int, slots: int) -> int:
+    """Lanes of an aggregator of `omnireduce`; no more than it has blocks."""
+    return max(1, min(STREAMS * slots, math.ceil(num_blocks / world_size)))
+
+
+def paired_ranks(world_size: int) -> int:
+    """The largest power of two of ranks; the others hand their units in and get the result."""
+    return 1 << (world_size.bit_length() - 1)
+
+
+def _all_gather(sparsity: Sparsity) -> Prediction:
+    """The slowest rank is the one with most units."""
+    others, record = sparsity.world_size - 1, _record(sparsity)
+    return _prediction(
+        others * (COUNT_BYTES + sparsity.mean_units * record),
+        others * (COUNT_BYTES + max(sparsity.units_by_rank) * record),
+        2 * others,
+    )
+
+
+def _parameter_server(sparsity: Sparsity) -> Prediction:
+    """The fullest range's server sends and receives its share."""
+    others, record = sparsity.world_size - 1, _record(sparsity)
+    pushed, push_critical = _push_bytes(sparsity, record, sparsity.push_imbalance)
+    pulled, pull_critical = _pull_bytes(sparsity, record, sparsity.pull_imbalance)
+    counts = 2 * others * COUNT_BYTES
+    return _prediction(counts + pushed + pulled, counts + push_critical + pull_critical, 4 * others)
+
+
+def _balanced(sparsity: Sparsity) -> Prediction:
+    """Hashing leaves no server fuller than another; values come back without an index, with a bitmap."""
+    others = sparsity.world_size - 1
+    pushed, push_critical = _push_bytes(sparsity, _record(sparsity), imbalance=1.0)
+    pulled, pull_critical = _pull_bytes(sparsity, sparsity.width * sparsity.itemsize, imbalance=1.0)
+    fixed = others * (COUNT_BYTES + sparsity.num_units / sparsity.world_size / 8)
+    return _prediction(fixed + pushed + pulled, fixed + push_critical + pull_critical, 4 * others)
+
+
+def _hierarchical(sparsity: Sparsity) -> Prediction:
+    """Recursive doubling; beyond a power of two, ranks hand in their units first and get the result last."""
+    world_size = sparsity.world_size
+    paired = paired_ranks(world_size)
+    extra = world_size - paired
+
+    def sent_bytes(units: float) -> float:
+        return COUNT_BYTES + units * _record(sparsity)
+
+    def largest_union(ranks: int) -> float:
+        """As if unions grew in proportion to the units of the ranks that have most."""
+        of_most = fmean(sorted(sparsity.units_by_rank)[-ranks:]) / max(sparsity.mean_units, 1.0)
+        return min(sparsity.union, sparsity.unions[ranks - 1] * of_most)
+
+    mean = critical = 0.0
+    distance = 1
+    while distance < paired:
+        # Groups of so many neighbours are one by now, with the ranks that handed in their units.
+        sizes = [distance + max(0, min(distance, extra - first)) for first in range(0, paired, distance)]
+        unions = [sent_bytes(sparsity.unions[size - 1]) for size in sizes]
+        mean += fmean(unions) * paired / world_size
+        critical += sent_bytes(largest_union(max(sizes)))
+        distance *= 2
+    rounds = distance.bit_length() - 1
+    if extra:
+        result = sent_bytes(sparsity.union)
+        mean += (sent_bytes(sparsity.mean_units) + result) * extra / world_size
+        critical += sent_bytes(largest_union(1)) + result
+        rounds += 2
+    return _prediction(mean, critical, 2 * rounds)
+
+
+def _streaming(blocks: Sparsity, slots: int) -> Prediction:
+    """The slowest is the aggregator of the fullest range. Its rounds are as many as its longest lane has blocks,
+    estimated for blocks dealt out at random.
+    """
+    world_size, record = blocks.world_size, _record(blocks)
+    others = world_size - 1
+    lanes = lanes_of_aggregator(blocks.num_units, world_size, slots)
+    pushed, push_critical = _push_bytes(blocks, record, blocks.push_imbalance)
+    pulled, pull_critical = _pull_bytes(blocks, record, blocks.pull_imbalance)
+    first = 2 * others * lanes * index_bytes(blocks.num_units)
+    per_lane = blocks.pull_imbalance * blocks.union / world_size / lanes
+    longest = per_lane + math.sqrt(2 * per_lane * math.log(world_size * lanes))
+    rounds = math.ceil(min(longest, blocks.num_units / world_size / lanes))
+    return _prediction(
+        first + pushed + pulled,
+        first + push_critical + pull_critical,
+        2 * others * (1 + math.ceil(lanes / slots) * rounds),
+    )
+
+
+def _record(sparsity: Sparsity) -> int:
+    return record_bytes(sparsity.num_units, sparsity.width, sparsity.itemsize)
+
+
+def _prediction(mean_bytes: float, critical_bytes: float, messages: int) -> Prediction:
+    return Prediction(Exchange(round(mean_bytes), messages), Exchange(round(critical_bytes), messages))
+
+
+def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
+    """Every rank's units to N servers, each with `record` bytes: mean of a rank, and the slowest's.
+
+    The slowest is the rank with most units to send, or the server of the fullest range.
+    """
+    to_others = (sparsity.world_size - 1) / sparsity.world_size * record
+    return (
+        to_others * sparsity.mean_units,
+        to_others * max(*sparsity.units_by_rank, imbalance * sparsity.mean_units),
+    )
+
+
+def _pull_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
+    """Every server's share of the union to all other ranks: mean of a rank, and the slowest's."""
+    to_others = (sparsity.world_size - 1) / sparsity.world_size * record * sparsity.union
+    return to_others, to_others * imbalance

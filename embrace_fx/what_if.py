@@ -1,0 +1,117 @@
+"""What a plan would be, on any cluster and any number of ranks, before there is one: `plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from embrace_fx.api import CompiledModel, Optimizers
+from embrace_fx.capture import capture
+from embrace_fx.compiler import analyse
+from embrace_fx.cost import Cluster
+from embrace_fx.exactness import RowUpdates
+from embrace_fx.graph import Table, TrainingGraph
+from embrace_fx.passes.planner import Strategy, decide
+from embrace_fx.plan import Plan
+from embrace_fx.planning import Read, facts_of, reads_of, used_parameters
+from embrace_fx.runtime.program import ModelState
+from embrace_fx.sparsity import Sparsity, extrapolate, measure
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    *,
+    world_size: int | None = None,
+    cluster: Cluster = Cluster(),
+    optimizer: Optimizers = None,
+    strategy: Strategy = "auto",
+    row_updates: RowUpdates = "exact",
+) -> Plan:
+    """The plan that `compile` would make on `world_size` ranks of a cluster. Needs one process and no network.
+
+    The model is captured as at its first call; neither it nor the optimizer is changed. `plan(...).explain()` prints
+    what every strategy is predicted to cost. `cluster` is also what buckets and blocks are cut for.
+
+    Args:
+        model: a plain module, in the mode in which it is trained.
+        batch: a rank's batch as the model is called with it: a tensor, a tuple of arguments, or a mapping of keywords;
+            or a list of such batches. As many as there are ranks are those ranks' batches, whose overlaps are exact.
+            Of fewer, each further rank is taken to draw ids independently, as often as these batches have them; ids
+            that a batch has once stand for those it lacks (`embrace_fx.sparsity.extrapolate`).
+        world_size: number of ranks; None: as many as batches.
+        cluster: the links between ranks.
+        optimizer, strategy, row_updates: as `compile` takes them.
+
+    Raises:
+        CaptureError: the forward cannot be captured.
+        ValueError: a compiled model; fewer ranks than batches, or fewer than 1; a strategy that does not exist.
+    """
+    if isinstance(model, CompiledModel):
+        raise ValueError("expected a plain model, in plan(), found a compiled one, which has a plan: read model.plan.")
+    batches = list(batch) if isinstance(batch, list) else [batch]
+    ranks = len(batches) if world_size is None else world_size
+    if not 1 <= len(batches) <= ranks:
+        raise ValueError(
+            f"expected at least one batch, and no more than ranks, in plan(), found {len(batches)} batch(es) for "
+            f"world_size={ranks}."
+        )
+    optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
+    classes = {id(each): type(each) for each in optimizers}
+    state = ModelState(model)
+    measured = [_measured(model, state, each) for each in batches]
+    graph = measured[0].graph
+    used = set().union(*(used_parameters(each.graph) for each in measured))
+    rows, sparsity = {}, {}
+    for table in graph.tables:
+        reads = [each.reads[table.parameter] for each in measured if table.parameter in each.reads]
+        if len(reads) == len(measured):
+            mean_rows = round(sum(read.rows for read in reads) / len(reads))
+            rows[table.parameter] = tuple(read.rows for read in reads) + (mean_rows,) * (ranks - len(reads))
+            sparsity[table.parameter] = _sparsity(table, reads, ranks)
+    return decide(
+        graph,
+        facts_of(model, optimizers, classes, row_updates, used),
+        rows,
+        world_size=ranks,
+        strategy=strategy,
+        cluster=cluster,
+        links=cluster,
+        sparsity=sparsity,
+    )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A batch's graph, and what the batch reads."""
+
+    graph: TrainingGraph
+    reads: Mapping[str, Read]
+
+
+def _measured(model: nn.Module, state: ModelState, batch: Any) -> _Measured:
+    args, kwargs = _arguments(batch)
+    with torch.random.fork_rng():
+        graph = analyse(capture(model, args, kwargs, train=True))
+    return _Measured(graph, reads_of(state, graph, pytree.tree_leaves((args, kwargs))))
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (batch if isinstance(batch, tuple) else (batch,)), {}
+
+
+def _sparsity(table: Table, reads: Sequence[Read], ranks: int) -> Sparsity:
+    drawn: list[Tensor] = [read.drawn.cpu() for read in reads]
+    shape = (table.num_rows, table.embedding_dim, table.dtype.itemsize)
+    unique = [ids.unique() for ids in drawn]
+    if len(reads) == ranks:
+        return measure(unique, *shape)
+    return extrapolate(drawn, *shape, world_size=ranks)

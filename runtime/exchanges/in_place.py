@@ -1,0 +1,110 @@
+"""Exchanges of a step's gradients: each in place, one after the other, on a thread and a process group of their own.
+
+Contract
+    An exchange takes several rounds of collectives, between which its rank computes. Neither the model's thread nor the
+    launcher waits for a round: the launcher starts an exchange when its turn comes, and counts it as one launch. What
+    is started in the same order on all ranks meets in that order, as this thread alone launches on its group.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embrace_fx.cost import Cluster
+from embrace_fx.runtime.communicator import InFlight
+from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.gradient import RowSet
+from embrace_fx.runtime.exchanges.options import Options
+from embrace_fx.runtime.exchanges.steps import run
+from embrace_fx.runtime.exchanges.strategies import STRATEGIES
+from embrace_fx.runtime.exchanges.units import units_of
+
+
+@dataclass(frozen=True)
+class ExchangeKind:
+    """How one parameter's gradient is exchanged, equal on all ranks.
+
+    Attributes:
+        rows: size of the gradient's first dimension, whose indices have an index of their own on the wire.
+        strategy: one of `STRATEGIES`.
+        scheme: of "zen": "balanced" or "hierarchical"; "" otherwise.
+    """
+
+    rows: int
+    strategy: str
+    scheme: str
+
+
+def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, cluster: Cluster) -> Tensor:
+    """The mean over ranks of a dense gradient, in place; waits for every round.
+
+    Args:
+        flat: (rows * width,).
+        cluster: the links that blocks are cut for.
+    """
+    strategy = STRATEGIES[kind.strategy]
+    options = Options(scheme="hierarchical" if kind.scheme == "hierarchical" else "balanced", cluster=cluster)
+    rows = flat.view(kind.rows, -1)
+    if kind.strategy == "omnireduce":  # its blocks are cut out of the tensor as a whole
+        mean = run(strategy.exchange(rows, channel, options))
+        assert isinstance(mean, Tensor)
+        return flat.copy_(mean.view(-1))
+    union = run(strategy.exchange(units_of(rows, options), channel, options))
+    assert isinstance(union, RowSet)
+    rows.index_copy_(0, union.ids, union.rows)  # whatever is not among them is zero on this rank too
+    return flat
+
+
+@dataclass
+class _Job:
+    flat: Tensor
+    kind: ExchangeKind
+    done: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
+    sent_bytes: int = 0
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """As the work of a collective has it."""
+        return self.done
+
+
+class ExchangeThread:
+    """Runs exchanges in the order in which they are started.
+
+    Args:
+        group: used by nobody else.
+        cluster: the links that blocks are cut for.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, cluster: Cluster) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        arguments = (self._jobs, Channel(group), cluster)
+        threading.Thread(target=_serve, args=arguments, name="embrace_fx exchanges", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def start(self, flat: Tensor, kind: ExchangeKind) -> InFlight:
+        """`exchange_gradient_` in the background; `sent_bytes` of what is in flight is known once it has arrived."""
+        job = _Job(flat, kind)
+        self._jobs.put(job)
+        return InFlight(flat, job, lambda: job.sent_bytes)
+
+
+def _serve(jobs: queue.SimpleQueue[_Job | None], channel: Channel, cluster: Cluster) -> None:
+    with torch.no_grad():
+        while (job := jobs.get()) is not None:
+            before = channel.sent_bytes
+            try:
+                exchange_gradient_(job.flat, job.kind, channel, cluster)
+            except Exception as error:  # whoever waits for it shall hear of it
+                job.done.set_exception(error)
+                continue
+            job.sent_bytes = channel.sent_bytes - before
+            job.done.set_result(None)
+            del job  # its gradient must not live until the next one comes
