@@ -156,8 +156,7 @@ def run_rank(options: argparse.Namespace) -> None:
             systems[name].train(options.recorded)
         results["measured"][name] = asdict(model.timeline.diagnostics())
         if rank == 0 and options.pictures:
-            for suffix in ("html", "svg"):
-                model.timeline.save(Path(options.pictures) / f"{name}.{suffix}")
+            model.timeline.save(Path(options.pictures) / f"{name}.svg")
     if rank == 0:
         print(json.dumps(results))
     dist.barrier()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +65,10 @@ def make_plan(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> 
     everyone = setting.communicator.gather_objects(own)
     if failures := {rank: report["failure"] for rank, report in enumerate(everyone) if "failure" in report}:
         raise PeerFailure(failures)
-    plan = _agree_on_plan(setting, graph, everyone, Cluster())
+    decide_on = _decider(setting, graph, everyone) if setting.communicator.rank == 0 else None
+    plan = _agree_on_plan(setting, decide_on, Cluster())
     links = links_between(setting, plan)
-    return plan if links == Cluster() else _agree_on_plan(setting, graph, everyone, links)
+    return plan if links == Cluster() else _agree_on_plan(setting, decide_on, links)
 
 
 def links_between(setting: Setting, plan: Plan) -> Cluster:
@@ -76,12 +77,12 @@ def links_between(setting: Setting, plan: Plan) -> Cluster:
     return links_for(setting.communicator, plan.sent_bytes_per_step) if on_cpu else Cluster()
 
 
-def _agree_on_plan(setting: Setting, graph: TrainingGraph, everyone: list[dict[str, Any]], links: Cluster) -> Plan:
-    """Rank 0's plan, on every rank."""
+def _agree_on_plan(setting: Setting, decide_on: Callable[[Cluster], Plan] | None, links: Cluster) -> Plan:
+    """Rank 0's plan, on every rank; `decide_on`: rank 0's alone."""
     plan: Plan | str | None = None
-    if setting.communicator.rank == 0:
+    if decide_on is not None:
         try:
-            plan = _decide(setting, graph, everyone, links)
+            plan = decide_on(links)
         except ValueError as error:
             plan = str(error)
     plan = setting.communicator.gather_objects(plan)[0]
@@ -91,23 +92,25 @@ def _agree_on_plan(setting: Setting, graph: TrainingGraph, everyone: list[dict[s
     return plan
 
 
-def _decide(setting: Setting, graph: TrainingGraph, everyone: list[dict[str, Any]], links: Cluster) -> Plan:
+def _decider(setting: Setting, graph: TrainingGraph, everyone: list[dict[str, Any]]) -> Callable[[Cluster], Plan]:
+    """What makes a plan of everything that the ranks reported, given the links."""
     used = set().union(*(report["used"] for report in everyone))
     reads = [report["reads"] for report in everyone]
     rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in everyone[0]["tables"]}
     facts = facts_of(setting.model, setting.optimizers, setting.classes, setting.options.row_updates, used)
-    return decide(
+    sparsity = {
+        table.parameter: found
+        for table in graph.tables
+        if (found := _sparsity(table, [own.get(table.parameter) for own in reads])) is not None
+    }
+    return lambda links: decide(
         graph,
         facts,
         rows,
         world_size=setting.communicator.world_size,
         strategy=setting.options.strategy,
         links=links,
-        sparsity={
-            table.parameter: sparsity
-            for table in graph.tables
-            if (sparsity := _sparsity(table, [own.get(table.parameter) for own in reads])) is not None
-        },
+        sparsity=sparsity,
     )
 
 

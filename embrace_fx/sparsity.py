@@ -11,8 +11,10 @@ rank r, u their mean, U(n) units in the union of n ranks, U that of all.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import fmean
 
 import torch
@@ -142,11 +144,8 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
 
 def independent(num_units: int, width: int, itemsize: int, units_by_rank: tuple[int, ...]) -> Sparsity:
     """Each rank has so many units, any of them with the same probability, independently."""
-
-    def union(ranks: int) -> float:
-        return num_units * (1.0 - math.prod(1.0 - units / max(num_units, 1) for units in units_by_rank[:ranks]))
-
-    unions = tuple(union(ranks) for ranks in range(1, len(units_by_rank) + 1))
+    absent = accumulate((1.0 - units / max(num_units, 1) for units in units_by_rank), operator.mul)
+    unions = tuple(num_units * (1.0 - probability) for probability in absent)
     return Sparsity(num_units, width, itemsize, units_by_rank, unions)
 
 

@@ -202,7 +202,8 @@ class _Setting:
 
     def of_dense(self, fact: ParameterFacts, wanted: str) -> _Choice:
         """A parameter that no lookup reads: nothing is known of its gradient's zeros, but the user may know."""
-        priced = self._replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0))
+        strategies = ("allreduce",) if wanted == "auto" else ("allreduce", *EXCHANGES)
+        priced = self._replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0), strategies)
         if wanted == "auto":
             return _Choice(priced["allreduce"], "dense gradient")
         reason = "asked for" if wanted == "allreduce" else "asked for; predicted for a gradient without zeros"
@@ -243,10 +244,16 @@ class _Setting:
             return self._chosen(priced, "alltoall", what)
         return self._chosen(priced, "allreduce", blocker or f"small, or densely read: {what}")
 
-    def _replicas(self, fact: ParameterFacts, rows: Sparsity, upkeep: cost.Exchange) -> dict[str, _Priced]:
-        """The strategies of replicas."""
+    def _replicas(
+        self,
+        fact: ParameterFacts,
+        rows: Sparsity,
+        upkeep: cost.Exchange,
+        strategies: Collection[str] = ("allreduce", *EXCHANGES),
+    ) -> dict[str, _Priced]:
+        """Strategies of replicas."""
         priced = {}
-        for strategy in ("allreduce", *EXCHANGES):
+        for strategy in strategies:
             scheme: Scheme = cheaper_scheme(rows, self.cluster) if strategy == "zen" else "balanced"
             found = predict(strategy, self._units(rows, strategy, self.cluster), scheme=scheme, cluster=self.cluster)
             # Compared on the cluster, so that what is chosen does not depend on what was measured of the links; bytes

@@ -32,7 +32,7 @@ CLASSES = ("ids", "embedding", "dense")
 LANE_GROUPS = tuple(f"{lane} lane" for lane in LANES if lane != "compute")
 """The groups of the launcher's thread."""
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Torch renamed it, and the old name warns."""
 
 
@@ -128,7 +128,7 @@ class Communicator:
         own = torch.tensor([failure is not None, self.activity, *sizes, *padding], dtype=torch.int64)
         everyone = own.new_empty((self.world_size, own.numel()))
         with self.watching():
-            _all_gather(everyone.view(-1), own, group=self._groups["ids"])
+            all_gather_single(everyone.view(-1), own, group=self._groups["ids"])
         rows: list[list[int]] = everyone.tolist()
         if any(row[0] for row in rows):
             failures = self.gather_objects(failure)
@@ -181,7 +181,7 @@ class Communicator:
         if self.world_size == 1:
             return InFlight(own.view(1, -1), None)
         packed = own.new_empty((self.world_size, own.numel()))
-        work = _all_gather(packed.view(-1), own, group=self._groups[group], async_op=True)
+        work = all_gather_single(packed.view(-1), own, group=self._groups[group], async_op=True)
         return InFlight(packed, work)
 
     def all_to_all_rows(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.cost import COLLECTIVES, MIN_CHUNK_BYTES, Cluster, Collective, Exchange, Link, exchange
-from embrace_fx.runtime.communicator import Communicator, InFlight
+from embrace_fx.runtime.communicator import Communicator, InFlight, all_gather_single
 from embrace_fx.runtime.launcher import IN_FLIGHT
 
 FEWEST_RUNS, MOST_RUNS = 3, 7
@@ -37,9 +37,6 @@ CPU = torch.device("cpu")
 
 _GROUPS: dict[Collective, str] = {"all_reduce": "dense", "all_to_all": "embedding", "all_gather": "ids"}
 """Whose process group carries each collective in training."""
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Torch renamed it, and the old name warns."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +152,7 @@ def _launch(
     communicator: Communicator, collective: Collective, own_bytes: int, device: torch.device
 ) -> Callable[[], InFlight]:
     ranks = communicator.world_size
-    group = communicator._groups[_GROUPS[collective]]
+    group = communicator.process_group(_GROUPS[collective])
     own = torch.zeros(own_bytes // 4 // ranks * ranks, device=device)
     if collective == "all_reduce":
         return lambda: communicator.all_reduce_(own, "sum", _GROUPS[collective])
@@ -163,4 +160,4 @@ def _launch(
         received = torch.empty_like(own)
         return lambda: InFlight(received, dist.all_to_all_single(received, own, group=group, async_op=True))
     everyone: Tensor = own.new_empty(ranks * own.numel())
-    return lambda: InFlight(everyone, _all_gather(everyone, own, group=group, async_op=True))
+    return lambda: InFlight(everyone, all_gather_single(everyone, own, group=group, async_op=True))

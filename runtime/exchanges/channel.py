@@ -12,10 +12,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.runtime.communicator import InFlight
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Torch renamed it, and the old name warns."""
+from embrace_fx.runtime.communicator import InFlight, all_gather_single
 
 
 class Channel:
@@ -85,4 +82,4 @@ class Channel:
         self.sent_bytes += (self.world_size - 1) * own.nbytes
         self.messages += (self.world_size - 1) * (own.numel() > 0)
         everyone = own.new_empty((sum(sizes),))
-        return InFlight(everyone, _all_gather(everyone, own, group=self._group, async_op=True))
+        return InFlight(everyone, all_gather_single(everyone, own, group=self._group, async_op=True))
