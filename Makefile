@@ -84,7 +84,7 @@ $(READY): pyproject.toml
 	echo "making $(VENV) with $$("$$python" --version): $(TORCH), then the project and its tools; takes minutes"
 	"$$python" -m venv $(VENV)
 	$(PIP) install $(TORCH)
-	$(PIP) install --editable '.[test,dev]'
+	$(PIP) install --editable '.[test,dev,triton]'
 	touch $@
 
 # setuptools adds to build/lib but never removes: without the first line a deleted module would live on in the wheel.

@@ -23,7 +23,15 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.communicator import Communicator
-from embrace_fx.runtime.kernels import coalesce, join_columns, lookup, split_columns
+from embrace_fx.runtime.kernels import (
+    coalesce,
+    gpu,
+    join_columns,
+    join_columns_into,
+    lookup_as,
+    split_columns,
+    split_selected_columns,
+)
 from embrace_fx.runtime.launcher import Launcher, Ticket
 from embrace_fx.runtime.row_optimizers import hyperparameters
 from embrace_fx.runtime.tables import RowTable
@@ -67,13 +75,24 @@ class RowSplitter:
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._marks = torch.zeros((num_rows,), dtype=torch.bool, device=device)
+        self._stamps = 0  # on CUDA: marks that differ from this number are not erased
 
     def among(self, ids: Tensor, others: Tensor) -> Tensor:
         """Which of `ids` (R,) are among `others`: bool (R,)."""
+        if ids.is_cuda and gpu.available():
+            return self._stamped(ids, others)
         self._marks.index_fill_(0, others, True)
         found = self._marks.index_select(0, ids)
         self._marks.index_fill_(0, others, False)
         return found
+
+    def _stamped(self, ids: Tensor, others: Tensor) -> Tensor:
+        marks = self._marks.view(torch.uint8)
+        if self._stamps == gpu.STAMPS:
+            marks.zero_()
+            self._stamps = 0
+        self._stamps += 1
+        return gpu.split_prior_delayed(ids.contiguous(), others.contiguous(), marks, self._stamps)
 
 
 def chunks_of(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
@@ -169,18 +188,19 @@ class RowExchange:
     def rows(self) -> Tensor:
         """All columns of this rank's rows, flat (U * D,)."""
         width = self.table.parameter.shape[1]
-        arrived = [
-            (part.positions, join_columns(self._wait(part.ticket), width, self._communicator.world_size))
-            for part in self._arriving.rows
-        ]
+        world_size = self._communicator.world_size
+        joined: Tensor | None = None
+        for part in self._arriving.rows:
+            flat = self._wait(part.ticket)
+            if part.positions is None:
+                joined = join_columns(flat, width, world_size)
+                continue
+            if joined is None:
+                assert self._routing is not None
+                joined = flat.new_empty((self._routing.counts[self._communicator.rank], width))
+            join_columns_into(joined, part.positions, flat, world_size)
         self._arriving = _Arriving()
-        if len(arrived) == 1:
-            return arrived[0][1].view(-1)
-        assert self._routing is not None
-        joined = arrived[0][1].new_empty((self._routing.counts[self._communicator.rank], width))
-        for positions, part in arrived:
-            assert positions is not None
-            joined.index_copy_(0, positions, part)
+        assert joined is not None
         return joined.view(-1)
 
     def _send_rows(self, what: str, routing: Routing, selection: Selection | None, dtype: torch.dtype) -> _Rows:
@@ -188,7 +208,7 @@ class RowExchange:
         if selection is not None:
             ids, counts = ids[selection.mask], selection.counts
             positions = selection.mask[routing.own(self._communicator.rank)].nonzero().view(-1)
-        columns = lookup(self.table.local, ids).to(dtype)
+        columns = lookup_as(self.table.local, ids, dtype)
         return _Rows(positions, self.send_rows(columns, counts, what))
 
     def send_rows(self, columns: Tensor, counts: Sequence[int], what: str = "rows") -> Ticket:
@@ -252,10 +272,12 @@ class RowExchange:
 
     def _send_gradient(self, what: str, rows: Tensor, routing: Routing, selection: Selection | None) -> _Part:
         ids, counts = routing.ids, routing.counts
-        if selection is not None:
-            rows = rows[selection.mask[routing.own(self._communicator.rank)]]
+        if selection is None:
+            flat = split_columns(rows, self._communicator.world_size)
+        else:
+            own = selection.mask[routing.own(self._communicator.rank)]
+            flat = split_selected_columns(rows, own, self._communicator.world_size)
             ids, counts = ids[selection.mask], selection.counts
-        flat = split_columns(rows, self._communicator.world_size)
         return _Part(ids, self.send_gradients(what, flat, counts, rows.shape[1]))
 
     # -- updates -------------------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
+from embrace_fx.runtime.kernels import gpu
+
 State = dict[str, Any]
 """One table's optimizer state: tensors (V, d), and the step counter as the optimizer's class has it."""
 
@@ -94,7 +96,7 @@ class _RowSGD(RowOptimizer):
 
     @torch.no_grad()
     def apply(self, shard: Tensor, state: State, ids: Tensor, rows: Tensor, group: Mapping[str, Any]) -> None:
-        if group["momentum"] != 0 or group["weight_decay"] != 0:
+        if group["momentum"] != 0 or group["weight_decay"] != 0 or (shard.is_cuda and _fused(shard, rows, state)):
             super().apply(shard, state, ids, rows, group)
             return
         # One pass and no intermediate values: to gather, add and scatter takes half as long again on shards of 128
@@ -103,13 +105,26 @@ class _RowSGD(RowOptimizer):
         shard.index_add_(0, ids, rows, alpha=lr if group.get("maximize", False) else -lr)
 
     def _update(self, shard: Tensor, state: State, ids: Tensor, rows: Tensor, group: Mapping[str, Any]) -> None:
+        if group["momentum"] != 0 and state.get("momentum_buffer") is None:
+            state.update(self.init_state(shard, group))  # a scheduler or a checkpoint switched momentum on
+        if shard.is_cuda and _fused(shard, rows, state):
+            gpu.sgd_rows(
+                shard,
+                state["momentum_buffer"] if group["momentum"] != 0 else None,
+                ids,
+                rows,
+                lr=float(group["lr"]),
+                momentum=group["momentum"],
+                weight_decay=group["weight_decay"],
+                nesterov=group["nesterov"],
+                maximize=group.get("maximize", False),
+            )
+            return
         gradient = _descent(rows, group)
         weight = shard.index_select(0, ids)
         if group["weight_decay"] != 0:
             gradient = gradient.add(weight, alpha=group["weight_decay"])
         if group["momentum"] != 0:
-            if state.get("momentum_buffer") is None:  # a scheduler or a checkpoint switched momentum on
-                state.update(self.init_state(shard, group))
             buffer = state["momentum_buffer"].index_select(0, ids).mul_(group["momentum"]).add_(gradient)
             state["momentum_buffer"].index_copy_(0, ids, buffer)
             gradient = gradient.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
@@ -126,13 +141,25 @@ class _RowAdagrad(RowOptimizer):
         _advance_tensor_step(state)
 
     def _update(self, shard: Tensor, state: State, ids: Tensor, rows: Tensor, group: Mapping[str, Any]) -> None:
+        step_size = group["lr"] / (1 + (state["step"].item() - 1) * group["lr_decay"])
+        if shard.is_cuda and _fused(shard, rows, state):
+            gpu.adagrad_rows(
+                shard,
+                state["sum"],
+                ids,
+                rows,
+                step_size=float(step_size),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                maximize=group.get("maximize", False),
+            )
+            return
         gradient = _descent(rows, group)
         weight = shard.index_select(0, ids)
         if group["weight_decay"] != 0:
             gradient = gradient.add(weight, alpha=group["weight_decay"])
         total = state["sum"].index_select(0, ids).addcmul_(gradient, gradient)
         state["sum"].index_copy_(0, ids, total)
-        step_size = group["lr"] / (1 + (state["step"].item() - 1) * group["lr_decay"])
         weight.addcdiv_(gradient, total.sqrt_().add_(group["eps"]), value=-float(step_size))
         shard.index_copy_(0, ids, weight)
 
@@ -152,6 +179,26 @@ class _RowAdam(RowOptimizer):
 
     def _update(self, shard: Tensor, state: State, ids: Tensor, rows: Tensor, group: Mapping[str, Any]) -> None:
         (beta1, beta2), lr, weight_decay = group["betas"], group["lr"], group["weight_decay"]
+        step = state["step"].item()
+        step_size = lr / (1 - beta1**step)
+        if shard.is_cuda and _fused(shard, rows, state):
+            decoupled = group["decoupled_weight_decay"]
+            gpu.adam_rows(
+                shard,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                state["max_exp_avg_sq"] if group["amsgrad"] else None,
+                ids,
+                rows,
+                step_size=float(step_size),
+                betas=(float(beta1), float(beta2)),
+                eps=group["eps"],
+                correction=(1 - beta2**step) ** -0.5,
+                weight_decay=0.0 if decoupled else weight_decay,
+                shrink=float(1 - lr * weight_decay) if decoupled else 1.0,
+                maximize=group.get("maximize", False),
+            )
+            return
         gradient = _descent(rows, group)
         weight = shard.index_select(0, ids)
         if weight_decay != 0 and group["decoupled_weight_decay"]:
@@ -167,8 +214,6 @@ class _RowAdam(RowOptimizer):
             second = torch.maximum(state["max_exp_avg_sq"].index_select(0, ids), second)
             state["max_exp_avg_sq"].index_copy_(0, ids, second)
 
-        step = state["step"].item()
-        step_size = lr / (1 - beta1**step)
         denominator = second.sqrt_().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
         shard.index_copy_(0, ids, weight.addcdiv_(exp_avg, denominator, value=-float(step_size)))
 
@@ -184,6 +229,23 @@ class _RowSparseAdam(RowOptimizer):
 
     def _update(self, shard: Tensor, state: State, ids: Tensor, rows: Tensor, group: Mapping[str, Any]) -> None:
         beta1, beta2 = group["betas"]
+        step = state["step"]
+        step_size = group["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        if shard.is_cuda and _fused(shard, rows, state):
+            gpu.adam_rows(
+                shard,
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                None,
+                ids,
+                rows,
+                step_size=float(step_size),
+                betas=(float(beta1), float(beta2)),
+                eps=group["eps"],
+                correction=1.0,
+                maximize=group.get("maximize", False),
+            )
+            return
         gradient = _descent(rows, group)
         exp_avg = state["exp_avg"].index_select(0, ids)
         exp_avg.add_(gradient.sub(exp_avg).mul_(1 - beta1))
@@ -192,8 +254,6 @@ class _RowSparseAdam(RowOptimizer):
         exp_avg_sq.add_(gradient.square().sub_(exp_avg_sq).mul_(1 - beta2))
         state["exp_avg_sq"].index_copy_(0, ids, exp_avg_sq)
 
-        step = state["step"]
-        step_size = group["lr"] * math.sqrt(1 - beta2**step) / (1 - beta1**step)
         # SparseAdam, unlike Adam, leaves the bias of the second moment out of the term that eps is added to.
         update = exp_avg.div_(exp_avg_sq.sqrt_().add_(group["eps"])).mul_(-float(step_size))
         shard.index_copy_(0, ids, shard.index_select(0, ids).add_(update))
@@ -223,6 +283,12 @@ def _blocks(ids: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         return
     size = max(1, torch.get_num_threads() * _ELEMENTS_PER_THREAD // max(1, rows.shape[1]))
     yield from zip(ids.split(size), rows.split(size), strict=True)
+
+
+def _fused(shard: Tensor, rows: Tensor, state: State) -> bool:
+    """Whether one Triton kernel makes the whole update; otherwise it is made of torch's ops, on CUDA too."""
+    parts = (part for part in state.values() if isinstance(part, Tensor) and part.ndim > 0)
+    return all(gpu.takes(tensor) for tensor in (shard, rows, *parts))
 
 
 def _descent(rows: Tensor, group: Mapping[str, Any]) -> Tensor:

@@ -13,10 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embrace_fx.runtime.exchanges.gradient import RowSet
+from embrace_fx.runtime.kernels import gpu
 
 
 def block_bitmap(blocks: Tensor) -> Tensor:
     """(B,) bool: which of `blocks` (B, s) have a non-zero element. NaN is non-zero; -0.0 is zero."""
+    if blocks.is_cuda and gpu.takes(blocks):
+        return gpu.block_bitmap(blocks)
     return (blocks != 0).any(dim=1)
 
 
@@ -27,7 +30,8 @@ def cut_blocks(dense: Tensor, block_size: int) -> RowSet:
         flat = F.pad(flat, (0, missing))
     blocks = flat.view(-1, block_size)
     ids = block_bitmap(blocks).nonzero().view(-1)
-    return RowSet(ids, blocks[ids], blocks.shape[0])
+    kept = gpu.lookup_pack(blocks, ids) if blocks.is_cuda and gpu.takes(blocks) else blocks[ids]
+    return RowSet(ids, kept, blocks.shape[0])
 
 
 def join_blocks(blocks: RowSet, shape: Sequence[int]) -> Tensor:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from embrace_fx.runtime.kernels import gpu
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSet:
@@ -58,7 +60,10 @@ def accumulate(positions: Tensor, rows: Tensor, counts: Sequence[int], size: int
     """
     total = rows.new_zeros((size, rows.shape[1]), dtype=torch.promote_types(rows.dtype, torch.float32))
     for of_rank, summand in zip(positions.split(list(counts)), rows.split(list(counts)), strict=True):
-        total.index_add_(0, of_rank, summand.to(total.dtype))
+        if total.is_cuda and gpu.takes(summand):
+            gpu.scatter_add(total, of_rank, summand)
+        else:
+            total.index_add_(0, of_rank, summand.to(total.dtype))
     return total
 
 

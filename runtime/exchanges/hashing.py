@@ -1,4 +1,6 @@
-"""Hierarchical hashing and the hash bitmap of Zen (OSDI 2025, arXiv 2309.13254), in torch ops for any device.
+"""Hierarchical hashing and the hash bitmap of Zen (OSDI 2025, arXiv 2309.13254).
+
+In torch ops, for any device; on CUDA by the kernels of `runtime/kernels/gpu`, which hash to the same bits.
 
 Contract
     Level one, `server_of`, sends an index to the same server on every rank, whatever the skew of the indices. Level
@@ -15,6 +17,8 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from embrace_fx.runtime.kernels import gpu
 
 REHASHES = 3
 """Hash functions tried before an index goes to the serial region (Zen's k)."""
@@ -49,6 +53,8 @@ def _below(hashed: Tensor, limit: int) -> Tensor:
 
 def server_of(ids: Tensor, servers: int, seed: int) -> Tensor:
     """Zen's h0: (K,) ids to (K,) servers, the same on all ranks."""
+    if ids.is_cuda and gpu.available():
+        return gpu.server_of(ids.contiguous(), servers, seed)
     return _below(murmur(ids, seed), servers)
 
 
@@ -81,22 +87,33 @@ def hash_partition(ids: Tensor, servers: int, seed: int) -> Partition:
     """
     count = ids.numel()
     parallel = max(1, -(-SLOTS_PER_INDEX * count // servers))
-    server = server_of(ids, servers, seed)
-    slots = ids.new_full((servers * parallel,), -1)
-    left = torch.arange(count, device=ids.device)
-    for attempt in range(1, REHASHES + 1):
-        slot = server[left] * parallel + _below(murmur(ids[left], seed + attempt), parallel)
-        free = slots[slot] < 0
-        slots[slot[free]] = left[free]
-        left = left[slots[slot] != left]
+    if ids.is_cuda and gpu.available():
+        slots, left = gpu.claim_slots(ids.contiguous(), servers, parallel, seed, REHASHES)
+        server_of_left = server_of(ids[left], servers, seed)
+    else:
+        server = server_of(ids, servers, seed)
+        slots, left = _claim_slots(ids, server, servers, parallel, seed)
+        server_of_left = server[left]
 
-    serial = torch.bincount(server[left], minlength=servers)
-    left = left[torch.argsort(server[left], stable=True)]
+    serial = torch.bincount(server_of_left, minlength=servers)
+    left = left[torch.argsort(server_of_left, stable=True)]
     region = ids.new_full((servers, max(int(serial.max()), 1)), -1)
     region[torch.arange(region.shape[1], device=ids.device) < serial.unsqueeze(1)] = left
     memory = torch.cat([slots.view(servers, parallel), region], dim=1)
     occupied = memory >= 0
     return Partition(memory[occupied], occupied.sum(dim=1), serial)
+
+
+def _claim_slots(ids: Tensor, server: Tensor, servers: int, parallel: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Slots (servers * parallel,), the position of the index that holds it or -1; and the positions left over."""
+    slots = ids.new_full((servers * parallel,), -1)
+    left = torch.arange(ids.numel(), device=ids.device)
+    for attempt in range(1, REHASHES + 1):
+        slot = server[left] * parallel + _below(murmur(ids[left], seed + attempt), parallel)
+        free = slots[slot] < 0
+        slots[slot[free]] = left[free]
+        left = left[slots[slot] != left]
+    return slots, left
 
 
 @lru_cache(maxsize=64)
@@ -119,6 +136,8 @@ def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
         ids: (K,) some of the index set, ascending.
         index_set: (I,) ascending.
     """
+    if ids.is_cuda and gpu.available():
+        return gpu.hash_bitmap(ids.contiguous(), index_set.contiguous())
     bits = ids.new_zeros((-(-index_set.numel() // 8) * 8,), dtype=torch.uint8)
     bits[torch.searchsorted(index_set, ids)] = 1
     return (bits.view(-1, 8) << _bit_numbers(ids.device)).sum(dim=1, dtype=torch.uint8)
@@ -126,6 +145,8 @@ def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
 
 def ids_of_bitmap(bitmap: Tensor, index_set: Tensor) -> Tensor:
     """Inverse of `hash_bitmap`; bytes beyond the index set are padding and not read."""
+    if bitmap.is_cuda and gpu.available():
+        return gpu.ids_of_bitmap(bitmap.contiguous(), index_set.contiguous())
     bits = (bitmap.unsqueeze(1) >> _bit_numbers(bitmap.device)) & 1
     return index_set[bits.view(-1)[: index_set.numel()] != 0]
 

@@ -1,4 +1,7 @@
-"""Local kernels of the op vocabulary in torch ops, for any device. Worked examples: `embrace_fx/ops.py`."""
+"""Local kernels of the op vocabulary: in torch ops, for any device; on CUDA those of `gpu` that take the tensor.
+
+Worked examples: `embrace_fx/ops.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.ops import own_columns
+from embrace_fx.runtime.kernels import gpu
 
 
 def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
@@ -40,27 +44,55 @@ def bad_id(unique: Tensor, num_rows: int) -> int | None:
 
 
 def lookup(shard: Tensor, ids: Tensor) -> Tensor:
+    if shard.is_cuda and gpu.takes(shard):
+        return gpu.lookup_pack(shard, ids)
     return shard.index_select(0, ids)
+
+
+def lookup_as(shard: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """`lookup`, in the type that the rows travel in."""
+    if shard.is_cuda and gpu.takes(shard):
+        return gpu.lookup_pack(shard, ids, dtype)
+    return shard.index_select(0, ids).to(dtype)
 
 
 def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
     rows = flat.numel() // max(embedding_dim, 1)
     if group_size == 1:
         return flat.view(rows, embedding_dim)
+    if flat.is_cuda and gpu.takes(flat):
+        return gpu.unpack_columns(flat, flat.new_empty((rows, embedding_dim)), group_size)
     widths = column_widths(embedding_dim, group_size)
     blocks = flat.split([rows * width for width in widths])
     return torch.cat([block.view(rows, width) for block, width in zip(blocks, widths, strict=True)], dim=1)
 
 
+def join_columns_into(out: Tensor, positions: Tensor, flat: Tensor, group_size: int) -> None:
+    """Writes the rows of `join_columns` into rows `positions` (U,), no two the same, of `out` (U', D)."""
+    if flat.is_cuda and gpu.takes(flat) and gpu.takes(out):
+        gpu.unpack_columns(flat, out, group_size, positions)
+    else:
+        out.index_copy_(0, positions, join_columns(flat, out.shape[1], group_size))
+
+
 def split_columns(rows: Tensor, group_size: int) -> Tensor:
     if group_size == 1:
         return rows.reshape(-1)
+    if rows.is_cuda and gpu.takes(rows):
+        return gpu.pack_columns(rows, group_size)
     flat = rows.new_empty((rows.numel(),))
     widths = column_widths(rows.shape[1], group_size)
     blocks = flat.split([rows.shape[0] * width for width in widths])
     for block, part in zip(blocks, rows.split(widths, dim=1), strict=True):
         block.view(part.shape).copy_(part)
     return flat
+
+
+def split_selected_columns(rows: Tensor, mask: Tensor, group_size: int) -> Tensor:
+    """`split_columns` of the rows (U', D) that the mask (U',) selects."""
+    if rows.is_cuda and gpu.takes(rows):
+        return gpu.pack_columns(rows, group_size, mask.nonzero().view(-1))
+    return split_columns(rows[mask], group_size)
 
 
 def column_widths(embedding_dim: int, group_size: int) -> list[int]:
@@ -70,6 +102,8 @@ def column_widths(embedding_dim: int, group_size: int) -> list[int]:
 
 
 def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -> list[Tensor]:
+    if flat.is_cuda and gpu.takes(flat):
+        return gpu.coalesce(ids, flat, columns, padding_idx, scale)
     rows = flat.view(ids.numel(), columns)
     unique, inverse = torch.unique(ids, return_inverse=True)
     summed = rows.new_zeros((unique.numel(), columns)).index_add_(0, inverse, rows, alpha=scale)

@@ -1,0 +1,148 @@
+"""Rows to column blocks and back, for the AlltoAll of a sharded table (EmbRace, ICPP 2022, section 4.1).
+
+Shape legend: as in `embrace_fx/ops.py`. A block is what one rank owns of the columns, w = ceil(D / N) wide; the last
+may be narrower, and ranks beyond it own none.
+
+    rows (U, D)    a0 a1 a2 a3        flat (U * D,), N = 2    a0 a1 b0 b1 | a2 a3 b2 b3
+                   b0 b1 b2 b3
+
+All three are copies: a program loads a tile and stores it, both ends in runs of consecutive elements, so that rows of a
+multiple of 16 bytes go by 128-bit accesses. Rows are addressed in 64 bits, as V * D may exceed 2^31.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, tile_of
+
+
+# In all these files: a width is the table's, and compiled for, because only then is it known by what it is divisible,
+# and so how wide an access may be. A count differs from step to step; specialised on, it would be compiled for anew
+# when it is 1 or a multiple of 16.
+@triton.jit(do_not_specialize=["count"])
+def _lookup_pack(table, ids, out, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < count)[:, None] & (column < width)[None, :]
+    source = tl.load(ids + row, mask=row < count, other=0)
+    values = tl.load(table + source[:, None] * width + column[None, :], mask=inside, other=0.0)
+    tl.store(out + row[:, None] * width + column[None, :], values.to(out.dtype.element_ty), mask=inside)
+
+
+@on_its_device
+def lookup_pack(table: Tensor, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows `ids` of a table, in the layout they are sent in: (R, d), the rows of rank 0 first.
+
+    Also gathers blocks of a tensor: its rows are the blocks.
+
+    Args:
+        table: (V, d), contiguous.
+        ids: (R,) int64, from 0 to V - 1, in the order of the ranks that read them.
+        dtype: what the rows travel in; the table's where it is None. A float64 table is cast by torch afterwards.
+
+    Raises:
+        ValueError: the table or the ids are not contiguous.
+    """
+    refuse_strided("lookup_pack", table=table, ids=ids)
+    wanted = dtype or table.dtype
+    out = table.new_empty((ids.numel(), table.shape[1]), dtype=table.dtype if table.dtype == torch.float64 else wanted)
+    if out.numel():
+        tile = tile_of(table.shape[1], table.itemsize)
+        _lookup_pack[tile.grid(*out.shape)](
+            table, ids, out, out.shape[0], out.shape[1], ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps
+        )
+    return out.to(wanted)
+
+
+def lookup_pack_bytes_moved(rows: int, columns: int, itemsize: int, sent_itemsize: int) -> int:
+    """Each id and row read once, each row written once."""
+    return rows * (8 + columns * (itemsize + sent_itemsize))
+
+
+# A program takes one rank's columns of some rows (second axis: ranks), so that both its loads and its stores are
+# consecutive; cut by columns of the full row, a tile would straddle two blocks.
+@triton.jit(do_not_specialize=["count"])
+def _move_columns(
+    rows, positions, flat, count, width: tl.constexpr, block_width: tl.constexpr,
+    PACK: tl.constexpr, SELECTED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(1) * block_width
+    if EVEN:  # known to be divisible by 16 where the block width is, which a minimum is not
+        own = block_width
+    else:
+        own = tl.minimum(block_width, width - first)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < count)[:, None] & (column < own)[None, :]
+    if SELECTED:
+        at = tl.load(positions + row, mask=row < count, other=0)
+    else:
+        at = row
+    whole = rows + at[:, None] * width + (first + column)[None, :]
+    # All blocks before this one are full.
+    block = flat + count.to(tl.int64) * first + row[:, None] * own + column[None, :]
+    if PACK:
+        tl.store(block, tl.load(whole, mask=inside, other=0.0), mask=inside)
+    else:
+        tl.store(whole, tl.load(block, mask=inside, other=0.0), mask=inside)
+
+
+def _launch(rows: Tensor, positions: Tensor | None, flat: Tensor, count: int, group_size: int, pack: bool) -> None:
+    width = rows.shape[1]
+    if count == 0 or width == 0:
+        return
+    block_width = triton.cdiv(width, group_size)
+    tile = tile_of(block_width, rows.itemsize)
+    grid = (triton.cdiv(count, tile.rows), triton.cdiv(width, block_width), triton.cdiv(block_width, tile.columns))
+    _move_columns[grid](
+        rows, rows if positions is None else positions, flat, count, width, block_width,
+        PACK=pack, SELECTED=positions is not None, EVEN=width % block_width == 0,
+        ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+@on_its_device
+def pack_columns(rows: Tensor, group_size: int, positions: Tensor | None = None) -> Tensor:
+    """Rows, or those at some positions, as blocks of columns by the rank that owns them: flat (U * D,), in one pass.
+
+    Args:
+        rows: (U', D), contiguous.
+        group_size: N.
+        positions: (U,) int64 into the rows; None: all of them, U = U'.
+
+    Raises:
+        ValueError: the rows are not contiguous.
+    """
+    refuse_strided("pack_columns", rows=rows)
+    count = rows.shape[0] if positions is None else positions.numel()
+    flat = rows.new_empty((count * rows.shape[1],))
+    _launch(rows, positions, flat, count, group_size, pack=True)
+    return flat
+
+
+@on_its_device
+def unpack_columns(flat: Tensor, out: Tensor, group_size: int, positions: Tensor | None = None) -> Tensor:
+    """The inverse of `pack_columns`: writes the rows of received blocks into `out`, in one pass, and returns it.
+
+    Args:
+        flat: (U * D,), contiguous, block after block.
+        out: (U', D), contiguous, written.
+        group_size: N.
+        positions: (U,) int64, no two the same, where the rows go in `out`; None: in order, U = U'.
+
+    Raises:
+        ValueError: `flat` or `out` is not contiguous.
+    """
+    refuse_strided("unpack_columns", flat=flat, out=out)
+    count = out.shape[0] if positions is None else positions.numel()
+    _launch(out, positions, flat, count, group_size, pack=False)
+    return out
+
+
+def move_columns_bytes_moved(rows: int, columns: int, itemsize: int, selected: bool = False) -> int:
+    """Of `pack_columns` and `unpack_columns`: each row read once and written once, with its position if selected."""
+    return rows * (2 * columns * itemsize + 8 * selected)

@@ -1,0 +1,115 @@
+"""Rows added up where their ids, or their positions, are the same.
+
+`coalesce` sorts the ids and gives every sum to one program, which adds its rows in the order in which they came: rank
+after rank, so that the bits do not depend on timing. A hash of the ids instead of the sort would have to sort the
+members of each sum all the same to keep that order, and there is little to win: a rank sends no id twice, so that of
+R rows at least R / N are sums, and the rows, not the ids, are the bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, sum_type, tile_of
+
+
+# One program per tile of sums: no atomics, each sum stored once. Sums of a tile are as long as its longest, at most one
+# row per rank; what a shorter one lacks is masked and costs no traffic.
+@triton.jit(do_not_specialize=["count"])
+def _sum_segments(
+    rows, order, starts, ends, out, count, width: tl.constexpr, scale: tl.float64,
+    SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    segment = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    start = tl.load(starts + segment, mask=segment < count, other=0)
+    length = tl.load(ends + segment, mask=segment < count, other=0) - start
+    factor = tl.full((1, 1), scale, SUM)
+    total = tl.zeros((ROWS, COLUMNS), SUM)
+    longest = tl.max(length)
+    k = 0
+    while k < longest:  # not range(longest), which the interpreter of Triton 3.6 fails at
+        member = tl.load(order + start + k, mask=k < length, other=0)
+        inside = (k < length)[:, None] & (column < width)[None, :]
+        total += factor * tl.load(rows + member[:, None] * width + column[None, :], mask=inside, other=0.0).to(SUM)
+        k += 1
+    inside = (segment < count)[:, None] & (column < width)[None, :]
+    tl.store(out + segment[:, None] * width + column[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@on_its_device
+def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -> list[Tensor]:
+    """Sums the rows of equal ids, times `scale`: [ids (K,) sorted, rows (K, d)]; the padding row is left out.
+
+    The host waits once, for K. The sort is torch's, stable; the sums are one pass over the rows.
+
+    Args:
+        ids: (R,) int64, from 0.
+        flat: (R * d,), contiguous: the rows in the order of the ids.
+        columns: d.
+        padding_idx: the id to leave out, or a negative number.
+
+    Raises:
+        ValueError: `flat` is not contiguous.
+    """
+    refuse_strided("coalesce", flat=flat)
+    in_order, order = ids.sort(stable=True)
+    first = in_order.diff(prepend=in_order.new_full((1,), -1)) != 0
+    if padding_idx >= 0:
+        first &= in_order != padding_idx
+    starts = first.nonzero().view(-1)
+    unique = in_order[starts]
+    out = flat.new_empty((unique.numel(), columns))
+    if out.numel():
+        ends = torch.searchsorted(in_order, unique, right=True)
+        tile = tile_of(columns, flat.itemsize)
+        _sum_segments[tile.grid(*out.shape)](
+            flat, order, starts, ends, out, out.shape[0], columns, scale,
+            SUM=sum_type(flat.dtype), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+        )  # fmt: skip
+    return [unique, out]
+
+
+def coalesce_bytes_moved(rows: int, sums: int, columns: int, itemsize: int) -> int:
+    """Ids and rows read once, distinct ids and sums written once; what the sort moves is on top of the floor."""
+    return (rows + sums) * (8 + columns * itemsize)
+
+
+# Positions of one call are distinct, so a sum is read, added to and written by one program, without atomics.
+@triton.jit(do_not_specialize=["count"])
+def _scatter_add(total, positions, rows, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < count)[:, None] & (column < width)[None, :]
+    position = tl.load(positions + row, mask=row < count, other=0)
+    at = total + position[:, None] * width + column[None, :]
+    summand = tl.load(rows + row[:, None] * width + column[None, :], mask=inside, other=0.0)
+    tl.store(at, tl.load(at, mask=inside, other=0.0) + summand.to(total.dtype.element_ty), mask=inside)
+
+
+@on_its_device
+def scatter_add(total: Tensor, positions: Tensor, rows: Tensor) -> None:
+    """Adds each row to the sum at its position, in place; no copy of the rows in the sums' type is made.
+
+    Args:
+        total: (S, d), contiguous, float32 or float64, written.
+        positions: (K,) int64, no two the same, from 0 to S - 1.
+        rows: (K, d), contiguous, of any type that the sums hold exactly.
+
+    Raises:
+        ValueError: an argument is not contiguous.
+    """
+    refuse_strided("scatter_add", total=total, positions=positions, rows=rows)
+    if rows.numel():
+        tile = tile_of(rows.shape[1], total.itemsize, tensors=2)
+        _scatter_add[tile.grid(*rows.shape)](
+            total, positions, rows, *rows.shape, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps
+        )
+
+
+def scatter_add_bytes_moved(rows: int, columns: int, itemsize: int, sum_itemsize: int) -> int:
+    """Positions and rows read, sums read and written."""
+    return rows * (8 + columns * (itemsize + 2 * sum_itemsize))

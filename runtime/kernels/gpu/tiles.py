@@ -1,0 +1,78 @@
+"""What the Triton kernels share: the tile of one program, the type of its sums, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+IDS_PER_PROGRAM = 1024
+"""Of kernels over ids or slots: 8 for each thread of 4 warps."""
+
+_TILE_BYTES = 8192
+"""Of one tensor, and twice as much of all: 4 warps of 32 threads load 8 KiB by four 128-bit loads each. Enough bytes in
+flight to hide the latency of rows that lie anywhere, few enough registers for many programs on a multiprocessor."""
+_MAX_COLUMNS = 1024
+
+
+class Tile(NamedTuple):
+    """Rows x columns that one program takes, and its warps."""
+
+    rows: int
+    columns: int
+    warps: int = 4
+
+    def grid(self, rows: int, columns: int) -> tuple[int, int]:
+        """One program per tile of (rows, columns); rows first, because only that axis may exceed 65,535."""
+        return triton.cdiv(rows, self.rows), triton.cdiv(columns, self.columns)
+
+
+def tile_of(columns: int, itemsize: int, tensors: int = 1) -> Tile:
+    """The tile for rows of so many columns.
+
+    Args:
+        columns: of a row; the tile's are a power of two, what lies beyond is masked.
+        itemsize: bytes of an element.
+        tensors: how many tensors a program loads a tile of.
+    """
+    wide = min(triton.next_power_of_2(columns), _MAX_COLUMNS)
+    share = triton.next_power_of_2(triton.cdiv(tensors, 2))
+    return Tile(max(1, _TILE_BYTES // share // (wide * itemsize)), wide)
+
+
+def sum_type(dtype: torch.dtype) -> Any:
+    """What values of this type are added up in."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def on_its_device(launch: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
+    """Launches on the device of the first argument: Triton itself takes the current one."""
+
+    @wraps(launch)
+    def on_device(tensor: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device_of(tensor):
+            return launch(tensor, *args, **kwargs)
+
+    return on_device
+
+
+def refuse_strided(where: str, **tensors: Tensor) -> None:
+    """Kernels address rows as contiguous memory.
+
+    Raises:
+        ValueError: a tensor is not contiguous.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"expected a contiguous tensor as {name} of {where}, found shape {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}; pass {name}.contiguous()"
+            )

@@ -1,0 +1,252 @@
+"""Optimizer updates of rows, each touched row of the table and of its state read once and written once.
+
+The formulas are those of torch's single-tensor updates, as `runtime/row_optimizers.py` has them in torch ops, where
+every step of a formula is a pass over (K, d) values. Values are computed in float32 at least and rounded once, when
+they are stored: a bfloat16 table loses less than by the twin.
+
+Shape legend
+    V rows of the table; d columns of it that this rank owns; K rows with gradient.
+
+An element's update depends on that element alone, so one step's rows may come in several parts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, sum_type, tile_of
+
+# All three are bound by bandwidth: a row of each of 3 to 9 streams is moved for a handful of operations. Tiles are
+# smaller than a copy's, because the tiles of all tensors are in registers at once. Options are passed as float64, or a
+# learning rate would be rounded to float32 for float64 tables, and the square root and division are those that round
+# correctly: they cost nothing here.
+
+
+@triton.jit
+def _quotient(x, y):
+    return x / y if x.dtype == tl.float64 else tl.div_rn(x, y)
+
+
+@triton.jit
+def _root(x):
+    return tl.sqrt(x) if x.dtype == tl.float64 else tl.sqrt_rn(x)
+
+
+@triton.jit
+def _tile(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Offsets of a tile's elements in the gradients and in the table, and which of them exist."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < count)[:, None] & (column < width)[None, :]
+    target = tl.load(ids + row, mask=row < count, other=0)
+    return row[:, None] * width + column[None, :], target[:, None] * width + column[None, :], inside
+
+
+@triton.jit
+def _load(values, at, inside, SUM: tl.constexpr):
+    return tl.load(values + at, mask=inside, other=0.0).to(SUM)
+
+
+@triton.jit
+def _store(values, at, value, inside):
+    tl.store(values + at, value.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sgd(
+    shard, buffer, ids, rows, count, width: tl.constexpr,
+    lr: tl.float64, momentum: tl.float64, weight_decay: tl.float64,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr, MAXIMIZE: tl.constexpr,
+    SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    source, target, inside = _tile(ids, count, width, ROWS, COLUMNS)
+    gradient = _load(rows, source, inside, SUM)
+    weight = _load(shard, target, inside, SUM)
+    if MAXIMIZE:
+        gradient = -gradient
+    if DECAY:
+        gradient += tl.full((1, 1), weight_decay, SUM) * weight
+    if MOMENTUM:
+        factor = tl.full((1, 1), momentum, SUM)
+        velocity = factor * _load(buffer, target, inside, SUM) + gradient
+        _store(buffer, target, velocity, inside)
+        if NESTEROV:
+            gradient += factor * velocity
+        else:
+            gradient = velocity
+    _store(shard, target, weight - tl.full((1, 1), lr, SUM) * gradient, inside)
+
+
+@on_its_device
+def sgd_rows(
+    shard: Tensor,
+    buffer: Tensor | None,
+    ids: Tensor,
+    rows: Tensor,
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+) -> None:
+    """SGD without dampening, in place.
+
+    Args:
+        shard: (V, d), contiguous, written.
+        buffer: (V, d), `momentum_buffer`, contiguous, written; None without momentum.
+        ids: (K,) int64, no two the same.
+        rows: (K, d), contiguous: the gradients.
+
+    Raises:
+        ValueError: an argument is not contiguous.
+    """
+    state = {} if buffer is None else {"buffer": buffer}
+    refuse_strided("sgd_rows", shard=shard, ids=ids, rows=rows, **state)
+    if rows.numel() == 0:
+        return
+    tile = tile_of(shard.shape[1], shard.itemsize, tensors=2 + len(state))
+    _sgd[tile.grid(*rows.shape)](
+        shard, shard if buffer is None else buffer, ids, rows, *rows.shape, lr, momentum, weight_decay,
+        MOMENTUM=buffer is not None, NESTEROV=nesterov, DECAY=weight_decay != 0, MAXIMIZE=maximize,
+        SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def _adagrad(
+    shard, sums, ids, rows, count, width: tl.constexpr,
+    step_size: tl.float64, eps: tl.float64, weight_decay: tl.float64,
+    DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    source, target, inside = _tile(ids, count, width, ROWS, COLUMNS)
+    gradient = _load(rows, source, inside, SUM)
+    weight = _load(shard, target, inside, SUM)
+    if MAXIMIZE:
+        gradient = -gradient
+    if DECAY:
+        gradient += tl.full((1, 1), weight_decay, SUM) * weight
+    total = _load(sums, target, inside, SUM) + gradient * gradient
+    _store(sums, target, total, inside)
+    step = _quotient(gradient, _root(total) + tl.full((1, 1), eps, SUM))
+    _store(shard, target, weight - tl.full((1, 1), step_size, SUM) * step, inside)
+
+
+@on_its_device
+def adagrad_rows(
+    shard: Tensor,
+    sums: Tensor,
+    ids: Tensor,
+    rows: Tensor,
+    *,
+    step_size: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+) -> None:
+    """Adagrad, in place.
+
+    Args:
+        shard: (V, d), contiguous, written.
+        sums: (V, d), `sum`, contiguous, written.
+        ids: (K,) int64, no two the same.
+        rows: (K, d), contiguous: the gradients.
+        step_size: the learning rate after its decay.
+
+    Raises:
+        ValueError: an argument is not contiguous.
+    """
+    refuse_strided("adagrad_rows", shard=shard, sums=sums, ids=ids, rows=rows)
+    if rows.numel() == 0:
+        return
+    tile = tile_of(shard.shape[1], shard.itemsize, tensors=3)
+    _adagrad[tile.grid(*rows.shape)](
+        shard, sums, ids, rows, *rows.shape, step_size, eps, weight_decay,
+        DECAY=weight_decay != 0, MAXIMIZE=maximize,
+        SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def _adam(
+    shard, exp_avg, exp_avg_sq, max_exp_avg_sq, ids, rows, count, width: tl.constexpr,
+    step_size: tl.float64, beta1: tl.float64, beta2: tl.float64, eps: tl.float64, correction: tl.float64,
+    weight_decay: tl.float64, shrink: tl.float64,
+    AMSGRAD: tl.constexpr, DECAY: tl.constexpr, DECOUPLED: tl.constexpr, MAXIMIZE: tl.constexpr,
+    SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    source, target, inside = _tile(ids, count, width, ROWS, COLUMNS)
+    gradient = _load(rows, source, inside, SUM)
+    weight = _load(shard, target, inside, SUM)
+    if MAXIMIZE:
+        gradient = -gradient
+    if DECOUPLED:
+        weight *= tl.full((1, 1), shrink, SUM)
+    elif DECAY:
+        gradient += tl.full((1, 1), weight_decay, SUM) * weight
+    first = _load(exp_avg, target, inside, SUM)
+    first += tl.full((1, 1), 1 - beta1, SUM) * (gradient - first)
+    _store(exp_avg, target, first, inside)
+    second = tl.full((1, 1), beta2, SUM) * _load(exp_avg_sq, target, inside, SUM)
+    second += tl.full((1, 1), 1 - beta2, SUM) * gradient * gradient
+    _store(exp_avg_sq, target, second, inside)
+    if AMSGRAD:
+        second = tl.maximum(_load(max_exp_avg_sq, target, inside, SUM), second, propagate_nan=tl.PropagateNan.ALL)
+        _store(max_exp_avg_sq, target, second, inside)
+    denominator = _root(second) * tl.full((1, 1), correction, SUM) + tl.full((1, 1), eps, SUM)
+    _store(shard, target, weight - tl.full((1, 1), step_size, SUM) * _quotient(first, denominator), inside)
+
+
+@on_its_device
+def adam_rows(
+    shard: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None,
+    ids: Tensor,
+    rows: Tensor,
+    *,
+    step_size: float,
+    betas: tuple[float, float],
+    eps: float,
+    correction: float,
+    weight_decay: float = 0.0,
+    shrink: float = 1.0,
+    maximize: bool = False,
+) -> None:
+    """Adam, AdamW (lazy) and SparseAdam, in place: one update, w -= step_size * m / (sqrt(v) * correction + eps).
+
+    Args:
+        shard: (V, d), contiguous, written.
+        exp_avg, exp_avg_sq: (V, d), contiguous, written: m and v.
+        max_exp_avg_sq: (V, d), contiguous, written, takes the place of v: amsgrad; or None.
+        ids: (K,) int64, no two the same.
+        rows: (K, d), contiguous: the gradients.
+        step_size: the learning rate over the bias correction of m (Adam), times the root of v's (SparseAdam).
+        correction: 1 / sqrt(1 - beta2^t) for Adam and AdamW; 1 for SparseAdam, which adds eps to the uncorrected root.
+        weight_decay: added to the gradient, times the weight (Adam).
+        shrink: what the weight is multiplied by first, 1 - lr * weight_decay (AdamW).
+
+    Raises:
+        ValueError: an argument is not contiguous.
+    """
+    state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    if max_exp_avg_sq is not None:
+        state["max_exp_avg_sq"] = max_exp_avg_sq
+    refuse_strided("adam_rows", shard=shard, ids=ids, rows=rows, **state)
+    if rows.numel() == 0:
+        return
+    tile = tile_of(shard.shape[1], shard.itemsize, tensors=2 + len(state))
+    _adam[tile.grid(*rows.shape)](
+        shard, exp_avg, exp_avg_sq, exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq, ids, rows, *rows.shape,
+        step_size, *betas, eps, correction, weight_decay, shrink,
+        AMSGRAD=max_exp_avg_sq is not None, DECAY=weight_decay != 0, DECOUPLED=shrink != 1, MAXIMIZE=maximize,
+        SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def update_bytes_moved(rows: int, columns: int, itemsize: int, states: int) -> int:
+    """Ids and gradients read, the shard's rows and those of `states` tensors of state read and written."""
+    return rows * (8 + (3 + 2 * states) * columns * itemsize)

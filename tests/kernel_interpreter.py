@@ -1,0 +1,60 @@
+"""Program: the cases of the kernels in Triton's interpreter.
+
+    TRITON_INTERPRET=1 python -m tests.kernel_interpreter 12
+
+Argument: examples of each property. Prints JSON: case -> the traceback of what went wrong, or "". In a process of its
+own, because Triton decides at its import whether to interpret.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, settings
+from torch import Tensor
+
+
+class _SaysCuda(Tensor):
+    """A tensor on the CPU that takes the branches of one on CUDA."""
+
+    is_cuda: Any = property(lambda self: True)
+
+
+WITHOUT_TRITON = "imported without Triton"
+
+
+def _put(tensor: Tensor) -> Tensor:
+    return tensor.clone().as_subclass(_SaysCuda)
+
+
+def main(examples: int) -> dict[str, str]:
+    torch.set_num_threads(1)
+    # The same examples in every run, as in `tests/conftest.py`.
+    settings.register_profile(
+        "kernels",
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("kernels")
+    from tests.kernel_cases import CASES, run_case  # noqa: PLC0415  (a property takes the profile of its definition)
+
+    # All that calls kernels has been imported, none of them has been called.
+    results = {WITHOUT_TRITON: "found triton among the imports" if "triton" in sys.modules else ""}
+    for case in CASES:
+        try:
+            run_case(case, _put)
+            results[case.__name__] = ""
+        except Exception:  # what the test of that case reports
+            results[case.__name__] = traceback.format_exc()
+    return results
+
+
+if __name__ == "__main__":
+    json.dump(main(int(sys.argv[1])), sys.stdout)
