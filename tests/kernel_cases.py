@@ -151,15 +151,15 @@ def sums_of_ids(ids: Tensor, rows: Tensor, padding_idx: int, scale: float) -> tu
 
 
 def coalesce(put: Put) -> None:
+    sizes = [(0, 5, -1, 1.0), (1, 5, -1, 0.25), (40, 9, 3, 1 / 3), (40, 9, 0, 1.0), (70, 60, -1, 0.5)]
     for dtype in DTYPES:
         for width in WIDTHS:
-            for count, num_rows in ((0, 5), (1, 5), (40, 9), (70, 60)):
+            for count, num_rows, padding_idx, scale in sizes:
                 ids, rows = random_ids(count, num_rows), random(count, width, dtype=dtype)
-                for padding_idx, scale in ((-1, 1.0), (3, 0.25), (0, 1 / 3)):
-                    expected = sums_of_ids(ids, rows, padding_idx, scale)
-                    found = kernels.coalesce(put(ids), put(rows.view(-1)), width, padding_idx, scale)
-                    assert_same(found[0], expected[0])
-                    assert_near(found[1], expected[1], dtype)
+                expected = sums_of_ids(ids, rows, padding_idx, scale)
+                found = kernels.coalesce(put(ids), put(rows.view(-1)), width, padding_idx, scale)
+                assert_same(found[0], expected[0])
+                assert_near(found[1], expected[1], dtype)
 
 
 def coalesce_adds_in_the_order_of_ranks(put: Put) -> None:

@@ -19,7 +19,7 @@ import torch
 from embrace_fx.runtime import kernels
 from embrace_fx.runtime.kernels import gpu
 from tests.kernel_cases import CASES
-from tests.kernel_interpreter import WITHOUT_TRITON
+from tests.kernel_interpreter import WITHOUT_KERNELS
 
 needs_triton = pytest.mark.skipif(
     not gpu.available(), reason="Triton is not installed: pip install 'embrace-fx[triton]'"
@@ -47,7 +47,7 @@ def _interpreted(examples: int) -> dict[str, str]:
 
 
 @needs_triton
-@pytest.mark.parametrize("case", [WITHOUT_TRITON, *(case.__name__ for case in CASES)])
+@pytest.mark.parametrize("case", [WITHOUT_KERNELS, *(case.__name__ for case in CASES)])
 def test_interpreted(case: str) -> None:
     failure = _interpreted(8)[case]
     assert not failure, failure
