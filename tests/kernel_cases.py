@@ -103,6 +103,9 @@ def pack_columns(put: Put) -> None:
             for selected in (mask, ~mask, torch.zeros_like(mask)):
                 found = kernels.split_selected_columns(put(rows), put(selected), ranks)
                 assert_same(found, columns_by_rank(rows[selected], ranks))
+            positions = torch.tensor([8, 0, 0, 3])
+            found = kernels.split_selected_columns(put(rows), put(positions), ranks)
+            assert_same(found, columns_by_rank(rows[positions], ranks))
 
 
 def unpack_columns(put: Put) -> None:
@@ -176,6 +179,17 @@ def coalesce_adds_narrow_values_widely(put: Put) -> None:
     rows = torch.tensor([256.0, *[1.0] * 8]).bfloat16()
     found = kernels.coalesce(put(torch.zeros(9, dtype=torch.int64)), put(rows), 1, -1, 1.0)
     assert found[1].item() == 264.0
+
+
+def sum_segments(put: Put) -> None:
+    """With the segments found before the rows are there, and used for two sets of rows."""
+    ids = random_ids(40, 9)
+    segments = gpu.segments_of(put(ids), 3)
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = random(40, 5, dtype=dtype)
+        unique, sums = sums_of_ids(ids, rows, 3, 0.5)
+        assert_same(segments.ids, unique)
+        assert_near(gpu.sum_segments(put(rows.view(-1)), segments, 5, 0.5), sums, dtype)
 
 
 def scatter_add(put: Put) -> None:
@@ -400,6 +414,7 @@ CASES: dict[Callable[[Put], None], str] = {
     coalesce: "coalesce",
     coalesce_adds_in_the_order_of_ranks: "coalesce",
     coalesce_adds_narrow_values_widely: "coalesce",
+    sum_segments: "segments_of sum_segments",
     scatter_add: "scatter_add",
     update_rows: "sgd_rows adagrad_rows adam_rows",
     update_rows_of_bfloat16: "sgd_rows adagrad_rows adam_rows",

@@ -88,11 +88,12 @@ def split_columns(rows: Tensor, group_size: int) -> Tensor:
     return flat
 
 
-def split_selected_columns(rows: Tensor, mask: Tensor, group_size: int) -> Tensor:
-    """`split_columns` of the rows (U', D) that the mask (U',) selects."""
+def split_selected_columns(rows: Tensor, selected: Tensor, group_size: int) -> Tensor:
+    """`split_columns` of some of the rows (U', D): those of a mask (U',) bool, or at positions (U,) int64."""
     if rows.is_cuda and gpu.takes(rows):
-        return gpu.pack_columns(rows, group_size, mask.nonzero().view(-1))
-    return split_columns(rows[mask], group_size)
+        positions = selected.nonzero().view(-1) if selected.dtype == torch.bool else selected
+        return gpu.pack_columns(rows, group_size, positions)
+    return split_columns(rows[selected], group_size)
 
 
 def column_widths(embedding_dim: int, group_size: int) -> list[int]:

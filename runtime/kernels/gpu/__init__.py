@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from embrace_fx.runtime.kernels.gpu.members import split_prior_delayed as split_prior_delayed
     from embrace_fx.runtime.kernels.gpu.sums import coalesce as coalesce
     from embrace_fx.runtime.kernels.gpu.sums import scatter_add as scatter_add
+    from embrace_fx.runtime.kernels.gpu.sums import segments_of as segments_of
+    from embrace_fx.runtime.kernels.gpu.sums import sum_segments as sum_segments
     from embrace_fx.runtime.kernels.gpu.updates import adagrad_rows as adagrad_rows
     from embrace_fx.runtime.kernels.gpu.updates import adam_rows as adam_rows
     from embrace_fx.runtime.kernels.gpu.updates import sgd_rows as sgd_rows
@@ -43,7 +45,7 @@ _FILES = {
     "columns": ("lookup_pack", "pack_columns", "unpack_columns"),
     "hashing": ("claim_slots", "server_of"),
     "members": ("STAMPS", "split_prior_delayed"),
-    "sums": ("coalesce", "scatter_add"),
+    "sums": ("coalesce", "scatter_add", "segments_of", "sum_segments"),
     "updates": ("adagrad_rows", "adam_rows", "sgd_rows"),
 }
 
