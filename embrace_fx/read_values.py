@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset(dir(nn.Module()))
 _OF_CLASS = re.compile(r"dict\(type\((L\['self'\].*)\)\.__dict__\)\['(\w+)'\]")
 """How Dynamo writes an attribute that the class has; the instance may get one of its own later."""
 
