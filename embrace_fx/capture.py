@@ -18,12 +18,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import random
 import re
+import sys
 import traceback
 import types
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,6 +55,7 @@ from embrace_fx.graph import (
     inputs_of,
     outputs_of,
 )
+from embrace_fx.read_values import ReadValues
 from embrace_fx.result_objects import open_objects
 from embrace_fx.rnn_mode import KeepRnnWhole
 
@@ -79,6 +83,7 @@ class Captured:
         route: "dynamo" or "direct".
         guard: Python expression over the batch's tensors, from torch's shape guards; None: any shapes.
         guarded: indices, among the flattened arguments, of the tensors that `guard` calls t0, t1, ...
+        read: numbers, and tensors that are no parameters or buffers, that the forward has read elsewhere.
     """
 
     graph: TrainingGraph
@@ -87,9 +92,12 @@ class Captured:
     route: str
     guard: types.CodeType | None
     guarded: tuple[int, ...]
+    read: ReadValues
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether the graph is valid for a batch with these flattened arguments (types and dtypes checked before)."""
+        if not self.read.hold():
+            return False
         if self.guard is None:
             return True
         tensors = {f"t{k}": leaves[index] for k, index in enumerate(self.guarded)}
@@ -102,6 +110,7 @@ class _Traced:
     out_spec: pytree.TreeSpec
     fake_mode: Any
     route: str
+    read: ReadValues
     names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -231,15 +240,65 @@ def _trace_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     with KeepRnnWhole(kernel="loop"):
         gm = dynamo_graph_capture_for_export(model)(*args, **kwargs)
     context = gm.meta.get("tracing_context") or TracingContext(gm.meta["fake_mode"])
-    return _trace_joint(_OpenResults(gm), args, kwargs, context, "dynamo", {})
+    return _trace_joint(_OpenResults(gm), args, kwargs, context, "dynamo", {}, _read_by(gm, model))
+
+
+_VALUE_GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH")
+_OTHER_GUARDS = re.compile(r"\._(parameters|buffers)\b|\.training$")
+"""What programs read as it is at each call, and what calls are told apart by already."""
+
+
+def _read_by(gm: fx.GraphModule, model: nn.Module) -> ReadValues:
+    """What Dynamo has guarded besides arguments, parameters, buffers and training modes."""
+    output = gm._dynamo_bytecode_flatten.out.graph_capture_output  # type: ignore[union-attr,operator]
+    forward: Any = type(model).forward
+    code = getattr(forward, "__code__", None)
+    cells = dict(zip(code.co_freevars, forward.__closure__ or (), strict=True)) if code is not None else {}
+    model_is = f"L['{code.co_varnames[0]}']" if code is not None and code.co_argcount else "L['args'][0]"  # decorated
+    names = []
+    for guard in output.output_graph.guards:
+        name = guard.name.replace(model_is, "L['self']")
+        root = re.match(r"(.*?)([LG])\['(\w+)'\]", name)
+        if guard.create_fn_name() not in _VALUE_GUARDS or root is None or _OTHER_GUARDS.search(name):
+            continue
+        if root[2] == "G" or root[3] == "self":
+            names.append(name)
+        elif root[3] in cells:
+            names.append(f"{root[1]}C[{root[3]!r}].cell_contents{name[root.end() :]}")
+    of_globals = ChainMap(getattr(forward, "__globals__", {}), output.f_globals)
+    return ReadValues.of(dict.fromkeys(names), {"L": {"self": model}, "G": of_globals, "C": cells})
 
 
 def _trace_direct(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Traced:
     untied = _Untied(model)
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     args, kwargs = pytree.tree_map_only(Tensor, lambda own: _fake(own, fake_mode), (args, kwargs))
-    with _compiling_state_context():  # models ask `torch.compiler.is_compiling()` before they look into tensors
-        return _trace_joint(_OpenResults(untied), args, kwargs, TracingContext(fake_mode), "direct", untied.names)
+    read, context = ReadValues.of_modules(model), TracingContext(fake_mode)
+    with _no_python_random(), _compiling_state_context():  # models ask `is_compiling()` before they look into tensors
+        traced = _trace_joint(_OpenResults(untied), args, kwargs, context, "direct", untied.names, read)
+    return replace(traced, read=read.unchanged())
+
+
+@contextlib.contextmanager
+def _no_python_random() -> Iterator[None]:
+    """Refuses a forward that draws from `random` or numpy: the graph would hold what was drawn once.
+
+    Raises:
+        CaptureError: at the end.
+    """
+    before = _random_states()
+    yield
+    if _random_states() != before:
+        raise CaptureError(
+            "the forward draws random numbers from Python's `random` or from numpy, which a graph would draw once and "
+            "never again; draw them in the training loop and pass them as an argument, or draw them by torch"
+        )
+
+
+def _random_states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else tuple(map(str, numpy.random.get_state(legacy=False)["state"].values()))
+    return random.getstate(), of_numpy
 
 
 def _fake(own: Tensor, fake_mode: FakeTensorMode) -> Tensor:
@@ -307,13 +366,14 @@ def _trace_joint(
     context: TracingContext,
     route: str,
     names: Mapping[str, str],
+    read: ReadValues,
 ) -> _Traced:
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(context))
         stack.enter_context(_KeepWhole())
         # The direct route has made its sizes symbolic by itself; its numbers stay constants.
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=route == "direct")
-        return _Traced(joint.graph_module, joint.out_spec, context.fake_mode, route, names)
+        return _Traced(joint.graph_module, joint.out_spec, context.fake_mode, route, read, names)
 
 
 def _finish(model: nn.Module, traced: _Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
@@ -342,7 +402,7 @@ def _finish(model: nn.Module, traced: _Traced, args: tuple[Any, ...], kwargs: di
     _rename(module)
     module.recompile()
     guard, guarded = _guard(traced.fake_mode, placeholders, leaves)
-    return Captured(TrainingGraph(module), traced.out_spec, constants, traced.route, guard, guarded)
+    return Captured(TrainingGraph(module), traced.out_spec, constants, traced.route, guard, guarded, traced.read)
 
 
 def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
@@ -452,10 +512,11 @@ def _drop_identities(module: fx.GraphModule) -> None:
 
 
 def _drop_unread_state(module: fx.GraphModule) -> None:
-    """Removes parameters and buffers that nothing reads: unused ones, and the second names of tied ones."""
+    """Removes parameters and buffers that nothing reads or writes: unused ones, and the second names of tied ones."""
     kept = {value for value, _ in outputs_of(module)}
+    written = {role.of for _, role in outputs_of(module) if isinstance(role, Mutation)}
     for node, role in list(inputs_of(module)):
-        if isinstance(role, Parameter | Buffer) and not node.users and node not in kept:
+        if isinstance(role, Parameter | Buffer) and not node.users and node not in kept and role not in written:
             module.graph.erase_node(node)
 
 

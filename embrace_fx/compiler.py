@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from embrace_fx.capture import Captured
-from embrace_fx.graph import TrainingGraph
+from embrace_fx.graph import TrainingGraph, results_behind
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.narrow import NarrowExchange
 from embrace_fx.passes.partition import Partition
@@ -33,7 +33,7 @@ class Compiled:
 
 def analyse(captured: Captured) -> TrainingGraph:
     """The captured graph with its tables found: what the planner reads."""
-    return FindTables()(captured.graph)
+    return replace(FindTables()(captured.graph), results_behind=results_behind(captured.graph))
 
 
 def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: bool = True) -> tuple[Pass, ...]:

@@ -167,12 +167,14 @@ class TrainingGraph:
 
     `module` is the joint forward and backward; after `Partition` it is kept for reading, and `phases` holds what runs:
     "unique" (batch -> rows read), "ids" (their exchange -> routing), "forward" (-> results, mutations, saved),
-    "backward" (tangents, saved -> gradients).
+    "backward" (tangents, saved -> gradients). `results_behind`: parameter -> the results that its gradient comes from,
+    where there are several.
     """
 
     module: fx.GraphModule
     tables: tuple[Table, ...] = ()
     phases: dict[str, fx.GraphModule] = field(default_factory=dict)
+    results_behind: dict[str, frozenset[int]] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
@@ -226,6 +228,21 @@ def set_outputs(module: fx.GraphModule, outputs: list[tuple[fx.Node | None, Outp
     output = module.graph.output_node()
     output.args = (tuple(value for value, _ in outputs),)
     output.meta["roles"] = tuple(role for _, role in outputs)
+
+
+def results_behind(graph: TrainingGraph) -> dict[str, frozenset[int]]:
+    """Parameter -> the results that its gradient comes from, of a captured graph; empty where there is but one."""
+    tangents = {node: frozenset({role.index}) for node, role in graph.inputs() if isinstance(role, Tangent)}
+    if len(tangents) < 2:
+        return {}
+    behind: dict[fx.Node, frozenset[int]] = {}
+    for node in graph.graph.nodes:
+        behind[node] = tangents.get(node) or frozenset().union(*{behind[n] for n in node.all_input_nodes})
+    return {
+        role.of.name: behind[node]
+        for node, role in graph.outputs()
+        if node is not None and isinstance(role, Gradient) and isinstance(role.of, Parameter) and behind[node]
+    }
 
 
 def source_of(node: fx.Node) -> str:

@@ -149,13 +149,20 @@ def _row_updates(
     """Why a table cannot be updated by rows, or None; whether it must be, whatever its size."""
     if not optimizers:
         return "no optimizer was given: whole gradients are left in .grad", False
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if any(p is parameter for p in group["params"]):
-                kind = classes[id(optimizer)]
-                blocker = row_update_blocker(optimizer, group, row_updates, kind=kind)
-                return blocker, kind is SparseAdam or (row_updates == "lazy" and blocker is None)
-    return "no optimizer given holds it", False
+    holders = [
+        (optimizer, group)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        if any(p is parameter for p in group["params"])
+    ]
+    if not holders:
+        return "no optimizer given holds it", False
+    if len(holders) > 1:
+        return f"{len(holders)} optimizers hold it, and rows are updated by one", False
+    optimizer, group = holders[0]
+    kind = classes[id(optimizer)]
+    blocker = row_update_blocker(optimizer, group, row_updates, kind=kind)
+    return blocker, kind is SparseAdam or (row_updates == "lazy" and blocker is None)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -271,12 +271,13 @@ class Session:
             raise CaptureError(
                 "expected batches whose shapes repeat or vary in ways one graph can take, and whose numbers repeat, in "
                 f"forward(), found that {MAX_CAPTURES} captures do not suffice. Pad batches to a few lengths, pass "
-                "dynamic=True, or pass numbers that change as tensors."
+                "dynamic=True, or pass numbers that change, attributes of the model too, as tensors."
             )
         self._captures += 1
         kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
         with whole_parameters(self.model, self._whole_shapes()):
-            return capture(self.model, args, kwargs, train=train, dynamic=self._dynamic(kind))
+            captured = capture(self.model, args, kwargs, train=train, dynamic=self._dynamic(kind))
+        return replace(captured, read=captured.read.unchanged())
 
     def _whole_shapes(self) -> dict[str, torch.Size]:
         return {name: table.parameter.shape for name, table in self._state.tables.items()}

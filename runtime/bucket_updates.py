@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,24 +161,31 @@ class BucketUpdates:
         self.await_update(k)  # of the step before, if no forward has read the parameters since
         self._waiting[k] = _Bucket([self._parameter(name) for name in self._names[k]], flat, self.reduce(k, flat))
 
-    def deliver(self, buckets: Sequence[int]) -> None:
-        """Puts stand-ins into `.grad` of parameters that have none; sums up where there is a gradient already."""
+    def deliver(self, buckets: Sequence[int], absent: Collection[nn.Parameter] = ()) -> None:
+        """Puts stand-ins into `.grad` of parameters that have none; sums up where there is a gradient already.
+
+        Args:
+            absent: parameters that this backward gives no gradient.
+        """
+        without = set(absent)
         summed = False
         for k in buckets:
             bucket = self._waiting[k]
             for parameter in bucket.parameters:
-                summed |= parameter.grad is not None
+                summed |= parameter.grad is not None and parameter not in without
         if summed:
             for k in buckets:
                 bucket = self._waiting[k]
                 for parameter, gradient in zip(bucket.parameters, self._land(bucket), strict=True):
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                    if parameter not in without:
+                        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
                 del self._waiting[k]
             self._delivered([parameter for names in self._names for parameter in map(self._parameter, names)])
             return
         for k in buckets:
             for parameter in self._waiting[k].parameters:
-                parameter.grad = self._stand_in(parameter, k)
+                if parameter not in without:
+                    parameter.grad = self._stand_in(parameter, k)
 
     def _stand_in(self, parameter: nn.Parameter, k: int) -> PendingGradient:
         found = self._stand_ins.get(parameter)

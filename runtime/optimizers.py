@@ -116,6 +116,7 @@ class _RowStepping(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The class's own step, then the tables' rows. The loss of a closure is the mean over ranks."""
         loss, stepping = None, self._embrace_stepping
+        self._hide_rows()
         if closure is not None:
             closure = stepping.mean_loss(closure)
             if not stepping.by_rows:
@@ -150,9 +151,30 @@ class _RowStepping(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         self._embrace_stepping.materialise()  # the scaler looks for overflows in `.grad` next
+        self._show_rows()
         return True
 
-    def _overflowed(self, found_inf: Tensor) -> bool:
+    def _show_rows(self) -> None:
+        """Lets a GradScaler find a gradient that is finite where all rows are, on every rank; its scale follows."""
+        self._hide_rows()
+        stepping = self._embrace_stepping
+        if stepping.sharded:
+            device = stepping.sharded[0].local.device
+            bad = torch.tensor(float(not all(table.is_finite() for table in stepping.sharded)), device=device)
+            if stepping.communicator is not None:
+                bad = stepping.communicator.reduce_scalar(bad, dist.ReduceOp.MAX)
+            shown = nn.Parameter(torch.zeros((), device=device))
+            shown.grad = torch.full((), float("inf") if bad.item() else 0.0, device=device)
+            self.__dict__["_embrace_shown"] = shown
+            self.param_groups[0]["params"].append(shown)
+
+    def _hide_rows(self) -> None:
+        shown = self.__dict__.pop("_embrace_shown", None)
+        if shown is not None:
+            kept = [parameter for parameter in self.param_groups[0]["params"] if parameter is not shown]
+            self.param_groups[0]["params"][:] = kept
+
+    def _overflowed(self, found_inf: Tensor | int) -> bool:
         """Unscales all gradients for a GradScaler; whether any gradient, on any rank, is not finite.
 
         Raises:
@@ -165,8 +187,7 @@ class _RowStepping(Optimizer):
                 "scaler.unscale_() was called: it does not see the gradients of sharded tables. Leave it out; to clip, "
                 "pass max_norm times scaler.get_scale() to the model's own clip_grad_norm_()."
             )
-        rows = [pending[1] for table in tables if (pending := table.pending()) is not None]
-        bad = found_inf.clone() + sum((~r.isfinite()).any().to(found_inf.dtype) for r in rows)
+        bad = torch.as_tensor(found_inf).clone()  # of rows too: they were shown; 0 where nothing has a gradient
         if self._embrace_stepping.communicator is not None:
             bad = self._embrace_stepping.communicator.reduce_scalar(bad, dist.ReduceOp.MAX)
         if bad.item() > 0:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from embrace_fx.graph import (
     OutputRole,
     Parameter,
     PendingGradients,
+    PendingRows,
     Result,
     RowGradient,
     Saved,
@@ -55,10 +57,11 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self._parameters = dict(_owners(model, "_parameters"))
         self._buffers = dict(_owners(model, "_buffers"))
+        self.names = tuple(self._parameters)
         self.tables: dict[str, RowTable] = {}
         self.unreduced: set[str] = set()
         """Parameters whose `.grad` holds this rank's own sum, from backwards under `no_sync`."""
-        self._delivered: list[tuple[Tensor, int]] = []
+        self._delivered: list[tuple[nn.Parameter, Tensor, int]] = []
 
     def parameter(self, name: str) -> nn.Parameter:
         owner, key = self._parameters[name]
@@ -67,20 +70,22 @@ class ModelState:
 
     def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Remembers the gradients that were just delivered, as they are."""
-        self._delivered = [(p.grad, p.grad._version) for p in parameters if p.grad is not None]
+        self._delivered = [(p, p.grad, p.grad._version) for p in parameters if p.grad is not None]
 
     def check_gradients(self) -> None:
-        """Raises where all dense gradients were written in place since they were delivered.
+        """Raises where all dense gradients were written in place, or replaced, since they were delivered.
 
         That is what `torch.nn.utils.clip_grad_norm_` and `GradScaler.unscale_` do, and neither sees the gradients of
         sharded tables: the step would mix clipped and unclipped ones.
         """
         delivered, self._delivered = self._delivered, []
-        if self.tables and delivered and all(gradient._version != version for gradient, version in delivered):
+        left = [each for each in delivered if each[0].grad is not None]
+        if self.tables and left and all(p.grad is not given or given._version != v for p, given, v in left):
             raise RuntimeError(
                 "expected gradients as the backward left them, in optimizer.step(), found that all dense ones were "
-                "changed in place (clipped or unscaled?) while the sharded tables' were not. Clip with the compiled "
-                "model's own clip_grad_norm_(), and let GradScaler.step() do the unscaling."
+                "changed in place (clipped or unscaled?) or replaced while the sharded tables' were not. Clip with the "
+                "compiled model's own clip_grad_norm_(), scale the loss and not its gradients, and let "
+                "GradScaler.step() do the unscaling."
             )
 
     def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:
@@ -116,6 +121,9 @@ def _owners(model: nn.Module, kind: str) -> list[tuple[str, tuple[dict[str, Any]
         ]
     return found
 
+
+_BITS = 62
+"""Results that one number can name, a bit each."""
 
 _STATE, _BATCH, _SAVED, _TANGENT = range(4)
 
@@ -167,6 +175,7 @@ class Program:
         flow: Flow | None = None,
     ) -> None:
         self._state = state
+        self._results_behind = graph.results_behind
         self._communicator = communicator
         self.flow = flow
         launches = {
@@ -219,6 +228,31 @@ class Program:
         roles = [role for _, role in outputs_of(graph.phases["forward"])]
         self._results = [role.index for role in roles if isinstance(role, Result)]
         self._differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
+        roles_read = [r for _, r in inputs_of(graph.phases["backward"])] if self._backward is not None else []
+        self._leaves_read = [role.index for role in roles_read if isinstance(role, BatchInput)]
+        self._parameters_read = [role.name for role in roles_read if isinstance(role, Parameter)]
+        self._saved_read = [role.name for role in roles_read if isinstance(role, Saved)]
+
+    def read_again(self, leaves: Sequence[Any], values: Values) -> list[tuple[Tensor, int]]:
+        """The tensors that the backward reads, and their versions: views of parameters and results among them."""
+        found = [leaves[index] for index in self._leaves_read]
+        found += map(self._state.parameter, self._parameters_read)
+        found += [values[name] for name in self._saved_read]
+        return [(t, t._version) for t in found if isinstance(t, Tensor) and not t.is_inference()]
+
+    def name_written(self, written: Sequence[Tensor], leaves: Sequence[Any]) -> str:
+        """What shares memory with tensors that were written, in words; nothing where none was."""
+        if not written:
+            return ""
+        names = {_memory(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}
+        names |= {_memory(local_tensor(self._state.parameter(name))): name for name in self._state.names}
+        return ", ".join(dict.fromkeys(names.get(_memory(tensor), "a result") for tensor in written))
+
+    def without_gradient(self, used: Collection[int]) -> frozenset[str]:
+        """Parameters whose gradients come from none of the results that a backward starts from."""
+        return frozenset(name for name, sources in self._results_behind.items() if sources.isdisjoint(used)).difference(
+            self._state.unreduced
+        )
 
     def _ids_program(self, graph: TrainingGraph, state: ModelState) -> IdsProgram:
         """The ids' phases as functions that can run ahead of their batch."""
@@ -301,6 +335,7 @@ class Step:
         self._following = following
         self._values: Values | None = None
         self._results: list[Any] = []  # tensors, and sizes the model returns
+        self._read_again: list[tuple[Tensor, int]] = []
 
     def forward(self) -> list[Any]:
         program = self.program
@@ -315,6 +350,7 @@ class Step:
             program.flow.end_forward()
         self._values = values
         self._results = [r.detach() if isinstance(r, Tensor) else r for r in results]
+        self._read_again = program.read_again(self._leaves, values)
         return results
 
     def _begin_forward(self) -> Values:
@@ -333,8 +369,12 @@ class Step:
             program.flow.begin_plain_forward()
         return values
 
-    def backward(self, tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Runs the backward, delivers the parameters' gradients, and returns the batch tensors' ones."""
+    def backward(self, tangents: Sequence[Tensor | None], *, for_parameters: bool) -> list[Tensor | None]:
+        """Runs the backward, delivers the parameters' gradients, and returns the batch tensors' ones.
+
+        Args:
+            for_parameters: whether parameters are to get gradients; `torch.autograd.grad` of inputs wants none.
+        """
         program = self.program
         if self._values is None:
             raise RuntimeError(
@@ -345,64 +385,103 @@ class Step:
         values, self._values = self._values, None
         backward = program._backward
         assert backward is not None
-        flag = self._launch_finite_check()
+        if program.flow is not None:
+            assert program.ids is not None
+            program.flow.begin_backward(program.ids, values)
+        given = [index for index, t in zip(program._results, tangents, strict=True) if t is not None]
+        written = [tensor for tensor, version in self._read_again if tensor._version != version]
+        self._read_again = []  # values die with their last use
+        names = program.name_written(written, self._leaves)
+        flags = self._launch_flags(given, len(written))
         dense = {
             # The graph was traced for contiguous gradients, and autograd leaves out those of unused results.
             index: tangent.contiguous() if tangent is not None else torch.zeros_like(result)
             for index, tangent, result in zip(program._results, tangents, self._results, strict=True)
             if index in program._differentiable
         }
-        if program.flow is not None:
-            assert program.ids is not None
-            program.flow.begin_backward(program.ids, values)
         outputs = backward(self._leaves, values, dense)
         if program.flow is not None:
             program.flow.end_backward()
         try:
-            self._finish_finite_check(flag)
-        except FloatingPointError:
+            used = self._finish_flags(flags, names)
+        except (FloatingPointError, RuntimeError):
             if program.flow is not None:
                 program.flow.discard()
             raise
-        return self._deliver(backward.roles, outputs)
+        if not for_parameters:
+            if program.flow is not None:
+                program.flow.discard()
+            return self._of_batch(backward.roles, outputs)
+        return self._deliver(backward.roles, outputs, program.without_gradient(used))
 
-    def _launch_finite_check(self) -> Any:
-        """Whether every scalar result, on every rank, is a number: one tiny AllReduce under the backward."""
-        scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
-        bad = sum(not math.isfinite(r.item()) for r in scalars)
-        flags = torch.zeros(self.program._communicator.world_size, dtype=torch.int64)
-        flags[self.program._communicator.rank] = bad
-        if self.program._communicator.world_size == 1:
-            return flags
-        return self.program._communicator.all_reduce_(flags, "sum", "ids")
+    def _launch_flags(self, given: Sequence[int], written: int) -> Any:
+        """What the ranks tell each other of a backward, in one tiny AllReduce under it.
 
-    def _finish_finite_check(self, flag: Any) -> None:
+        By rank: how many of its scalar results are no number; how much of what its backward reads was written since the
+        forward; as bits, the results that its backward starts from (results beyond the bits count as such).
+        """
         communicator = self.program._communicator
-        flags = flag if isinstance(flag, Tensor) else communicator.wait(flag)
-        bad = [rank for rank, count in enumerate(flags.tolist()) if count]
-        if bad:
+        scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
+        flags = torch.zeros((3, communicator.world_size), dtype=torch.int64)
+        flags[0, communicator.rank] = sum(not math.isfinite(r.item()) for r in scalars)
+        flags[1, communicator.rank] = written
+        flags[2, communicator.rank] = sum(1 << index for index in given if index < _BITS)
+        return flags if communicator.world_size == 1 else communicator.all_reduce_(flags, "sum", "ids")
+
+    def _finish_flags(self, launched: Any, names: str) -> list[int]:
+        """The results that some rank's backward starts from.
+
+        Args:
+            names: what was written on this rank.
+
+        Raises:
+            FloatingPointError: a scalar result was no number.
+            RuntimeError: what the backward reads was written. Both on every rank.
+        """
+        communicator = self.program._communicator
+        flags = launched if isinstance(launched, Tensor) else communicator.wait(launched)
+        not_finite, writes, given = flags.tolist()
+        if written := [rank for rank, count in enumerate(writes) if count]:
+            raise RuntimeError(
+                "expected the batch, the results and the parameters to be as the forward left them, in backward(), "
+                f"found some that the backward reads written in place since, on rank(s) {', '.join(map(str, written))}"
+                f" ({names or 'none here'}). No gradient of this step was kept, on any rank: write copies, and step "
+                "the optimizer after the backwards of all calls."
+            )
+        if bad := [rank for rank, count in enumerate(not_finite) if count]:
             raise FloatingPointError(
                 "expected a finite loss on every rank, in backward(), found nan or inf on rank(s) "
                 f"{', '.join(map(str, bad))}. No gradient of this step was kept, on any rank: skip the batch, or lower "
                 "the learning rate."
             )
+        used = reduce(or_, given)
+        return [index for index in self.program._results if index >= _BITS or used >> index & 1]
 
-    def _deliver(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
-        state = self.program._state
-        batch: dict[int, Tensor] = {}
+    def _of_batch(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
+        """The gradients of the batch's tensors that require one."""
+        found = {
+            role.of.index: value
+            for role, value in zip(roles, outputs, strict=True)
+            if isinstance(role, Gradient) and isinstance(role.of, BatchInput)
+        }
+        return [found.get(k) for k, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def _deliver(
+        self, roles: Sequence[OutputRole], outputs: Sequence[Any], absent: Collection[str]
+    ) -> list[Tensor | None]:
+        """Puts gradients where optimizers find them, all but the absent ones of parameters that the loss is not of."""
+        state, flow = self.program._state, self.program.flow
         rows: dict[str, dict[str, Tensor]] = {}
         delivered: set[int] = set()
         for role, value in zip(roles, outputs, strict=True):
             match role:
-                case Gradient(Parameter(name)):
+                case Gradient(Parameter(name)) if name not in absent:
                     # Two parameters may get the same tensor (the biases of an LSTM), but no two may share a `.grad`.
                     _deliver_dense(
                         state, name, value.clone() if id(value) in delivered else value, self.program._synchronised
                     )
                     delivered.add(id(value))
-                case Gradient(BatchInput(index)):
-                    batch[index] = value
-                case RowGradient(table, part):
+                case RowGradient(table, part) if table not in absent:
                     rows.setdefault(table, {})[part] = value
         state.note_gradients(
             [state.parameter(r.of.name) for r in roles if isinstance(r, Gradient) and isinstance(r.of, Parameter)]
@@ -415,13 +494,13 @@ class Step:
                 state.parameter(name).grad = None  # the bucket took the accumulated part along
                 state.unreduced.discard(name)
         if pending:
-            assert self.program.flow is not None
-            self.program.flow.buckets.deliver([role.bucket for role in pending])
-        return [
-            batch.get(index)
-            for index, leaf in enumerate(self._leaves)
-            if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
+            assert flow is not None
+            flow.buckets.deliver([role.bucket for role in pending], [state.parameter(name) for name in absent])
+        for role in roles:
+            if isinstance(role, PendingRows) and role.table in absent:
+                assert flow is not None
+                flow.exchanges[role.table].discard()
+        return self._of_batch(roles, outputs)
 
 
 def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised: bool) -> None:
@@ -437,6 +516,10 @@ def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised:
         parameter.grad.add_(gradient)
     if not synchronised:
         state.unreduced.add(name)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_pure(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
@@ -551,8 +634,15 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "expected a backward of the compiled model without create_graph=True, in backward(), found one with "
+                "it: its gradients cannot be differentiated again. Train such a loss with the plain model."
+            )
+        anchor, _ = ctx.next_functions[0]  # not reached by `torch.autograd.grad` or `backward(inputs=...)`
         with torch.no_grad(), _autocast_is_in_the_graph():
-            return (None, None, *ctx.step.backward(tangents))
+            wanted = torch._C._will_engine_execute_node(anchor)
+            return (None, None, *ctx.step.backward(tangents, for_parameters=wanted))
 
 
 @contextlib.contextmanager

@@ -120,6 +120,11 @@ class RowTable:
             self._pending = [(merged[0], merged[1])]
         return self._pending[0] if self._pending else None
 
+    def is_finite(self) -> bool:
+        """Whether the waiting gradient is."""
+        pending = self.pending()
+        return pending is None or bool(pending[1].isfinite().all())
+
     def scale_gradient(self, factor: float | Tensor) -> None:
         """Multiplies the waiting gradient, for clipping."""
         self._pending = [(ids, rows * factor) for ids, rows in self._pending]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import embrace_fx
 from embrace_fx.passes.buffers import live_buffers, mutated_buffers
 from tests.graphs import IDS, Tables, analysed, tables_model
 
@@ -63,3 +64,26 @@ def test_an_evaluation_changes_no_statistics() -> None:
     model.register_module("norm", nn.BatchNorm1d(4).double().eval())
 
     assert mutated_buffers(analysed(model, IDS, train=False)) == ()
+
+
+class Remembering(nn.Module):
+    """Writes a buffer that it never reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        loss = self.linear(x_BD).square().mean()
+        self.get_buffer("last").copy_(loss.detach())
+        return loss
+
+
+def test_a_buffer_that_is_only_written() -> None:
+    model = Remembering()
+    compiled = embrace_fx.compile(model)
+    for _ in range(2):
+        loss = compiled(torch.randn(4, 3))
+        loss.backward()
+        assert torch.equal(model.get_buffer("last"), loss)
