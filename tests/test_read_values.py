@@ -44,7 +44,7 @@ class Printing(Scaled):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         sys.stdout.flush()
-        return self.linear(x_BD).square().mean() * self.number * self.of_class * self.tensor
+        return self.linear(x_BD).square().mean() * self.number * self.of_class
 
 
 def _set_item(model: Any) -> None:
@@ -85,7 +85,7 @@ def test_a_value_that_changes_changes_the_result(name: str) -> None:
         globals()["OFFSET"] = 0.0
 
 
-@pytest.mark.parametrize("name", ["an attribute", "an attribute of the class", "a tensor"])
+@pytest.mark.parametrize("name", ["an attribute", "an attribute of the class"])
 def test_a_value_that_changes_changes_the_result_of_the_direct_route(name: str) -> None:
     assert capture(Printing(), (torch.randn(4, 3),), {}, train=True).route == "direct"
     _check(Printing(), CHANGES[name])
