@@ -23,7 +23,7 @@ from torch import Tensor
 
 from embrace_fx.cost import COLLECTIVES, MIN_CHUNK_BYTES, Cluster, Collective, Exchange, Link, exchange
 from embrace_fx.runtime.communicator import Communicator, InFlight, all_gather_single
-from embrace_fx.runtime.launcher import IN_FLIGHT
+from embrace_fx.schedule import IN_FLIGHT
 
 FEWEST_RUNS, MOST_RUNS = 3, 7
 """Of each size: small ones are cheap, and the noisiest."""
