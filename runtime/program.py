@@ -35,11 +35,14 @@ from embrace_fx.graph import (
     inputs_of,
     outputs_of,
 )
+from embrace_fx.runtime import split_ahead
+from embrace_fx.runtime.ahead import Ahead, IdsProgram, TableRoute
 from embrace_fx.runtime.communicator import Communicator, InFlight
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
-from embrace_fx.runtime.flow import Ahead, Flow, IdsProgram, TableRoute
+from embrace_fx.runtime.flow import Flow
 from embrace_fx.runtime.lower import Phase, lower
+from embrace_fx.runtime.streams import Streams, streams_of
 from embrace_fx.runtime.tables import RowTable, local_tensor
 
 Values = dict[str, Any]
@@ -241,14 +244,28 @@ class Program:
 
         gathers = [n for n in graph.phases["ids"].graph.nodes if str(n.target) == "embrace.all_gather_ids.default"]
         sent = [node.meta["role"].name for gather in gathers for node in gather.args[0]]
+        paddings = {
+            node.args[3]: node.args[4]
+            for node in (graph.phases["backward"].graph.nodes if "backward" in graph.phases else ())
+            if str(node.target) == "embrace.submit_rows.default"
+        }
+        unique_ahead, routing_ahead = ids_ahead(graph, partial(_runnable, state=state), sent)
         return IdsProgram(
             unique,
+            unique_ahead,
             lambda values: [values[name] for name in sent],
             routing,
+            routing_ahead,
             tuple(table for gather in gathers for table in gather.meta["tables"]),
             tuple(size for gather in gathers for size in gather.args[1]),
             tuple(
-                TableRoute(node.args[3], node.args[1].meta["role"].name, node.args[2].meta["role"].name, node.args[4])
+                TableRoute(
+                    node.args[3],
+                    node.args[1].meta["role"].name,
+                    node.args[2].meta["role"].name,
+                    node.args[4],
+                    paddings.get(node.args[3], -1),
+                )
                 for node in graph.phases["forward"].graph.nodes
                 if str(node.target) == "embrace.await_rows.default"
             ),
@@ -259,7 +276,8 @@ class Program:
         if self.ids is None or not self._is_relaxed or not self._ids_are_pure:
             return None
         with torch.no_grad(), _autocast_is_in_the_graph():
-            return Ahead.of(self.ids, leaves)
+            assert self.flow is not None
+            return self.flow.look_at(self.ids, leaves)
 
     @property
     def result_count(self) -> int:
@@ -345,7 +363,7 @@ class Step:
         values, self._values = self._values, None
         backward = program._backward
         assert backward is not None
-        flag = self._launch_finite_check()
+        finite = self._launch_finite_check()
         dense = {
             # The graph was traced for contiguous gradients, and autograd leaves out those of unused results.
             index: tangent.contiguous() if tangent is not None else torch.zeros_like(result)
@@ -359,33 +377,29 @@ class Step:
         if program.flow is not None:
             program.flow.end_backward()
         try:
-            self._finish_finite_check(flag)
+            _check_finite(finite())
         except FloatingPointError:
             if program.flow is not None:
                 program.flow.discard()
             raise
         return self._deliver(backward.roles, outputs)
 
-    def _launch_finite_check(self) -> Any:
-        """Whether every scalar result, on every rank, is a number: one tiny AllReduce under the backward."""
-        scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
-        bad = sum(not math.isfinite(r.item()) for r in scalars)
-        flags = torch.zeros(self.program._communicator.world_size, dtype=torch.int64)
-        flags[self.program._communicator.rank] = bad
-        if self.program._communicator.world_size == 1:
-            return flags
-        return self.program._communicator.all_reduce_(flags, "sum", "ids")
+    def _launch_finite_check(self) -> Callable[[], list[int]]:
+        """Whether every scalar result, on every rank, is a number: one tiny AllReduce under the backward.
 
-    def _finish_finite_check(self, flag: Any) -> None:
-        communicator = self.program._communicator
-        flags = flag if isinstance(flag, Tensor) else communicator.wait(flag)
-        bad = [rank for rank, count in enumerate(flags.tolist()) if count]
-        if bad:
-            raise FloatingPointError(
-                "expected a finite loss on every rank, in backward(), found nan or inf on rank(s) "
-                f"{', '.join(map(str, bad))}. No gradient of this step was kept, on any rank: skip the batch, or lower "
-                "the learning rate."
-            )
+        Returns: yields, at the backward's end, how many are not, by rank.
+        """
+        scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
+        communicator, flow = self.program._communicator, self.program.flow
+        streams = flow.streams if flow is not None else streams_of(scalars[0].device) if scalars else None
+        if streams is not None and scalars:
+            return finite_check_on(streams, scalars, communicator)
+        flags = torch.zeros(communicator.world_size, dtype=torch.int64)
+        flags[communicator.rank] = sum(not math.isfinite(r.item()) for r in scalars)
+        if communicator.world_size == 1:
+            return flags.tolist
+        launched = communicator.all_reduce_(flags, "sum", "ids")
+        return lambda: communicator.wait(launched).tolist()
 
     def _deliver(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
         state = self.program._state
@@ -424,6 +438,30 @@ class Step:
         ]
 
 
+def finite_check_on(streams: Streams, scalars: Sequence[Tensor], communicator: Communicator) -> Callable[[], list[int]]:
+    """The check on a device: the host, which has enqueued the whole backward meanwhile, waits for the forward's end."""
+    there = streams.record("loss ready")
+    with streams.on("ids", "finite check"):
+        streams.wait(there)
+        streams.keep(*scalars)
+        flags = torch.zeros(communicator.world_size, dtype=torch.int64, device=scalars[0].device)
+        flags[communicator.rank] = torch.stack([~scalar.isfinite() for scalar in scalars]).sum()
+        if communicator.world_size > 1:
+            communicator.wait(communicator.all_reduce_(flags, "sum", "ids"))
+        copy, done = streams.to_host(flags), streams.record("finite check done")
+    return lambda: streams.read(done, copy)
+
+
+def _check_finite(counts: Sequence[int]) -> None:
+    bad = [rank for rank, count in enumerate(counts) if count]
+    if bad:
+        raise FloatingPointError(
+            "expected a finite loss on every rank, in backward(), found nan or inf on rank(s) "
+            f"{', '.join(map(str, bad))}. No gradient of this step was kept, on any rank: skip the batch, or lower "
+            "the learning rate."
+        )
+
+
 def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised: bool) -> None:
     parameter = state.parameter(name)
     if gradient.stride() != parameter.stride():
@@ -437,6 +475,51 @@ def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised:
         parameter.grad.add_(gradient)
     if not synchronised:
         state.unreduced.add(name)
+
+
+def ids_ahead(
+    graph: TrainingGraph, runnable: Callable[..., _Runnable], sent: Sequence[str]
+) -> tuple[Callable[[Sequence[Any]], tuple[Values, list[Tensor]]], Callable[[Values, list[Tensor]], None]]:
+    """`IdsProgram.unique_ahead` and `.routing_ahead`.
+
+    Args:
+        sent: names of the unique rows, by table.
+    """
+    counts: dict[str, Tensor] = {}
+    unpacked: list[list[Tensor]] = []
+
+    def unique_of(node: fx.Node) -> Callable[..., Any] | None:
+        if str(node.target) != "embrace.unique_ids.default":
+            return None
+        name = next(user.name for user in node.users if user.args[1] == 0)
+
+        def unique_ids_ahead(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
+            rows, counts[name], where = split_ahead.unique_ids(ids, num_rows, padding_idx)
+            return [rows, *where]
+
+        return unique_ids_ahead
+
+    def given(node: fx.Node) -> Callable[..., Any] | None:
+        if str(node.target) == "embrace.unpack_ids.default":
+            return lambda *_: unpacked.pop()
+        launches = ("embrace.all_gather_ids.default", "_c10d_functional.wait_tensor.default")
+        return (lambda *_: None) if str(node.target) in launches else None
+
+    unique = runnable(graph.phases["unique"], launches={}, special=unique_of)
+    route = runnable(graph.phases["ids"], launches={}, special=given)
+
+    def unique_ahead(leaves: Sequence[Any]) -> tuple[Values, list[Tensor]]:
+        values: Values = {}
+        _keep(unique.roles, unique(leaves, values, {}), values)
+        found = [counts[name] for name in sent]
+        counts.clear()
+        return values, found
+
+    def routing_ahead(values: Values, of_tables: list[Tensor]) -> None:
+        unpacked.append(of_tables)
+        _keep(route.roles, route((), values, {}), values)
+
+    return unique_ahead, routing_ahead
 
 
 def _is_pure(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
