@@ -16,7 +16,7 @@ Each check returns what it finds, in the grammar of errors; `verify_streams` rai
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from embrace_fx.stream_program import Compute, Free, HostRead, Keep, Launch, Record, Step, StreamProgram, Wait
@@ -51,18 +51,21 @@ class _Memory:
         return [*([self.write] if self.write else []), *self.reads]
 
 
-def verify_streams(program: StreamProgram, in_flight: int | None = None) -> None:
+def verify_streams(
+    program: StreamProgram, in_flight: int | None = None, ordered: Collection[str] | None = None
+) -> None:
     """Raises where something in the program is not ordered.
 
     Args:
         in_flight: also prove that a launch begins after the launch so many places before it has ended.
+        ordered: the launches of which that is to be proved; None: all.
 
     Raises:
         StreamError: with everything that was found.
     """
     found = hazards(program)
     if in_flight is not None:
-        found += too_many_in_flight(program, in_flight)
+        found += too_many_in_flight(program, in_flight, ordered)
     if found:
         raise StreamError(f"in {program.title}: " + "\n".join(found))
 
@@ -72,13 +75,13 @@ def hazards(program: StreamProgram) -> list[str]:
     return _Run(program).found
 
 
-def too_many_in_flight(program: StreamProgram, limit: int) -> list[str]:
+def too_many_in_flight(program: StreamProgram, limit: int, ordered: Collection[str] | None = None) -> list[str]:
     """Launches of communication classes that may run beside more than `limit` - 1 launched before them."""
-    run = _Run(program)
+    launched = [each for each in _Run(program).launched if ordered is None or each[0].op in ordered]
     found = []
-    for place, (launch, began, _) in enumerate(run.launched):
-        if place >= limit and not run.launched[place - limit][2].before(began):
-            earlier = run.launched[place - limit][0]
+    for place, (launch, began, _) in enumerate(launched):
+        if place >= limit and not launched[place - limit][2].before(began):
+            earlier = launched[place - limit][0]
             found.append(
                 f"expected at most {limit} launches in flight, found that {launch.op!r} may begin before "
                 f"{earlier.op!r}, launched {limit} places earlier, has ended. Let its stream wait for that one's event."

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from embrace_fx.runtime.recorder import Clock, HostClock
+from embrace_fx.schedule import Lane
 from embrace_fx.stream_program import Compute, Free, HostRead, Keep, Launch, Record, Step, StreamProgram, Wait
 
 _WAITS_FOR_DEVICE = frozenset(
@@ -41,13 +42,16 @@ class RecordedStreams(TorchDispatchMode):
     """Streams on paper. As a context, it writes down what runs within."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step | str] = []
         self.host_waits: list[str] = []
-        self._stream, self._what = "compute", ""
+        self._stream: Lane = "compute"
+        self._what = ""
         self._events = self._pieces = 0
         self._names: dict[int, str] = {}  # of storages, by their address
-        self._alive: dict[int, tuple[StorageWeakRef, str]] = {}  # made within: with the stream that owns them
+        # Weak references keep a storage's address from being given to another one, not its memory. With the stream that
+        # owns it; None: made before.
+        self._alive: dict[int, tuple[StorageWeakRef, Lane | None]] = {}
         self._host: set[int] = set()  # storages on the host
 
     def program(self, title: str) -> StreamProgram:
@@ -56,7 +60,7 @@ class RecordedStreams(TorchDispatchMode):
     # -- streams -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def on(self, lane: str, what: str) -> Iterator[None]:
+    def on(self, lane: Lane, what: str) -> Iterator[None]:
         before, self._stream, self._what = (self._stream, self._what), lane, what
         try:
             yield
@@ -78,7 +82,7 @@ class RecordedStreams(TorchDispatchMode):
 
     def to_host(self, tensor: Tensor) -> Tensor:
         copy = tensor.clone()
-        self._host.add(copy.untyped_storage()._cdata)
+        self.expect_on_host([copy])
         return copy
 
     def read(self, event: str, copy: Tensor) -> list[Any]:
@@ -91,7 +95,9 @@ class RecordedStreams(TorchDispatchMode):
 
     def expect_on_host(self, tensors: Iterable[Tensor]) -> None:
         """These would be on the host beside a device: to ask for their values makes nobody wait."""
-        self._host |= {tensor.untyped_storage()._cdata for tensor in tensors}
+        for tensor in tensors:
+            self._name(tensor)
+            self._host.add(tensor.untyped_storage()._cdata)
 
     # -- what runs -----------------------------------------------------------------------------------------------------
 
@@ -114,9 +120,8 @@ class RecordedStreams(TorchDispatchMode):
             return
         written = {self._name(tensor) for tensor in _mutated(func, args, kwargs)}
         for tensor in _tensors(result):
-            if self._name(tensor) not in read:
-                self._adopt(tensor)
-                written.add(self._name(tensor))
+            if tensor.untyped_storage()._cdata not in self._names:
+                written.add(self._name(tensor, self._stream))
                 if self._are_on_host(given) and given:
                     self._host.add(tensor.untyped_storage()._cdata)
         if not written and _tensors(result):
@@ -134,29 +139,27 @@ class RecordedStreams(TorchDispatchMode):
     def _are_on_host(self, tensors: list[Tensor]) -> bool:
         return all(tensor.untyped_storage()._cdata in self._host for tensor in tensors)
 
-    def _name(self, tensor: Tensor) -> str:
-        address = tensor.untyped_storage()._cdata
+    def _name(self, tensor: Tensor, owner: Lane | None = None) -> str:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
         if address not in self._names:
             self._pieces += 1
             self._names[address] = f"memory {self._pieces}"
+            self._alive[address] = (StorageWeakRef(storage), owner)
         return self._names[address]
 
-    def _adopt(self, tensor: Tensor) -> None:
-        """Memory that was allocated within."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._alive:
-            # A weak reference keeps the storage's address from being given to another one, not its memory.
-            self._alive[storage._cdata] = (StorageWeakRef(storage), self._stream)
-
     def _append(self, step: Step) -> None:
-        """Behind what has been freed since the last one."""
+        self._collect()
+        self.steps.append(step)
+
+    def _collect(self) -> None:
+        """Writes down what has been freed."""
         for address in [address for address, (storage, _) in self._alive.items() if storage.expired()]:
             _, owner = self._alive.pop(address)
-            if address not in self._host:
+            if owner is not None and address not in self._host:
                 self.steps.append(Free(self._names[address], owner))
             self._host.discard(address)
             del self._names[address]
-        self.steps.append(step)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -162,7 +162,9 @@ class Recorder:
         self.clock.stop()
         seconds = self.clock.seconds
         recording.marks = [(name, window, seconds(at)) for name, window, at in recording.marks]
-        recording.waits = [(*of, seconds(start), seconds(end)) for *of, start, end in recording.waits]
+        recording.waits = [
+            (launch, lane, window, seconds(start), seconds(end)) for launch, lane, window, start, end in recording.waits
+        ]
         recording.transfers = [
             replace(each, started_s=seconds(each.started_s), ended_s=seconds(each.ended_s))
             for each in recording.transfers

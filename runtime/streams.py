@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.recorder import Clock
-from embrace_fx.schedule import LANES
+from embrace_fx.schedule import LANES, Lane
 from embrace_fx.stream_program import URGENT
 
 Event = Any
@@ -27,7 +27,7 @@ Event = Any
 class Streams(Protocol):
     """One device's streams: that of compute, and one for each communication class."""
 
-    def on(self, lane: str, what: str) -> AbstractContextManager[None]:
+    def on(self, lane: Lane, what: str) -> AbstractContextManager[None]:
         """Within, `what` is enqueued on the stream of a communication class."""
 
     def record(self, name: str) -> Event:
@@ -54,18 +54,15 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lanes = {
-            lane: torch.cuda.Stream(device, priority=-1 if lane in URGENT else 0)  # type: ignore[no-untyped-call]
-            for lane in LANES[1:]
-        }
+        self._lanes = {lane: torch.cuda.Stream(device, priority=-1 if lane in URGENT else 0) for lane in LANES[1:]}
 
     @contextmanager
-    def on(self, lane: str, what: str) -> Iterator[None]:
+    def on(self, lane: Lane, what: str) -> Iterator[None]:
         with torch.cuda.stream(self._lanes[lane]):
             yield
 
     def record(self, name: str) -> Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -106,7 +103,7 @@ class _CudaClock:
         self._zero = self.now()
 
     def now(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
