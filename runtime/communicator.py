@@ -107,9 +107,12 @@ class Communicator:
             self._groups[name] = self._new_group(name)
 
     def _new_group(self, name: str, backend: str | None = None, urgent: bool = False) -> dist.ProcessGroup:
-        """Another group of the same ranks; `backend` None: with the back ends of the default group."""
+        """Another group of the same ranks; `backend` None: with the back ends of this one."""
         assert self.group is not None
         ranks, options = dist.get_process_group_ranks(self.group), None
+        own = dist.get_backend_config(self.group)
+        if backend is None and "nccl" in own:  # torch would take those of the default group
+            backend = own
         timeout = _timeout(self.group)
         if urgent:
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

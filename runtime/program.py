@@ -35,14 +35,14 @@ from embrace_fx.graph import (
     inputs_of,
     outputs_of,
 )
-from embrace_fx.runtime import split_ahead
+from embrace_fx.runtime import split_ahead, streams
 from embrace_fx.runtime.ahead import Ahead, IdsProgram, TableRoute
 from embrace_fx.runtime.communicator import Communicator, InFlight
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
 from embrace_fx.runtime.flow import Flow
 from embrace_fx.runtime.lower import Phase, lower
-from embrace_fx.runtime.streams import Streams, streams_of
+from embrace_fx.runtime.streams import Streams
 from embrace_fx.runtime.tables import RowTable, local_tensor
 
 Values = dict[str, Any]
@@ -391,9 +391,9 @@ class Step:
         """
         scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
         communicator, flow = self.program._communicator, self.program.flow
-        streams = flow.streams if flow is not None else streams_of(scalars[0].device) if scalars else None
-        if streams is not None and scalars:
-            return finite_check_on(streams, scalars, communicator)
+        on = flow.streams if flow is not None else streams.streams_of(scalars[0].device) if scalars else None
+        if on is not None and scalars:
+            return finite_check_on(on, scalars, communicator)
         flags = torch.zeros(communicator.world_size, dtype=torch.int64)
         flags[communicator.rank] = sum(not math.isfinite(r.item()) for r in scalars)
         if communicator.world_size == 1:
@@ -438,18 +438,18 @@ class Step:
         ]
 
 
-def finite_check_on(streams: Streams, scalars: Sequence[Tensor], communicator: Communicator) -> Callable[[], list[int]]:
+def finite_check_on(on: Streams, scalars: Sequence[Tensor], communicator: Communicator) -> Callable[[], list[int]]:
     """The check on a device: the host, which has enqueued the whole backward meanwhile, waits for the forward's end."""
-    there = streams.record("loss ready")
-    with streams.on("ids", "finite check"):
-        streams.wait(there)
-        streams.keep(*scalars)
+    there = on.record("loss ready")
+    with on.on("ids", "finite check"):
+        on.wait(there)
+        on.keep(*scalars)
         flags = torch.zeros(communicator.world_size, dtype=torch.int64, device=scalars[0].device)
         flags[communicator.rank] = torch.stack([~scalar.isfinite() for scalar in scalars]).sum()
         if communicator.world_size > 1:
             communicator.wait(communicator.all_reduce_(flags, "sum", "ids"))
-        copy, done = streams.to_host(flags), streams.record("finite check done")
-    return lambda: streams.read(done, copy)
+        copy, done = on.to_host(flags), on.record("finite check done")
+    return lambda: on.read(done, copy)
 
 
 def _check_finite(counts: Sequence[int]) -> None:

@@ -5,7 +5,7 @@ The runtime that is recorded is the one that a GPU gets: only streams and events
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from torch import Tensor
 import embrace_fx
 from embrace_fx.passes.streams import stream_program
 from embrace_fx.passes.verify_streams import different_orders, hazards, verify_streams
-from embrace_fx.runtime import launcher, program, streams
+from embrace_fx.runtime import launcher, streams
 from embrace_fx.runtime.recorded_streams import RecordedStreams
 from embrace_fx.schedule import BETWEEN, END, IN_FLIGHT, SCHEDULES, ScheduleName
 from embrace_fx.stream_program import HostRead, Launch, Step, StreamProgram, Wait
@@ -81,7 +81,7 @@ class Deaf(RecordedStreams):
             super().wait(event)
 
 
-STREAMS = {
+STREAMS: dict[str, Callable[[], RecordedStreams]] = {
     "sound": RecordedStreams,
     "forgetful": Forgetful,
     "deaf compute": partial(Deaf, "compute"),
@@ -92,14 +92,14 @@ STREAMS = {
 @contextmanager
 def on_paper(kind: str = "sound") -> Iterator[RecordedStreams]:
     """Models made within run on recorded streams."""
-    before = streams.streams_of, program.streams_of, launcher.STANDSTILL_S
+    before = streams.streams_of, launcher.STANDSTILL_S
     recorded = STREAMS[kind]()
-    streams.streams_of = program.streams_of = lambda device: recorded  # type: ignore[assignment]
+    streams.streams_of = lambda device: recorded
     launcher.STANDSTILL_S = 1e6  # here collectives do make the host wait, for ranks that are slower
     try:
         yield recorded
     finally:
-        streams.streams_of, program.streams_of, launcher.STANDSTILL_S = before
+        streams.streams_of, launcher.STANDSTILL_S = before
 
 
 def records(rank: int, world_size: int, model: str, schedule: ScheduleName, kind: str = "sound") -> Recorded:
