@@ -359,7 +359,7 @@ class Session:
         if self._communicator.world_size == 1:
             return compiled
         devices = {parameter.device for parameter in self.model.parameters()}
-        if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
             warnings.warn(
                 f"expected a model on the CPU or on one GPU for schedule={self.options.schedule!r}, found one on "
                 f"{', '.join(sorted(map(str, devices)))}: its communication is launched and waited for within each "

@@ -90,6 +90,7 @@ class Communicator:
         if self.world_size > 1 and self.uses_nccl(device):
             for lane, name in zip(LANES[1:], LANE_GROUPS, strict=True):
                 self._groups[name] = self._new_group(name, backend="nccl", urgent=lane in URGENT)
+                self._connect(name, device)
         elif self.world_size > 1:
             self._open(LANE_GROUPS)
 
@@ -128,6 +129,15 @@ class Communicator:
         )
         assert isinstance(created, dist.ProcessGroup)
         return created
+
+    def _connect(self, name: str, device: torch.device) -> None:
+        """Has NCCL make a group's connections, for which the hosts of all ranks wait: in one order, and not in a step,
+        where the thread that stands by may be the one that comes first."""
+        group, own = self._groups[name], torch.zeros(self.world_size, device=device)
+        with self.watching():
+            dist.all_reduce(own, group=group)
+            dist.all_to_all_single(torch.empty_like(own), own, group=group)
+            all_gather_single(own.new_empty(own.numel() ** 2), own, group=group)
 
     def uses_nccl(self, device: torch.device) -> bool:
         """Whether tensors of a device travel by NCCL."""
@@ -312,7 +322,7 @@ class Communicator:
 
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
         """A collective under way; of tensors on a device over gloo, which takes them from the host, an ended one."""
-        if not written.is_cuda or "nccl" in _backend(self._groups[group], written.device):
+        if not travels_by_host(written, self._groups[group]):
             return InFlight(written, collective(written, *read), reads=read)
         on_host = [tensor.cpu() for tensor in (written, *read)]
         collective(*on_host).wait()
@@ -350,6 +360,11 @@ def _carries(group: dist.ProcessGroup, device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether a group takes a tensor only from the host: one on a GPU, over gloo."""
+    return tensor.is_cuda and "nccl" not in _backend(group, tensor.device)
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

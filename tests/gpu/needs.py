@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import embrace_fx
 from embrace_fx.schedule import ScheduleName
 from tests.models import Workload
-from tests.training import SEED, make_optimizers, whole
+from tests.training import SEED, make_optimizers
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -66,7 +67,16 @@ def trains_on_gpu(
             each.zero_grad()
         if step == STEPS - 2:  # what comes after the last step but one is no steady step
             torch.cuda.set_sync_debug_mode("default")
-    return {name: value.cpu() for name, value in whole(compiled.named_parameters()).items()}
+    return {name: _whole(value.detach(), world_size) for name, value in compiled.named_parameters()}
+
+
+def _whole(value: Tensor, world_size: int) -> Tensor:
+    """A parameter on the host, its columns gathered over the default group: over gloo a DTensor cannot do that."""
+    if not isinstance(value, DTensor):
+        return value.cpu()
+    columns: list[Any] = [None] * world_size
+    dist.all_gather_object(columns, value.to_local().cpu())
+    return torch.cat(columns, dim=1)
 
 
 def _to(batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
