@@ -35,7 +35,7 @@ from embrace_fx.graph import (
     inputs_of,
     outputs_of,
 )
-from embrace_fx.runtime import split_ahead, streams
+from embrace_fx.runtime import solo, split_ahead, streams
 from embrace_fx.runtime.ahead import Ahead, IdsProgram, TableRoute
 from embrace_fx.runtime.communicator import Communicator, InFlight
 from embrace_fx.runtime.exchanges.channel import Channel
@@ -67,6 +67,10 @@ class ModelState:
         owner, key = self._parameters[name]
         found: nn.Parameter = owner[key]
         return found
+
+    def any_parameter(self) -> nn.Parameter | None:
+        """One of them, where there is any: they are on one device."""
+        return self.parameter(next(iter(self._parameters))) if self._parameters else None
 
     def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Remembers the gradients that were just delivered, as they are."""
@@ -184,7 +188,7 @@ class Program:
         def with_own_bucket(node: fx.Node) -> Callable[..., Any] | None:
             if str(node.target) == "embrace.pack_bucket.default":
                 return _Packer(state, next(packs))
-            return through_launcher.get(node.name)
+            return through_launcher.get(node.name) or own_rows(node)
 
         def with_table_names(node: fx.Node) -> Callable[..., Any] | None:
             if str(node.target) != "embrace.all_gather_ids.default":
@@ -197,8 +201,10 @@ class Program:
 
             return all_gather_ids
 
-        self._unique = _runnable(graph.phases["unique"], state, launches)
-        self._ids = _runnable(graph.phases["ids"], state, launches, with_table_names)
+        alone = solo.SoloRows(on) if (on := self._streams_alone()) is not None and solo.fits(graph) else None
+        own_rows = alone.kernel if alone is not None else lambda node: None
+        self._unique = _runnable(graph.phases["unique"], state, launches, own_rows)
+        self._ids = _runnable(graph.phases["ids"], state, launches, with_table_names if alone is None else alone.kernel)
         self._forward = _runnable(graph.phases["forward"], state, launches, lambda n: through_launcher.get(n.name))
         self._backward = (
             _runnable(graph.phases["backward"], state, launches, with_own_bucket)
@@ -222,6 +228,13 @@ class Program:
         roles = [role for _, role in outputs_of(graph.phases["forward"])]
         self._results = [role.index for role in roles if isinstance(role, Result)]
         self._differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
+
+    def _streams_alone(self) -> Streams | None:
+        """The streams of the device on which a single process trains."""
+        parameter = self._state.any_parameter()
+        if self._communicator.world_size > 1 or parameter is None:
+            return None
+        return streams.streams_of(parameter.device)
 
     def _ids_program(self, graph: TrainingGraph, state: ModelState) -> IdsProgram:
         """The ids' phases as functions that can run ahead of their batch."""

@@ -234,6 +234,52 @@ def test_a_runtime_that_leaves_something_unordered_is_found(kind: str, expected:
     assert any(expected in text for text in found)
 
 
+def records_alone(rank: int, world_size: int, model: str) -> tuple[StreamProgram, list[str], dict[str, Tensor]]:
+    with on_paper() as recorded:
+        workload = WORKLOADS[model]
+        module = workload.make(torch.float64, seed=SEED)
+        optimizers = make_optimizers("adagrad", module)
+        compiled = embrace_fx.compile(module, optimizer=optimizers, strategy="alltoall")
+        batches = [workload.batches(step, rank, SEED) for step in range(WARM_UP + RECORDED)]
+        _train(compiled, batches[:WARM_UP])
+        recorded.expect_on_host(state["step"] for each in optimizers for state in each.state.values())
+        with recorded:
+            _train(compiled, batches[WARM_UP:])
+        return recorded.program(f"{model}, alone"), recorded.host_waits, trained(compiled).parameters
+
+
+@pytest.mark.parametrize("model", MODELS_RECORDED)
+def test_a_single_process_asks_the_device_for_nothing_either(model: str) -> None:
+    ((found, host_waits, parameters),) = run_ranks(1, records_alone, model)
+
+    verify_streams(found)
+    assert host_waits == []
+    assert sum(isinstance(step, HostRead) for step in found.steps) >= 2 * RECORDED
+    way = Way(lookahead=False, steps=WARM_UP + RECORDED)
+    (on_cpu,) = run_ranks(1, train_compiled, WORKLOADS[model], torch.float64, "adagrad", "exact", way)
+    for name, value in on_cpu.parameters.items():
+        assert torch.equal(parameters[name], value), name
+
+
+def trains_on_a_bad_id(rank: int, world_size: int) -> dict[str, Tensor]:
+    with on_paper():
+        module = torch.nn.EmbeddingBag(5, 4, mode="sum", padding_idx=0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        compiled = embrace_fx.compile(module, optimizer=optimizer, strategy="alltoall")
+        ids, offsets = torch.tensor([0, 3, 4]), torch.tensor([0])
+        compiled(ids, offsets).sum().backward()
+        before = module.weight.detach().clone()
+        with pytest.raises(embrace_fx.PeerFailure, match="expected ids from 0 to 4, in a lookup of weight"):
+            compiled(ids + 1, offsets).sum().backward()
+        return {"before": before, "after": module.weight.detach().clone()}
+
+
+def test_a_single_process_on_a_device_raises_for_a_bad_id_in_its_backward() -> None:
+    (found,) = run_ranks(1, trains_on_a_bad_id)
+
+    assert torch.equal(found["before"], found["after"])
+
+
 def _kinds(steps: Iterable[Step | str]) -> list[str]:
     return [type(step).__name__ for step in steps]
 

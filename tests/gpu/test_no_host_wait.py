@@ -59,6 +59,12 @@ def test_the_loss_is_checked_without_a_synchronisation() -> None:
     assert finite_check_on(streams, losses, Communicator(None))() == [1]
 
 
+@gpus(1)
+@pytest.mark.parametrize("model", ["two_table_lm", "bag_recommender"])
+def test_steady_steps_of_a_single_process(model: str) -> None:
+    run_ranks(1, trains_on_gpu, dict(MODELS)[model], "2d", "gloo", 1, STEADY, timeout_s=100.0)
+
+
 @gpus(2)
 @pytest.mark.parametrize("schedule", ["vertical", "2d"])
 def test_steady_steps_over_nccl(schedule: ScheduleName) -> None:
