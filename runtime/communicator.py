@@ -318,7 +318,8 @@ class Communicator:
         )
 
     def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
-        return self._launch(lambda own: dist.all_reduce(own, group=self._groups[group], async_op=True), group, flat)
+        carrier = self._group_for(group, flat)
+        return self._launch(lambda own: dist.all_reduce(own, group=carrier, async_op=True), group, flat)
 
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
         """A collective under way; of tensors on a device over gloo, which takes them from the host, an ended one."""

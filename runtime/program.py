@@ -8,7 +8,6 @@ Contract
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +39,7 @@ from embrace_fx.runtime.ahead import Ahead, IdsProgram, TableRoute
 from embrace_fx.runtime.communicator import Communicator, InFlight
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
+from embrace_fx.runtime.finite import launch_finite_check
 from embrace_fx.runtime.flow import Flow
 from embrace_fx.runtime.lower import Phase, lower
 from embrace_fx.runtime.streams import Streams
@@ -390,29 +390,19 @@ class Step:
         if program.flow is not None:
             program.flow.end_backward()
         try:
-            _check_finite(finite())
+            finite()
         except FloatingPointError:
             if program.flow is not None:
                 program.flow.discard()
             raise
         return self._deliver(backward.roles, outputs)
 
-    def _launch_finite_check(self) -> Callable[[], list[int]]:
-        """Whether every scalar result, on every rank, is a number: one tiny AllReduce under the backward.
-
-        Returns: yields, at the backward's end, how many are not, by rank.
-        """
+    def _launch_finite_check(self) -> Callable[[], None]:
+        """Raises, when called, where a scalar result of any rank is not a number."""
         scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
-        communicator, flow = self.program._communicator, self.program.flow
+        flow = self.program.flow
         on = flow.streams if flow is not None else streams.streams_of(scalars[0].device) if scalars else None
-        if on is not None and scalars:
-            return finite_check_on(on, scalars, communicator)
-        flags = torch.zeros(communicator.world_size, dtype=torch.int64)
-        flags[communicator.rank] = sum(not math.isfinite(r.item()) for r in scalars)
-        if communicator.world_size == 1:
-            return flags.tolist
-        launched = communicator.all_reduce_(flags, "sum", "ids")
-        return lambda: communicator.wait(launched).tolist()
+        return launch_finite_check(scalars, self.program._communicator, on)
 
     def _deliver(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
         state = self.program._state
@@ -449,30 +439,6 @@ class Step:
             for index, leaf in enumerate(self._leaves)
             if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
-
-
-def finite_check_on(on: Streams, scalars: Sequence[Tensor], communicator: Communicator) -> Callable[[], list[int]]:
-    """The check on a device: the host, which has enqueued the whole backward meanwhile, waits for the forward's end."""
-    there = on.record("loss ready")
-    with on.on("ids", "finite check"):
-        on.wait(there)
-        on.keep(*scalars)
-        flags = torch.zeros(communicator.world_size, dtype=torch.int64, device=scalars[0].device)
-        flags[communicator.rank] = torch.stack([~scalar.isfinite() for scalar in scalars]).sum()
-        if communicator.world_size > 1:
-            communicator.wait(communicator.all_reduce_(flags, "sum", "ids"))
-        copy, done = on.to_host(flags), on.record("finite check done")
-    return lambda: on.read(done, copy)
-
-
-def _check_finite(counts: Sequence[int]) -> None:
-    bad = [rank for rank, count in enumerate(counts) if count]
-    if bad:
-        raise FloatingPointError(
-            "expected a finite loss on every rank, in backward(), found nan or inf on rank(s) "
-            f"{', '.join(map(str, bad))}. No gradient of this step was kept, on any rank: skip the batch, or lower "
-            "the learning rate."
-        )
 
 
 def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised: bool) -> None:

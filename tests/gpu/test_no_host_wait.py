@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from embrace_fx.runtime.communicator import Communicator
-from embrace_fx.runtime.program import finite_check_on
+from embrace_fx.runtime.finite import launch_finite_check
 from embrace_fx.runtime.routing import Routing, RowSplitter
 from embrace_fx.runtime.split_ahead import SplitAhead, routed, unique_ids
 from embrace_fx.runtime.streams import streams_of
@@ -56,7 +56,8 @@ def test_the_loss_is_checked_without_a_synchronisation() -> None:
     assert streams is not None
     losses = [torch.full((), value, device=device) for value in (1.0, float("nan"))]
 
-    assert finite_check_on(streams, losses, Communicator(None))() == [1]
+    with pytest.raises(FloatingPointError, match=r"rank\(s\) 0"):
+        launch_finite_check(losses, Communicator(None), streams)()
 
 
 @gpus(1)
