@@ -105,7 +105,7 @@ def fits(graph: TrainingGraph) -> bool:
 def _is_rows(node: fx.Node) -> bool:
     """Unique rows, or what `unpack_ids` makes of them."""
     source = node.all_input_nodes[0] if node.all_input_nodes else node
-    return (_is(source, "unique_ids") and node.args[1] == 0) or _is(source, "unpack_ids")
+    return _is(source, "unpack_ids") or (_is(source, "unique_ids") and node.args[1:] == (0,))
 
 
 def _is(node: fx.Node, op: str) -> bool:
