@@ -73,8 +73,9 @@ def make_plan(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> 
 
 def links_between(setting: Setting, plan: Plan) -> Cluster:
     """The links between the ranks, probed where a step sends enough to be cut. Collective."""
-    on_cpu = all(parameter.device.type in ("cpu", "meta") for parameter in setting.model.parameters())
-    return links_for(setting.communicator, plan.sent_bytes_per_step) if on_cpu else Cluster()
+    devices = {parameter.device for parameter in setting.model.parameters() if parameter.device.type != "meta"}
+    device = devices.pop() if len(devices) == 1 else torch.get_default_device()
+    return links_for(setting.communicator, plan.sent_bytes_per_step, device)
 
 
 def _agree_on_plan(setting: Setting, decide_on: Callable[[Cluster], Plan] | None, links: Cluster) -> Plan:
@@ -235,14 +236,14 @@ def _sparsity(table: Table, reported: Sequence[_Reported | None]) -> Sparsity | 
 def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     """Shards the tables, makes the replicas equal, and hands the tables to their optimizers."""
     group = setting.communicator.group if setting.communicator.world_size > 1 else None
-    materialise(setting.model, plan.sharded, setting.optimizers, group)
+    materialise(setting.model, plan.sharded, setting.optimizers, setting.communicator)
     for name in plan.sharded:
         parameter = shard_parameter(setting.model, name, setting.optimizers, group)
         table = _row_table(setting, name, parameter)
         setting.state.tables[name] = table
         setting.stepping[id(table.optimizer)].sharded.append(table)
     if group is not None:
-        broadcast_state(setting.model, frozenset(plan.sharded), group)
+        broadcast_state(setting.model, frozenset(plan.sharded), setting.communicator)
     for found in graph.tables:
         parameter = setting.state.parameter(found.parameter)
         if found.parameter not in plan.sharded and _updated_by_rows(setting, parameter):

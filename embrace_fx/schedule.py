@@ -43,6 +43,9 @@ EARLY, END, BETWEEN, START = "early rows", "end of backward", "optimizer step, n
 """Names of compute operations that serve no table and no bucket in particular: what a backward begins and ends with,
 what a forward begins with, and what lies between the two."""
 
+IN_FLIGHT = 2
+"""Launches on the way at once: one on the wire, and one ready behind it."""
+
 ScheduleName = Literal["none", "horizontal", "vertical", "2d"]
 SCHEDULES: tuple[ScheduleName, ...] = ("none", "horizontal", "vertical", "2d")
 """The paper's ablation (EmbRace, ICPP 2022, section 4)."""

@@ -21,13 +21,16 @@ from embrace_fx.passes.scheduler import schedule
 from embrace_fx.passes.step_graph import Sizes, build, compute_durations, events
 from embrace_fx.plan import Plan
 from embrace_fx.planning import Setting, links_between
+from embrace_fx.runtime import streams
 from embrace_fx.runtime.bucket_updates import BucketUpdates
 from embrace_fx.runtime.communicator import InFlight
-from embrace_fx.runtime.exchanges.in_place import ExchangeKind, ExchangeThread
+from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.in_place import ExchangeKind, ExchangeThread, exchange_at_once
 from embrace_fx.runtime.flow import Flow
 from embrace_fx.runtime.launcher import Launcher
 from embrace_fx.runtime.recorder import Recorder, Recording, compute_spans
 from embrace_fx.runtime.row_exchange import RowExchange
+from embrace_fx.runtime.stream_launcher import StreamLauncher
 from embrace_fx.schedule import Lane, Schedule, StepGraph
 
 PROFILED_AFTER, PROFILED = 5, 6
@@ -59,11 +62,17 @@ class Scheduling:
     def start(self, warn: Callable[[], None]) -> Flow:
         """Makes what follows the schedule. Collective."""
         communicator, state, plan = self._setting.communicator, self._setting.state, self._plan
-        communicator.open_lanes()
-        recorder = Recorder()
+        device = next(self._setting.model.parameters()).device
+        communicator.open_lanes(device)
+        on = streams.streams_of(device)
+        recorder = Recorder(on.clock() if on is not None else None)
         order = launches(self.schedule, self.looks_ahead)
-        launcher = Launcher(order, ["ids", *(f"{table} rows" for table in plan.sharded)], recorder)
-        self._flow = flow = Flow(communicator, launcher, recorder, self.looks_ahead, warn, self._after_announcement)
+        of_forward = ["ids", *(f"{table} rows" for table in plan.sharded)]
+        launcher = (
+            Launcher(order, of_forward, recorder) if on is None else StreamLauncher(order, of_forward, recorder, on)
+        )
+        flow = Flow(communicator, launcher, recorder, self.looks_ahead, warn, self._after_announcement, on)
+        self._flow = flow
         for table in plan.sharded:
             flow.exchanges[table] = RowExchange(
                 state.tables[table], communicator, launcher, self._delayed_chunks[table], flow.wait
@@ -76,22 +85,31 @@ class Scheduling:
             launcher,
             flow.wait,
             state.note_gradients,
-            self._exchanges(),
+            self._exchanges(on_streams=on is not None),
         )
         return flow
 
-    def _exchanges(self) -> dict[int, Callable[[Tensor], InFlight]]:
-        """What starts the exchange of a bucket, for those that are not AllReduced. Collective."""
+    def _exchanges(self, on_streams: bool) -> dict[int, Callable[[Tensor], InFlight]]:
+        """What starts the exchange of a bucket, for those that are not AllReduced. Collective.
+
+        Args:
+            on_streams: each runs to its end where it is launched, on the stream of its class.
+        """
         plan, state = self._plan, self._setting.state
         found: dict[int, Callable[[Tensor], InFlight]] = {}
         if not plan.exchanged:
             return found
-        thread = ExchangeThread(self._setting.communicator.open_group("exchanges"), plan.links)
+        group = self._setting.communicator.open_group("exchanges")
+        start: Callable[..., InFlight]
+        if on_streams:
+            start = partial(exchange_at_once, channel=Channel(group), cluster=plan.links)
+        else:
+            start = ExchangeThread(group, plan.links).start
         for k, bucket in enumerate(plan.buckets):
             if bucket[0] in plan.exchanged:
                 decision = plan[bucket[0]]
                 rows = next(iter(state.parameter(bucket[0]).shape), 1)
-                found[k] = partial(thread.start, kind=ExchangeKind(rows, decision.strategy, decision.scheme))
+                found[k] = partial(start, kind=ExchangeKind(rows, decision.strategy, decision.scheme))
         return found
 
     def _after_announcement(self) -> None:

@@ -26,9 +26,10 @@ from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.tables import draws_randomly, extract_ids
 from embrace_fx.plan import Plan
 from embrace_fx.planning import Setting, make_plan, place
+from embrace_fx.runtime.ahead import Ahead
 from embrace_fx.runtime.communicator import Communicator, bad_id_report, check_activities
 from embrace_fx.runtime.failure import PeerFailure
-from embrace_fx.runtime.flow import Ahead, Flow
+from embrace_fx.runtime.flow import Flow
 from embrace_fx.runtime.gradients import clip_gradients
 from embrace_fx.runtime.optimizers import Stepping, attach
 from embrace_fx.runtime.placement import (
@@ -225,7 +226,7 @@ class Session:
                 "enabled."
             )
         if not self._replicated and self._communicator.group is not None:
-            broadcast_state(self.model, frozenset(), self._communicator.group)
+            broadcast_state(self.model, frozenset(), self._communicator)
         self._replicated = True
         return self.model(*args, **kwargs)
 
@@ -358,12 +359,12 @@ class Session:
         """Lets communication run into the next step, as the schedule says. Collective the first time."""
         if self._communicator.world_size == 1:
             return compiled
-        devices = {parameter.device.type for parameter in self.model.parameters()}
-        if devices != {"cpu"}:
+        devices = {parameter.device for parameter in self.model.parameters()}
+        if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
             warnings.warn(
-                f"expected a model on the CPU for schedule={self.options.schedule!r}, found one on "
-                f"{', '.join(sorted(devices))}: its communication is launched and waited for within each step. Pass "
-                "schedule='none' to say so.",
+                f"expected a model on the CPU or on one GPU for schedule={self.options.schedule!r}, found one on "
+                f"{', '.join(sorted(map(str, devices)))}: its communication is launched and waited for within each "
+                "step. Pass schedule='none' to say so.",
                 stacklevel=2,
             )
             return compiled

@@ -2,6 +2,7 @@
 
 Contract
     Collectives of one class leave in program order on their own process group, so classes do not wait for each other.
+    What ranks tell each other about a step stays on the hosts, over gloo: beside NCCL in groups of its own.
     Every step begins with an announcement: sizes and state of every rank. A rank that cannot go on says so there, and
     all ranks raise the same error; no collective is left waiting.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 from embrace_fx.runtime.failure import PeerFailure, RollCall
 from embrace_fx.runtime.kernels import bad_id, column_widths
 from embrace_fx.schedule import LANES
+from embrace_fx.stream_program import URGENT
 
 ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
 """What a call of the model can be; all ranks must do the same."""
@@ -31,6 +33,8 @@ CLASSES = ("ids", "embedding", "dense")
 
 LANE_GROUPS = tuple(f"{lane} lane" for lane in LANES if lane != "compute")
 """The groups of the launcher's thread."""
+
+CPU = torch.device("cpu")
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Torch renamed it, and the old name warns."""
@@ -42,11 +46,13 @@ class InFlight:
 
     Attributes:
         sent_bytes: tells, at the end, what this rank has sent, where that was not known before; None: it was.
+        reads: what the collective reads besides: to be kept until it has ended.
     """
 
     value: Tensor
     work: Any
     sent_bytes: Callable[[], int] | None = None
+    reads: tuple[Tensor, ...] = ()
 
 
 class Communicator:
@@ -69,13 +75,23 @@ class Communicator:
         self._roll_call: RollCall | None = None
         if group is not None and self.world_size > 1:
             self._open(CLASSES)
+            on_host = _carries(group, CPU)
+            self._hosts = self._groups["ids"] if on_host else self._new_group("hosts", backend="gloo")
             store = dist.distributed_c10d._get_default_store()
             self._roll_call = RollCall(store, self._groups["ids"].group_name, self.rank, self.world_size)
             weakref.finalize(self, self._roll_call.close)
 
-    def open_lanes(self) -> None:
-        """Makes the launcher's own groups, one for each class: a group has one thread launching on it. Collective."""
-        if self.world_size > 1:
+    def open_lanes(self, device: torch.device = CPU) -> None:
+        """Makes the launcher's own groups, one for each class: a group has one thread launching on it. Collective.
+
+        Args:
+            device: of the tensors that they carry.
+        """
+        if self.world_size > 1 and self.uses_nccl(device):
+            for lane, name in zip(LANES[1:], LANE_GROUPS, strict=True):
+                self._groups[name] = self._new_group(name, backend="nccl", urgent=lane in URGENT)
+                self._connect(name, device)
+        elif self.world_size > 1:
             self._open(LANE_GROUPS)
 
     def open_group(self, name: str) -> dist.ProcessGroup:
@@ -88,17 +104,50 @@ class Communicator:
         return self._groups.get(name)
 
     def _open(self, names: Sequence[str]) -> None:
-        assert self.group is not None
-        ranks = dist.get_process_group_ranks(self.group)
         for name in names:
-            created = dist.new_group(
-                ranks,
-                timeout=_timeout(self.group),
-                group_desc=f"embrace_fx_{name.replace(' ', '_')}",
-                use_local_synchronization=len(ranks) < dist.get_world_size(),
-            )
-            assert isinstance(created, dist.ProcessGroup)
-            self._groups[name] = created
+            self._groups[name] = self._new_group(name)
+
+    def _new_group(self, name: str, backend: str | None = None, urgent: bool = False) -> dist.ProcessGroup:
+        """Another group of the same ranks; `backend` None: with the back ends of this one."""
+        assert self.group is not None
+        ranks, options = dist.get_process_group_ranks(self.group), None
+        own = dist.get_backend_config(self.group)
+        if backend is None and "nccl" in own:  # torch would take those of the default group
+            backend = own
+        timeout = _timeout(self.group)
+        if urgent:
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            if timeout is not None:
+                options._timeout = timeout
+        created = dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=backend,
+            pg_options=options,
+            group_desc=f"embrace_fx_{name.replace(' ', '_')}",
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )
+        assert isinstance(created, dist.ProcessGroup)
+        return created
+
+    def _connect(self, name: str, device: torch.device) -> None:
+        """Has NCCL make a group's connections, for which the hosts of all ranks wait: in one order, and not in a step,
+        where the thread that stands by may be the one that comes first."""
+        group, own = self._groups[name], torch.zeros(self.world_size, device=device)
+        with self.watching():
+            dist.all_reduce(own, group=group)
+            dist.all_to_all_single(torch.empty_like(own), own, group=group)
+            all_gather_single(own.new_empty(own.numel() ** 2), own, group=group)
+
+    def uses_nccl(self, device: torch.device) -> bool:
+        """Whether tensors of a device travel by NCCL."""
+        assert self.group is not None
+        return device.type == "cuda" and _carries(self.group, device) and "nccl" in _backend(self.group, device)
+
+    def _group_for(self, name: str, tensor: Tensor) -> dist.ProcessGroup:
+        """A class's group, or that of the hosts where the class's does not take the tensor."""
+        group = self._groups[name]
+        return group if _carries(group, tensor.device) else self._hosts
 
     # -- agreement -----------------------------------------------------------------------------------------------------
 
@@ -108,7 +157,7 @@ class Communicator:
             return [value]
         gathered: list[Any] = [None] * self.world_size
         with self.watching():
-            dist.all_gather_object(gathered, value, group=self.group)
+            dist.all_gather_object(gathered, value, group=self._hosts)
         return gathered
 
     def announce(self, sizes: Sequence[int], failure: str | None = None) -> list[list[int]]:
@@ -128,7 +177,7 @@ class Communicator:
         own = torch.tensor([failure is not None, self.activity, *sizes, *padding], dtype=torch.int64)
         everyone = own.new_empty((self.world_size, own.numel()))
         with self.watching():
-            all_gather_single(everyone.view(-1), own, group=self._groups["ids"])
+            all_gather_single(everyone.view(-1), own, group=self._hosts)
         rows: list[list[int]] = everyone.tolist()
         if any(row[0] for row in rows):
             failures = self.gather_objects(failure)
@@ -143,7 +192,7 @@ class Communicator:
         assert self.group is not None
         source = dist.get_global_rank(self.group, 0)
         with self.watching():
-            works = [dist.broadcast(t, source, group=self._groups["dense"], async_op=True) for t in tensors]
+            works = [dist.broadcast(t, source, group=self._group_for("dense", t), async_op=True) for t in tensors]
             for work in works:
                 work.wait()
 
@@ -151,7 +200,7 @@ class Communicator:
         """The sum or maximum of a 0-d tensor over ranks."""
         if self.world_size > 1:
             with self.watching():
-                dist.all_reduce(value, reduce_op, group=self._groups["dense"])
+                dist.all_reduce(value, reduce_op, group=self._group_for("dense", value))
         return value
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
@@ -180,9 +229,41 @@ class Communicator:
         torch.cat([u.to(dtype) for u in unique], out=own[len(counts) : len(counts) + sum(counts)])
         if self.world_size == 1:
             return InFlight(own.view(1, -1), None)
+        return self._gather(own, group)
+
+    def gather_rows_ahead(
+        self,
+        unique: Sequence[Tensor],
+        counts: Tensor,
+        capacities: Sequence[Sequence[int]],
+        num_rows: Sequence[int],
+        group: str,
+    ) -> InFlight:
+        """As `gather_rows_read`, where only the device knows how many rows are read.
+
+        Args:
+            unique: by table, as long as the rank's capacity.
+            counts: (T,) how many of them are rows.
+            capacities: by rank, by table.
+        """
+        dtype = torch.int32 if max(num_rows) < 2**31 else torch.int64
+        longest = max(map(sum, capacities))
+        own = counts.new_zeros((counts.numel() + longest,), dtype=dtype)
+        packed = torch.cat([counts, *unique])
+        own[: packed.numel()] = packed
+        if self.world_size == 1:
+            return InFlight(own.view(1, -1), None)
+        return self._gather(own, group)
+
+    def _gather(self, own: Tensor, group: str) -> InFlight:
         packed = own.new_empty((self.world_size, own.numel()))
-        work = all_gather_single(packed.view(-1), own, group=self._groups[group], async_op=True)
-        return InFlight(packed, work)
+        found = self._launch(
+            lambda to, sent: all_gather_single(to, sent, group=self._groups[group], async_op=True),
+            group,
+            packed.view(-1),
+            own,
+        )
+        return InFlight(packed, found.work, reads=found.reads)
 
     def all_to_all_rows(
         self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int
@@ -227,13 +308,27 @@ class Communicator:
     def _all_to_all(
         self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str
     ) -> InFlight:
-        work = dist.all_to_all_single(
-            received, sent, receive_sizes, send_sizes, group=self._groups[group], async_op=True
+        return self._launch(
+            lambda to, own: dist.all_to_all_single(
+                to, own, receive_sizes, send_sizes, group=self._groups[group], async_op=True
+            ),
+            group,
+            received,
+            sent,
         )
-        return InFlight(received, work)
 
     def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
-        return InFlight(flat, dist.all_reduce(flat, group=self._groups[group], async_op=True))
+        carrier = self._group_for(group, flat)
+        return self._launch(lambda own: dist.all_reduce(own, group=carrier, async_op=True), group, flat)
+
+    def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
+        """A collective under way; of tensors on a device over gloo, which takes them from the host, an ended one."""
+        if not travels_by_host(written, self._groups[group]):
+            return InFlight(written, collective(written, *read), reads=read)
+        on_host = [tensor.cpu() for tensor in (written, *read)]
+        collective(*on_host).wait()
+        written.copy_(on_host[0])
+        return InFlight(written, None)
 
     def wait(self, launch: InFlight) -> Tensor:
         if launch.work is not None:
@@ -254,9 +349,27 @@ class Communicator:
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     """The user's timeout of a group, which new groups do not inherit; None where its back end does not tell."""
-    backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
+    backend = group._get_backend(CPU if _carries(group, CPU) else torch.device("cuda"))
     found: timedelta | None = getattr(backend.options, "_timeout", None)
     return found
+
+
+def _carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a group has a back end for tensors of a device."""
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether a group takes a tensor only from the host: one on a GPU, over gloo."""
+    return tensor.is_cuda and "nccl" not in _backend(group, tensor.device)
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    return group._get_backend(torch.device(device.type)).name()
 
 
 def check_activities(activities: Sequence[int]) -> None:

@@ -9,84 +9,24 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from embrace_fx import cost
+from embrace_fx.runtime.ahead import Ahead, AheadOfDevice, IdsProgram, Values
 from embrace_fx.runtime.bucket_updates import BucketUpdates
 from embrace_fx.runtime.communicator import Communicator, InFlight, bad_id_report
 from embrace_fx.runtime.launcher import Launcher, Ticket
 from embrace_fx.runtime.recorder import Recorder
+from embrace_fx.runtime.routing import Routing
 from embrace_fx.runtime.row_exchange import RowExchange
+from embrace_fx.runtime.streams import Streams
 from embrace_fx.schedule import BETWEEN, EARLY, END, START
 
-Values = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class TableRoute:
-    """Where a program keeps what a table's exchange needs: names among the values that its phases save."""
-
-    table: str
-    ids: str
-    counts: str
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class IdsProgram:
-    """The ids' part of a program, as far as it can run ahead of its batch.
-
-    Attributes:
-        unique: batch -> the values of the unique phase.
-        rows_of_batch: from them, what `all_gather_ids` sends, by table.
-        routing: (values, what was gathered) -> the values of the ids phase, added to them.
-        tables, num_rows: of the tables in `rows_of_batch`.
-        routes: of the sharded tables that the forward awaits.
-    """
-
-    unique: Callable[[Sequence[Any]], Values]
-    rows_of_batch: Callable[[Values], list[Tensor]]
-    routing: Callable[[Values, InFlight], None]
-    tables: tuple[str, ...]
-    num_rows: tuple[int, ...]
-    routes: tuple[TableRoute, ...]
-
-
-@dataclass
-class Ahead:
-    """The next batch, as far as it is known.
-
-    Attributes:
-        leaves: the flattened batch, by which it is recognised.
-        versions: of its tensors: one that was written since is another batch.
-        values: what the unique phase made of it, and the ids phase once it is `routed`.
-        ticket: of its exchange of ids.
-    """
-
-    program: IdsProgram
-    leaves: tuple[Any, ...]
-    versions: tuple[int, ...]
-    values: Values
-    ticket: Ticket | None = None
-    routed: bool = False
-
-    @staticmethod
-    def of(program: IdsProgram, leaves: Sequence[Any]) -> Ahead:
-        return Ahead(program, tuple(leaves), _versions(leaves), program.unique(leaves))
-
-    def is_batch(self, leaves: Sequence[Any]) -> bool:
-        same = len(leaves) == len(self.leaves) and all(
-            a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(leaves, self.leaves, strict=True)
-        )
-        return same and _versions(leaves) == self.versions
-
-
-def _versions(leaves: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(leaf._version for leaf in leaves if isinstance(leaf, Tensor))
+_FOUND, _OVERTOOK = 1, 2
+"""What a rank announces of its state: the batch is the one looked ahead to; launches of the last window have left out
+of turn, so that no rank's next ones may wait for them."""
 
 
 class Flow:
@@ -96,6 +36,7 @@ class Flow:
         looks_ahead: whether prior and delayed rows are told apart.
         warn: told that a batch was not the one looked ahead to.
         after_announcement: called in each step when every rank is known to go on with it.
+        streams: of a device, which nothing in a steady step makes the host wait for; None: the model is on the CPU.
 
     Attributes:
         exchanges: by table.
@@ -112,8 +53,10 @@ class Flow:
         looks_ahead: bool,
         warn: Callable[[], None],
         after_announcement: Callable[[], None],
+        streams: Streams | None = None,
     ) -> None:
         self.communicator = communicator
+        self.streams = streams
         self.launcher = launcher
         self.recorder = recorder
         self.exchanges: dict[str, RowExchange] = {}
@@ -123,6 +66,12 @@ class Flow:
         self._ahead: Ahead | None = None
         self._valid = True  # what was prefetched may be used
         self._segment = START  # of the forward's compute, for the recorder
+
+    def look_at(self, program: IdsProgram, leaves: Sequence[Any]) -> Ahead:
+        """The next batch, as far as it can be known before its turn."""
+        if self.streams is None:
+            return Ahead(program, leaves, program.unique(leaves))
+        return AheadOfDevice.of(program, leaves, self.streams)
 
     # -- the forward ---------------------------------------------------------------------------------------------------
 
@@ -136,6 +85,8 @@ class Flow:
             PeerFailure: a rank could not go on, on every rank.
         """
         ahead, self._ahead = self._ahead, None
+        if ahead is not None and self.streams is not None:
+            ahead = self._route(ahead)  # a batch that holds a bad id is not what was looked ahead to, on any rank
         fresh = self._valid and not any(exchange.early_rows_stale for exchange in self.exchanges.values())
         found = ahead is not None and ahead.is_batch(leaves) and ahead.program is program and fresh
         expected = ahead is not None and fresh
@@ -150,11 +101,14 @@ class Flow:
             reports = (bad_id_report(*each) for each in zip(unique, program.tables, program.num_rows, strict=True))
             failure = next((report for report in reports if report is not None), None)
         now = [rows.numel() for rows in unique]
-        coming = _sizes(following, len(now)) if self.looks_ahead else [-1] * len(now)
+        coming = following.sizes() if following is not None and self.looks_ahead else [-1] * len(now)
+        state = found * _FOUND + (not self.launcher.took_turns()) * _OVERTOOK
         with self.recorder.waiting("announcement", "ids"):
-            everyone = self.communicator.announce([found, *now, *coming], failure)
+            everyone = self.communicator.announce([state, *now, *coming], failure)
         self._after_announcement()
-        if not all(row[0] for row in everyone):
+        if any(row[0] & _OVERTOOK for row in everyone):
+            self.launcher.catch_up()
+        if not all(row[0] & _FOUND for row in everyone):
             if expected and not found:  # on this rank
                 self._warn()
             self._forget_rows()
@@ -170,11 +124,11 @@ class Flow:
         self.launcher.enter_forward()
         sizes = [row[1 + len(now) :] for row in everyone]
         if following is not None and program.routes and all(size >= 0 for row in sizes for size in row):
-            rows, num_rows = following.program.rows_of_batch(following.values), following.program.num_rows
+            current = {route.table: Routing.of(values[route.ids], values[route.counts]) for route in program.routes}
             following.ticket = self.launcher.submit(
                 "ids",
-                lambda: self.communicator.gather_rows_read(rows, sizes, num_rows, "ids lane"),
-                cost.gather_ids(tuple(map(sum, sizes)), max(num_rows)).sent_bytes,
+                lambda: following.exchange(self.communicator, sizes, current, self.exchanges),
+                cost.gather_ids(tuple(map(sum, sizes)), max(following.program.num_rows)).sent_bytes,
             )
             self._ahead = following
         else:
@@ -205,12 +159,12 @@ class Flow:
         self.launcher.enter_forward()
         self.recorder.mark(BETWEEN)
 
-    def _route(self, ahead: Ahead) -> None:
-        """Runs the ids phase of a batch whose exchange of ids is under way."""
+    def _route(self, ahead: Ahead) -> Ahead | None:
+        """Runs the ids phase of a batch whose exchange of ids is under way; None: it is not to be used, on any rank."""
         if not ahead.routed:
-            assert ahead.ticket is not None
-            ahead.program.routing(ahead.values, InFlight(self.wait(ahead.ticket), None))
+            ahead.arrive(self.wait)
             ahead.routed = True
+        return ahead if ahead.usable else None
 
     def await_rows(self, table: str) -> Tensor:
         self.recorder.mark(self._segment)
@@ -240,14 +194,17 @@ class Flow:
         self.launcher.open_window()
         self.recorder.window()
         self.synchronize()
-        ahead, split = self._ahead, set()
+        split = set()
+        if self._ahead is not None:
+            self._ahead = self._route(self._ahead)
+        ahead = self._ahead
         if ahead is not None:
-            self._route(ahead)
             current = {route.table: values[route.ids] for route in program.routes}
             for route in ahead.program.routes:
                 exchange = self.exchanges[route.table]
                 if exchange.can_split(current.get(route.table)):
-                    exchange.look_ahead(ahead.values[route.ids], ahead.values[route.counts], route.dtype)
+                    values_of = (ahead.values[route.ids], ahead.values[route.counts])
+                    exchange.look_ahead(*values_of, route.dtype, ahead.splits.get(route.table))
                     split.add(route.table)
         for table in self.exchanges.keys() - split:
             self.exchanges[table].do_not_split()
@@ -335,14 +292,3 @@ class Flow:
             return ticket.wait()
         with self.communicator.watching(), self.recorder.waiting(ticket.name, ticket.lane):
             return ticket.wait()
-
-
-def _sizes(following: Ahead | None, tables: int) -> list[int]:
-    """Unique rows of the next batch by table; -1 where it is unknown, or holds an id that is to fail at its turn."""
-    if following is None:
-        return [-1] * tables
-    unique = following.program.rows_of_batch(following.values)
-    named = zip(unique, following.program.tables, following.program.num_rows, strict=True)
-    if any(bad_id_report(*each) is not None for each in named):
-        return [-1] * tables
-    return [rows.numel() for rows in unique]

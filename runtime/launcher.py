@@ -24,10 +24,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.communicator import InFlight
 from embrace_fx.runtime.recorder import Recorder, Transfer
-from embrace_fx.schedule import Lane
-
-IN_FLIGHT = 2
-"""One on the wire, and one ready behind it."""
+from embrace_fx.schedule import IN_FLIGHT, Lane
 
 STANDSTILL_S = 0.5
 
@@ -79,8 +76,9 @@ class Ticket:
 class _Window:
     """The launches of one window: what has been submitted, by its place in the order."""
 
-    def __init__(self, order: tuple[tuple[str, Lane], ...]) -> None:
+    def __init__(self, order: tuple[tuple[str, Lane], ...], number: int = 0) -> None:
         self.order = order
+        self.number = number
         self.waiting: dict[str, Ticket] = {}  # submitted, and not launched
         self.expected = {name for name, _ in order}  # may still be submitted
         self.in_forward = False
@@ -141,9 +139,20 @@ class Launcher:
         self._of_forward = frozenset(of_forward)
         self._state = _State(recorder)
         self._state.windows.append(_Window(self._order))
+        self._start()
+
+    def _start(self) -> None:
+        """Begins to launch what is submitted."""
         thread = threading.Thread(target=_run, args=(self._state,), name="embrace_fx launcher", daemon=True)
         thread.start()
         weakref.finalize(self, _stop, self._state, thread)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[_Window]:
+        """Within, the current window may be changed; whatever is due then is launched."""
+        with self._state.changed:
+            yield self._state.windows[-1]
+            self._state.changed.notify_all()
 
     def reorder(self, order: Iterable[tuple[str, Lane]]) -> None:
         """Another order, from the next window on."""
@@ -151,17 +160,15 @@ class Launcher:
 
     def open_window(self) -> None:
         """Ends the current window, whose unsubmitted launches are not coming any more, and begins the next one."""
-        with self._state.changed:
-            self._state.windows[-1].expected.clear()
-            self._state.windows.append(_Window(self._order))
+        with self._changing() as window:
+            window.expected.clear()
+            self._state.windows.append(_Window(self._order, window.number + 1))
             self._lanes = dict(self._order)
-            self._state.changed.notify_all()
 
     def leave_backward(self) -> None:
         """What the window's backward has not submitted is not coming any more."""
-        with self._state.changed:
-            self._state.windows[-1].expected &= self._of_forward
-            self._state.changed.notify_all()
+        with self._changing() as window:
+            window.expected &= self._of_forward
 
     def enter_forward(self) -> None:
         """Makes sure that there is a window for what a forward submits, also where no backward came before it."""
@@ -172,9 +179,8 @@ class Launcher:
 
     def skip(self, name: str) -> None:
         """A launch of the current window is not coming."""
-        with self._state.changed:
-            self._state.windows[-1].expected.discard(name)
-            self._state.changed.notify_all()
+        with self._changing() as window:
+            window.expected.discard(name)
 
     def submit(self, name: str, launch: Launch, sent_bytes: int) -> Ticket:
         """Queues a launch at its place in the current window.
@@ -182,16 +188,27 @@ class Launcher:
         Args:
             sent_bytes: what this rank sends, for the recorder; a guess where what is in flight tells it in the end.
         """
-        window = self._state.windows[-1]
-        assert name in window.expected, name
+        assert name in self._state.windows[-1].expected, name
         recording = self._state.recorder.recording
         number = -1 if recording is None else recording.window
-        ticket = Ticket(name, self._lanes[name], launch, sent_bytes, number, state=self._state)
-        with self._state.changed:
+        ticket = self._ticket(name, self._lanes[name], launch, sent_bytes, number)
+        with self._changing() as window:
             window.waiting[name] = ticket
             window.expected.remove(name)
-            self._state.changed.notify_all()
         return ticket
+
+    def _ticket(self, name: str, lane: Lane, launch: Launch, sent_bytes: int, window: int) -> Ticket:
+        return Ticket(name, lane, launch, sent_bytes, window, state=self._state)
+
+    def took_turns(self) -> bool:
+        """Whether, since it was last asked, everything left in its turn; where not, all ranks must come to know.
+
+        The thread launches whatever another rank has launched, in time: nobody needs to know.
+        """
+        return True
+
+    def catch_up(self) -> None:
+        """Launches what another rank may have launched out of turn. The thread does that by itself."""
 
     @contextlib.contextmanager
     def hurrying(self) -> Iterator[None]:
@@ -203,9 +220,8 @@ class Launcher:
             self._hurry(-1)
 
     def _hurry(self, change: int) -> None:
-        with self._state.changed:
+        with self._changing():
             self._state.hurried += change
-            self._state.changed.notify_all()
 
 
 def _run(state: _State) -> None:

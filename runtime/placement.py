@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from embrace_fx.ops import own_columns
+from embrace_fx.runtime.communicator import Communicator
 from embrace_fx.runtime.optimizers import replace_parameter
 from embrace_fx.runtime.tables import as_shard, scatter_columns, shard_state
 
@@ -80,18 +81,14 @@ def shard_parameter(
     return new
 
 
-def broadcast_state(model: nn.Module, sharded: Collection[str], group: dist.ProcessGroup) -> None:
+def broadcast_state(model: nn.Module, sharded: Collection[str], communicator: Communicator) -> None:
     """Rank 0's replicated parameters and buffers to every rank."""
-    source = dist.get_global_rank(group, 0)
-    for name, parameter in model.named_parameters():
-        if name not in sharded:
-            dist.broadcast(parameter.detach(), source, group=group)
-    for buffer in model.buffers():
-        dist.broadcast(buffer.detach(), source, group=group)
+    replicated = [parameter for name, parameter in model.named_parameters() if name not in sharded]
+    communicator.broadcast([tensor.detach() for tensor in (*replicated, *model.buffers())])
 
 
 def materialise(
-    model: nn.Module, sharded: Collection[str], optimizers: Sequence[Optimizer], group: dist.ProcessGroup | None
+    model: nn.Module, sharded: Collection[str], optimizers: Sequence[Optimizer], communicator: Communicator
 ) -> None:
     """Gives values to parameters and buffers on the meta device, by their modules' `reset_parameters`.
 
@@ -104,9 +101,9 @@ def materialise(
     if not any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    seed = torch.tensor([torch.initial_seed() % 2**63])
-    if group is not None:
-        dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
+    group = communicator.group if communicator.world_size > 1 else None
+    seed = torch.tensor([torch.initial_seed() % 2**63], device="cpu")
+    communicator.broadcast([seed])
     with torch.random.fork_rng():
         torch.manual_seed(int(seed))
         for path, module in model.named_modules():

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from embrace_fx.cost import COLLECTIVES, MIN_CHUNK_BYTES, Cluster, Collective, Exchange, Link, exchange
 from embrace_fx.runtime.communicator import Communicator, InFlight, all_gather_single
-from embrace_fx.runtime.launcher import IN_FLIGHT
+from embrace_fx.schedule import IN_FLIGHT
 
 FEWEST_RUNS, MOST_RUNS = 3, 7
 """Of each size: small ones are cheap, and the noisiest."""
@@ -67,21 +67,25 @@ def probe(communicator: Communicator, device: torch.device = CPU) -> Cluster:
     return Cluster(alone.bandwidth_bytes_per_ms, alone.latency_ms, tuple(zip(COLLECTIVES, in_a_row, strict=True)))
 
 
-_PROBED: WeakKeyDictionary[dist.ProcessGroup, Cluster] = WeakKeyDictionary()
+_PROBED: WeakKeyDictionary[dist.ProcessGroup, dict[str, Cluster]] = WeakKeyDictionary()
+"""By group and type of device."""
 
 
-def links_for(communicator: Communicator, sent_bytes: int) -> Cluster:
+def links_for(communicator: Communicator, sent_bytes: int, device: torch.device = CPU) -> Cluster:
     """The links between the ranks: probed at the first call for a group, where a step sends more than one chunk.
 
     Args:
         sent_bytes: what a step sends, about; equal on all ranks.
+        device: whose tensors are sent. Over gloo those of a GPU travel from host to host.
     """
     group = communicator.group
     if group is None or sent_bytes <= MIN_CHUNK_BYTES:
         return Cluster()
-    if group not in _PROBED:
-        _PROBED[group] = probe(communicator)
-    return _PROBED[group]
+    found = _PROBED.setdefault(group, {})
+    device = device if communicator.uses_nccl(device) else CPU
+    if device.type not in found:
+        found[device.type] = probe(communicator, device)
+    return found[device.type]
 
 
 def fit(samples: Sequence[Sample]) -> Link:

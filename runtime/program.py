@@ -8,11 +8,9 @@ Contract
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,11 +35,15 @@ from embrace_fx.graph import (
     inputs_of,
     outputs_of,
 )
+from embrace_fx.runtime import solo, split_ahead, streams
+from embrace_fx.runtime.ahead import Ahead, IdsProgram, TableRoute
+from embrace_fx.runtime.backward_flags import Finish, launch_flags
 from embrace_fx.runtime.communicator import Communicator, InFlight
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
-from embrace_fx.runtime.flow import Ahead, Flow, IdsProgram, TableRoute
+from embrace_fx.runtime.flow import Flow
 from embrace_fx.runtime.lower import Phase, lower
+from embrace_fx.runtime.streams import Streams
 from embrace_fx.runtime.tables import RowTable, local_tensor
 
 Values = dict[str, Any]
@@ -67,6 +69,10 @@ class ModelState:
         owner, key = self._parameters[name]
         found: nn.Parameter = owner[key]
         return found
+
+    def any_parameter(self) -> nn.Parameter | None:
+        """One of them, where there is any: they are on one device."""
+        return self.parameter(next(iter(self._parameters))) if self._parameters else None
 
     def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Remembers the gradients that were just delivered, as they are."""
@@ -121,9 +127,6 @@ def _owners(model: nn.Module, kind: str) -> list[tuple[str, tuple[dict[str, Any]
         ]
     return found
 
-
-_BITS = 62
-"""Results that one number can name, a bit each."""
 
 _STATE, _BATCH, _SAVED, _TANGENT = range(4)
 
@@ -190,7 +193,7 @@ class Program:
         def with_own_bucket(node: fx.Node) -> Callable[..., Any] | None:
             if str(node.target) == "embrace.pack_bucket.default":
                 return _Packer(state, next(packs))
-            return through_launcher.get(node.name)
+            return through_launcher.get(node.name) or own_rows(node)
 
         def with_table_names(node: fx.Node) -> Callable[..., Any] | None:
             if str(node.target) != "embrace.all_gather_ids.default":
@@ -203,8 +206,10 @@ class Program:
 
             return all_gather_ids
 
-        self._unique = _runnable(graph.phases["unique"], state, launches)
-        self._ids = _runnable(graph.phases["ids"], state, launches, with_table_names)
+        alone = solo.SoloRows(on) if (on := self._streams_alone()) is not None and solo.fits(graph) else None
+        own_rows = alone.kernel if alone is not None else lambda node: None
+        self._unique = _runnable(graph.phases["unique"], state, launches, own_rows)
+        self._ids = _runnable(graph.phases["ids"], state, launches, with_table_names if alone is None else alone.kernel)
         self._forward = _runnable(graph.phases["forward"], state, launches, lambda n: through_launcher.get(n.name))
         self._backward = (
             _runnable(graph.phases["backward"], state, launches, with_own_bucket)
@@ -248,11 +253,18 @@ class Program:
         names |= {_memory(local_tensor(self._state.parameter(name))): name for name in self._state.names}
         return ", ".join(dict.fromkeys(names.get(_memory(tensor), "a result") for tensor in written))
 
-    def without_gradient(self, used: Collection[int]) -> frozenset[str]:
+    def without_gradient(self, starts_from: Callable[[int], bool]) -> frozenset[str]:
         """Parameters whose gradients come from none of the results that a backward starts from."""
-        return frozenset(name for name, sources in self._results_behind.items() if sources.isdisjoint(used)).difference(
-            self._state.unreduced
-        )
+        behind = self._results_behind.items()
+        absent = frozenset(name for name, sources in behind if not any(map(starts_from, sources)))
+        return absent - self._state.unreduced
+
+    def _streams_alone(self) -> Streams | None:
+        """The streams of the device on which a single process trains."""
+        parameter = self._state.any_parameter()
+        if self._communicator.world_size > 1 or parameter is None:
+            return None
+        return streams.streams_of(parameter.device)
 
     def _ids_program(self, graph: TrainingGraph, state: ModelState) -> IdsProgram:
         """The ids' phases as functions that can run ahead of their batch."""
@@ -275,14 +287,28 @@ class Program:
 
         gathers = [n for n in graph.phases["ids"].graph.nodes if str(n.target) == "embrace.all_gather_ids.default"]
         sent = [node.meta["role"].name for gather in gathers for node in gather.args[0]]
+        paddings = {
+            node.args[3]: node.args[4]
+            for node in (graph.phases["backward"].graph.nodes if "backward" in graph.phases else ())
+            if str(node.target) == "embrace.submit_rows.default"
+        }
+        unique_ahead, routing_ahead = ids_ahead(graph, partial(_runnable, state=state), sent)
         return IdsProgram(
             unique,
+            unique_ahead,
             lambda values: [values[name] for name in sent],
             routing,
+            routing_ahead,
             tuple(table for gather in gathers for table in gather.meta["tables"]),
             tuple(size for gather in gathers for size in gather.args[1]),
             tuple(
-                TableRoute(node.args[3], node.args[1].meta["role"].name, node.args[2].meta["role"].name, node.args[4])
+                TableRoute(
+                    node.args[3],
+                    node.args[1].meta["role"].name,
+                    node.args[2].meta["role"].name,
+                    node.args[4],
+                    paddings.get(node.args[3], -1),
+                )
                 for node in graph.phases["forward"].graph.nodes
                 if str(node.target) == "embrace.await_rows.default"
             ),
@@ -293,7 +319,8 @@ class Program:
         if self.ids is None or not self._is_relaxed or not self._ids_are_pure:
             return None
         with torch.no_grad(), _autocast_is_in_the_graph():
-            return Ahead.of(self.ids, leaves)
+            assert self.flow is not None
+            return self.flow.look_at(self.ids, leaves)
 
     @property
     def result_count(self) -> int:
@@ -392,7 +419,7 @@ class Step:
         written = [tensor for tensor, version in self._read_again if tensor._version != version]
         self._read_again = []  # values die with their last use
         names = program.name_written(written, self._leaves)
-        flags = self._launch_flags(given, len(written))
+        finish = self._launch_flags(given, len(written))
         dense = {
             # The graph was traced for contiguous gradients, and autograd leaves out those of unused results.
             index: tangent.contiguous() if tangent is not None else torch.zeros_like(result)
@@ -403,7 +430,7 @@ class Step:
         if program.flow is not None:
             program.flow.end_backward()
         try:
-            used = self._finish_flags(flags, names)
+            starts_from = finish(names)
         except (FloatingPointError, RuntimeError):
             if program.flow is not None:
                 program.flow.discard()
@@ -412,50 +439,14 @@ class Step:
             if program.flow is not None:
                 program.flow.discard()
             return self._of_batch(backward.roles, outputs)
-        return self._deliver(backward.roles, outputs, program.without_gradient(used))
+        return self._deliver(backward.roles, outputs, program.without_gradient(starts_from))
 
-    def _launch_flags(self, given: Sequence[int], written: int) -> Any:
-        """What the ranks tell each other of a backward, in one tiny AllReduce under it.
-
-        By rank: how many of its scalar results are no number; how much of what its backward reads was written since the
-        forward; as bits, the results that its backward starts from (results beyond the bits count as such).
-        """
-        communicator = self.program._communicator
+    def _launch_flags(self, given: Sequence[int], written: int) -> Finish:
+        """Tells the ranks of this backward; the result tells of theirs."""
         scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
-        flags = torch.zeros((3, communicator.world_size), dtype=torch.int64)
-        flags[0, communicator.rank] = sum(not math.isfinite(r.item()) for r in scalars)
-        flags[1, communicator.rank] = written
-        flags[2, communicator.rank] = sum(1 << index for index in given if index < _BITS)
-        return flags if communicator.world_size == 1 else communicator.all_reduce_(flags, "sum", "ids")
-
-    def _finish_flags(self, launched: Any, names: str) -> list[int]:
-        """The results that some rank's backward starts from.
-
-        Args:
-            names: what was written on this rank.
-
-        Raises:
-            FloatingPointError: a scalar result was no number.
-            RuntimeError: what the backward reads was written. Both on every rank.
-        """
-        communicator = self.program._communicator
-        flags = launched if isinstance(launched, Tensor) else communicator.wait(launched)
-        not_finite, writes, given = flags.tolist()
-        if written := [rank for rank, count in enumerate(writes) if count]:
-            raise RuntimeError(
-                "expected the batch, the results and the parameters to be as the forward left them, in backward(), "
-                f"found some that the backward reads written in place since, on rank(s) {', '.join(map(str, written))}"
-                f" ({names or 'none here'}). No gradient of this step was kept, on any rank: write copies, and step "
-                "the optimizer after the backwards of all calls."
-            )
-        if bad := [rank for rank, count in enumerate(not_finite) if count]:
-            raise FloatingPointError(
-                "expected a finite loss on every rank, in backward(), found nan or inf on rank(s) "
-                f"{', '.join(map(str, bad))}. No gradient of this step was kept, on any rank: skip the batch, or lower "
-                "the learning rate."
-            )
-        used = reduce(or_, given)
-        return [index for index in self.program._results if index >= _BITS or used >> index & 1]
+        flow = self.program.flow
+        on = flow.streams if flow is not None else streams.streams_of(scalars[0].device) if scalars else None
+        return launch_flags(scalars, given, written, self.program._communicator, on)
 
     def _of_batch(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
         """The gradients of the batch's tensors that require one."""
@@ -520,6 +511,51 @@ def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised:
 
 def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def ids_ahead(
+    graph: TrainingGraph, runnable: Callable[..., _Runnable], sent: Sequence[str]
+) -> tuple[Callable[[Sequence[Any]], tuple[Values, list[Tensor]]], Callable[[Values, list[Tensor]], None]]:
+    """`IdsProgram.unique_ahead` and `.routing_ahead`.
+
+    Args:
+        sent: names of the unique rows, by table.
+    """
+    counts: dict[str, Tensor] = {}
+    unpacked: list[list[Tensor]] = []
+
+    def unique_of(node: fx.Node) -> Callable[..., Any] | None:
+        if str(node.target) != "embrace.unique_ids.default":
+            return None
+        name = next(user.name for user in node.users if user.args[1] == 0)
+
+        def unique_ids_ahead(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
+            rows, counts[name], where = split_ahead.unique_ids(ids, num_rows, padding_idx)
+            return [rows, *where]
+
+        return unique_ids_ahead
+
+    def given(node: fx.Node) -> Callable[..., Any] | None:
+        if str(node.target) == "embrace.unpack_ids.default":
+            return lambda *_: unpacked.pop()
+        launches = ("embrace.all_gather_ids.default", "_c10d_functional.wait_tensor.default")
+        return (lambda *_: None) if str(node.target) in launches else None
+
+    unique = runnable(graph.phases["unique"], launches={}, special=unique_of)
+    route = runnable(graph.phases["ids"], launches={}, special=given)
+
+    def unique_ahead(leaves: Sequence[Any]) -> tuple[Values, list[Tensor]]:
+        values: Values = {}
+        _keep(unique.roles, unique(leaves, values, {}), values)
+        found = [counts[name] for name in sent]
+        counts.clear()
+        return values, found
+
+    def routing_ahead(values: Values, of_tables: list[Tensor]) -> None:
+        unpacked.append(of_tables)
+        _keep(route.roles, route((), values, {}), values)
+
+    return unique_ahead, routing_ahead
 
 
 def _is_pure(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:

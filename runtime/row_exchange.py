@@ -25,7 +25,6 @@ from torch import Tensor
 from embrace_fx.runtime.communicator import Communicator
 from embrace_fx.runtime.kernels import (
     coalesce,
-    gpu,
     join_columns,
     join_columns_into,
     lookup_as,
@@ -33,81 +32,11 @@ from embrace_fx.runtime.kernels import (
     split_selected_columns,
 )
 from embrace_fx.runtime.launcher import Launcher, Ticket
+from embrace_fx.runtime.routing import Routing, RowSplitter, Selection, Split
 from embrace_fx.runtime.row_optimizers import hyperparameters
 from embrace_fx.runtime.tables import RowTable
 
 Wait = Callable[[Ticket], Tensor]
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Which rows of a table each rank reads for one batch: `ids` (R,) in rank order, `counts[r]` of them rank r's."""
-
-    ids: Tensor
-    counts: tuple[int, ...]
-
-    @staticmethod
-    def of(ids: Tensor, counts: Tensor) -> Routing:
-        return Routing(ids, tuple(counts.tolist()))
-
-    def own(self, rank: int) -> slice:
-        start = sum(self.counts[:rank])
-        return slice(start, start + self.counts[rank])
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Some of a routing's rows, the same ones on all ranks: `mask` (R,) bool, `counts` of them by rank."""
-
-    mask: Tensor
-    counts: tuple[int, ...]
-
-    @staticmethod
-    def of(routing: Routing, mask: Tensor) -> Selection:
-        # One host read for all ranks: differences of a running sum at the ranks' bounds.
-        bounds = torch.tensor([0, *routing.counts]).cumsum(0)
-        sums = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
-        return Selection(mask, tuple(sums[bounds].diff().tolist()))
-
-
-class RowSplitter:
-    """Cuts routings of one table by what another batch reads. Keeps one mark per row of the table."""
-
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._marks = torch.zeros((num_rows,), dtype=torch.bool, device=device)
-        self._stamps = 0  # on CUDA: marks that differ from this number are not erased
-
-    def among(self, ids: Tensor, others: Tensor) -> Tensor:
-        """Which of `ids` (R,) are among `others`: bool (R,)."""
-        if ids.is_cuda and gpu.available():
-            return self._stamped(ids, others)
-        self._marks.index_fill_(0, others, True)
-        found = self._marks.index_select(0, ids)
-        self._marks.index_fill_(0, others, False)
-        return found
-
-    def _stamped(self, ids: Tensor, others: Tensor) -> Tensor:
-        marks = self._marks.view(torch.uint8)
-        if self._stamps == gpu.STAMPS:
-            marks.zero_()
-            self._stamps = 0
-        self._stamps += 1
-        return gpu.split_prior_delayed(ids.contiguous(), others.contiguous(), marks, self._stamps)
-
-
-def chunks_of(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
-    """Cuts the masked ids into `chunks` masks of about equal size; equal ids fall into the same one.
-
-    A row whose gradients came in two chunks would be updated twice.
-    """
-    if chunks == 1:
-        return [mask]
-    order = ids[mask].sort().values
-    cuts = [order[len(order) * k // chunks] for k in range(1, chunks)] if len(order) else []
-    if not cuts:
-        return [mask, *(torch.zeros_like(mask) for _ in range(chunks - 1))]
-    which = torch.bucketize(ids, torch.stack(cuts), right=True)
-    return [mask & (which == k) for k in range(chunks)]
 
 
 @dataclass
@@ -116,6 +45,7 @@ class _Part:
 
     ids: Tensor
     ticket: Ticket
+    selection: Selection | None  # None: all of the routing's
 
 
 @dataclass
@@ -165,11 +95,11 @@ class RowExchange:
         self._launcher = launcher
         self.delayed_chunks = delayed_chunks
         self._wait = wait
-        self._splitter = RowSplitter(table.parameter.shape[0], table.local.device)
+        self.splitter = RowSplitter(table.parameter.shape[0], table.local.device)
         self._gradients: list[_Gradient] = []
         self._arriving = _Arriving()
         self._routing: Routing | None = None  # of the batch whose forward runs or ran last
-        self._prior: Selection | None = None  # of its rows, those the next batch reads; None: treat all as such
+        self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
         self.early_rows_stale = False
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -182,7 +112,7 @@ class RowExchange:
             self.apply_delayed()
             self._arriving = arriving = _Arriving(routing=Routing.of(ids, counts))
         assert arriving.routing is not None
-        self._routing, self._prior = arriving.routing, None
+        self._routing, self._split = arriving.routing, None
         arriving.rows.append(self._send_rows("rows", arriving.routing, arriving.late, dtype))
 
     def rows(self) -> Tensor:
@@ -206,8 +136,8 @@ class RowExchange:
     def _send_rows(self, what: str, routing: Routing, selection: Selection | None, dtype: torch.dtype) -> _Rows:
         ids, counts, positions = routing.ids, routing.counts, None
         if selection is not None:
-            ids, counts = ids[selection.mask], selection.counts
-            positions = selection.mask[routing.own(self._communicator.rank)].nonzero().view(-1)
+            ids, counts = ids.index_select(0, selection.positions), selection.counts
+            positions = selection.own(routing, self._communicator.rank)
         columns = lookup_as(self.table.local, ids, dtype)
         return _Rows(positions, self.send_rows(columns, counts, what))
 
@@ -238,15 +168,18 @@ class RowExchange:
             self._routing is not None and self._routing.ids is ids and not self.table.has_gradient and not self.waiting
         )
 
-    def look_ahead(self, ids: Tensor, counts: Tensor, dtype: torch.dtype) -> None:
-        """At the start of a backward, with the next batch's routing: cuts both batches, sends its early rows."""
+    def look_ahead(self, ids: Tensor, counts: Tensor, dtype: torch.dtype, split: Split | None = None) -> None:
+        """At the start of a backward, with the next batch's routing: cuts both batches, sends its early rows.
+
+        Args:
+            split: how they are cut, where that has been found already.
+        """
         self.apply_delayed()
-        following = Routing.of(ids, counts)
         assert self._routing is not None
-        late = self._splitter.among(following.ids, self._routing.ids)
-        self._prior = Selection.of(self._routing, self._splitter.among(self._routing.ids, following.ids))
-        self._arriving = _Arriving(routing=following, late=Selection.of(following, late))
-        self._arriving.rows.append(self._send_rows("early rows", following, Selection.of(following, ~late), dtype))
+        split = split or self.splitter.split(self._routing, Routing.of(ids, counts), self.delayed_chunks)
+        self._split = split
+        self._arriving = _Arriving(routing=split.following, late=split.late)
+        self._arriving.rows.append(self._send_rows("early rows", split.following, split.early, dtype))
 
     def do_not_split(self) -> None:
         """Instead of `look_ahead`: the whole gradient leaves at once, and no rows before their turn."""
@@ -259,15 +192,14 @@ class RowExchange:
         self.materialise()  # of an earlier backward: the step will want the sum
         routing = self._routing
         if routing is None or routing.ids is not ids:  # not the batch of the last forward
-            routing, self._prior = Routing.of(ids, counts), None
+            routing, self._split = Routing.of(ids, counts), None
             self.early_rows_stale = True  # they were chosen for not being among that one's rows
-        if self._prior is None:
+        if self._split is None:
             parts = [self._send_gradient("prior", rows, routing, None)]
         else:
-            parts = [self._send_gradient("prior", rows, routing, self._prior)]
-            delayed = chunks_of(routing.ids, ~self._prior.mask, self.delayed_chunks)
-            for k, mask in enumerate(delayed):
-                parts.append(self._send_gradient(f"delayed [{k}]", rows, routing, Selection.of(routing, mask)))
+            parts = [self._send_gradient("prior", rows, routing, self._split.prior)]
+            for k, chunk in enumerate(self._split.delayed()):
+                parts.append(self._send_gradient(f"delayed [{k}]", rows, routing, chunk))
         self._gradients.append(_Gradient(padding_idx, scale, parts))
 
     def _send_gradient(self, what: str, rows: Tensor, routing: Routing, selection: Selection | None) -> _Part:
@@ -275,10 +207,10 @@ class RowExchange:
         if selection is None:
             flat = split_columns(rows, self._communicator.world_size)
         else:
-            own = selection.mask[routing.own(self._communicator.rank)]
+            own = selection.own(routing, self._communicator.rank)
             flat = split_selected_columns(rows, own, self._communicator.world_size)
-            ids, counts = ids[selection.mask], selection.counts
-        return _Part(ids, self.send_gradients(what, flat, counts, rows.shape[1]))
+            ids, counts = ids.index_select(0, selection.positions), selection.counts
+        return _Part(ids, self.send_gradients(what, flat, counts, rows.shape[1]), selection)
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -341,5 +273,8 @@ class RowExchange:
     def _arrive(self, gradient: _Gradient, part: _Part) -> tuple[Tensor, Tensor]:
         local = self.table.local
         flat = self._wait(part.ticket).to(local.dtype)
-        ids, rows = coalesce(part.ids, flat, local.shape[1], gradient.padding_idx, gradient.scale)
+        how = (part.ids, flat, local.shape[1], gradient.padding_idx, gradient.scale)
+        if part.selection is not None:
+            return part.selection.coalesce(*how)
+        ids, rows = coalesce(*how)
         return ids, rows

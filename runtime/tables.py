@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.exactness import RowUpdates, row_update_blocker
 from embrace_fx.ops import own_columns
+from embrace_fx.runtime.communicator import travels_by_host
 from embrace_fx.runtime.kernels import coalesce
 from embrace_fx.runtime.row_optimizers import row_optimizer
 
@@ -51,6 +52,8 @@ def shard_state(state: dict[str, Any], parameter: Tensor) -> None:
 
 def scatter_columns(table: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Rank 0's table (V, D), to each rank its own columns (V, d). Each rank passes its own, equally shaped, table."""
+    if travels_by_host(table, group):
+        return scatter_columns(table.cpu(), group).to(table.device)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     first, last = own_columns(table.shape[1], size, rank)
     own = table.new_empty((table.shape[0], last - first))

@@ -26,7 +26,7 @@ from embrace_fx.runtime.exchanges import hashing
 from embrace_fx.runtime.exchanges.blocks import block_bitmap, cut_blocks, join_blocks
 from embrace_fx.runtime.exchanges.gradient import accumulate, mean_by_id
 from embrace_fx.runtime.kernels import gpu
-from embrace_fx.runtime.row_exchange import RowSplitter
+from embrace_fx.runtime.routing import RowSplitter
 from embrace_fx.runtime.row_optimizers import row_optimizer
 
 Put = Callable[[Tensor], Tensor]

@@ -19,9 +19,9 @@ from torch.futures import Future
 
 from embrace_fx.runtime import launcher as launcher_module
 from embrace_fx.runtime.communicator import Communicator, InFlight
-from embrace_fx.runtime.launcher import IN_FLIGHT, Launcher, Ticket
+from embrace_fx.runtime.launcher import Launcher, Ticket
 from embrace_fx.runtime.recorder import Recorder
-from embrace_fx.schedule import Lane
+from embrace_fx.schedule import IN_FLIGHT, Lane
 from tests.ranks import run_ranks
 
 ORDER: tuple[tuple[str, Lane], ...] = (

@@ -29,7 +29,8 @@ from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.launcher import Launcher
 from embrace_fx.runtime.placement import shard_parameter
 from embrace_fx.runtime.recorder import Recorder
-from embrace_fx.runtime.row_exchange import Routing, RowExchange, RowSplitter, Selection, chunks_of
+from embrace_fx.runtime.routing import Routing, RowSplitter, Selection, chunks_of
+from embrace_fx.runtime.row_exchange import RowExchange
 from embrace_fx.runtime.tables import RowTable
 from embrace_fx.schedule import Lane
 from tests.ranks import run_ranks
@@ -54,11 +55,14 @@ def test_prior_and_delayed_rows_partition_a_batch(current: list[list[int]], foll
     splitter = RowSplitter(V, torch.device("cpu"))
 
     for _ in range(2):  # it leaves no marks behind
-        prior = Selection.of(routing, splitter.among(routing.ids, other.ids))
-        delayed = Selection.of(routing, ~prior.mask)
+        mask = splitter.among(routing.ids, other.ids)
+        prior, delayed = Selection.of(routing, mask), Selection.of(routing, ~mask)
 
     read_next = {i for ids in following for i in ids}
-    assert prior.mask.tolist() == [i in read_next for ids in current for i in ids]
+    assert mask.tolist() == [i in read_next for ids in current for i in ids]
+    assert prior.positions.tolist() == mask.nonzero().view(-1).tolist()
+    for rank, ids in enumerate(current):
+        assert [ids[k] for k in prior.own(routing, rank).tolist()] == [i for i in ids if i in read_next]
     assert prior.counts == tuple(sum(i in read_next for i in ids) for ids in current)
     assert tuple(map(sum, zip(prior.counts, delayed.counts, strict=True))) == routing.counts
     pieces = [routing.ids[routing.own(rank)].tolist() for rank in range(len(current))]

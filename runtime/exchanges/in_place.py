@@ -63,6 +63,15 @@ def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, clust
     return flat
 
 
+def exchange_at_once(flat: Tensor, kind: ExchangeKind, channel: Channel, cluster: Cluster) -> InFlight:
+    """`exchange_gradient_`, ended when this returns; with what it sent."""
+    before = channel.sent_bytes
+    with torch.no_grad():
+        exchange_gradient_(flat, kind, channel, cluster)
+    sent = channel.sent_bytes - before
+    return InFlight(flat, None, lambda: sent)
+
+
 @dataclass
 class _Job:
     flat: Tensor

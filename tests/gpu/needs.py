@@ -1,0 +1,83 @@
+"""What a test of a device needs, and how it trains there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import embrace_fx
+from embrace_fx.schedule import ScheduleName
+from tests.models import Workload
+from tests.training import SEED, make_optimizers
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+STEPS = 20
+"""Beyond the twelfth, from which on the order follows a profile of the device."""
+
+
+def gpus(count: int) -> Decorator:
+    """Skips a test on machines with fewer GPUs."""
+    found = torch.cuda.device_count()
+    mark: Decorator = pytest.mark.skipif(found < count, reason=f"needs {count} GPU(s), found {found}")
+    return mark
+
+
+def trains_on_gpu(
+    rank: int,
+    world_size: int,
+    workload: Workload,
+    schedule: ScheduleName,
+    backend: str,
+    gpus_used: int,
+    strict_from: int | None = None,
+) -> dict[str, Tensor]:
+    """Trains on the rank's GPU, as a user would; returns the parameters, on the host.
+
+    Args:
+        backend: of the process group: "nccl", "cpu:gloo,cuda:nccl", or "gloo", by which ranks can share a GPU.
+        gpus_used: rank r trains on GPU r modulo these.
+        strict_from: from this step on, any wait of the host for the device is an error.
+    """
+    device = torch.device("cuda", rank % gpus_used)
+    torch.cuda.set_device(device)
+    group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend)
+    model = workload.make(torch.float64, seed=SEED + rank).to(device)
+    optimizers = make_optimizers("adagrad", model)
+    compiled = embrace_fx.compile(
+        model,
+        optimizer=optimizers,
+        process_group=group if world_size > 1 else None,
+        strategy="alltoall",
+        schedule=schedule,
+    )
+    loaded = [_to(workload.batches(step, rank, SEED), device) for step in range(STEPS)]
+    for step, batch in enumerate(compiled.lookahead(loaded)):
+        if step == strict_from:
+            torch.cuda.set_sync_debug_mode("error")
+        compiled(*batch).backward()
+        for each in compiled.optimizer:
+            each.step()
+            each.zero_grad()
+        if step == STEPS - 2:  # what comes after the last step but one is no steady step
+            torch.cuda.set_sync_debug_mode("default")
+    return {name: _whole(value.detach(), world_size) for name, value in compiled.named_parameters()}
+
+
+def _whole(value: Tensor, world_size: int) -> Tensor:
+    """A parameter on the host, its columns gathered over the default group: over gloo a DTensor cannot do that."""
+    if not isinstance(value, DTensor):
+        return value.cpu()
+    columns: list[Any] = [None] * world_size
+    dist.all_gather_object(columns, value.to_local().cpu())
+    return torch.cat(columns, dim=1)
+
+
+def _to(batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(each.to(device) for each in batch)

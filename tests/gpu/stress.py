@@ -1,0 +1,64 @@
+"""A stress of memory across streams: many launches, everything dropped as soon as it may be, memory used again at once.
+
+Run as a program, with and without torch's caching allocator: `python -m tests.gpu.stress`. Raises where a value was
+overwritten while somebody was still to read it.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.communicator import InFlight
+from embrace_fx.runtime.launcher import Ticket
+from embrace_fx.runtime.recorder import Recorder
+from embrace_fx.runtime.stream_launcher import StreamLauncher
+from embrace_fx.runtime.streams import CudaStreams
+from tests.test_launcher import NAMES, OF_FORWARD, ORDER
+
+WINDOWS, CYCLES = 150, 200_000
+
+
+def main() -> None:
+    device, draw = torch.device("cuda", torch.cuda.current_device()), random.Random(0)
+    launcher = StreamLauncher(ORDER, OF_FORWARD, Recorder(), CudaStreams(device))
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for window in range(WINDOWS):
+        tickets = [submit(launcher, name, window, draw, device) for name in draw.sample(NAMES, len(NAMES))]
+        for number, ticket in draw.sample(tickets, len(tickets) - 1):  # one of them nobody waits for
+            wrong += (ticket.wait() != 2 * number).sum()
+            litter(draw, device)
+        del tickets, ticket
+        launcher.open_window()
+    if int(wrong):
+        raise SystemExit(f"expected every value as it was sent, found {int(wrong)} overwritten on the way")
+
+
+def submit(
+    launcher: StreamLauncher, name: str, window: int, draw: random.Random, device: torch.device
+) -> tuple[int, Ticket]:
+    number = window * len(NAMES) + NAMES.index(name)
+    sent = torch.full((draw.randrange(1, 1 << 16),), number, device=device)
+
+    def launch(sent: Tensor = sent) -> InFlight:
+        torch.cuda._sleep(draw.randrange(CYCLES))  # a transfer under way
+        received = torch.empty_like(sent)
+        torch.add(sent, sent, out=received)
+        return InFlight(received, None, reads=(sent,))
+
+    ticket = launcher.submit(name, launch, 0)
+    del sent, launch
+    litter(draw, device)
+    return number, ticket
+
+
+def litter(draw: random.Random, device: torch.device) -> None:
+    """Takes memory of the sizes that are in use, and writes into it."""
+    for _ in range(3):
+        torch.full((draw.randrange(1, 1 << 16),), -1, device=device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Nothing in a steady step makes the host wait for the device, by torch's own account of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from embrace_fx.runtime.backward_flags import launch_flags
+from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.routing import Routing, RowSplitter
+from embrace_fx.runtime.split_ahead import SplitAhead, routed, unique_ids
+from embrace_fx.runtime.streams import streams_of
+from embrace_fx.schedule import ScheduleName
+from tests.gpu.needs import gpus, trains_on_gpu
+from tests.models import MODELS
+from tests.ranks import run_ranks
+
+STEADY = 13
+"""From here on no step is profiled, and none is the first of its kind."""
+
+
+@pytest.fixture
+def _strict() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@gpus(1)
+@pytest.mark.usefixtures("_strict")
+def test_the_next_batch_is_prepared_without_the_host() -> None:
+    device = torch.device("cuda", 0)
+    streams = streams_of(device)
+    assert streams is not None
+    there = streams.record("batch ready")
+    with streams.on("ids", "unique rows"):
+        streams.wait(there)
+        ids = torch.arange(40, device=device) % 7
+        unique, count, _ = unique_ids([ids], 9, 0)
+        packed = torch.cat([count.view(1), unique]).view(1, -1)
+        table = routed(packed, [[unique.numel()]], 0)
+        current = Routing(torch.arange(5, device=device), (5,))
+        split = SplitAhead(current, table, RowSplitter(9, device), 3, 0)
+        copy, done = streams.to_host(torch.cat([table.counts, split.sizes()])), streams.record("sizes copied")
+
+    assert streams.read(done, copy)[0] == 7
+
+
+@gpus(1)
+@pytest.mark.usefixtures("_strict")
+def test_the_loss_is_checked_without_a_synchronisation() -> None:
+    device = torch.device("cuda", 0)
+    streams = streams_of(device)
+    assert streams is not None
+    losses = [torch.full((), value, device=device) for value in (1.0, float("nan"))]
+
+    with pytest.raises(FloatingPointError, match=r"rank\(s\) 0"):
+        launch_flags(losses, [0], 0, Communicator(None), streams)("")
+
+
+@gpus(1)
+@pytest.mark.parametrize("model", ["two_table_lm", "bag_recommender"])
+def test_steady_steps_of_a_single_process(model: str) -> None:
+    run_ranks(1, trains_on_gpu, dict(MODELS)[model], "2d", "gloo", 1, STEADY, timeout_s=100.0)
+
+
+@gpus(2)
+@pytest.mark.parametrize("schedule", ["vertical", "2d"])
+def test_steady_steps_over_nccl(schedule: ScheduleName) -> None:
+    run_ranks(2, trains_on_gpu, dict(MODELS)["two_table_lm"], schedule, "nccl", 2, STEADY, timeout_s=240.0)

@@ -1,0 +1,52 @@
+"""Streams, events and moments of a CUDA device."""
+
+from __future__ import annotations
+
+import torch
+
+from embrace_fx.runtime.recorder import Recorder
+from embrace_fx.runtime.streams import CudaStreams
+from embrace_fx.schedule import LANES
+from tests.gpu.needs import gpus
+
+CYCLES = 10_000_000
+"""Of a device, some milliseconds."""
+
+
+@gpus(1)
+def test_a_class_has_a_stream_of_its_own_and_waits_for_events_alone() -> None:
+    device = torch.device("cuda", 0)
+    streams = CudaStreams(device)
+    used = set()
+    value = torch.zeros(1, dtype=torch.int64, device=device)
+    for lane in LANES[1:]:
+        there = streams.record("ready")
+        with streams.on(lane, "add"):
+            streams.wait(there)
+            torch.cuda._sleep(CYCLES)
+            value.add_(1)
+            used.add(torch.cuda.current_stream(device).cuda_stream)
+            done = streams.record("done")
+        streams.wait(done)
+
+    assert len(used) == len(LANES) - 1
+    assert torch.cuda.current_stream(device).cuda_stream not in used
+    copy, copied = streams.to_host(value), streams.record("copied")
+    assert copy.is_pinned()
+    assert streams.read(copied, copy) == [len(LANES) - 1]
+
+
+@gpus(1)
+def test_a_recording_takes_the_devices_time() -> None:
+    """Not that of the host, which enqueues and goes on."""
+    device = torch.device("cuda", 0)
+    recorder = Recorder(CudaStreams(device).clock())
+    recorder.start()
+    recorder.window()
+    torch.cuda._sleep(CYCLES)
+    recorder.mark("slept")
+    recorder.mark("nothing")
+
+    (_, _, began), (_, _, slept), (_, _, nothing) = recorder.stop().marks
+    assert slept - began > 1e-3
+    assert nothing - slept < slept - began
