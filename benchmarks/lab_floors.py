@@ -13,9 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import mean
 
+import networkx as nx
 import torch
 
 from benchmarks.models.base import Lookups, Workload, on_meta, sizes
+from embrace_fx.schedule import StepGraph
 
 FLOAT_BYTES = 4
 ID_BYTES = 8
@@ -84,3 +86,15 @@ def all_to_all_bytes(rows: list[int], width: int) -> float:
 def all_gather_bytes(rows: list[int], width: int) -> float:
     """What the busiest rank sends."""
     return max(rows) * (len(rows) - 1) * (width * FLOAT_BYTES + ID_BYTES)
+
+
+def dependences_ms(steps: StepGraph, windows: int = 8) -> float:
+    """Milliseconds by which the longest path of dependences grows with each window: no link or processor is shared."""
+    graph = steps.window(windows)
+    # Compute stays one chain: the program's order is a dependence too.
+    ends: dict[tuple[int, str], float] = {}
+    for node in nx.topological_sort(graph):
+        start = max((ends[before] for before in graph.predecessors(node)), default=0.0)
+        ends[node] = start + graph.nodes[node]["operation"].duration_ms
+    by_window = [max(end for (number, _), end in ends.items() if number == w) for w in range(windows)]
+    return by_window[-1] - by_window[-2]

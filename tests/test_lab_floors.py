@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.lab_floors import all_gather_bytes, all_to_all_bytes, floor, ring_bytes, unique_rows
+from benchmarks.lab_floors import all_gather_bytes, all_to_all_bytes, dependences_ms, floor, ring_bytes, unique_rows
 from benchmarks.models.base import Batch, Lookups, TableModel
+from embrace_fx.schedule import Dependence, Operation, StepGraph
 
 WIDTH, ROWS = 4, 1000
 
@@ -66,3 +67,22 @@ def test_the_cheapest_exchange_of_two_ranks() -> None:
     assert found.dense_bytes == 8 * 4
     assert found.bytes_per_rank == 64 + 32
     assert found.time_ms(rate_mbit=96 * 8 / 1e6) == pytest.approx(1000)
+
+
+def test_dependences_of_blocks_that_wait_for_their_own_gradients() -> None:
+    """backward b (2 ms) -> backward a (1 ms) -> forward a (1 ms) -> forward b (2 ms); each AllReduce takes 5 ms."""
+    compute = [
+        Operation("backward b", "backward", "compute", 2.0),
+        Operation("backward a", "backward", "compute", 1.0),
+        Operation("forward a", "forward", "compute", 1.0),
+        Operation("forward b", "forward", "compute", 2.0),
+    ]
+    reduces = [Operation(f"reduce {block}", "all_reduce", "dense", 5.0) for block in "ab"]
+    dependences = [Dependence(f"backward {block}", f"reduce {block}") for block in "ab"]
+    waits = [Dependence(f"reduce {block}", f"forward {block}") for block in "ab"]
+    order = tuple(operation.name for operation in compute)
+
+    # a is the last of the backward and the first of the forward: 3 + 5 + 3; b's 2 + 5 + 2 is under it.
+    assert dependences_ms(StepGraph((*compute, *reduces), (*dependences, *waits), order)) == 11.0
+    # Without a's, b's AllReduce is awaited after forward a: 2 + 5 + 2, 1 of them under backward a and forward a.
+    assert dependences_ms(StepGraph((*compute, reduces[1]), (dependences[1], waits[1]), order)) == 9.0
