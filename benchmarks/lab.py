@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -81,9 +82,7 @@ class Lab:
                             describe=lambda text: progress.update(task, description=text),
                             advance=lambda: progress.advance(task),
                             say=lambda text: self.console.print(text, markup=False, highlight=False),
-                            fail=lambda system, reason, details, block=block: self._failed(  # type: ignore[misc]
-                                block, system, reason, details
-                            ),
+                            fail=partial(self._failed, block),
                         ).measure([m for m in missing[block] if SYSTEMS[m[1]].environment in crews], until)
 
     def _missing(self, block: Block) -> list[tuple[int, str]]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 from statistics import median
 from typing import Any, TypeVar
@@ -62,10 +63,10 @@ class BlockRun:
         try:
             for system in dict.fromkeys(system for _, system in missing):
                 if time.monotonic() < until:
-                    self._guarded(system, lambda system=system: self._open(system))  # type: ignore[misc]
+                    self._guarded(system, partial(self._open, system))
             for round_, system in missing:
                 if system in self._steps and time.monotonic() < until:
-                    self._guarded(system, lambda r=round_, s=system: self._turn(r, s))  # type: ignore[misc]
+                    self._guarded(system, partial(self._turn, round_, system))
                 self.advance()
             if RECORDED_SYSTEM in self._steps:
                 self._guarded(RECORDED_SYSTEM, self._record)

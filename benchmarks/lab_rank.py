@@ -44,16 +44,18 @@ from benchmarks.lab_cell import (
     Measured,
     Open,
     Ready,
-    Recorded,
     Turn,
 )
 from benchmarks.models import text
 from benchmarks.network import interface_sent_bytes
 from benchmarks.peers import ENVIRONMENTS, SYSTEMS
+from benchmarks.peers.base import Recorded
 
 KIB = 1024
 BATCHES = 48
 """Batches are made before training and then read again and again, so that making them takes no time of a step."""
+LOOK_S, COMMUNICATION_NICE = 0.2, -10
+"""While a system is at work, how often its new threads are looked for, and the priority they get."""
 PAUSED_S = 7200.0
 """How long a system may be stopped; its collectives must not take a pause for a failure."""
 QUIET_BYTES, QUIET_S, QUIET_LOOKS, MOST_LOOKS = 2_000, 0.02, 4, 1_000
@@ -125,15 +127,6 @@ class Session:
         return recorded
 
 
-def let_communication_pass() -> None:
-    """Makes the calling thread, which computes, give way to every thread that it starts from now on.
-
-    On a host of its own a rank's communication finds a core free. Here it would stand in line behind the computation of
-    all ranks, milliseconds for each of the two dozen messages of a collective.
-    """
-    os.sched_setscheduler(0, os.SCHED_IDLE | os.SCHED_RESET_ON_FORK, os.sched_param(0))
-
-
 def await_quiet(interface: str) -> None:
     """Returns when the interface no longer sends."""
     before, looks = interface_sent_bytes(interface), 0
@@ -160,7 +153,6 @@ def run_session(cell: Cell, rank: int, parent: Connection, parent_pid: int) -> N
     if os.getppid() != parent_pid:
         return
     os.environ["MASTER_PORT"] = str(cell.port)
-    let_communication_pass()
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=PAUSED_S))
         session = Session(cell, rank)
@@ -229,6 +221,18 @@ def _answer(command: Command, children: dict[str, Child], lab: Connection, rank:
     return answer
 
 
+def put_communication_first(pid: int | None) -> None:
+    """Gives every thread of a process but the main one, which computes, the right to interrupt computation.
+
+    On a host of its own a rank's communication finds a core free. Here it would stand in line behind the computation of
+    all ranks, milliseconds for each of the two dozen messages of a collective. Needs root, as limited links do.
+    """
+    with contextlib.suppress(OSError):  # it is gone, or this is not root
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            if int(thread) != pid:
+                os.setpriority(os.PRIO_PROCESS, int(thread), COMMUNICATION_NICE)
+
+
 def _open(cell: Cell, rank: int) -> Child:
     forking = multiprocessing.get_context("fork")
     own, theirs = forking.Pipe()
@@ -240,7 +244,9 @@ def _open(cell: Cell, rank: int) -> Child:
 
 def _await_answer(child: Child, lab: Connection) -> Answer:
     """What the forked process says."""
-    ready = wait([child.connection, lab], child.timeout_s)
+    deadline = time.monotonic() + child.timeout_s
+    while not (ready := wait([child.connection, lab], LOOK_S)) and time.monotonic() < deadline:
+        put_communication_first(child.process.pid)
     if lab in ready:
         with contextlib.suppress(EOFError):
             lab.recv()

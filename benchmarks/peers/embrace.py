@@ -74,4 +74,5 @@ class EmbraceFx:
 def own_group() -> dist.ProcessGroup:
     """A group of this rank alone. Collective."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return groups[dist.get_rank()]
+    own: dist.ProcessGroup = groups[dist.get_rank()]
+    return own
