@@ -68,8 +68,9 @@ class Lab:
                     hosts = stack.enter_context(network(links))
                     crews: dict[str, Crew] = {}
                     while left and Links(left[0].ranks, left[0].rate_mbit) == links:
-                        # What is left of the time is shared by the blocks that are left.
-                        until = time.monotonic() + (self.deadline - time.monotonic()) / len(left)
+                        # What is left of the time is shared by the blocks that are left: ranks share the cores.
+                        share = left[0].ranks / sum(block.ranks for block in left)
+                        until = time.monotonic() + (self.deadline - time.monotonic()) * share
                         block = left.pop(0)
                         self.kept.network(block, hosts.reached)
                         self._start_crews(block, missing[block], hosts, crews, stack)

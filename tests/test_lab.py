@@ -98,6 +98,19 @@ def test_between_its_turns_a_system_is_stopped(ranks: Crew) -> None:
     assert not any(children(rank) for rank in children(os.getpid()))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may raise a priority")
+def test_threads_that_communicate_come_before_the_one_that_computes(ranks: Crew) -> None:
+    opened(ranks, cell(port=20_111))
+
+    for pid in [pid for rank in children(os.getpid()) for pid in children(rank)]:
+        threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
+        priorities = {thread: os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
+        own = priorities.pop(pid)
+        assert own >= 0
+        assert -10 in priorities.values()
+    ranks.ask(Close("ddp_sparse"), PATIENCE_S)
+
+
 def test_a_system_that_fails_is_reported_and_the_next_one_opens(ranks: Crew) -> None:
     (found,) = ranks.ask(Open(cell(optimizer="no such", port=20_103)), PATIENCE_S)
 

@@ -38,7 +38,7 @@ class EmbraceFx:
             plain,
             optimizer=optimizer,
             schedule=self.schedule,
-            strategy=self.strategy,  # type: ignore[arg-type]
+            strategy=self.strategy,
             process_group=own_group() if self.apart else None,
         )
 
