@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.lab_floors import floor
+from benchmarks.lab_floors import dependences_ms, floor, ideal, step_graph
 from benchmarks.lab_kept import Kept, Opened, Round, versions
 from benchmarks.lab_settings import Block, Setting
 from benchmarks.models import MODELS
@@ -192,10 +192,14 @@ def _floors(
 ) -> dict[str, Any]:
     """The three floors, of which the limit is the largest that is known."""
     cheapest = floor(MODELS[block.model][setting.size], block.ranks, range(FLOOR_BATCHES), setting.seed)
+    compute_ms = min((row.step_ms.median for row in rows if not SYSTEMS[row.system].alone), default=None)
+    rate_mbit = max(reached["transfer_mbit"]) if reached["shaped"] else None
     found = {
-        "compute": min((row.step_ms.median for row in rows if not SYSTEMS[row.system].alone), default=None),
-        "wire": cheapest.time_ms(max(reached["transfer_mbit"])) if reached["shaped"] else None,
-        "dependences": figures.get("dependences_ms"),
+        "compute": compute_ms,
+        "wire": cheapest.time_ms(rate_mbit) if rate_mbit else None,
+        "dependences": dependences_ms(ideal(step_graph(figures["steps"]), compute_ms, rate_mbit))
+        if figures and compute_ms and rate_mbit
+        else None,
     }
     known = {name: value for name, value in found.items() if value is not None}
     limited_by = max(known, key=known.__getitem__) if known else None

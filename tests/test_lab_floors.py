@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.lab_floors import all_gather_bytes, all_to_all_bytes, dependences_ms, floor, ring_bytes, unique_rows
+from benchmarks.lab_floors import (
+    all_gather_bytes,
+    all_to_all_bytes,
+    dependences_ms,
+    floor,
+    ideal,
+    ring_bytes,
+    step_graph,
+    unique_rows,
+)
 from benchmarks.models.base import Batch, Lookups, TableModel
 from embrace_fx.schedule import Dependence, Operation, StepGraph
 
@@ -86,3 +96,21 @@ def test_dependences_of_blocks_that_wait_for_their_own_gradients() -> None:
     assert dependences_ms(StepGraph((*compute, *reduces), (*dependences, *waits), order)) == 11.0
     # Without a's, b's AllReduce is awaited after forward a: 2 + 5 + 2, 1 of them under backward a and forward a.
     assert dependences_ms(StepGraph((*compute, reduces[1]), (dependences[1], waits[1]), order)) == 9.0
+
+
+def test_an_ideal_step_computes_as_if_alone_and_sends_at_the_bare_rate() -> None:
+    steps = StepGraph(
+        (
+            Operation("backward", "backward", "compute", 30.0),
+            Operation("forward", "forward", "compute", 10.0),
+            Operation("reduce", "all_reduce", "dense", 99.0, sent_bytes=1_000_000, serves=("a",)),
+        ),
+        (Dependence("backward", "reduce"), Dependence("reduce", "forward")),
+        ("backward", "forward"),
+    )
+
+    found = ideal(step_graph(json.loads(json.dumps(asdict(steps)))), compute_ms=20.0, rate_mbit=200.0)
+
+    assert [operation.duration_ms for operation in found.operations] == [15.0, 5.0, 40.0]
+    assert dependences_ms(found) == 60.0
+    assert replace(found, operations=steps.operations) == steps

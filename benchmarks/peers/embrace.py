@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import embrace_fx
-from benchmarks.lab_floors import dependences_ms
 from benchmarks.models.base import Batch
 from benchmarks.peers.base import Recorded, Task, Training
 
@@ -64,7 +63,7 @@ class EmbraceFx:
                 "measured": asdict(model.timeline.diagnostics()),
                 "predicted": asdict(schedule.diagnostics()),
                 "source": schedule.source,
-                "dependences_ms": dependences_ms(schedule.steps),
+                "steps": asdict(schedule.steps),
             }
             return Recorded(figures, drawn)
 
