@@ -41,6 +41,8 @@ from benchmarks.peers import SYSTEMS
 
 KEPT = ROOT / "build" / "lab"
 RESULTS = Path(__file__).parent / "results"
+CHOSEN = "chosen"
+"""The group that `--systems` makes."""
 
 
 @dataclass
@@ -144,31 +146,28 @@ def chosen(options: argparse.Namespace) -> Setting:
         ValueError: a model or system that does not exist.
     """
     setting = SETTINGS[options.setting]
-    models = options.models or list(setting.matrix)
-    systems = options.systems or []
-    for kind, names, known in (("model", models, MODELS), ("system", systems, SYSTEMS)):
-        unknown = [name for name in names if name not in known]
+    asked = (("model", "models", MODELS), ("group", "groups", setting.groups), ("system", "systems", SYSTEMS))
+    for kind, option, known in asked:
+        unknown = [name for name in getattr(options, option) or () if name not in known]
         if unknown:
             raise ValueError(f"expected a {kind} of {', '.join(known)}, in the options, found {', '.join(unknown)}.")
-    matrix = {model: tuple(systems) or setting.matrix.get(model, SETTINGS["full"].matrix[model]) for model in models}
-    given = ("rounds", "ranks", "rates_mbit", "turn_ms", "size", "optimizer", "timeout_s")
+    groups = {name: setting.groups[name] for name in options.groups or setting.groups}
+    if options.systems:
+        groups = {CHOSEN: options.systems}
+    given = ("models", "rounds", "ranks", "rates_mbit", "turn_ms", "size", "optimizer", "timeout_s")
     changes = {name: getattr(options, name) for name in given if getattr(options, name) is not None}
-    elsewhere = frozenset(SYSTEMS) if systems else setting.elsewhere
-    return replace(setting, matrix=matrix, elsewhere=elsewhere, **changes)
+    return replace(setting, groups=groups, elsewhere=tuple(groups), **changes)
 
 
 def whole(setting: Setting, base: Setting) -> Setting:
     """All that the pages of `base` may show, measured as `setting` is: what other runs have measured too."""
-    matrix = {
-        model: tuple(dict.fromkeys((*base.matrix.get(model, ()), *setting.matrix.get(model, ()))))
-        for model in (*base.matrix, *(model for model in setting.matrix if model not in base.matrix))
-    }
     return replace(
         setting,
-        matrix=matrix,
+        models=tuple(dict.fromkeys((*base.models, *setting.models))),
+        groups={**base.groups, **setting.groups},
         ranks=tuple(dict.fromkeys((*base.ranks, *setting.ranks))),
         rates_mbit=tuple(dict.fromkeys((*base.rates_mbit, *setting.rates_mbit))),
-        elsewhere=base.elsewhere,
+        elsewhere=tuple(dict.fromkeys((*base.elsewhere, *(group for group in setting.groups if group == CHOSEN)))),
     )
 
 
@@ -180,7 +179,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("setting", choices=SETTINGS)
     parser.add_argument("--models", type=several(str), help=f"of {', '.join(MODELS)}; separated by commas")
-    parser.add_argument("--systems", type=several(str), help=f"of {', '.join(SYSTEMS)}; in the order of their turns")
+    parser.add_argument("--groups", type=several(str), help="of the setting's groups of systems")
+    parser.add_argument("--systems", type=several(str), help=f"a group of its own, of {', '.join(SYSTEMS)}")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--ranks", type=several(int), help="numbers of ranks, separated by commas")
     parser.add_argument("--rates-mbit", type=several(float), help="what a rank can send; separated by commas")

@@ -18,7 +18,7 @@ def pictures(found: Mapping[str, Any]) -> dict[str, str]:
     """File name -> picture."""
     drawn = {}
     for block in found["blocks"]:
-        name = f"{block['model']}-{block['ranks']}-{block['rate_mbit']:g}"
+        name = block["stem"]
         drawn[f"{name}.svg"] = step_times(block)
         if block["picture"]:
             drawn[f"{name}-timeline.svg"] = block["picture"]

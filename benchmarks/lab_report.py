@@ -52,7 +52,7 @@ def markdown(found: Mapping[str, Any], plots: Mapping[str, str]) -> str:
     ]
     for block in found["blocks"]:
         lines += ["", f"## {block['title']}", "", *_about(block), "", *_table(block["rows"], block["floors"])]
-        name = f"{block['model']}-{block['ranks']}-{block['rate_mbit']:g}"
+        name = block["stem"]
         if f"{name}.svg" in plots:
             lines += ["", f"![{block['title']}: step times]({plots[f'{name}.svg']})"]
         if f"{name}-timeline.svg" in plots:

@@ -151,11 +151,11 @@ def results(setting: Setting, kept: Kept) -> dict[str, Any]:
     blocks = [_of_block(setting, kept, block) for block in setting.blocks()]
     return {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "configuration": {**asdict(setting), "elsewhere": sorted(setting.elsewhere)},
+        "configuration": asdict(setting),
         "machine": _machine(),
         "versions": versions(),
         "missing": [block["title"] for block in blocks if not block["complete"]],
-        "targets": targets(setting, kept, [block for block in blocks if block["rows"]]),
+        "targets": targets(setting, [block for block in blocks if block["rows"]]),
         "blocks": [block for block in blocks if block["rows"]],
     }
 
@@ -164,7 +164,7 @@ def _of_block(setting: Setting, kept: Kept, block: Block) -> dict[str, Any]:
     systems = setting.systems(block)
     cells = {s: found for s in systems if (found := kept.rounds(block, s))}
     complete = all(len(cells.get(s, {})) >= setting.rounds for s in systems)
-    about = {**block._asdict(), "title": block.title, "complete": complete}
+    about = {**block._asdict(), "title": block.title, "stem": block.stem, "complete": complete}
     failures = {s: reason for s in systems if s not in cells and (reason := kept.failure(block, s))}
     if not cells:
         return {**about, "rows": [], "failures": failures}
@@ -214,45 +214,55 @@ def _floors(
 # -- targets -----------------------------------------------------------------------------------------------------------
 
 
-def targets(setting: Setting, kept: Kept, blocks: Sequence[Mapping[str, Any]]) -> list[Target]:
+def targets(setting: Setting, blocks: Sequence[Mapping[str, Any]]) -> list[Target]:
     """What was asked for, at the first number of ranks and the first rate; scaling over all numbers of ranks."""
     found = []
-    for block in blocks:
-        if (block["ranks"], block["rate_mbit"]) != (setting.ranks[0], setting.rates_mbit[0]):
-            continue
-        model, of = block["model"], Block(block["model"], block["ranks"], block["rate_mbit"])
-        rows = {row.system: row for row in block["rows"]}
-        limit = block["floors"]["limit_ms"]
-        own = rows[OWN].step_ms if OWN in rows else None
-        to_limit = Spread(own.median / limit, own.min / limit, own.max / limit) if own and limit else None
-        found.append(Target(model, "step / limit", LIMIT_TARGET, True, to_limit))
-        for what, systems, wanted in (
-            ("DDP and Horovod", REPLICAS, REPLICAS_TARGET.get(model, OTHER_REPLICAS_TARGET)),
-            ("TorchRec, parameter server, Parallax", SHARDED, SHARDED_TARGET.get(model, OTHER_SHARDED_TARGET)),
-        ):
-            best = min((s for s in systems if s in rows), key=lambda s: rows[s].step_ms.median, default=None)
-            ratio = rows[best].ratio if best else None
-            found.append(Target(model, f"best of {what} ({best or 'none'}) / {OWN}", wanted, False, ratio))
-        if LARGER in setting.systems(of):
-            larger = rows[LARGER].ratio if LARGER in rows else None
-            found.append(Target(model, "step with 10 x the rows / step", ROWS_TARGET, True, larger))
-        found += _scaling(setting, model, blocks)
+    for model in setting.models:
+        here = [
+            block
+            for block in blocks
+            if (block["model"], block["ranks"], block["rate_mbit"]) == (model, setting.ranks[0], setting.rates_mbit[0])
+        ]
+        found += [target for block in here for target in _of_group(block, model)]
+        if here:
+            found += _scaling(setting, model, here[0]["group"], blocks)
     return found
 
 
-def _scaling(setting: Setting, model: str, blocks: Sequence[Mapping[str, Any]]) -> list[Target]:
-    """Exposed communication of the most ranks over that of the fewest."""
+def _of_group(block: Mapping[str, Any], model: str) -> list[Target]:
+    rows = {row.system: row for row in block["rows"]}
+    limit, found = block["floors"]["limit_ms"], []
+    if OWN in rows and limit:
+        own = rows[OWN].step_ms
+        to_limit = Spread(own.median / limit, own.min / limit, own.max / limit)
+        found.append(Target(model, f"step / limit, {block['group']}", LIMIT_TARGET, True, to_limit))
+    for what, systems, wanted in (
+        ("DDP and Horovod", REPLICAS, REPLICAS_TARGET.get(model, OTHER_REPLICAS_TARGET)),
+        ("TorchRec, parameter server, Parallax", SHARDED, SHARDED_TARGET.get(model, OTHER_SHARDED_TARGET)),
+    ):
+        best = min((s for s in systems if s in rows), key=lambda s: rows[s].step_ms.median, default=None)
+        if best:
+            found.append(Target(model, f"best of {what} ({best}) / {OWN}", wanted, False, rows[best].ratio))
+    if LARGER in rows:
+        found.append(Target(model, "step with 10 x the rows / step", ROWS_TARGET, True, rows[LARGER].ratio))
+    return found
+
+
+def _scaling(setting: Setting, model: str, group: str, blocks: Sequence[Mapping[str, Any]]) -> list[Target]:
+    """Exposed communication of the most ranks less that of the fewest."""
     exposed = {
         block["ranks"]: row.exposed_ms
         for block in blocks
         for row in block["rows"]
-        if (block["model"], block["rate_mbit"], row.system) == (model, setting.rates_mbit[0], OWN) and row.exposed_ms
+        if (block["model"], block["rate_mbit"], block["group"], row.system)
+        == (model, setting.rates_mbit[0], group, OWN)
+        and row.exposed_ms
     }
-    most, fewest = max(setting.ranks), min(setting.ranks)
-    if most == fewest or most not in exposed or fewest not in exposed:
+    most, fewest = max(exposed, default=0), min(exposed, default=0)
+    if most == fewest:
         return []
     growth = exposed[most].median - exposed[fewest].median
-    return [Target(model, f"exposed ms, {most} ranks less {fewest} ranks", 0.0, True, Spread(growth, growth, growth))]
+    return [Target(model, f"exposed ms, {most} ranks less {fewest}", 0.0, True, Spread(growth, growth, growth))]
 
 
 # -- data --------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from benchmarks.lab_kept import Kept, fingerprint
 from benchmarks.lab_report import write
 from benchmarks.lab_results import results
 from benchmarks.lab_settings import SETTINGS, Block, Setting
+from benchmarks.models import MODELS
 from benchmarks.network import Links, network
 from benchmarks.peers import SYSTEMS
 from benchmarks.peers.base import Recorded
@@ -34,14 +35,15 @@ RANKS = 2
 TINY = replace(
     SETTINGS["quick"],
     name="test",
-    matrix={"bert": ("alone_sparse", "ddp_sparse")},
+    models=("bert",),
+    groups={"pair": ("alone_sparse", "ddp_sparse")},
     rounds=2,
     ranks=(RANKS,),
     rates_mbit=(500.0,),
     turn_ms=5.0,
     size="tiny",
 )
-BERT = Block("bert", RANKS, 500.0)
+BERT = Block("bert", RANKS, 500.0, "pair")
 PATIENCE_S = 60.0
 
 
@@ -222,7 +224,7 @@ def test_a_run_is_written_and_not_measured_again(tmp_path: Path) -> None:
 
 
 def test_what_is_measured_depends_on_the_setting_but_not_on_how_much_of_it() -> None:
-    assert fingerprint(replace(TINY, rounds=3, ranks=(2, 4), matrix={})) == fingerprint(TINY)
+    assert fingerprint(replace(TINY, rounds=3, ranks=(2, 4), groups={})) == fingerprint(TINY)
     assert fingerprint(replace(TINY, optimizer="sgd")) != fingerprint(TINY)
 
 
@@ -231,7 +233,7 @@ def test_systems_of_an_environment_that_is_not_there_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SYSTEMS, "ddp", replace(SYSTEMS["ddp"], environment="nowhere"))
-    setting = replace(TINY, matrix={"bert": ("ddp", "ddp_sparse")}, rounds=1)
+    setting = replace(TINY, groups={"pair": ("ddp", "ddp_sparse")}, rounds=1)
 
     (block,) = run_lab(setting, Kept(tmp_path))["blocks"]
 
@@ -245,26 +247,48 @@ def test_blocks_come_by_rate_then_ranks_and_the_ablation_is_of_the_first() -> No
     full = SETTINGS["full"]
     blocks = list(full.blocks())
 
-    assert blocks[0] == ("lm", 8, 200.0)
-    assert [(b.ranks, b.rate_mbit) for b in blocks[::5]] == [(r, m) for m in (200.0, 2000.0) for r in (8, 4, 2)]
-    assert {"embrace_vertical", "embrace_2d_rows10"} < set(full.systems(blocks[0]))
-    assert not {"embrace_vertical", "embrace_2d_rows10"} & set(full.systems(Block("lm", 4, 200.0)))
+    assert blocks[:4] == [("lm", 8, 200.0, group) for group in ("replicas", "shards", "ablation")] + [
+        ("transformer", 8, 200.0, "replicas")
+    ]
+    assert list(dict.fromkeys((b.ranks, b.rate_mbit) for b in blocks)) == [
+        (ranks, rate) for rate in (200.0, 2000.0) for ranks in (8, 4, 2)
+    ]
+    assert {b[:3] for b in blocks if b.group == "ablation"} == {(model, 8, 200.0) for model in MODELS}
+    assert {system for group in full.groups.values() for system in group} == set(SYSTEMS)
+
+
+def options(**given: object) -> argparse.Namespace:
+    names = (
+        "models",
+        "groups",
+        "systems",
+        "rounds",
+        "ranks",
+        "rates_mbit",
+        "turn_ms",
+        "size",
+        "optimizer",
+        "timeout_s",
+    )
+    return argparse.Namespace(**{**dict.fromkeys(names), "setting": "full", **given})
 
 
 def test_options_that_do_not_exist_are_refused() -> None:
-    options = argparse.Namespace(setting="quick", models=("lm", "nothing"), systems=None)
-
     with pytest.raises(ValueError, match=r"expected a model of lm.*found nothing"):
-        lab.chosen(options)
+        lab.chosen(options(models=("lm", "nothing")))
+    with pytest.raises(ValueError, match=r"expected a group of replicas.*found copies"):
+        lab.chosen(options(groups=("copies",)))
 
 
-def test_a_page_shows_what_other_runs_of_its_setting_have_measured() -> None:
-    part = replace(TINY, matrix={"bert": ("ddp",), "lm": ("horovod",)}, ranks=(4,))
+def test_a_part_of_a_setting_is_shown_with_all_that_is_kept_of_it() -> None:
+    part = lab.chosen(options(models=("bert",), groups=("shards",), ranks=(4,), rates_mbit=(200.0,)))
+    full = SETTINGS["full"]
 
-    whole = lab.whole(part, TINY)
-
-    assert whole.matrix == {"bert": ("alone_sparse", "ddp_sparse", "ddp"), "lm": ("horovod",)}
-    assert whole.ranks == (RANKS, 4)
+    assert list(part.blocks()) == [("bert", 4, 200.0, "shards")]
+    assert list(lab.whole(part, full).blocks()) == list(full.blocks())
+    own = lab.chosen(options(systems=("ddp", "embrace_2d"), ranks=(2,)))
+    assert own.groups == {"chosen": ("ddp", "embrace_2d")}
+    assert ("lm", 2, 2000.0, "chosen") in lab.whole(own, full).blocks()
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ LAB_ROWS = 8_000
 MODELS: dict[str, dict[str, Workload]] = {
     "lm": {
         "paper": LanguageModelWorkload(793_470, 512, 2048, 2, batch_size=128, length=20, sampled=8192),
-        "lab": LanguageModelWorkload(32_000, 128, 160, 2, batch_size=32, length=20, sampled=2048),
+        "lab": LanguageModelWorkload(22_000, 128, 136, 2, batch_size=32, length=20, sampled=2048),
         "tiny": LanguageModelWorkload(300, 16, 24, 2, batch_size=4, length=6, sampled=16),
     },
     "gnmt": {
