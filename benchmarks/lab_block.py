@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
@@ -22,6 +23,9 @@ from benchmarks.peers.base import Recorded
 
 RECORDED_SYSTEM, RECORDED_STEPS = "embrace_2d", 4
 """Its timeline and the dependences of its step are taken after the last round."""
+
+RANK_BYTES = 450 * 2**20
+"""What a rank of a system may take. Where memory ends, the kernel would end some process, not only of the lab's."""
 
 A = TypeVar("A")
 
@@ -90,6 +94,12 @@ class BlockRun:
 
     def _open(self, system: str) -> None:
         self.describe(f"{self.block.title}: opening {system}")
+        needed, available = self.block.ranks * RANK_BYTES, available_bytes()
+        if available < needed:
+            raise SystemFailed(
+                f"expected {needed / 2**30:.1f} GiB of memory for {self.block.ranks} more processes, found "
+                f"{available / 2**30:.1f} GiB beside {len(self._steps)} open systems: measure it in a smaller group"
+            )
         cell = self.setting.cell(self.block, system, _free_port())
         began = time.monotonic()
         ready = _all(Ready, self._ask(system, Open(cell)))
@@ -129,6 +139,14 @@ class BlockRun:
 def _all(kind: type[A], answers: tuple[Any, ...]) -> tuple[A, ...]:
     assert all(isinstance(answer, kind) for answer in answers), answers
     return answers
+
+
+def available_bytes() -> int:
+    """Memory that new processes can have without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError("expected a line MemAvailable in /proc/meminfo, found none")
 
 
 def _free_port() -> int:

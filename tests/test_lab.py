@@ -20,6 +20,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import lab
+from benchmarks.lab_block import BlockRun
 from benchmarks.lab_cell import Cell, Close, Closed, Failed, Measured, Open, Ready, Record, Turn
 from benchmarks.lab_hosts import ROOT, Crew, CrewFailed, crew, python_of
 from benchmarks.lab_kept import Kept, fingerprint
@@ -221,6 +222,28 @@ def test_a_run_is_written_and_not_measured_again(tmp_path: Path) -> None:
     more = run_lab(replace(TINY, rounds=3), kept, minutes=0)
     assert more["blocks"][0]["rounds"] == first["blocks"][0]["rounds"]
     assert more["missing"] == [BERT.title]
+
+
+def test_no_system_is_opened_that_the_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.lab_block.available_bytes", lambda: RANKS * 450 * 2**20 - 1)
+    failed = []
+
+    run = BlockRun(
+        TINY,
+        BERT,
+        Kept(tmp_path),
+        crews={},
+        run_id="",
+        describe=lambda _: None,
+        advance=lambda: None,
+        say=lambda _: None,
+        fail=lambda system, reason, _: failed.append((system, reason)),
+    )
+    run.measure([(0, "ddp_sparse")], until=float("inf"))
+
+    ((system, reason),) = failed
+    assert system == "ddp_sparse"
+    assert "expected 0.9 GiB of memory for 2 more processes" in reason
 
 
 def test_what_is_measured_depends_on_the_setting_but_not_on_how_much_of_it() -> None:
