@@ -103,12 +103,15 @@ class Measured:
         step_ms: mean time of a step that counts, from the end of the one before to its own.
         each_step_ms: the same by step.
         sent_bytes: what the host's interface sent per step, headers included.
+        main_cpu_ms, other_cpu_ms: processor time per step of the thread that computes, and of all others together.
         peak_bytes, start_bytes: largest resident memory so far, and that before `prepare`.
     """
 
     step_ms: float
     each_step_ms: tuple[float, ...]
     sent_bytes: float
+    main_cpu_ms: float
+    other_cpu_ms: float
     peak_bytes: int
     start_bytes: int
 

@@ -105,10 +105,12 @@ class Session:
         dist.barrier()
         next(self._losses)
         ends, sent = [time.perf_counter()], [interface_sent_bytes(self._interface)]
+        main_cpu_s, all_cpu_s = time.thread_time(), time.process_time()
         for _ in range(steps):
             next(self._losses)
             ends.append(time.perf_counter())
             sent.append(interface_sent_bytes(self._interface))
+        main_cpu_s, all_cpu_s = time.thread_time() - main_cpu_s, time.process_time() - all_cpu_s
         await_quiet(self._interface)
         give_memory_back()
         each = tuple((end - begin) * 1e3 for begin, end in itertools.pairwise(ends))
@@ -116,6 +118,8 @@ class Session:
             step_ms=sum(each) / steps,
             each_step_ms=each,
             sent_bytes=(sent[-1] - sent[0]) / steps,
+            main_cpu_ms=main_cpu_s * 1e3 / steps,
+            other_cpu_ms=(all_cpu_s - main_cpu_s) * 1e3 / steps,
             peak_bytes=resident_bytes("VmHWM"),
             start_bytes=self._start_bytes,
         )
