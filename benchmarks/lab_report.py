@@ -109,8 +109,8 @@ def _ms(value: float | None) -> str:
 def _table(rows: Sequence[Row], floors: Mapping[str, Any]) -> list[str]:
     limit = floors["limit_ms"]
     lines = [
-        f"| system | rounds | step ms | step / limit | step / {OWN} | exposed ms | CPU ms: main, other | sent MB | peak MiB (added) "
-        "| first step s | loss differs |",
+        f"| system | rounds | step ms | step / limit | step / {OWN} | exposed ms | CPU ms: main, other "
+        "| sent MB | peak MiB (added) | first step s | loss differs |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
