@@ -260,6 +260,7 @@ def _await_answer(child: Child, lab: Connection) -> Answer:
     deadline = time.monotonic() + child.timeout_s
     while not (ready := wait([child.connection, lab], LOOK_S)) and time.monotonic() < deadline:
         put_communication_first(child.process.pid)
+    put_communication_first(child.process.pid)
     if lab in ready:
         with contextlib.suppress(EOFError):
             lab.recv()

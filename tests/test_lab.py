@@ -311,7 +311,7 @@ def test_a_part_of_a_setting_is_shown_with_all_that_is_kept_of_it() -> None:
     assert list(lab.whole(part, full).blocks()) == list(full.blocks())
     own = lab.chosen(options(systems=("ddp", "embrace_2d"), ranks=(2,)))
     assert own.groups == {"chosen": ("ddp", "embrace_2d")}
-    assert ("lm", 2, 2000.0, "chosen") in lab.whole(own, full).blocks()
+    assert Block("lm", 2, 2000.0, "chosen") in list(lab.whole(own, full).blocks())
 
 
 @pytest.mark.long
