@@ -47,7 +47,10 @@ def versions() -> dict[str, dict[str, str]]:
             continue
         own = environment == "project"
         paths = sys.path if own else [str(path) for path in prefix.glob("lib/python*/site-packages")]
-        packages = {(d.metadata["Name"] or "").lower(): d.version for d in importlib.metadata.distributions(path=paths)}
+        packages = {
+            (d.metadata["Name"] or "").lower().replace("_", "-"): d.version
+            for d in importlib.metadata.distributions(path=paths)
+        }
         found[environment] = {name: packages[name] for name in VERSIONED if name in packages}
     return found
 
