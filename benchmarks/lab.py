@@ -5,11 +5,11 @@
     python -m benchmarks.lab full --models lm --ranks 8 --rates-mbit 200 --minutes 8
     python -m benchmarks.lab full --minutes 0      measures nothing, writes what is kept
 
-A block is one model on one network. All its systems are opened and warmed up, then take turns; a round is every system
-once. What is measured is kept under build/lab and not measured again, until the sources, the versions or the setting
-change: a run that was interrupted, or whose minutes were over, goes on where it was. Either way results are written,
-and say if they are partial. Hosts and ranks end with this process, however it ends. benchmarks/results/README.md says
-how to read results.
+A block is one model on one network, under one group of systems. All of these are opened and warmed up, then take turns;
+a round is every system once. What is measured is kept under build/lab and not measured again, until the sources, the
+versions or the setting change: a run that was interrupted, or whose minutes were over, goes on where it was. Either way
+results are written, and say if they are partial. Hosts and ranks end with this process, however it ends.
+benchmarks/results/README.md says how to read results.
 """
 
 from __future__ import annotations
@@ -23,11 +23,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from benchmarks.lab_block import BlockRun
 from benchmarks.lab_hosts import ROOT, Crew, CrewFailed, crew
@@ -57,36 +66,41 @@ class Lab:
     _run_id: str = field(default_factory=lambda: datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"))
 
     def run(self) -> None:
+        """Block by block, in the setting's order; blocks of one network follow each other."""
         blocks = list(self.setting.blocks())
+        missing = {block: self._missing(block) for block in blocks}
         with _progress(self.console) as progress:
-            task = progress.add_task("", total=sum(self.setting.rounds * len(self.setting.systems(b)) for b in blocks))
-            missing = {block: self._missing(block) for block in blocks}
-            progress.advance(task, progress.tasks[0].total - sum(map(len, missing.values())))  # type: ignore[operator]
-            left = [block for block in blocks if missing[block]]
-            for links in dict.fromkeys(Links(block.ranks, block.rate_mbit) for block in left):
-                if time.monotonic() >= self.deadline:
+            total = sum(self.setting.rounds * len(self.setting.systems(block)) for block in blocks)
+            task = progress.add_task("", total=total, completed=total - sum(map(len, missing.values())))
+            for links, of_links in groupby((b for b in blocks if missing[b]), lambda b: Links(b.ranks, b.rate_mbit)):
+                if self._is_over():
                     break
                 with contextlib.ExitStack() as stack:
                     hosts = stack.enter_context(network(links))
                     crews: dict[str, Crew] = {}
-                    while left and Links(left[0].ranks, left[0].rate_mbit) == links:
-                        # What is left of the time is shared by the blocks that are left: ranks share the cores.
-                        share = left[0].ranks / sum(block.ranks for block in left)
-                        until = time.monotonic() + (self.deadline - time.monotonic()) * share
-                        block = left.pop(0)
-                        self.kept.network(block, hosts.reached)
-                        self._start_crews(block, missing[block], hosts, crews, stack)
-                        BlockRun(
-                            self.setting,
-                            block,
-                            self.kept,
-                            crews,
-                            self._run_id,
-                            describe=lambda text: progress.update(task, description=text),
-                            advance=lambda: progress.advance(task),
-                            say=lambda text: self.console.print(text, markup=False, highlight=False),
-                            fail=partial(self._failed, block),
-                        ).measure([m for m in missing[block] if SYSTEMS[m[1]].environment in crews], until)
+                    for block in of_links:
+                        if not self._is_over():
+                            self.kept.network(block, hosts.reached)
+                            self._start_crews(block, missing[block], hosts, crews, stack)
+                            self._measure(block, missing[block], crews, progress, task)
+
+    def _is_over(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    def _measure(
+        self, block: Block, missing: list[tuple[int, str]], crews: dict[str, Crew], progress: Progress, task: TaskID
+    ) -> None:
+        BlockRun(
+            self.setting,
+            block,
+            self.kept,
+            crews,
+            self._run_id,
+            describe=lambda text: progress.update(task, description=text),
+            advance=lambda: progress.advance(task),
+            say=lambda text: self.console.print(text, markup=False, highlight=False),
+            fail=partial(self._failed, block),
+        ).measure([(round_, s) for round_, s in missing if SYSTEMS[s].environment in crews], self.deadline)
 
     def _missing(self, block: Block) -> list[tuple[int, str]]:
         """Rounds and systems, in the order of their turns."""
@@ -188,7 +202,12 @@ def main() -> None:
     parser.add_argument("--size", choices=("lab", "tiny"))
     parser.add_argument("--optimizer", choices=("adagrad", "sgd"))
     parser.add_argument("--timeout-s", type=float, help="of opening a system, and of a turn")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing after this time")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="begin nothing after this time, but for a first round of what has been opened",
+    )
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     try:

@@ -63,13 +63,17 @@ class BlockRun:
     _steps: dict[str, int] = field(default_factory=dict)
 
     def measure(self, missing: list[tuple[int, str]], until: float) -> None:
-        """Opens the systems of `missing` (round, system), and gives them their turns until a time (time.monotonic)."""
+        """Opens the systems of `missing` (round, system), and gives them their turns until a time (time.monotonic).
+
+        What has been opened has a first turn in any case: opening takes longer, and is not kept.
+        """
+        first_round = min((round_ for round_, _ in missing), default=0)
         try:
             for system in dict.fromkeys(system for _, system in missing):
                 if time.monotonic() < until:
                     self._guarded(system, partial(self._open, system))
             for round_, system in missing:
-                if system in self._steps and time.monotonic() < until:
+                if system in self._steps and (round_ == first_round or time.monotonic() < until):
                     self._guarded(system, partial(self._turn, round_, system))
                 self.advance()
             if RECORDED_SYSTEM in self._steps:
