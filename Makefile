@@ -108,12 +108,12 @@ help: ## print this list
 ##@ Measure
 
 .PHONY: bench-quick
-bench-quick: $(READY) ## compare systems on limited links: 4 ranks, two models, minutes (benchmarks/results)
+bench-quick: $(READY) ## compare systems on limited links: 4 ranks, two models, 5 minutes (benchmarks/results)
 	$(BIN)/python -m benchmarks.lab quick --minutes 5
 
 .PHONY: bench
-bench: $(READY) bench-peers ## compare every system on every model: 8 ranks, up to two hours; goes on where it was
-	$(BIN)/python -m benchmarks.lab full --minutes 115
+bench: $(READY) bench-peers ## compare every system on every model, up to two hours a call; goes on where it was
+	$(BIN)/python -m benchmarks.lab full --minutes 110
 
 .PHONY: bench-peers
 bench-peers: $(READY) ## make the environments of TorchRec and Horovod (build/peers), minutes

@@ -1,4 +1,12 @@
-"""What the lab and its ranks say to each other: a cell of the matrix to measure, and what became of it."""
+"""What the lab and its ranks say to each other: a system is opened, takes turns, may be recorded, and is closed.
+
+    Open(cell)              the rank forks a process that prepares the system and warms it up  ->  Ready
+    Turn(system, steps)     it goes on training, and measures                                  ->  Measured
+    Record(system)          it goes on training under the system's own recorder                ->  Recorded
+    Close(system)           its process ends                                                   ->  Closed
+
+Any of them may be answered by `Failed`, after which the system is closed. Between its turns a process is stopped.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +14,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.models import MODELS
-from benchmarks.peers.base import Task
+from benchmarks.models.base import MoreRows
+from benchmarks.peers import SYSTEMS
+from benchmarks.peers.base import Recorded, Task
 
 STOPPED = "stopped: another rank failed"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: a system training a model.
+    """A system that trains a model.
 
     Attributes:
-        warm_up_steps: steps before the measured ones, at least one; what a system has under way at the end of the first
-            one, in which ranks compile for different times, is not what it usually has.
+        warm_up_steps: before its first turn, at least two.
         port: where the ranks meet, on rank 0's host.
+        timeout_s: for opening it, and for each of its turns.
     """
 
     model: str
@@ -29,44 +39,91 @@ class Cell:
     seed: int
     rate_mbit: float
     warm_up_steps: int
-    steps: int
     port: int
     timeout_s: float
 
     def task(self) -> Task:
-        return Task(
-            MODELS[self.model][self.size], self.optimizer, self.learning_rate, seed=self.seed, rate_mbit=self.rate_mbit
-        )
+        workload, rows = MODELS[self.model][self.size], SYSTEMS[self.system].rows
+        if rows > 1:
+            workload = MoreRows(workload, rows)
+        return Task(workload, self.optimizer, self.learning_rate, seed=self.seed, rate_mbit=self.rate_mbit)
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one rank measured.
+class Open:
+    cell: Cell
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Trains one step that does not count, for what was under way before the pause has arrived, and `steps` that do."""
+
+    system: str
+    steps: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """Trains `steps` under the system's own recorder."""
+
+    system: str
+    steps: int
+
+
+@dataclass(frozen=True)
+class Close:
+    system: str
+
+
+Command = Open | Turn | Record | Close
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A system is warm, on one rank.
 
     Attributes:
         first_step_s: from the start of `prepare` to the end of the first step, model, capture and compilation included.
-        step_ms: mean time of a measured step, from the end of the last warm-up step to the end of the last step.
-        each_step_ms: the same by step.
-        sent_bytes: what the host's interface sent per measured step, headers included.
-        peak_bytes, start_bytes: largest resident memory, and that before `prepare`.
-        losses: of every step, warm-up included.
+        step_ms: of the last warm-up step.
+        losses: of the warm-up steps.
         notes: what the system decided.
     """
 
     first_step_s: float
     step_ms: float
-    each_step_ms: tuple[float, ...]
-    sent_bytes: float
-    peak_bytes: int
-    start_bytes: int
     losses: tuple[float, ...]
     notes: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A turn on one rank.
+
+    Attributes:
+        step_ms: mean time of a step that counts, from the end of the one before to its own.
+        each_step_ms: the same by step.
+        sent_bytes: what the host's interface sent per step, headers included.
+        main_cpu_ms, other_cpu_ms: processor time per step of the thread that computes, and of all others together.
+        peak_bytes, start_bytes: largest resident memory so far, and that before `prepare`.
+    """
+
+    step_ms: float
+    each_step_ms: tuple[float, ...]
+    sent_bytes: float
+    main_cpu_ms: float
+    other_cpu_ms: float
+    peak_bytes: int
+    start_bytes: int
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> Measured:
         """From what `dataclasses.asdict` made of one, by way of JSON."""
-        values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in data.items()}
-        return cls(**values)
+        return cls(**{**data, "each_step_ms": tuple(data["each_step_ms"])})
+
+
+@dataclass(frozen=True)
+class Closed:
+    pass
 
 
 @dataclass(frozen=True)
@@ -75,6 +132,9 @@ class Failed:
 
     reason: str
     details: str
+
+
+Answer = Ready | Measured | Recorded | Closed | Failed
 
 
 @dataclass(frozen=True)

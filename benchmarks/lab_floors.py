@@ -10,12 +10,16 @@ None of them counts headers. The exchanges are those of EmbRace (Li et al. 2022,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from statistics import mean
+from typing import Any
 
+import networkx as nx
 import torch
 
 from benchmarks.models.base import Lookups, Workload, on_meta, sizes
+from embrace_fx.schedule import Dependence, Operation, StepGraph
 
 FLOAT_BYTES = 4
 ID_BYTES = 8
@@ -37,7 +41,7 @@ class Floor:
 
     def time_ms(self, rate_mbit: float) -> float:
         """Over what a bare transfer reaches."""
-        return self.bytes_per_rank * 8 / (rate_mbit * 1e3)
+        return transfer_ms(self.bytes_per_rank, rate_mbit)
 
 
 def floor(workload: Workload, ranks: int, steps: range, seed: int) -> Floor:
@@ -84,3 +88,40 @@ def all_to_all_bytes(rows: list[int], width: int) -> float:
 def all_gather_bytes(rows: list[int], width: int) -> float:
     """What the busiest rank sends."""
     return max(rows) * (len(rows) - 1) * (width * FLOAT_BYTES + ID_BYTES)
+
+
+def ideal(steps: StepGraph, compute_ms: float, rate_mbit: float) -> StepGraph:
+    """The same step if it computed in `compute_ms`, and each of its transfers took its bytes over the rate alone."""
+    profiled_ms = sum(o.duration_ms for o in steps.operations if not o.is_communication)
+    operations = tuple(
+        replace(o, duration_ms=transfer_ms(o.sent_bytes, rate_mbit))
+        if o.is_communication
+        else replace(o, duration_ms=o.duration_ms * compute_ms / profiled_ms)
+        for o in steps.operations
+    )
+    return replace(steps, operations=operations)
+
+
+def step_graph(data: Mapping[str, Any]) -> StepGraph:
+    """From what `dataclasses.asdict` made of one, by way of JSON."""
+    return StepGraph(
+        tuple(Operation(**{**each, "serves": tuple(each["serves"])}) for each in data["operations"]),
+        tuple(Dependence(**each) for each in data["dependences"]),
+        tuple(data["compute_order"]),
+    )
+
+
+def transfer_ms(sent_bytes: float, rate_mbit: float) -> float:
+    return sent_bytes * 8 / (rate_mbit * 1e3)
+
+
+def dependences_ms(steps: StepGraph, windows: int = 8) -> float:
+    """Milliseconds by which the longest path of dependences grows with each window: no link or processor is shared."""
+    graph = steps.window(windows)
+    # Compute stays one chain: the program's order is a dependence too.
+    ends: dict[tuple[int, str], float] = {}
+    for node in nx.topological_sort(graph):
+        start = max((ends[before] for before in graph.predecessors(node)), default=0.0)
+        ends[node] = start + graph.nodes[node]["operation"].duration_ms
+    by_window = [max(end for (number, _), end in ends.items() if number == w) for w in range(windows)]
+    return by_window[-1] - by_window[-2]

@@ -1,4 +1,4 @@
-"""The lab's ranks: a crew of processes per environment, each on the host of its rank, measuring one cell at a time."""
+"""The lab's ranks: a crew of processes per environment, each on the host of its rank, one system at work at a time."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from benchmarks.lab_cell import STOPPED, Cell, Failed, Hello, Measured
+from benchmarks.lab_cell import STOPPED, Answer, Close, Command, Failed, Hello, Open
 from benchmarks.network import Network
 
 ROOT = Path(__file__).parents[1]
 START_S = 300.0
 """How long the ranks of an environment may take to import it, on cores that are busy with each other."""
 GRACE_S = 30.0
-"""How much longer than its cell a rank may take to answer."""
+"""How much longer than its system a rank may take to answer."""
 
 
 class CrewFailed(RuntimeError):
@@ -53,23 +53,23 @@ class Crew:
     _connections: tuple[Connection, ...]
     _errors: tuple[Path, ...]
 
-    def run(self, cell: Cell) -> tuple[Measured, ...] | Failed:
-        """Measures a cell on all ranks at once; what the first rank to fail said, where one does.
+    def ask(self, command: Command, timeout_s: float) -> tuple[Answer, ...]:
+        """What all ranks answer, in their order; the reason of the first one to fail alone, where one does.
 
         Raises:
             CrewFailed: a rank is gone, or does not answer.
         """
         for rank, connection in enumerate(self._connections):
             try:
-                connection.send(cell)
+                connection.send(command)
             except OSError as error:
                 raise CrewFailed(f"expected rank {rank} to listen, found it gone:\n{self._errors_of(rank)}") from error
-        answers: dict[int, Measured | Failed] = {}
+        answers: dict[int, Answer] = {}
         while len(answers) < len(self._connections):
             waiting = {c: rank for rank, c in enumerate(self._connections) if rank not in answers}
-            ready = wait(waiting, cell.timeout_s + GRACE_S)
+            ready = wait(waiting, timeout_s + GRACE_S)
             if not ready:
-                raise CrewFailed(f"expected an answer within {cell.timeout_s + GRACE_S:g} s, in run(), found none")
+                raise CrewFailed(f"expected an answer within {timeout_s + GRACE_S:g} s, in ask(), found none")
             failed_before = any(isinstance(answer, Failed) for answer in answers.values())
             for rank in [rank for connection, rank in waiting.items() if connection in ready]:
                 answers[rank] = self._receive(rank)
@@ -78,14 +78,23 @@ class Crew:
                     if rank not in answers:
                         connection.send(None)
         failures = [(rank, a) for rank, a in sorted(answers.items()) if isinstance(a, Failed)]
-        if failures:
-            rank, first = next(((r, f) for r, f in failures if f.reason != STOPPED), failures[0])
-            return Failed(f"rank {rank}: {first.reason}", first.details)
-        return tuple(answer for _, answer in sorted(answers.items()) if isinstance(answer, Measured))
+        if not failures:
+            return tuple(answer for _, answer in sorted(answers.items()))
+        rank, first = next(((r, f) for r, f in failures if f.reason != STOPPED), failures[0])
+        self._close_where_open(command, answers)
+        return (Failed(f"rank {rank}: {first.reason}", first.details),)
 
-    def _receive(self, rank: int) -> Measured | Failed:
+    def _close_where_open(self, command: Command, answers: Mapping[int, Answer]) -> None:
+        """A system that failed on one rank ends on those where it did not."""
+        name = command.cell.system if isinstance(command, Open) else command.system
+        for rank, answer in answers.items():
+            if not isinstance(answer, Failed):
+                self._connections[rank].send(Close(name))
+                self._receive(rank)
+
+    def _receive(self, rank: int) -> Answer:
         try:
-            answer: Measured | Failed = self._connections[rank].recv()
+            answer: Answer = self._connections[rank].recv()
         except (EOFError, ConnectionError) as error:
             raise CrewFailed(f"expected rank {rank} to answer, found it gone:\n{self._errors_of(rank)}") from error
         return answer

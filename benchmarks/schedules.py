@@ -28,14 +28,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import embrace_fx
+from benchmarks.lab_floors import dependences_ms
 from benchmarks.network import Links, network
-from embrace_fx.schedule import SCHEDULES, StepGraph
+from embrace_fx.schedule import SCHEDULES
 
 ALONE = "alone"
 UNCOUNTED = 3
@@ -151,7 +151,7 @@ def run_rank(options: argparse.Namespace) -> None:
         model = systems[name].model
         schedule = model.schedule
         results["predicted_ms"][name] = schedule.diagnostics().step_ms
-        results["dependences_ms"][name] = dependence_limit_ms(schedule.steps)
+        results["dependences_ms"][name] = dependences_ms(schedule.steps)
         with model.record():
             systems[name].train(options.recorded)
         results["measured"][name] = asdict(model.timeline.diagnostics())
@@ -171,18 +171,6 @@ def own_sent_bytes() -> int:
         if name.strip() == interface:
             return int(figures.split()[8])
     raise RuntimeError(f"expected the interface {interface} in /proc/net/dev, found none")
-
-
-def dependence_limit_ms(steps: StepGraph, windows: int = 8) -> float:
-    """Milliseconds by which the longest path of dependences grows with each window: no link or processor is shared."""
-    graph = steps.window(windows)
-    # Compute stays one chain: the program's order is a dependence too.
-    ends: dict[tuple[int, str], float] = {}
-    for node in nx.topological_sort(graph):
-        start = max((ends[before] for before in graph.predecessors(node)), default=0.0)
-        ends[node] = start + graph.nodes[node]["operation"].duration_ms
-    by_window = [max(end for (number, _), end in ends.items() if number == w) for w in range(windows)]
-    return by_window[-1] - by_window[-2]
 
 
 def summarise(results: dict[str, Any], bare_mbit: float) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 Contract
     Collective, outside of a step: all ranks call it, and all get rank 0's answer. Each collective is timed in a few
-    sizes, each several times the last, for as long as its share of a second lasts; a size's time is that of one of
-    several runs in a row, on the slowest rank, with as many in flight as the launcher has: start-up of one hides
-    behind the transfer of another. One AllReduce at a time gives the figures of the cluster as a whole. The sizes
-    follow from times that the ranks have in common, so that all measure the same.
+    sizes, each several times the last, for as long as its share of a second lasts, and until one takes clearly longer
+    than the first: before, a difference is noise. A size's time is that of one of several runs in a row, on the slowest
+    rank, with as many in flight as the launcher has: start-up of one hides behind the transfer of another. One
+    AllReduce at a time gives the figures of the cluster as a whole. The sizes follow from times that the ranks have in
+    common, so that all measure the same.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ SHARE_MS = 200.0
 FIRST_BYTES = 4 * 1024
 LEAST_GROWTH, MOST_GROWTH = 2.0, 8.0
 MOST_BYTES = 2**20
+CLEARLY = 3.0
+"""Where many ranks share the cores, start-up takes tens of milliseconds, and varies by as much as the bytes of small
+sizes take."""
 
 CPU = torch.device("cpu")
 
@@ -122,9 +126,10 @@ def _measure(communicator: Communicator, collective: Collective, in_flight: int,
         samples.append(Sample(exchange(collective, own_bytes, communicator.world_size), slowest_ms))
         left_ms -= runs * slowest_ms
         growth = min(left_ms / (FEWEST_RUNS * slowest_ms), MOST_GROWTH, MOST_BYTES / own_bytes)
-        if growth < LEAST_GROWTH and len(samples) > 1:
+        told_apart = slowest_ms > CLEARLY * samples[0].time_ms or own_bytes >= MOST_BYTES
+        if growth < LEAST_GROWTH and len(samples) > 1 and told_apart:
             return samples
-        growth = max(growth, LEAST_GROWTH)
+        growth = max(growth, LEAST_GROWTH) if told_apart else MOST_GROWTH
         runs = min(max(int(left_ms / (growth * slowest_ms)), FEWEST_RUNS), MOST_RUNS)
         own_bytes = round(own_bytes * growth)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.models import MODELS, text
-from benchmarks.models.base import on_meta, sizes
+from benchmarks.models.base import MoreRows, on_meta, sizes
 
 MIB = 2**20
 
@@ -105,3 +105,17 @@ def test_words_are_as_frequent_as_zipf_has_it() -> None:
 def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected Python sources"):
         text.tokenize(tmp_path)
+
+
+@EVERY
+def test_more_rows_leave_the_loss_as_it_is(model: str) -> None:
+    workload = MODELS[model]["tiny"]
+    torch.manual_seed(0)
+    plain = workload.make()
+    torch.manual_seed(0)
+    larger = MoreRows(workload, 10).make()
+
+    assert sizes(larger).table_bytes == 10 * sizes(plain).table_bytes
+    batch = MoreRows(workload, 10).batch(2, 1, 0)
+    assert all(torch.equal(a, b) for a, b in zip(batch, workload.batch(2, 1, 0), strict=True))
+    assert torch.equal(larger(*batch), plain(*batch))

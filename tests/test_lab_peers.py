@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.lab_cell import Cell, Failed
+from benchmarks.lab_cell import Cell, Close, Closed, Open, Ready
 from benchmarks.lab_hosts import Crew, CrewFailed, crew, python_of
 from benchmarks.models import MODELS
 from benchmarks.network import Links, network
@@ -78,14 +78,16 @@ def test_ddp_trains_as_one_process(system: str, model: str, optimizer: str) -> N
 @EVERY_MODEL
 @EVERY_OPTIMIZER
 @pytest.mark.long
-@pytest.mark.parametrize("system", [name for name in SYSTEMS if name.startswith("embrace")])
+@pytest.mark.parametrize(
+    "system", [name for name, system in SYSTEMS.items() if system.made_by == "embrace.EmbraceFx" and system.alone]
+)
 def test_embrace_fx_trains_as_one_process(system: str, model: str, optimizer: str) -> None:
     assert_same_losses(mean_losses(run_ranks(RANKS, train, system, model, optimizer)), model, optimizer)
 
 
 def test_ranks_that_are_alone_train_apart() -> None:
     expected = reference_losses("bert", "adagrad")
-    for system in ("alone_dense", "alone_sparse"):
+    for system in ("alone_dense", "alone_sparse", "embrace_alone"):
         found = mean_losses(run_ranks(RANKS, train, system, "bert", "adagrad"))
         assert found[0] == pytest.approx(expected[0])
         assert found[1:] != pytest.approx(expected[1:], rel=TOLERANCE)
@@ -120,10 +122,9 @@ def test_systems_in_processes_of_their_own_train_as_one_process(
 ) -> None:
     environment, started = ranks_of
     for port, system in enumerate(OWN_PROCESS[environment], start=20_000):
-        cell = Cell(
-            model, "tiny", system, optimizer, LEARNING_RATES[optimizer], 0, 500.0, 1, STEPS - 1, port, timeout_s=240
-        )
-        found = started.run(cell)
+        cell = Cell(model, "tiny", system, optimizer, LEARNING_RATES[optimizer], 0, 500.0, STEPS, port, timeout_s=240)
+        ready = started.ask(Open(cell), timeout_s=240)
 
-        assert not isinstance(found, Failed), f"{system}: {found}"
-        assert_same_losses(mean_losses([list(rank.losses) for rank in found]), model, optimizer)
+        assert all(isinstance(rank, Ready) for rank in ready), f"{system}: {ready}"
+        assert_same_losses(mean_losses([list(r.losses) for r in ready if isinstance(r, Ready)]), model, optimizer)
+        assert started.ask(Close(system), timeout_s=20) == (Closed(),) * RANKS

@@ -1,34 +1,56 @@
-"""What the lab says of its measurements: pairs within rounds, floors, the page and the picture."""
+"""What the lab says of its measurements: pairs within rounds, floors, targets, the page and the pictures."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict, replace
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from benchmarks.lab_cell import Measured
-from benchmarks.lab_report import as_data, markdown, summarize, svg
+from benchmarks.lab_kept import Kept, Opened, Round
+from benchmarks.lab_plots import Group, grouped_bars, pictures, step_times
+from benchmarks.lab_report import markdown, write
+from benchmarks.lab_results import as_data, results, summarize
+from benchmarks.lab_settings import SETTINGS, Block
+from benchmarks.network import Links, Reached
+from benchmarks.peers.base import Recorded
+from embrace_fx.schedule import Dependence, Operation, StepGraph
+
+RECTANGLE = "{http://www.w3.org/2000/svg}rect"
 
 
-def measured(step_ms: float, sent_bytes: float = 100.0, losses: Sequence[float] = (2.0, 1.0)) -> Measured:
-    return Measured(1.5, step_ms, (step_ms,), sent_bytes, 300, 200, tuple(losses), "as it likes")
+def measured(step_ms: float, sent_bytes: float = 100.0) -> Measured:
+    return Measured(step_ms, (step_ms,), sent_bytes, 8.0, 2.0, peak_bytes=300, start_bytes=200)
+
+
+def turn(*step_ms: float, run: str = "one") -> Round:
+    return Round({"run": run}, tuple(measured(each) for each in step_ms))
+
+
+def opened(*losses: float) -> Opened:
+    return Opened(1.5, losses, "as it likes")
 
 
 CELLS = {
-    "alone_sparse": {0: (measured(10), measured(12)), 1: (measured(30), measured(30))},
-    "ddp_sparse": {
-        0: (measured(40, losses=(2.0, 1.0)), measured(42, losses=(4.0, 3.0))),
-        1: (measured(90), measured(90)),
-    },
-    "embrace_2d": {0: (measured(20, losses=(3.0, 2.2)), measured(21, losses=(3.0, 2.2)))},
+    "alone_sparse": {0: turn(10, 12), 1: turn(30, 30)},
+    "embrace_alone": {0: turn(12, 12), 1: turn(31, 31)},
+    "ddp_sparse": {0: turn(40, 42), 1: turn(90, 90)},
+    "embrace_2d": {0: turn(20, 21)},
+}
+OPENINGS = {
+    "alone_sparse": opened(9.0, 8.0),
+    "embrace_alone": opened(9.0, 8.0),
+    "ddp_sparse": opened(3.0, 2.0),
+    "embrace_2d": opened(3.0, 2.2, 1.7),
 }
 
 
 def test_ratios_and_exposed_time_are_taken_within_a_round() -> None:
-    alone, ddp, embrace = summarize(CELLS, "embrace_2d", shaped=True)
+    alone, _, ddp, embrace = summarize(CELLS, OPENINGS, shaped=True)
 
     assert (ddp.step_ms.median, ddp.step_ms.min, ddp.step_ms.max) == (65.5, 41, 90)
     assert ddp.exposed_ms is not None
@@ -36,79 +58,155 @@ def test_ratios_and_exposed_time_are_taken_within_a_round() -> None:
     assert ddp.ratio is not None
     assert ddp.ratio.min == ddp.ratio.max == pytest.approx(41 / 20.5)  # the one round that both have
     assert embrace.exposed_ms is not None
-    assert embrace.exposed_ms.median == 20.5 - 11
+    assert embrace.exposed_ms.median == 20.5 - 12
     assert alone.exposed_ms is None
 
 
+def test_rounds_of_two_runs_are_not_compared() -> None:
+    later = {**CELLS, "embrace_2d": {0: turn(20, 21, run="another")}}
+
+    found = {row.system: row for row in summarize(later, OPENINGS, shaped=True)}
+
+    assert found["ddp_sparse"].ratio is None
+    assert found["embrace_2d"].exposed_ms is None
+    assert found["embrace_2d"].step_ms.median == 20.5
+
+
 def test_bytes_of_hosts_are_added_and_those_of_a_shared_loopback_are_not() -> None:
-    assert summarize(CELLS, "embrace_2d", shaped=True)[1].sent_bytes.median == 200
-    assert summarize(CELLS, "embrace_2d", shaped=False)[1].sent_bytes.median == 100
+    assert summarize(CELLS, OPENINGS, shaped=True)[2].sent_bytes.median == 200
+    assert summarize(CELLS, OPENINGS, shaped=False)[2].sent_bytes.median == 100
 
 
-def test_losses_are_compared_after_the_mean_over_ranks() -> None:
-    alone, ddp, embrace = summarize(CELLS, "embrace_2d", shaped=True)
+def test_losses_are_compared_over_the_steps_that_both_have() -> None:
+    alone, _, ddp, embrace = summarize(CELLS, OPENINGS, shaped=True)
 
     assert alone.loss_difference is None  # it trains on its own batches alone
     assert ddp.loss_difference == 0
     assert embrace.loss_difference == pytest.approx(0.1)
 
 
-def results(shaped: bool = True) -> dict[str, Any]:
-    return {
-        "date": "2026-01-02",
-        "complete": False,
-        "configuration": {
-            "name": "quick",
-            "ranks": 2,
-            "rate_mbit": 200.0,
-            "size": "tiny",
-            "optimizer": "sgd",
-            "warm_up_steps": 1,
-            "steps": 2,
-        },
-        "network": {"shaped": shaped, "reason": "" if shaped else "found no tc", "transfer_mbit": [190.0, 191.0]},
-        "machine": "2 cores",
-        "versions": {"project": {"torch": "2.13.0"}},
-        "models": {
-            "lm": {
-                "sizes": {"total_bytes": 2**21, "table_bytes": 2**20},
-                "floor": {"bytes_per_rank": 1e6, "wire_ms": 40.0, "compute_ms": 20.5},
-                "reference": "embrace_2d",
-                "rows": summarize(CELLS, "embrace_2d", shaped),
-                "failures": {"horovod": "it is not there"},
-            }
-        },
-    }
+SETTING = replace(
+    SETTINGS["quick"],
+    name="test",
+    models=("lm",),
+    groups={"pair": (*CELLS, "ddp", "embrace_2d_rows10")},
+    elsewhere=("pair",),
+    ranks=(4, 2),
+    rounds=2,
+    size="tiny",
+)
+FOUR, TWO = Block("lm", 4, 200.0, "pair"), Block("lm", 2, 200.0, "pair")
 
 
-def test_the_page_says_what_is_missing_and_which_losses_differ() -> None:
-    page = markdown(results(), {"lm": "lm.svg"})
+STEPS = StepGraph(
+    (
+        Operation("backward", "backward", "compute", 3.0),
+        Operation("forward", "forward", "compute", 1.0),
+        Operation("reduce", "all_reduce", "dense", 99.0, sent_bytes=191_000),  # 8 ms at 191 Mb/s
+    ),
+    (Dependence("backward", "reduce"), Dependence("reduce", "forward")),
+    ("backward", "forward"),
+)
 
-    assert "**Partial:**" in page
-    assert "horovod did not run: it is not there" in page
-    assert "| embrace_2d | 1 | 20 (20 to 20) | 1.00 (1.00 to 1.00) | 10 (10 to 10) |" in page
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Kept:
+    """Two blocks; the second one's network has no limit."""
+    found = Kept(tmp_path)
+    for block, reason in ((FOUR, ""), (TWO, "found no tc")):
+        found.network(block, Reached(Links(block.ranks, 200.0), not reason, reason, (190.0, 191.0)))
+        for system, rounds in CELLS.items():
+            found.opened(block, system, OPENINGS[system])
+            for number, each in rounds.items():
+                found.measured(block, system, number, each.conditions, each.ranks)
+    found.failed(FOUR, "ddp", "it is not there")
+    diagnostics = {"step_ms": 20.0, "compute_ms": 11.0, "exposed_ms": {"dense": 7.0}}
+    figures = {"measured": diagnostics, "predicted": diagnostics, "source": "profile", "steps": asdict(STEPS)}
+    found.recorded(FOUR, Recorded(figures, "<svg xmlns='http://www.w3.org/2000/svg'/>"))
+    return found
+
+
+def test_what_is_kept_comes_back(kept: Kept) -> None:
+    assert kept.rounds(FOUR, "ddp_sparse") == CELLS["ddp_sparse"]
+    assert kept.opening(FOUR, "embrace_2d") == OPENINGS["embrace_2d"]
+    assert kept.has(FOUR, "ddp_sparse", 1)
+    assert not kept.has(FOUR, "embrace_2d", 1)
+    assert kept.rounds(FOUR, "embrace_2d_rows10") == {}
+
+
+def test_the_limit_is_the_largest_floor_that_is_known(kept: Kept) -> None:
+    four, two = results(SETTING, kept)["blocks"]
+
+    assert four["floors"]["compute_ms"] == 20.5  # the faster of the two that compute alone
+    assert four["floors"]["dependences_ms"] == pytest.approx(20.5 + 8)
+    assert four["floors"]["limit_ms"] == max(four["floors"]["wire_ms"], four["floors"]["dependences_ms"])
+    assert two["floors"]["wire_ms"] is None  # nothing limits it
+    assert two["floors"]["limit_ms"] == 20.5
+    assert two["floors"]["limited_by"] == "compute"
+
+
+def test_targets_say_which_are_met(kept: Kept) -> None:
+    found = {target.what: target for target in results(SETTING, kept)["targets"]}
+
+    faster = found["best of DDP and Horovod (ddp_sparse) / embrace_2d"]
+    assert faster.value is not None
+    assert (faster.value.median, faster.wanted, faster.met) == (2.0, 2.41, False)
+    assert found["step / limit, pair"].value is not None
+    assert found["step / limit, pair"].value.median == pytest.approx(20.5 / 28.5)
+    assert "step with 10 x the rows / step" not in found  # it has not been measured
+    assert found["exposed ms, 4 ranks less 2"].met  # both are the same numbers
+
+
+def test_the_page_says_what_is_missing_and_which_losses_differ(kept: Kept) -> None:
+    page = markdown(
+        results(SETTING, kept), {"lm-4-200-pair.svg": "there/lm.svg", "lm-4-200-pair-timeline.svg": "there/t.svg"}
+    )
+
+    assert (
+        "**Partial:** not every round of every system has been measured of lm, 4 ranks, 200 Mb/s, pair; lm, 2" in page
+    )
+    assert "ddp did not run: it is not there" in page
+    assert "| embrace_2d | 1 | 20 (20 to 20) | 0.72 | 1.00 (1.00 to 1.00) | 8 (8 to 8) | 8, 2 |" in page
     assert "| **1e-01** |" in page
-    assert "(50.0%). Floors: compute alone 20 ms; wire 40 ms (1.00 MB per rank)" in page
-    assert "![lm: step times](lm.svg)" in page
+    assert "dependences 28 ms. Limit 28 ms (dependences)." in page
+    assert "WITHOUT a limit, because: found no tc" in page
+    assert "![lm, 4 ranks, 200 Mb/s, pair: step times](there/lm.svg)" in page
+    assert "Timeline of embrace_2d (profile): step 20 ms (predicted 20)" in page
 
 
-def test_the_page_says_when_links_had_no_limit() -> None:
-    assert "WITHOUT a limit, because: found no tc" in markdown(results(shaped=False), {})
+def test_files_are_written_and_the_data_is_json(kept: Kept, tmp_path: Path) -> None:
+    found = results(SETTING, kept)
+    page = write(found, tmp_path / "results")
+
+    data = json.loads(page.with_suffix(".json").read_text())
+    assert data == json.loads(json.dumps(as_data(found)))
+    assert data["blocks"][0]["rows"][2]["step_ms"] == {"median": 65.5, "min": 41, "max": 90}
+    assert data["blocks"][0]["rounds"]["ddp_sparse"]["1"]["ranks"][0]["step_ms"] == 90
+    for name in pictures(found):
+        ET.fromstring((page.parent / page.stem / name).read_text())
+    assert set(pictures(found)) == {
+        "lm-4-200-pair.svg", "lm-4-200-pair-timeline.svg", "lm-2-200-pair.svg", "speedup.svg", "scaling.svg",
+    }  # fmt: skip
 
 
-def test_results_are_json() -> None:
-    data = json.loads(json.dumps(as_data(results())))
+def test_the_bars_of_a_block_add_up(kept: Kept) -> None:
+    block = results(SETTING, kept)["blocks"][0]
+    widths = bar_widths(step_times({**block, "title": "a < b"}), "20")
 
-    assert data["models"]["lm"]["rows"][1]["step_ms"] == {"median": 65.5, "min": 41, "max": 90}
-
-
-def test_the_picture_is_well_formed_and_its_bars_add_up() -> None:
-    found = results()["models"]["lm"]
-    root = ET.fromstring(svg("lm", found, "a < b"))
-    bars = [r for r in root.iter("{http://www.w3.org/2000/svg}rect") if r.get("height") == "20"]
-    widths = [float(bar.get("width", "nan")) for bar in bars]
-
-    assert len(bars) == 2 * len(CELLS)
-    ddp, embrace = widths[2] + widths[3], widths[4] + widths[5]
+    assert len(widths) == 2 * len(CELLS)
+    ddp, embrace = widths[4] + widths[5], widths[6] + widths[7]
     assert ddp / embrace == pytest.approx(65.5 / 20.5, rel=0.01)
-    assert widths[5] / embrace == pytest.approx(9.5 / 20.5, rel=0.01)
+    assert widths[7] / embrace == pytest.approx(8.5 / 20.5, rel=0.01)
+
+
+def test_grouped_bars_are_as_long_as_their_values() -> None:
+    groups = [Group("a", (("x", 2.0), ("y", 1.0))), Group("b", (("y", 4.0),))]
+
+    widths = bar_widths(grouped_bars("title", "under it", groups), "17")
+
+    assert [width / widths[1] for width in widths] == pytest.approx([2.0, 1.0, 4.0], rel=0.01)
+
+
+def bar_widths(picture: str, height: str) -> Sequence[float]:
+    found = ET.fromstring(picture).iter(RECTANGLE)
+    return [float(bar.get("width", "nan")) for bar in found if bar.get("height") == height]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.network import Links, network, obstacle
 from embrace_fx.cost import COLLECTIVES, Cluster, Exchange, exchange
+from embrace_fx.runtime import probe as measuring
 from embrace_fx.runtime.communicator import Communicator
 from embrace_fx.runtime.probe import Sample, fit, probe
 from tests.ranks import run_ranks
@@ -85,6 +89,20 @@ def test_one_outlier_among_small_sizes_leaves_the_bandwidth() -> None:
 def test_one_size_tells_no_bandwidth_from_latency() -> None:
     with pytest.raises(ValueError, match="at least two sizes"):
         fit([Sample(Exchange(1000, 2), 1.0), Sample(Exchange(1000, 2), 2.0)])
+
+
+def test_sizes_grow_until_bytes_tell_from_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks share two cores: start-up takes 60 ms, give or take 2, and a link of 24 kB per ms is to be found."""
+    noise_ms = itertools.cycle((2.0, -2.0, 0.5))
+    monkeypatch.setattr(measuring, "_launch", lambda _, __, own_bytes, ___: own_bytes)
+    monkeypatch.setattr(
+        measuring, "_time_ms", lambda _, own_bytes, *__: 60 + next(noise_ms) + 2 * 7 / 8 * own_bytes / 24e3
+    )
+    ranks = SimpleNamespace(world_size=8, reduce_scalar=lambda value, _: value)
+
+    samples = measuring._measure(cast(Communicator, ranks), "all_reduce", 1, measuring.CPU)
+
+    assert fit(samples).bandwidth_bytes_per_ms == pytest.approx(24e3, rel=0.2)
 
 
 # -- on ranks ----------------------------------------------------------------------------------------------------------

@@ -57,6 +57,26 @@ class Workload(Protocol):
 
 
 @dataclass(frozen=True)
+class MoreRows:
+    """A workload whose tables have `factor` times the rows, of which it reads those that it read before."""
+
+    workload: Workload
+    factor: int
+
+    def make(self) -> TableModel:
+        model = self.workload.make()
+        for name, table in model.embeddings().items():
+            larger = nn.Embedding(table.num_embeddings * self.factor, table.embedding_dim)
+            with torch.no_grad():
+                larger.weight[: table.num_embeddings] = table.weight
+            model.tables[name] = larger
+        return model
+
+    def batch(self, step: int, rank: int, seed: int) -> Batch:
+        return self.workload.batch(step, rank, seed)
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Bytes of a model's parameters."""
 

@@ -1,6 +1,7 @@
 """The systems that the lab compares, each run the way its own users run it.
 
-BytePS and Parallax are not here: neither has a release for today's PyTorch.
+BytePS and Parallax are not here: neither has a release for today's PyTorch. What they do to the wire is done by two
+strategies of embrace_fx, which are ours and named so: `ours_parameter_server` and `ours_parallax`.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ class System:
     Attributes:
         made_by: module of this folder and name of the peer, imported where it runs: its environment alone has it.
         environment: a name of `ENVIRONMENTS`.
-        alone: the system that computes the same without communication; empty for those two themselves.
+        alone: the system that computes the same without communication; empty for those themselves.
         options: of the peer.
+        warm_up_steps: before it has settled. embrace_fx profiles its steps and orders its launches anew at the twelfth.
+        rows: how many times the rows of the model's tables; batches read the same ones.
     """
 
     made_by: str
     environment: str
     alone: str
     options: dict[str, Any] = field(default_factory=dict)
+    warm_up_steps: int = 3
+    rows: int = 1
 
     def peer(self) -> Peer:
         module, _, name = self.made_by.partition(".")
@@ -37,9 +42,14 @@ class System:
         return found
 
 
+def embrace(alone: str = "embrace_alone", rows: int = 1, **options: Any) -> System:
+    return System("embrace.EmbraceFx", "project", alone, options, warm_up_steps=13 if alone else 3, rows=rows)
+
+
 SYSTEMS: dict[str, System] = {
     "alone_dense": System("alone.Alone", "project", "", {"sparse": False}),
     "alone_sparse": System("alone.Alone", "project", "", {"sparse": True}),
+    "embrace_alone": embrace(alone="", schedule="none", apart=True),
     "ddp": System("ddp.Ddp", "project", "alone_dense"),
     "ddp_sparse": System("ddp.Ddp", "project", "alone_sparse", {"sparse": True}),
     "ddp_compiled": System("ddp.Ddp", "project", "alone_dense", {"compiled": True}),
@@ -48,8 +58,11 @@ SYSTEMS: dict[str, System] = {
     "torchrec_column": System("torchrec_peer.TorchRec", "torchrec", "alone_sparse", {"sharding": "column"}),
     "torchrec_row": System("torchrec_peer.TorchRec", "torchrec", "alone_sparse", {"sharding": "row"}),
     "torchrec_planner": System("torchrec_peer.TorchRec", "torchrec", "alone_sparse", {"sharding": "planner"}),
-    "embrace_none": System("embrace.EmbraceFx", "project", "alone_sparse", {"schedule": "none"}),
-    "embrace_horizontal": System("embrace.EmbraceFx", "project", "alone_sparse", {"schedule": "horizontal"}),
-    "embrace_vertical": System("embrace.EmbraceFx", "project", "alone_sparse", {"schedule": "vertical"}),
-    "embrace_2d": System("embrace.EmbraceFx", "project", "alone_sparse", {"schedule": "2d"}),
+    "ours_parameter_server": embrace(schedule="none", strategy={"*": "ps"}),
+    "ours_parallax": embrace(schedule="none", strategy={"tables.*": "ps"}),
+    "embrace_none": embrace(schedule="none"),
+    "embrace_vertical": embrace(schedule="vertical"),
+    "embrace_horizontal": embrace(schedule="horizontal"),
+    "embrace_2d": embrace(schedule="2d"),
+    "embrace_2d_rows10": embrace(rows=10, schedule="2d"),
 }

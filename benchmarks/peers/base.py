@@ -10,7 +10,7 @@ Each rank calls both, with torch.distributed initialised (gloo). The gradient is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +58,18 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """What a system's own recorder saw; empty where it has none."""
+
+    figures: dict[str, Any] = field(default_factory=dict)
+    picture: str = ""
+
+
+def no_recorder(_: Callable[[], None]) -> Recorded:
+    return Recorded()
+
+
+@dataclass(frozen=True)
 class Training:
     """A system at work.
 
@@ -65,10 +77,12 @@ class Training:
         steps: trains on the batches in order, yielding this rank's loss of each once its update is launched; when it
             is exhausted every update has been applied.
         notes: returns what the system itself decided, for the results; called after the first step.
+        record: calls a function that trains some steps, and returns what the system's own recorder saw of them.
     """
 
     steps: Callable[[Iterable[Batch]], Iterator[Tensor]]
     notes: Callable[[], str] = str
+    record: Callable[[Callable[[], None]], Recorded] = no_recorder
 
 
 class Peer(Protocol):

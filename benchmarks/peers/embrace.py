@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 import embrace_fx
 from benchmarks.models.base import Batch
-from benchmarks.peers.base import Task, Training
+from benchmarks.peers.base import Recorded, Task, Training
 
 
 @dataclass(frozen=True)
 class EmbraceFx:
-    """A schedule of `embrace_fx.compile`, strategies left to the compiler."""
+    """`embrace_fx.compile`.
+
+    Attributes:
+        schedule: its option.
+        strategy: its option; of the parameter names in a mapping, "tables.*" are the tables.
+        apart: every rank is a group of one: the same step with communication removed.
+    """
 
     schedule: Any
+    strategy: str | Mapping[str, str] = "auto"
+    apart: bool = False
 
     def prepare(self, task: Task) -> Training:
         plain = task.model()
         optimizer = task.make_optimizer(plain.parameters())
-        model = embrace_fx.compile(plain, optimizer=optimizer, schedule=self.schedule)
+        model = embrace_fx.compile(
+            plain,
+            optimizer=optimizer,
+            schedule=self.schedule,
+            strategy=self.strategy,
+            process_group=own_group() if self.apart else None,
+        )
 
         def steps(batches: Iterable[Batch]) -> Iterator[Tensor]:
             for batch in model.lookahead(batches):
@@ -33,4 +50,28 @@ class EmbraceFx:
                 yield loss.detach()
             model.synchronize()
 
-        return Training(steps, model.report)
+        def record(train: Callable[[], None]) -> Recorded:
+            """Figures, measured and predicted, and the timeline drawn."""
+            with model.record():
+                train()
+            with tempfile.TemporaryDirectory() as folder:
+                picture = Path(folder) / "timeline.svg"
+                model.timeline.save(picture)
+                drawn = picture.read_text(encoding="utf-8")
+            schedule = model.schedule
+            figures = {
+                "measured": asdict(model.timeline.diagnostics()),
+                "predicted": asdict(schedule.diagnostics()),
+                "source": schedule.source,
+                "steps": asdict(schedule.steps),
+            }
+            return Recorded(figures, drawn)
+
+        return Training(steps, model.report, record)
+
+
+def own_group() -> dist.ProcessGroup:
+    """A group of this rank alone. Collective."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    own: dist.ProcessGroup = groups[dist.get_rank()]
+    return own
