@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -41,6 +41,9 @@ from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradien
 from embrace_fx.runtime.flow import Ahead, Flow, IdsProgram, TableRoute
 from embrace_fx.runtime.lower import Phase, lower
 from embrace_fx.runtime.tables import RowTable, local_tensor
+
+if TYPE_CHECKING:  # importing Inductor takes seconds, which only those who use it are to pay
+    from embrace_fx.runtime.inductor import RegionCompiler
 
 Values = dict[str, Any]
 
@@ -153,9 +156,10 @@ class Program:
         check: says what is wrong with a flattened batch, which the step then announces to all ranks.
         flow: launches the exchanges, and keeps what a relaxed graph leaves to the next step; None: they are
             launched on the spot.
+        regions: what compiles the compute between communications; None: every op is called by itself.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         graph: TrainingGraph,
         state: ModelState,
@@ -165,6 +169,8 @@ class Program:
         before_forward: Callable[[], None] = lambda: None,
         check: Callable[[Sequence[Any]], str | None] = lambda leaves: None,
         flow: Flow | None = None,
+        *,
+        regions: RegionCompiler | None = None,
     ) -> None:
         self._state = state
         self._communicator = communicator
@@ -194,11 +200,13 @@ class Program:
 
             return all_gather_ids
 
-        self._unique = _runnable(graph.phases["unique"], state, launches)
+        self._unique = _runnable(graph.phases["unique"], state, launches, regions=regions)
         self._ids = _runnable(graph.phases["ids"], state, launches, with_table_names)
-        self._forward = _runnable(graph.phases["forward"], state, launches, lambda n: through_launcher.get(n.name))
+        self._forward = _runnable(
+            graph.phases["forward"], state, launches, lambda n: through_launcher.get(n.name), regions
+        )
         self._backward = (
-            _runnable(graph.phases["backward"], state, launches, with_own_bucket)
+            _runnable(graph.phases["backward"], state, launches, with_own_bucket, regions)
             if "backward" in graph.phases
             else None
         )
@@ -213,6 +221,7 @@ class Program:
             str(node.target) == "embrace.all_gather_ids.default" for node in graph.phases["ids"].graph.nodes
         )
         self._synchronised = buckets is not None
+        self._regions = regions
         self._constants = dict(result_constants)
         self._before_forward = before_forward
         self._check = check
@@ -307,6 +316,8 @@ class Step:
         program._communicator.failure = program._check(self._leaves)
         values = self._begin_forward()
         program._before_forward()
+        if program._regions is not None:
+            program._regions.begin_step()
         forward = program._forward
         outputs = forward(self._leaves, values, {})
         results = [value for role, value in zip(forward.roles, outputs, strict=True) if isinstance(role, Result)]
@@ -567,6 +578,7 @@ def _runnable(
     state: ModelState,
     launches: Mapping[str, Callable[..., Any]],
     special: Callable[[fx.Node], Callable[..., Any] | None] = lambda node: None,
+    regions: RegionCompiler | None = None,
 ) -> _Runnable:
     sources: list[tuple[int, Any]] = []
     for _, role in inputs_of(module):
@@ -583,5 +595,5 @@ def _runnable(
                 sources.append((_TANGENT, index))
             case Saved(name):
                 sources.append((_SAVED, name))
-    run = lower(module, launches, special)
+    run = lower(module, launches, special, regions)
     return _Runnable(run, tuple(sources), tuple(role for _, role in outputs_of(module)))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
 from benchmarks.models.base import Batch, TableModel, Workload
+from embrace_fx import CompiledModel
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adagrad": Adagrad, "sgd": SGD}
 """Those that every system has, that take sparse gradients, and that leave rows without gradient as they are: with them
@@ -65,10 +66,12 @@ class Training:
         steps: trains on the batches in order, yielding this rank's loss of each once its update is launched; when it
             is exhausted every update has been applied.
         notes: returns what the system itself decided, for the results; called after the first step.
+        compiled: the compiled model, of a system that can record itself.
     """
 
     steps: Callable[[Iterable[Batch]], Iterator[Tensor]]
     notes: Callable[[], str] = str
+    compiled: CompiledModel | None = None
 
 
 class Peer(Protocol):

@@ -15,14 +15,18 @@ from benchmarks.peers.base import Task, Training
 
 @dataclass(frozen=True)
 class EmbraceFx:
-    """A schedule of `embrace_fx.compile`, strategies left to the compiler."""
+    """A schedule of `embrace_fx.compile`, on one of its back ends; strategies are the compiler's where it is "auto"."""
 
     schedule: Any
+    backend: Any = "eager"
+    strategy: Any = "auto"
 
     def prepare(self, task: Task) -> Training:
         plain = task.model()
         optimizer = task.make_optimizer(plain.parameters())
-        model = embrace_fx.compile(plain, optimizer=optimizer, schedule=self.schedule)
+        model = embrace_fx.compile(
+            plain, optimizer=optimizer, schedule=self.schedule, backend=self.backend, strategy=self.strategy
+        )
 
         def steps(batches: Iterable[Batch]) -> Iterator[Tensor]:
             for batch in model.lookahead(batches):
@@ -33,4 +37,4 @@ class EmbraceFx:
                 yield loss.detach()
             model.synchronize()
 
-        return Training(steps, model.report)
+        return Training(steps, model.report, model)
