@@ -8,8 +8,9 @@ Contract
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ class RegionCompiler:
     def __call__(self, region: Region) -> Compiled | None:
         """The compiled form; None, with a warning, where Inductor refuses the region."""
         try:
-            return self._compile(region)
+            with _plain_mode():
+                return self._compile(region)
         except Exception as error:  # a code generator fails in many ways, and the eager ops are there
             reason = next(iter(str(error).strip().splitlines()), "no message")
             warnings.warn(
@@ -77,17 +79,18 @@ class RegionCompiler:
     def _compile(self, region: Region) -> Compiled:
         fake_mode = detect_fake_mode(_tensors(region))
         assert fake_mode is not None
-        fake_mode.shape_env.pending_fresh_unbacked_symbols.clear()  # of ops that passes have derived, none of these
-        with fake_mode, torch.no_grad():
+        if fake_mode.shape_env is not None:  # of ops that passes have derived, none of these
+            fake_mode.shape_env.pending_fresh_unbacked_symbols.clear()
+        with fake_mode:
             traced = make_fx(region.module, select_decomp_table(), tracing_mode="real")(*region.inputs)
         cuda_graph = config.triton.cudagraphs and _is_capturable(region)
-        key = f"{traced.code}{[_description(value) for value in region.inputs]}"
+        key = f"{traced.code}{[_description(value) for value in region.inputs]}{region.fixed}"
         if key in self._compiled and not cuda_graph:  # a CUDA graph reads its own region's parameters
             return self._compiled[key]
         self._captures_cuda_graphs |= cuda_graph
         output = traced.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keeps their strides
-        with tracing(TracingContext(fake_mode)), torch.no_grad():
+        with tracing(TracingContext(fake_mode)):
             compiled: Compiled = compile_fx_inner(
                 traced,
                 list(region.inputs),
@@ -99,6 +102,18 @@ class RegionCompiler:
             )
         self._compiled[key] = compiled
         return compiled
+
+
+@contextlib.contextmanager
+def _plain_mode() -> Iterator[None]:
+    """Whatever the user's call runs under: the casts of an autocast region are in the graph, as is the backward."""
+    with (
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        yield
 
 
 def _is_capturable(region: Region) -> bool:

@@ -18,8 +18,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import embrace_fx
+from embrace_fx.runtime.regions import Region
 from tests.models import MODELS, Workload
 from tests.ranks import reset_torch_state, run_ranks
 from tests.reference import assert_same
@@ -175,7 +179,27 @@ def test_accumulation_and_evaluation_are_compiled_too(tmp_path: Path) -> None:
                 compiled(*workload.batches(2 * step + 1, 0, SEED)).backward()
                 compiled.optimizer[0].step()
                 compiled.optimizer[0].zero_grad()
-                with torch.no_grad():
+                with torch.inference_mode() if step % 2 else torch.no_grad():
                     losses[backend].append(float(compiled(*workload.batches(step, 1, SEED))))
 
     assert losses["inductor"] == pytest.approx(losses["eager"], rel=1e-12)
+
+
+def test_a_region_is_compiled_as_it_is_under_the_users_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The casts of an autocast region are in the graph: the call that compiles it must not add more."""
+    generator, found = _generator(), []
+
+    def keep(module: Any, *_: Any, **__: Any) -> Any:
+        found.append(module.code)
+        return module.forward
+
+    monkeypatch.setattr(generator, "compile_fx_inner", keep)
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        inputs = (torch.ones(2, 3), torch.ones(3, 4))
+        module = make_fx(lambda x, w: (torch.tanh(torch.exp(x @ w) + 1),))(*inputs)
+
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        assert generator.RegionCompiler()(Region(module, inputs, fixed=(), kept=True)) is not None
+
+    assert "mm" in found[0]
+    assert "bfloat16" not in found[0]
