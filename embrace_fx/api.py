@@ -29,7 +29,7 @@ def compile(
     strategy: Strategy = "auto",
     schedule: ScheduleName = "2d",
     row_updates: RowUpdates = "exact",
-    backend: Literal["eager"] = "eager",
+    backend: Literal["eager", "inductor"] = "eager",
     dynamic: bool | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
@@ -48,13 +48,14 @@ def compile(
             gradients are reduced and applied until the next forward needs the parameters. "vertical": rows that the
             next batch does not read are exchanged and applied later; needs `lookahead`. "2d": both.
         row_updates: "exact": the optimizer's own semantics. "lazy": rows without gradient stand still.
-        backend: "eager": compute runs as ATen calls.
+        backend: "eager": compute runs as ATen calls. "inductor": the compute between two communications is compiled
+            into fused kernels; needs a C++ compiler, on CUDA Triton too.
         dynamic: as `torch.compile`: None: a size is dynamic from the second batch on in which it differs; True: all
             sizes are, from the first on; False: each new shape is captured for itself.
 
     Raises:
-        ValueError: an option that does not exist; no trainable parameter; a model, optimizer or option that differs
-            between ranks. On every rank.
+        ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
+            optimizer or option that differs between ranks. On every rank.
     """
     options = Options(strategy, schedule, row_updates, backend, dynamic)
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())

@@ -83,6 +83,7 @@ class Captured:
         route: "dynamo" or "direct".
         guard: Python expression over the batch's tensors, from torch's shape guards; None: any shapes.
         guarded: indices, among the flattened arguments, of the tensors that `guard` calls t0, t1, ...
+        fakes: those tensors as the graph was traced with them; none where there is nothing to guard.
         read: numbers, and tensors that are no parameters or buffers, that the forward has read elsewhere.
     """
 
@@ -92,7 +93,12 @@ class Captured:
     route: str
     guard: types.CodeType | None
     guarded: tuple[int, ...]
+    fakes: tuple[Tensor, ...]
     read: ReadValues
+
+    def guarded_again(self) -> Captured:
+        """The same, with the guards that have been added since: compiling a graph adds some."""
+        return replace(self, guard=_guard(self.fakes)) if self.fakes else self
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether the graph is valid for a batch with these flattened arguments (types and dtypes checked before)."""
@@ -401,8 +407,10 @@ def _finish(model: nn.Module, traced: _Traced, args: tuple[Any, ...], kwargs: di
     _drop_unread_state(module)
     _rename(module)
     module.recompile()
-    guard, guarded = _guard(traced.fake_mode, placeholders, leaves)
-    return Captured(TrainingGraph(module), traced.out_spec, constants, traced.route, guard, guarded, traced.read)
+    guarded, fakes = _guarded(traced.fake_mode, placeholders, leaves)
+    guard = _guard(fakes) if fakes else None
+    graph = TrainingGraph(module)
+    return Captured(graph, traced.out_spec, constants, traced.route, guard, guarded, fakes, traced.read)
 
 
 def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
@@ -536,23 +544,28 @@ def _rename(module: fx.GraphModule) -> None:
         node.target = node.name
 
 
-def _guard(
+def _guarded(
     fake_mode: Any, placeholders: Mapping[int, fx.Node], leaves: Sequence[Any]
-) -> tuple[types.CodeType | None, tuple[int, ...]]:
-    """Torch's own shape guards over all tensors of the batch, static sizes included."""
+) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+    """The batch's tensors, by their indices and as the graph was traced with them."""
     if fake_mode is None or fake_mode.shape_env is None:
-        return None, ()
+        return (), ()
     indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-    fakes = [
+    fakes = tuple(
         placeholders[i].meta["val"] if i in placeholders else fake_mode.from_tensor(leaves[i], static_shapes=True)
         for i in indices
-    ]
+    )
+    return indices, fakes
+
+
+def _guard(fakes: Sequence[Any]) -> types.CodeType | None:
+    """Torch's own shape guards over all tensors of the batch, static sizes included."""
     try:
-        text = fake_mode.shape_env.produce_guards_expression(fakes, ignore_static=False)
+        text = fakes[0].fake_mode.shape_env.produce_guards_expression(fakes, ignore_static=False)
     except IndexError as error:  # torch looks for the size that a symbol stands for, and a value is no size
         raise CaptureError("the path through the forward depends on the value of a tensor") from error
     text = re.sub(r"L\['t\d+'\]\.storage_offset\(\) == 0", "True", text or "")  # nothing in the graph depends on it
-    return (compile(text, "<shape guards>", "eval"), indices) if text else (None, indices)
+    return compile(text, "<shape guards>", "eval") if text else None
 
 
 def _explain(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> str:

@@ -22,7 +22,7 @@ class Options:
 
     def check(self) -> None:
         """Raises `ValueError` where an option has a value that does not exist."""
-        allowed = {"schedule": SCHEDULES, "row_updates": ("exact", "lazy"), "backend": ("eager",)}
+        allowed = {"schedule": SCHEDULES, "row_updates": ("exact", "lazy"), "backend": ("eager", "inductor")}
         for name, values in allowed.items():
             found = getattr(self, name)
             if found not in values:

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,9 @@ from embrace_fx.runtime.program import ModelState, Program
 from embrace_fx.schedule import Schedule, Timeline
 from embrace_fx.scheduling import Scheduling
 from embrace_fx.timeline import gather_timeline
+
+if TYPE_CHECKING:
+    from embrace_fx.runtime.inductor import RegionCompiler
 
 MAX_CAPTURES = 32
 """Captures of one model before it is refused another: each costs seconds, and shapes that never repeat would cost
@@ -116,6 +119,10 @@ class Session:
         own: dict[str, Any] | str
         try:
             self.options.check()
+            if self.options.backend == "inductor":
+                from embrace_fx.runtime.inductor import check_toolchain  # noqa: PLC0415  (takes seconds to import)
+
+                check_toolchain({parameter.device.type for parameter in self.model.parameters()})
             check_trainable(self.model)
             refuse_hooks(self.model)
             own = describe(self.model, self.optimizers, self.options)
@@ -180,15 +187,26 @@ class Session:
         kind = self._kinds.setdefault(self._key(leaves, spec, train), _Kind())
         if self._plan is None and not train:
             return self._evaluate_plainly(args, kwargs)
-        variant = next((v for v in kind.variants if v.captured.accepts(leaves)), None)
-        if variant is None:
-            variant = self._capture(kind, leaves, args, kwargs, train)
-        program = variant.program if self.synchronised or not train else self._accumulating(variant)
+        variant, program = self._runs(kind, leaves, args, kwargs, train)
         following = self._following(kind, program, leaves, spec) if program.flow is not None else None
         if self._flow is not None and program.flow is None:
             self._flow.leave()
         results = program.call(leaves, train=train, following=following)
         return pytree.tree_unflatten(results, variant.captured.result_spec)
+
+    def _runs(
+        self, kind: _Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
+    ) -> tuple[_Variant, Program]:
+        """What a batch runs on."""
+        variant = next((v for v in kind.variants if v.captured.accepts(leaves)), None)
+        if variant is None:
+            variant = self._capture(kind, leaves, args, kwargs, train)
+        if self.synchronised or not train:
+            return variant, variant.program
+        program = self._accumulating(variant)
+        if not variant.captured.accepts(leaves):  # compiling it has narrowed what the variant takes
+            return self._runs(kind, leaves, args, kwargs, train)
+        return variant, program
 
     def _following(self, kind: _Kind, program: Program, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ahead | None:
         """The next batch, where it is known and a program for it exists."""
@@ -342,14 +360,20 @@ class Session:
             self._graphs = compiled.graphs
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
-        return _Variant(captured, analysed, self._program(compiled, captured, analysed, train=train, reduce=train))
+        program = self._program(compiled, captured, analysed, train=train, reduce=train)
+        return _Variant(self._as_compiled(captured), analysed, program)
 
     def _accumulating(self, variant: _Variant) -> Program:
         """The same graph with its dense gradients left as they are."""
         if variant.accumulating is None:
             compiled = self._compile(variant.analysed, reduce=False)
             variant.accumulating = self._program(compiled, variant.captured, variant.analysed, train=True, reduce=False)
+            variant.captured = self._as_compiled(variant.captured)
         return variant.accumulating
+
+    def _as_compiled(self, captured: Captured) -> Captured:
+        """The capture with what compiling its regions has found out about the batches that they are valid for."""
+        return captured.guarded_again() if self.options.backend == "inductor" else captured
 
     def _compile(self, analysed: TrainingGraph, *, reduce: bool) -> Compiled:
         present = {table.parameter for table in analysed.tables}
@@ -399,7 +423,15 @@ class Session:
             before_forward,
             self._id_check(analysed),
             self._flow if train and reduce else None,
+            regions=self._region_compiler(),
         )
+
+    def _region_compiler(self) -> RegionCompiler | None:
+        if self.options.backend == "eager":
+            return None
+        from embrace_fx.runtime.inductor import RegionCompiler  # noqa: PLC0415  (takes seconds to import)
+
+        return RegionCompiler()
 
     def _id_check(self, analysed: TrainingGraph) -> Callable[[Sequence[Any]], str | None]:
         """What looks for an id outside a data-parallel table; the ids of shards are checked as they are exchanged."""

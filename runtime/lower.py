@@ -15,9 +15,11 @@ import torch
 from torch import fx
 from torch.fx.graph import CodeGen
 
+from embrace_fx.graph import Buffer, Parameter, Shard
 from embrace_fx.runtime import rnn
 from embrace_fx.runtime.inplace import write_in_place
 from embrace_fx.runtime.kernels import LOCAL
+from embrace_fx.runtime.regions import Compiled, Region, compile_regions
 
 Phase = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -35,6 +37,7 @@ def lower(
     module: fx.GraphModule,
     launches: Mapping[str, Callable[..., Any]],
     special: Callable[[fx.Node], Callable[..., Any] | None] = lambda node: None,
+    compile_region: Callable[[Region], Compiled | None] | None = None,
 ) -> Phase:
     """The function of one phase.
 
@@ -42,6 +45,7 @@ def lower(
         module: a phase: placeholders with roles, outputs with roles.
         launches: op name -> the communicator's function.
         special: what a single node is to call instead, or None.
+        compile_region: what compiles the compute between communications; None: every op is called by itself.
     """
     targets: dict[str, Callable[..., Any]] = {**LOCAL, **rnn.KERNELS, **launches}
     graph = fx.Graph()
@@ -52,11 +56,27 @@ def lower(
             continue
         env[node] = graph.node_copy(node, lambda n: env[n])
         env[node].name = node.name
-        env[node].meta["val"] = node.meta.get("val")
+        env[node].meta["val"] = None if _is_in_flight(node) else node.meta.get("val")
+        env[node].meta["fixed"] = _is_fixed(node)
+        env[node].meta["copies"] = str(node.target) == "embrace.pack_bucket.default"
         if isinstance(node.target, torch._ops.OpOverload):
             env[node].target = special(node) or targets.get(node.target.name(), node.target)
+    if compile_region is not None:
+        compile_regions(module, graph, compile_region)
     write_in_place(graph)
     graph.set_codegen(_OneList())
     lowered = fx.GraphModule(module, graph)
     run: Phase = lowered.forward
     return run
+
+
+def _is_in_flight(node: fx.Node) -> bool:
+    """Whether a value is no tensor yet: only its wait yields one."""
+    return any(str(user.target) == "_c10d_functional.wait_tensor.default" for user in node.users)
+
+
+def _is_fixed(node: fx.Node) -> bool:
+    """Whether a value lies at the same address at every step."""
+    if node.op == "placeholder":
+        return isinstance(node.meta.get("role"), Parameter | Buffer | Shard)
+    return str(node.target) == "embrace.await_update.default"

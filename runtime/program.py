@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -45,6 +45,9 @@ from embrace_fx.runtime.flow import Flow
 from embrace_fx.runtime.lower import Phase, lower
 from embrace_fx.runtime.streams import Streams
 from embrace_fx.runtime.tables import RowTable, local_tensor
+
+if TYPE_CHECKING:  # importing Inductor takes seconds, which only those who use it are to pay
+    from embrace_fx.runtime.inductor import RegionCompiler
 
 Values = dict[str, Any]
 
@@ -164,9 +167,10 @@ class Program:
         check: says what is wrong with a flattened batch, which the step then announces to all ranks.
         flow: launches the exchanges, and keeps what a relaxed graph leaves to the next step; None: they are
             launched on the spot.
+        regions: what compiles the compute between communications; None: every op is called by itself.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         graph: TrainingGraph,
         state: ModelState,
@@ -176,6 +180,8 @@ class Program:
         before_forward: Callable[[], None] = lambda: None,
         check: Callable[[Sequence[Any]], str | None] = lambda leaves: None,
         flow: Flow | None = None,
+        *,
+        regions: RegionCompiler | None = None,
     ) -> None:
         self._state = state
         self._results_behind = graph.results_behind
@@ -208,11 +214,13 @@ class Program:
 
         alone = solo.SoloRows(on) if (on := self._streams_alone()) is not None and solo.fits(graph) else None
         own_rows = alone.kernel if alone is not None else lambda node: None
-        self._unique = _runnable(graph.phases["unique"], state, launches, own_rows)
+        self._unique = _runnable(graph.phases["unique"], state, launches, own_rows, regions)
         self._ids = _runnable(graph.phases["ids"], state, launches, with_table_names if alone is None else alone.kernel)
-        self._forward = _runnable(graph.phases["forward"], state, launches, lambda n: through_launcher.get(n.name))
+        self._forward = _runnable(
+            graph.phases["forward"], state, launches, lambda n: through_launcher.get(n.name), regions
+        )
         self._backward = (
-            _runnable(graph.phases["backward"], state, launches, with_own_bucket)
+            _runnable(graph.phases["backward"], state, launches, with_own_bucket, regions)
             if "backward" in graph.phases
             else None
         )
@@ -227,6 +235,7 @@ class Program:
             str(node.target) == "embrace.all_gather_ids.default" for node in graph.phases["ids"].graph.nodes
         )
         self._synchronised = buckets is not None
+        self._regions = regions
         self._constants = dict(result_constants)
         self._before_forward = before_forward
         self._check = check
@@ -369,6 +378,8 @@ class Step:
         program._communicator.failure = program._check(self._leaves)
         values = self._begin_forward()
         program._before_forward()
+        if program._regions is not None:
+            program._regions.begin_step()
         forward = program._forward
         outputs = forward(self._leaves, values, {})
         results = [value for role, value in zip(forward.roles, outputs, strict=True) if isinstance(role, Result)]
@@ -693,6 +704,7 @@ def _runnable(
     state: ModelState,
     launches: Mapping[str, Callable[..., Any]],
     special: Callable[[fx.Node], Callable[..., Any] | None] = lambda node: None,
+    regions: RegionCompiler | None = None,
 ) -> _Runnable:
     sources: list[tuple[int, Any]] = []
     for _, role in inputs_of(module):
@@ -709,5 +721,5 @@ def _runnable(
                 sources.append((_TANGENT, index))
             case Saved(name):
                 sources.append((_SAVED, name))
-    run = lower(module, launches, special)
+    run = lower(module, launches, special, regions)
     return _Runnable(run, tuple(sources), tuple(role for _, role in outputs_of(module)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ class Way:
     """How a model is trained, apart from what it computes.
 
     Attributes:
-        strategy, schedule: as in `compile`.
+        strategy, schedule, backend: as in `compile`.
         lookahead: batches are read through the model's `lookahead`.
         steps: how many batches are trained on.
     """
@@ -70,6 +70,7 @@ class Way:
     schedule: ScheduleName = "2d"
     lookahead: bool = True
     steps: int = STEPS
+    backend: Literal["eager", "inductor"] = "eager"
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,12 @@ def train_compiled(
     model = workload.make(dtype, seed=SEED + rank)
     optimizers = make_optimizers(optimizer, model)
     compiled = embrace_fx.compile(
-        model, optimizer=optimizers, row_updates=row_updates, strategy=way.strategy, schedule=way.schedule
+        model,
+        optimizer=optimizers,
+        row_updates=row_updates,
+        strategy=way.strategy,
+        schedule=way.schedule,
+        backend=way.backend,
     )
     batches = [workload.batches(step, rank, SEED) for step in range(way.steps)]
     for batch in compiled.lookahead(batches) if way.lookahead else batches:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
 from benchmarks.models.base import Batch, TableModel, Workload
+from embrace_fx import CompiledModel
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adagrad": Adagrad, "sgd": SGD}
 """Those that every system has, that take sparse gradients, and that leave rows without gradient as they are: with them
@@ -78,11 +79,13 @@ class Training:
             is exhausted every update has been applied.
         notes: returns what the system itself decided, for the results; called after the first step.
         record: calls a function that trains some steps, and returns what the system's own recorder saw of them.
+        compiled: the compiled model, of a system that can record itself.
     """
 
     steps: Callable[[Iterable[Batch]], Iterator[Tensor]]
     notes: Callable[[], str] = str
     record: Callable[[Callable[[], None]], Recorded] = no_recorder
+    compiled: CompiledModel | None = None
 
 
 class Peer(Protocol):

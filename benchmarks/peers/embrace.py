@@ -21,12 +21,13 @@ class EmbraceFx:
     """`embrace_fx.compile`.
 
     Attributes:
-        schedule: its option.
+        schedule, backend: its options.
         strategy: its option; of the parameter names in a mapping, "tables.*" are the tables.
         apart: every rank is a group of one: the same step with communication removed.
     """
 
     schedule: Any
+    backend: Any = "eager"
     strategy: str | Mapping[str, str] = "auto"
     apart: bool = False
 
@@ -37,6 +38,7 @@ class EmbraceFx:
             plain,
             optimizer=optimizer,
             schedule=self.schedule,
+            backend=self.backend,
             strategy=self.strategy,
             process_group=own_group() if self.apart else None,
         )
@@ -67,7 +69,7 @@ class EmbraceFx:
             }
             return Recorded(figures, drawn)
 
-        return Training(steps, model.report, record)
+        return Training(steps, model.report, record, model)
 
 
 def own_group() -> dist.ProcessGroup:

@@ -1,0 +1,182 @@
+"""The device under measurement: CUDA, or a CPU stand-in that executes the same control flow.
+
+Contract
+    Sections use CUDA through a `Device` alone. On the stand-in clocks are the host's, a busy-wait is a sleep, the link
+    is a thread, and the kernels are torch's: it shows that the code runs, and no time of it means anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from statistics import median
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+CALIBRATION_MS = 5.0
+
+
+class Device(Protocol):
+    """What sections need of a device."""
+
+    torch: torch.device
+    is_real: bool
+
+    def synchronize(self) -> None:
+        """Waits until everything enqueued has ended."""
+
+    def time_ms(self, call: Callable[[], Any], repeats: int) -> float:
+        """Median time of a call on the device, after one that does not count."""
+
+    def transfer(self, ms: float, copy: Callable[[], Any], tensors: list[Tensor]) -> Future[Any]:
+        """Occupies the link for `ms`, then copies; behind what was enqueued so far, beside what will be.
+
+        Args:
+            tensors: what `copy` touches, and what the future yields.
+        """
+
+    def reset_peak(self) -> None: ...
+
+    def peak_bytes(self) -> int:
+        """Largest memory since `reset_peak`."""
+
+    def no_host_sync(self) -> AbstractContextManager[None]:
+        """Within, a wait of the host for the device raises."""
+
+
+class CudaDevice:
+    """The current CUDA device; its link is one stream, so that transfers of all groups follow one another."""
+
+    is_real = True
+
+    def __init__(self) -> None:
+        self.torch = torch.device("cuda", torch.cuda.current_device())
+        self._link = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._cycles_per_ms = 0.0
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def time_ms(self, call: Callable[[], Any], repeats: int) -> float:
+        call()
+        found = []
+        for _ in range(repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()  # type: ignore[no-untyped-call]
+            call()
+            end.record()  # type: ignore[no-untyped-call]
+            end.synchronize()  # type: ignore[no-untyped-call]
+            found.append(float(start.elapsed_time(end)))  # type: ignore[no-untyped-call]
+        return median(found)
+
+    def cycles_per_ms(self) -> float:
+        """Of `torch.cuda._sleep`, measured once: long enough that its start does not count."""
+        if not self._cycles_per_ms:
+            cycles = 1_000_000
+            took = self.time_ms(lambda: torch.cuda._sleep(cycles), 3)
+            cycles = int(cycles * CALIBRATION_MS / took)
+            self._cycles_per_ms = cycles / self.time_ms(lambda: torch.cuda._sleep(cycles), 5)
+        return self._cycles_per_ms
+
+    def transfer(self, ms: float, copy: Callable[[], Any], tensors: list[Tensor]) -> Future[Any]:
+        cycles = int(ms * self.cycles_per_ms())
+        self._link.wait_stream(torch.cuda.current_stream())  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._link):
+            if cycles:
+                torch.cuda._sleep(cycles)
+            copy()
+            for tensor in tensors:
+                for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+                    part.record_stream(self._link)
+            future: Future[Any] = Future(devices=[self.torch])
+            future.set_result(tensors)  # records an event, for which the stream that waits will wait
+        return future
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    @contextlib.contextmanager
+    def no_host_sync(self) -> Iterator[None]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+class CpuStandIn:
+    """Executes what `CudaDevice` would be asked for."""
+
+    is_real = False
+
+    def __init__(self) -> None:
+        self.torch = torch.device("cpu")
+        self._link = ThreadPoolExecutor(1, "link")
+
+    def synchronize(self) -> None:
+        self._link.submit(lambda: None).result()
+
+    def time_ms(self, call: Callable[[], Any], repeats: int) -> float:
+        call()
+        found = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            call()
+            found.append((time.perf_counter() - start) * 1e3)
+        return median(found)
+
+    def transfer(self, ms: float, copy: Callable[[], Any], tensors: list[Tensor]) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            time.sleep(ms / 1e3)
+            with torch.no_grad():
+                copy()
+            future.set_result(tensors)
+
+        self._link.submit(run)
+        return future
+
+    def reset_peak(self) -> None:
+        """The kernel does not forget a process's peak; a section has a process of its own."""
+
+    def peak_bytes(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def no_host_sync(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def open_device(dry_run: bool) -> Device:
+    """CUDA, or under `dry_run` the stand-in.
+
+    Raises:
+        SystemExit: no GPU.
+    """
+    if dry_run:
+        torch.set_num_threads(1)
+        return CpuStandIn()
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            "expected a CUDA device, in benchmarks.gpu, found none: run it on a machine with a GPU and a CUDA build of "
+            "torch, or pass --dry-run"
+        )
+    return CudaDevice()
+
+
+def gpu_kernels() -> ModuleType:
+    """The Triton kernels."""
+    from embrace_fx.runtime.kernels import gpu  # noqa: PLC0415  (imports Triton, which a CPU has not)
+
+    return gpu

@@ -1,0 +1,178 @@
+"""Each Triton kernel: against float64 torch ops, and its time against the bytes that have to move.
+
+A kernel is checked at a small size, and timed where it moves the whole table once. Under the dry run torch's ops stand
+in for the kernels: what is checked then is this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.device import gpu_kernels
+from benchmarks.gpu.environment import copy_bytes_per_ms
+from benchmarks.gpu.section import Context
+from embrace_fx.runtime import kernels as in_torch
+
+GROUP = 8
+"""Ranks that a kernel packs for."""
+CHECKED = (1_000, 512)
+TOLERANCE = 1e-5
+"""Of float32 against float64, relative to the largest value."""
+TARGET = 0.8
+"""Of the bandwidth of a copy."""
+
+Call = Callable[..., Any]
+ADAGRAD = {"step_size": 0.01, "eps": 1e-6, "weight_decay": 0.0, "maximize": False}
+SGD = {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel on arguments of a size.
+
+    Attributes:
+        kernel: its name among the Triton kernels.
+        arguments: fresh ones; a kernel may write into them.
+        twin: the same in torch ops.
+        options: keyword arguments of both.
+        moved: (name of the function that says how many bytes have to be read and written, its arguments).
+        written: positions of arguments that hold the result; none: it is returned.
+    """
+
+    kernel: str
+    arguments: tuple[Any, ...]
+    twin: Call
+    moved: tuple[str, tuple[Any, ...]]
+    options: tuple[tuple[str, Any], ...] = ()
+    written: tuple[int, ...] = ()
+
+
+def cases(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
+    """Made one by one: at full size a table takes gigabytes."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    ids = torch.randperm(rows, device=device, generator=generator)
+    table, gradients = random(rows, columns), random(rows, columns)
+    yield Case("lookup_pack", (table, ids), in_torch.lookup, ("columns.lookup_pack", (rows, columns, 4, 4)))
+    yield Case("pack_columns", (table, GROUP), in_torch.split_columns, ("columns.move_columns", (rows, columns, 4)))
+    packed = in_torch.split_columns(table, GROUP)
+    yield Case(
+        "unpack_columns",
+        (packed, torch.empty_like(table), GROUP),
+        lambda flat, out, group: out.copy_(in_torch.join_columns(flat, columns, group)),
+        ("columns.move_columns", (rows, columns, 4)),
+    )
+    del packed
+    twice = ids[: rows // 2].repeat(2)
+    yield Case(
+        "coalesce",
+        (twice, table[: len(twice)].reshape(-1), columns, -1, 0.5),
+        in_torch.coalesce,
+        ("sums.coalesce", (len(twice), rows // 2, columns, 4)),
+    )
+    yield Case(
+        "split_prior_delayed",
+        (ids, ids[: rows // 2], torch.zeros(rows, dtype=torch.uint8, device=device), 1),
+        lambda ids, others, marks, stamp: torch.isin(ids, others),
+        ("members.split_prior_delayed", (rows, rows // 2)),
+    )
+    yield Case(
+        "sgd_rows",
+        (table, None, ids, gradients),
+        _sgd,
+        ("updates.update", (rows, columns, 4, 0)),
+        tuple(SGD.items()),
+        written=(0,),
+    )
+    yield Case(
+        "adagrad_rows",
+        (table, random(rows, columns).square_(), ids, gradients),
+        _adagrad,
+        ("updates.update", (rows, columns, 4, 1)),
+        tuple(ADAGRAD.items()),
+        written=(0, 1),
+    )
+    blocks = gradients.view(-1, columns)
+    yield Case(
+        "block_bitmap", (blocks,), lambda blocks: (blocks != 0).any(1), ("bitmaps.block_bitmap", (rows, columns, 4))
+    )
+
+
+def _sgd(shard: Tensor, buffer: None, ids: Tensor, rows: Tensor, *, lr: float, **_: Any) -> None:
+    shard.index_add_(0, ids, rows, alpha=-lr)
+
+
+def _adagrad(shard: Tensor, sums: Tensor, ids: Tensor, rows: Tensor, *, step_size: float, eps: float, **_: Any) -> None:
+    sums.index_add_(0, ids, rows * rows)
+    shard.index_add_(0, ids, rows / (sums[ids].sqrt() + eps), alpha=-step_size)
+
+
+def run(context: Context) -> None:
+    device, sizes = context.device, context.sizes
+    checked = CHECKED if device.is_real else (sizes.rows, sizes.columns)
+    for case in cases(*checked, device.torch):
+        context.add(kind="check", kernel=case.kernel, **_check(case, _kernel(context, case)))
+    copied = sizes.rows * sizes.columns * 4
+    bandwidth = copy_bytes_per_ms(device, copied, sizes.repeats)
+    context.add(kind="copy", bytes=copied, bytes_per_ms=bandwidth)
+    for case in cases(sizes.rows, sizes.columns, device.torch):
+        if not context.affords(5.0, case.kernel):
+            return
+        kernel, options = _kernel(context, case), dict(case.options)
+        moved = _moved_bytes(case) if device.is_real else copied
+        for name, call in (("triton" if device.is_real else "stand-in", kernel), ("torch", case.twin)):
+            ms = device.time_ms(partial(call, *case.arguments, **options), sizes.repeats)
+            share = moved / ms / bandwidth
+            met = share >= TARGET if name == "triton" else None
+            row = {"kernel": case.kernel, "by": name, "ms": ms, "floor_bytes": moved, "share_of_copy": share}
+            context.add(kind="time", **row, target_met=met)
+
+
+def _kernel(context: Context, case: Case) -> Call:
+    return getattr(gpu_kernels(), case.kernel) if context.device.is_real else case.twin
+
+
+def _moved_bytes(case: Case) -> int:
+    name, arguments = case.moved
+    file, function = name.split(".")
+    found: int = getattr(import_module(f"{gpu_kernels().__name__}.{file}"), f"{function}_bytes_moved")(*arguments)
+    return found
+
+
+def _check(case: Case, kernel: Call) -> dict[str, Any]:
+    """The kernel's result against that of torch's ops on the same values in float64."""
+    options = dict(case.options)
+    own = [a.clone() if isinstance(a, Tensor) else a for a in case.arguments]
+    wide = [a.double() if isinstance(a, Tensor) and a.is_floating_point() else _copy(a) for a in case.arguments]
+    found, expected = kernel(*own, **options), case.twin(*wide, **options)
+    if case.written:
+        found, expected = [own[k] for k in case.written], [wide[k] for k in case.written]
+    difference = max(map(_difference, _listed(found), _listed(expected)))
+    return {"difference": difference, "tolerance": TOLERANCE, "passed": difference <= TOLERANCE}
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _listed(value: Any) -> list[Tensor]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Largest, relative to the largest value; infinite where shapes differ."""
+    if found.numel() != expected.numel():
+        return float("inf")
+    found, expected = found.double().reshape(-1), expected.double().reshape(-1)
+    scale = float(expected.abs().max().clamp(min=1e-30)) if expected.numel() else 1.0
+    return float((found - expected).abs().max()) / scale if expected.numel() else 0.0

@@ -1,0 +1,130 @@
+"""Systems that train a lab model on a device: prepared once, then measured window by window, in turn."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.device import Device
+from benchmarks.models.base import Batch, Workload
+from benchmarks.peers.alone import Alone
+from benchmarks.peers.base import Peer, Task, Training, ordinary_steps
+from benchmarks.peers.ddp import Ddp
+from benchmarks.peers.embrace import EmbraceFx
+from embrace_fx import CompiledModel
+
+BATCHES = 8
+"""Batches that are made beforehand and moved to the device, and trained on again and again."""
+
+
+@dataclass(frozen=True)
+class TorchCompiled:
+    """The plain model under `torch.compile`, alone."""
+
+    def prepare(self, task: Task) -> Training:
+        model = task.model()
+        return Training(ordinary_steps(torch.compile(model), task.make_optimizer(model.parameters())))
+
+
+SYSTEMS: Mapping[str, Peer] = {
+    "eager": Alone(sparse=False),
+    "eager sparse": Alone(sparse=True),
+    "torch.compile": TorchCompiled(),
+    "ddp": Ddp(),
+    "ddp sparse": Ddp(sparse=True),
+    "embrace eager": EmbraceFx("2d"),
+    "embrace inductor": EmbraceFx("2d", "inductor"),
+    **{f"embrace {name}": EmbraceFx(name, strategy="alltoall") for name in ("none", "horizontal", "vertical", "2d")},
+}
+
+
+class Running:
+    """A system at work on one model.
+
+    Args:
+        rank: whose batches it trains on.
+        on_host: the model is made on the CPU and moved: the same parameters on every device.
+    """
+
+    def __init__(self, device: Device, name: str, workload: Workload, rank: int = 0, on_host: bool = False) -> None:
+        self._device = device
+        batches = [_moved(workload.batch(step, rank, 0), device) for step in range(BATCHES)]
+        task = _MadeOnHost(workload, device=device.torch) if on_host else Task(workload)
+        start = time.perf_counter()
+        with warnings.catch_warnings(), device.torch:
+            warnings.simplefilter("ignore")  # a result says what a warning would
+            self._training = SYSTEMS[name].prepare(task)
+        self._steps: Iterator[Tensor] = self._training.steps(itertools.cycle(batches))
+        self.losses: list[Tensor] = []
+        self.step()
+        device.synchronize()
+        self.first_step_s = time.perf_counter() - start
+
+    def step(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.losses.append(next(self._steps))
+
+    def window_ms(self, steps: int) -> float:
+        """A step's time, of so many in a row."""
+        self._device.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self._device.synchronize()
+        return (time.perf_counter() - start) * 1e3 / steps
+
+    @property
+    def compiled(self) -> CompiledModel:
+        assert self._training.compiled is not None
+        return self._training.compiled
+
+    def overlap(self, steps: int) -> dict[str, Any]:
+        """What the timeline of a few steps says; the steps are marked, and do not count elsewhere."""
+        with self.compiled.record():
+            for _ in range(steps):
+                self.step()
+            self._device.synchronize()
+        found = self.compiled.timeline.diagnostics()
+        lanes = {lane: ms for lane, ms in found.communication_ms.items() if ms}
+        return {
+            "overlap": found.overlap_ratio,
+            "communication_ms": lanes,
+            "exposed_ms": found.exposed_ms,
+            "hidden": {lane: 1 - found.exposed_ms[lane] / ms for lane, ms in lanes.items()},
+        }
+
+    def close(self) -> None:
+        """Applies what is on its way."""
+        if self._training.compiled is not None:
+            self._training.compiled.synchronize()
+
+
+@dataclass(frozen=True)
+class _MadeOnHost(Task):
+    device: Any = None
+
+    def model(self) -> Any:
+        with torch.device("cpu"):
+            made = super().model()
+        return made.to(self.device)
+
+
+def _moved(batch: Batch, device: Device) -> Batch:
+    return tuple(tensor.to(device.torch) for tensor in batch)
+
+
+def take_turns(running: Mapping[str, Running], steps: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of a step by system and round; the systems take turns, there and back."""
+    found: dict[str, list[float]] = {name: [] for name in running}
+    for turn in range(rounds):
+        for name in list(running) if turn % 2 == 0 else reversed(list(running)):
+            found[name].append(running[name].window_ms(steps))
+    return found
