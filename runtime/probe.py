@@ -2,10 +2,10 @@
 
 Contract
     Collective, outside of a step: all ranks call it, and all get rank 0's answer. Each collective is timed in a few
-    sizes, each several times the last, for as long as its share of a second lasts; a size's time is that of one of
-    several runs in a row, on the slowest rank, with as many in flight as the launcher has: start-up of one hides
-    behind the transfer of another. One AllReduce at a time gives the figures of the cluster as a whole. The sizes
-    follow from times that the ranks have in common, so that all measure the same.
+    sizes, each several times the last, for as long as its share of a second lasts, and until bytes show; a size's time
+    is that of one of several runs in a row, on the slowest rank, with as many in flight as the launcher has: start-up
+    of one hides behind the transfer of another. One AllReduce at a time gives the figures of the cluster as a whole.
+    The sizes follow from times that the ranks have in common, so that all measure the same.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ SHARE_MS = 200.0
 FIRST_BYTES = 4 * 1024
 LEAST_GROWTH, MOST_GROWTH = 2.0, 8.0
 MOST_BYTES = 2**20
+BYTES_SHOW = 2.0
+"""Sizes grow, beyond the share if need be, until one takes this multiple of the first: that is nearly all start-up
+where ranks are many and share cores, and two such sizes would give a bandwidth of noise."""
 
 CPU = torch.device("cpu")
 
@@ -117,10 +120,14 @@ def _measure(communicator: Communicator, collective: Collective, in_flight: int,
         slowest_ms = communicator.reduce_scalar(own_ms, dist.ReduceOp.MAX).item()
         samples.append(Sample(exchange(collective, own_bytes, communicator.world_size), slowest_ms))
         left_ms -= runs * slowest_ms
-        growth = min(left_ms / (FEWEST_RUNS * slowest_ms), MOST_GROWTH, MOST_BYTES / own_bytes)
-        if growth < LEAST_GROWTH and len(samples) > 1:
-            return samples
-        growth = max(growth, LEAST_GROWTH)
+        if slowest_ms < BYTES_SHOW * samples[0].time_ms:
+            growth = min(MOST_GROWTH, MOST_BYTES / own_bytes)
+            if growth <= 1:
+                return samples
+        else:
+            growth = min(left_ms / (FEWEST_RUNS * slowest_ms), MOST_GROWTH, MOST_BYTES / own_bytes)
+            if growth < LEAST_GROWTH:
+                return samples
         runs = min(max(int(left_ms / (growth * slowest_ms)), FEWEST_RUNS), MOST_RUNS)
         own_bytes = round(own_bytes * growth)
 
