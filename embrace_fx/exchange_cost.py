@@ -10,7 +10,7 @@ the union of all ranks, i bytes of an index (4, or 8 from 2^31 on), r = i + s by
 | ps | (N-1) (16 + (u + U) r / N) |
 | zen, balanced | (N-1) (8 + (u r + U s + V/8) / N) |
 | zen, hierarchical | sum over k = 1, 2, 4, .. of 8 + U(k) r |
-| omnireduce | (N-1) (2 i L + (u + U) r / N), L lanes of an aggregator |
+| omnireduce | (N-1) (2 p L + (u + U) r / N), L lanes of an aggregator, whose places take p bytes, 1 or 4 |
 
 What each of them does is told where it is done, in `embrace_fx.runtime.exchanges`.
 """
@@ -32,11 +32,13 @@ COUNT_BYTES = 8
 
 STREAMS = 2
 """Of `omnireduce`: while one stream's blocks are added up, the other's are on their way."""
-START_UP_SHARE = 8
-"""A message's bytes take this many times its start-up, where there are blocks enough."""
+START_UP_SHARE = 32
+"""A reply's bytes take this many times its start-up, where there are blocks enough. The push has a start-up too, and of
+blocks that few ranks have, few bytes.
+"""
 HANDLING_MS = 5e-5
-"""Time to gather, encode, add and decode one block whatever its size: measured 50 ns, of blocks of one element, on one
-CPU core.
+"""Time to gather, encode, decode, add and write one block whatever its size, on one CPU core: what
+`python -m benchmarks.exchanges_handling` gives for blocks of few elements.
 """
 TYPICAL_DENSITY = 0.01
 """Of a gradient that nothing is known about: the LSTM's in Zen (OSDI 2025) is 1.13 %."""
@@ -75,8 +77,8 @@ def predict(
     Args:
         sparsity: in the strategy's own units; blocks of `omnireduce` (`embrace_fx.sparsity.in_blocks`).
         scheme: of "zen".
-        slots: of "omnireduce"; None: `slots_per_round`.
-        cluster: what the slots are chosen for.
+        slots: of "omnireduce"; None: as `streaming_of` chooses.
+        cluster: what lanes and slots are chosen for.
 
     Raises:
         ValueError: a strategy that does not exchange gradients of replicas.
@@ -91,8 +93,8 @@ def predict(
     if strategy == "zen":
         return _balanced(sparsity) if scheme == "balanced" else _hierarchical(sparsity)
     if strategy == "omnireduce":
-        wanted = slots or slots_per_round(sparsity.num_units, sparsity.width, sparsity.itemsize, cluster)
-        return _streaming(sparsity, wanted)
+        shape = sparsity.num_units, sparsity.width, sparsity.itemsize
+        return _streamed(sparsity, streaming_of(*shape, sparsity.world_size, cluster, slots))
     raise ValueError(
         f"expected a strategy that exchanges gradients of replicas, in predict, found {strategy!r}: use one of "
         "allreduce, allgather, omnireduce, zen, ps."
@@ -138,15 +140,72 @@ def cheapest_block(run: int, itemsize: int, cluster: Cluster) -> int:
     return min(candidates, key=time_ms_per_element)
 
 
-def slots_per_round(num_blocks: int, width: int, itemsize: int, cluster: Cluster) -> int:
-    """Blocks per aggregator, round and stream of `omnireduce`."""
-    message_bytes = START_UP_SHARE * cluster.latency_ms * cluster.bandwidth_bytes_per_ms
-    return max(1, round(message_bytes / record_bytes(num_blocks, width, itemsize)))
+@dataclass(frozen=True)
+class Streaming:
+    """How `omnireduce` deals out the blocks of an aggregator.
+
+    Attributes:
+        lanes: of an aggregator, each with one block at work.
+        slots: lanes of an aggregator in a stream, whose blocks travel in one message.
+    """
+
+    lanes: int
+    slots: int
+
+    def streams(self, busy_lanes: float) -> int:
+        """Of an aggregator with so many lanes that have any block."""
+        return max(1, math.ceil(busy_lanes / self.slots))
 
 
-def lanes_of_aggregator(num_blocks: int, world_size: int, slots: int) -> int:
-    """Lanes of an aggregator of `omnireduce`; no more than it has blocks."""
-    return max(1, min(STREAMS * slots, math.ceil(num_blocks / world_size)))
+def streaming_of(
+    num_blocks: int, width: int, itemsize: int, world_size: int, cluster: Cluster, slots: int | None = None
+) -> Streaming:
+    """The streaming of a tensor in blocks.
+
+    Many lanes make dear to tell which block each begins with, few make many rounds. Without `slots`, lanes are what is
+    cheapest for gradients of `TYPICAL_DENSITY`, and slots so many that a round's bytes outweigh its start-ups.
+
+    Args:
+        num_blocks, width, itemsize: of the tensor.
+        slots: what was asked for; `STREAMS` times as many lanes.
+    """
+    of_aggregator = math.ceil(num_blocks / world_size)
+    if slots:
+        return Streaming(max(1, min(STREAMS * slots, of_aggregator)), slots)
+    link = cluster.link("all_to_all")
+    message_bytes = START_UP_SHARE * link.latency_ms * link.bandwidth_bytes_per_ms
+    slots = max(1, round(message_bytes / record_bytes(num_blocks, width, itemsize)))
+    present = of_aggregator * (1 - (1 - TYPICAL_DENSITY) ** world_size)
+
+    def time_ms(lanes: int) -> float:
+        streaming = Streaming(lanes, slots)
+        rounds = _rounds(num_blocks, world_size, streaming, present)
+        first_bytes = lanes * place_bytes(places_of_lane(num_blocks, world_size, lanes))
+        return rounds * link.latency_ms + first_bytes / link.bandwidth_bytes_per_ms
+
+    halvings = range(max(1, of_aggregator).bit_length())
+    return Streaming(min((max(1, of_aggregator >> k) for k in halvings), key=time_ms), slots)
+
+
+def places_of_lane(num_blocks: int, world_size: int, lanes: int) -> int:
+    """Blocks of the longest lane, present or not."""
+    return math.ceil(math.ceil(num_blocks / world_size) / lanes)
+
+
+def place_bytes(places: int) -> int:
+    """Bytes that tell one of so many places of a lane, or none."""
+    return 1 if places < 2**8 else 4
+
+
+def _rounds(num_blocks: int, world_size: int, streaming: Streaming, present: float) -> float:
+    """Estimate of the rounds of all streams, for `present` blocks of an aggregator's range that lie at random: of each
+    stream as many as its longest lane has blocks.
+    """
+    per_lane = present / streaming.lanes
+    longest = per_lane + math.sqrt(2 * per_lane * math.log(world_size * streaming.lanes))
+    busy_lanes = streaming.lanes * -math.expm1(-per_lane)
+    places = places_of_lane(num_blocks, world_size, streaming.lanes)
+    return streaming.streams(busy_lanes) * math.ceil(min(longest, places))
 
 
 def paired_ranks(world_size: int) -> int:
@@ -214,24 +273,16 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
     return _prediction(mean, critical, 2 * rounds)
 
 
-def _streaming(blocks: Sparsity, slots: int) -> Prediction:
-    """The slowest is the aggregator of the fullest range. Its rounds are as many as its longest lane has blocks,
-    estimated for blocks dealt out at random.
-    """
+def _streamed(blocks: Sparsity, streaming: Streaming) -> Prediction:
+    """The slowest is the aggregator of the fullest range."""
     world_size, record = blocks.world_size, _record(blocks)
     others = world_size - 1
-    lanes = lanes_of_aggregator(blocks.num_units, world_size, slots)
     pushed, push_critical = _push_bytes(blocks, record, blocks.push_imbalance)
     pulled, pull_critical = _pull_bytes(blocks, record, blocks.pull_imbalance)
-    first = 2 * others * lanes * index_bytes(blocks.num_units)
-    per_lane = blocks.pull_imbalance * blocks.union / world_size / lanes
-    longest = per_lane + math.sqrt(2 * per_lane * math.log(world_size * lanes))
-    rounds = math.ceil(min(longest, blocks.num_units / world_size / lanes))
-    return _prediction(
-        first + pushed + pulled,
-        first + push_critical + pull_critical,
-        2 * others * (1 + math.ceil(lanes / slots) * rounds),
-    )
+    places = places_of_lane(blocks.num_units, world_size, streaming.lanes)
+    first = 2 * others * streaming.lanes * place_bytes(places)
+    rounds = _rounds(blocks.num_units, world_size, streaming, blocks.pull_imbalance * blocks.union / world_size)
+    return _prediction(first + pushed + pulled, first + push_critical + pull_critical, round(2 * others * (1 + rounds)))
 
 
 def _record(sparsity: Sparsity) -> int:

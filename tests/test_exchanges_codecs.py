@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from embrace_fx.exchange_cost import record_bytes
-from embrace_fx.runtime.exchanges.blocks import cut_blocks, cut_row_blocks, join_blocks, join_row_blocks
+from embrace_fx.runtime.exchanges.blocks import (
+    SHORT_BLOCK,
+    block_bitmap,
+    cut_blocks,
+    cut_row_blocks,
+    join_blocks,
+    join_row_blocks,
+    write_blocks_,
+)
 from embrace_fx.runtime.exchanges.gradient import RowSet, accumulate, mean_by_id
 from embrace_fx.runtime.exchanges.hashing import (
     REHASHES,
@@ -87,11 +95,33 @@ def test_records(rows: RowSet, offset: int) -> None:
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-@given(dense_tensors(), st.integers(1, 9))
+@given(dense_tensors(), st.integers(1, 2 * SHORT_BLOCK))
 def test_blocks_of_a_dense_tensor(dense: Tensor, block_size: int) -> None:
     blocks = cut_blocks(dense, block_size)
     assert (blocks.rows != 0).any(dim=1).all()  # none is sent for nothing
     torch.testing.assert_close(join_blocks(blocks, dense.shape), dense, rtol=0, atol=0, equal_nan=True)
+
+
+@given(dense_tensors(), st.integers(1, 2 * SHORT_BLOCK), st.integers(0, 2**31))
+def test_blocks_are_written_in_any_order(dense: Tensor, block_size: int, seed: int) -> None:
+    """The others keep what they have."""
+    blocks = cut_blocks(dense, block_size)
+    order = torch.randperm(blocks.ids.numel(), generator=torch.Generator().manual_seed(seed))
+    written = torch.full_like(dense, 5.0)
+    write_blocks_(written, RowSet(blocks.ids[order], blocks.rows[order], blocks.num_rows))
+
+    kept = torch.ones(blocks.num_rows, dtype=torch.bool)
+    kept[blocks.ids] = False
+    own = kept.repeat_interleave(block_size)[: dense.numel()].view(dense.shape)
+    torch.testing.assert_close(written, torch.where(own, 5.0, dense), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("block_size", [SHORT_BLOCK - 1, SHORT_BLOCK])
+def test_which_blocks_are_not_zero(block_size: int) -> None:
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.nan, torch.inf, -torch.inf])
+    blocks = torch.zeros(len(values), block_size).index_fill_(1, torch.tensor([0]), -0.0)
+    blocks[:, -1] = values
+    assert block_bitmap(blocks).tolist() == [False, False, True, True, True, True, True]
 
 
 @given(row_sets(), st.integers(1, 9))

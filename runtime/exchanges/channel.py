@@ -2,12 +2,13 @@
 
 Contract
     Nothing here waits. Every rank calls the same methods in the same order. Sizes that differ between ranks are known
-    to both sides before; how they came to be is the exchange's business. gloo and NCCL have all three collectives.
+    to both sides before; how they came to be is the exchange's business. gloo and NCCL have all that is used here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -67,9 +68,9 @@ class Channel:
     def all_gather(self, own: Tensor, sizes: Sequence[int]) -> InFlight:
         """Every rank's data, rank after rank.
 
-        The collective takes one size for all. Where sizes differ, an AlltoAll of copies sends exactly the bytes there
-        are, at the price of `world_size` times `own` in memory; padding instead would send the longest rank's bytes
-        from every rank, over links that wait for that rank in both cases.
+        The collective takes one size for all. Where sizes differ, single messages send exactly the bytes there are;
+        padding instead would send the longest rank's bytes from every rank, over links that wait for that rank in both
+        cases, and an AlltoAll of copies would first write `world_size` times `own`.
 
         Args:
             own: (sizes[rank],).
@@ -78,8 +79,33 @@ class Channel:
         if self.world_size == 1:
             return InFlight(own, None)
         if len(set(sizes)) > 1:
-            return self.all_to_all(own.repeat(self.world_size), [own.numel()] * self.world_size, sizes)
+            return self._send_to_all(own, sizes)
         self.sent_bytes += (self.world_size - 1) * own.nbytes
         self.messages += (self.world_size - 1) * (own.numel() > 0)
         everyone = own.new_empty((sum(sizes),))
         return InFlight(everyone, all_gather_single(everyone, own, group=self._group, async_op=True))
+
+    def _send_to_all(self, own: Tensor, sizes: Sequence[int]) -> InFlight:
+        everyone = own.new_empty((sum(sizes),))
+        parts = everyone.split(list(sizes))
+        parts[self.rank].copy_(own)
+        # Each begins with its right neighbour, so that not all send to the same rank at first.
+        turns = range(1, self.world_size)
+        to = [(self.rank + turn) % self.world_size for turn in turns] if own.numel() else []
+        sources = [rank for turn in turns if sizes[rank := (self.rank - turn) % self.world_size]]
+        messages = [dist.P2POp(dist.irecv, parts[rank], group=self._group, group_peer=rank) for rank in sources]
+        messages += [dist.P2POp(dist.isend, own, group=self._group, group_peer=rank) for rank in to]
+        self.sent_bytes += len(to) * own.nbytes
+        self.messages += len(to)
+        return InFlight(everyone, _Works(dist.batch_isend_irecv(messages)))
+
+
+@dataclass(frozen=True)
+class _Works:
+    """Several messages under way, as the work of one collective."""
+
+    works: list[dist.Work]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()

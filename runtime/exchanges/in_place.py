@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +21,21 @@ from torch import Tensor
 
 from embrace_fx.cost import Cluster
 from embrace_fx.runtime.communicator import InFlight
+from embrace_fx.runtime.exchanges import allgather, omnireduce, ps, zen
+from embrace_fx.runtime.exchanges.blocks import write_blocks_
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import RowSet
 from embrace_fx.runtime.exchanges.options import Options
-from embrace_fx.runtime.exchanges.steps import run
+from embrace_fx.runtime.exchanges.steps import Steps, run
 from embrace_fx.runtime.exchanges.strategies import STRATEGIES
-from embrace_fx.runtime.exchanges.units import units_of
+
+MEAN_PARTS: dict[str, Callable[[RowSet, Channel, Options], Steps[list[RowSet]]]] = {
+    "allgather": allgather.mean_parts,
+    "omnireduce": omnireduce.mean_parts,
+    "zen": zen.mean_parts,
+    "ps": ps.mean_parts,
+}
+"""From a rank's units to disjoint parts of the mean, which have no common order."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,7 @@ class ExchangeKind:
 
     Attributes:
         rows: size of the gradient's first dimension, whose indices have an index of their own on the wire.
-        strategy: one of `STRATEGIES`.
+        strategy: one of `MEAN_PARTS`.
         scheme: of "zen": "balanced" or "hierarchical"; "" otherwise.
     """
 
@@ -52,14 +62,9 @@ def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, clust
     """
     strategy = STRATEGIES[kind.strategy]
     options = Options(scheme="hierarchical" if kind.scheme == "hierarchical" else "balanced", cluster=cluster)
-    rows = flat.view(kind.rows, -1)
-    if kind.strategy == "omnireduce":  # its blocks are cut out of the tensor as a whole
-        mean = run(strategy.exchange(rows, channel, options))
-        assert isinstance(mean, Tensor)
-        return flat.copy_(mean.view(-1))
-    union = run(strategy.exchange(units_of(rows, options), channel, options))
-    assert isinstance(union, RowSet)
-    rows.index_copy_(0, union.ids, union.rows)  # whatever is not among them is zero on this rank too
+    units = strategy.units(flat.view(kind.rows, -1), options)
+    for part in run(MEAN_PARTS[kind.strategy](units, channel, options)):
+        write_blocks_(flat, part)  # whatever is not among them is zero on this rank too
     return flat
 
 

@@ -1,15 +1,16 @@
 """`omnireduce`: streaming aggregation of non-zero blocks (OmniReduce, SIGCOMM 2021), on collectives.
 
 Every rank aggregates an even range of the blocks. Its range is dealt out to *lanes*, block after block; a lane has one
-block at work. The lanes' blocks of one round are fused into one message per pair of ranks; lanes form two *streams*
-whose rounds overlap. One round of a stream:
+block at work. Before the first round, an AlltoAll and an AllGather tell which block each lane begins with. Lanes that
+have any are dealt out to *streams*; the blocks of a stream's lanes in one round are fused into one message per pair of
+ranks, and the rounds of two streams overlap. One round of a stream:
 
     push    AlltoAll: a rank that has a lane's current block sends it, and which block of the lane it has next
     add     each aggregator, in the order of ranks; the lane's next block is the smallest any rank has next
     reply   AllGather: the mean, and the lane's next block
 
 So a block that no rank has is never sent nor spoken of, and no message says how long it is: who sends which block is
-known from the round before. Before the first round the lanes' first blocks travel in the same way.
+known from the round before. Many lanes make first blocks dear and rounds few (`exchange_cost.streaming_of`).
 
     two ranks, one lane       rank 0 has blocks 0, 3    rank 1 has blocks 3, 7
     round 0                   sends block 0, next 3     (has announced 3: nothing)   reply: mean of 0, next 3
@@ -24,13 +25,20 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from embrace_fx.exchange_cost import cheapest_block, lanes_of_aggregator, record_bytes, slots_per_round
+from embrace_fx.exchange_cost import (
+    STREAMS,
+    cheapest_block,
+    place_bytes,
+    places_of_lane,
+    record_bytes,
+    streaming_of,
+)
 from embrace_fx.runtime.communicator import InFlight
 from embrace_fx.runtime.exchanges.blocks import cut_blocks, cut_row_blocks, join_blocks, join_row_blocks
 from embrace_fx.runtime.exchanges.channel import Channel
-from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, accumulate
+from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, accumulate, join_parts
 from embrace_fx.runtime.exchanges.options import Options
-from embrace_fx.runtime.exchanges.records import decode_records, encode_records, index_dtype
+from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 from embrace_fx.runtime.exchanges.steps import Steps
 from embrace_fx.runtime.exchanges.units import row_width
 from embrace_fx.sparsity import even_ranges
@@ -39,8 +47,8 @@ from embrace_fx.sparsity import even_ranges
 def exchange(gradient: Gradient, channel: Channel, options: Options) -> Steps[Gradient]:
     """The mean over ranks, each block's computed by its aggregator."""
     blocks = units(gradient, options)
-    slots = options.slots or slots_per_round(blocks.num_rows, blocks.width, blocks.rows.itemsize, options.cluster)
-    mean = yield from _stream(blocks, channel, slots)
+    parts = yield from mean_parts(blocks, channel, options)
+    mean = join_parts(parts, blocks.num_rows)
     if isinstance(gradient, RowSet):
         return join_row_blocks(mean, _rows_per_block(gradient, options), gradient.num_rows)
     return join_blocks(mean, gradient.shape)
@@ -60,33 +68,72 @@ def _rows_per_block(rows: RowSet, options: Options) -> int:
     return max(1, size // rows.width)
 
 
-def _stream(blocks: RowSet, channel: Channel, slots: int) -> Steps[RowSet]:
-    lanes = lanes_of_aggregator(blocks.num_rows, channel.world_size, slots)
-    queues = _Queues(blocks, channel.world_size, lanes)
-    index = index_dtype(blocks.num_rows)
-    one_each = [lanes] * channel.world_size
-    flat = yield channel.all_to_all(queues.upcoming().to(index).view(-1), one_each, one_each)
-    upcoming_of_ranks = flat.view(-1, lanes).to(torch.int64)
-    flat = yield channel.all_gather(upcoming_of_ranks.amin(dim=0).to(index), one_each)
-    aggregation = _Aggregation(blocks, channel, queues, upcoming_of_ranks, flat.view(-1, lanes).to(torch.int64))
+def mean_parts(blocks: RowSet, channel: Channel, options: Options) -> Steps[list[RowSet]]:
+    """The mean of all ranks' blocks, a part from each round, whose ids do not ascend."""
+    shape = blocks.num_rows, blocks.width, blocks.rows.itemsize
+    streaming = streaming_of(*shape, channel.world_size, options.cluster, options.slots)
+    lanes = streaming.lanes
+    ranges = _Ranges(blocks.num_rows, channel.world_size, lanes, blocks.ids.device)
+    queues = _Queues(blocks, ranges)
+    own_start = ranges.starts[channel.rank].view(1, 1)
+    places = ranges.encode(queues.upcoming(), ranges.starts)
+    sizes = [places.numel() // channel.world_size] * channel.world_size
+    places = yield channel.all_to_all(places, sizes, sizes)
+    upcoming_of_ranks = ranges.decode(places, own_start)
+    places = ranges.encode(upcoming_of_ranks.amin(dim=0, keepdim=True), own_start)
+    places = yield channel.all_gather(places, sizes)
+    current = ranges.decode(places, ranges.starts)
+    aggregation = _Aggregation(blocks, channel, queues, upcoming_of_ranks, current)
 
-    streams = [slice(first, first + slots) for first in range(0, lanes, slots)]
-    in_flight = deque((stream, aggregation.push(stream)) for stream in streams if aggregation.active(stream))
-    while in_flight:
+    # Dealt out like the lanes themselves: where ids are skewed, each stream has its share of the busy ones.
+    count = streaming.streams(int((current < blocks.num_rows).sum(dim=1).max()))
+    streams = (slice(first, None, count) for first in range(count))
+    waiting = deque(stream for stream in streams if aggregation.active(stream))
+    in_flight: deque[tuple[slice, InFlight]] = deque()
+    while True:
+        while waiting and len(in_flight) < STREAMS:
+            stream = waiting.popleft()
+            in_flight.append((stream, aggregation.push(stream)))
+        if not in_flight:
+            return aggregation.means
         stream, pushed = in_flight.popleft()
         received = yield pushed
         replies = yield aggregation.reply(stream, received)
         aggregation.accept(stream, replies)
         if aggregation.active(stream):
             in_flight.append((stream, aggregation.push(stream)))
-    return aggregation.result()
+
+
+class _Ranges:
+    """Which blocks are whose: (N, L) lanes, each with every L-th block of its aggregator's range.
+
+    A block's *place* in its lane takes fewer bytes than its number; the place after the last one stands for none.
+    """
+
+    def __init__(self, num_blocks: int, world_size: int, lanes: int, device: torch.device) -> None:
+        self.num_blocks, self.lanes = num_blocks, lanes
+        self.starts = torch.tensor(even_ranges(num_blocks, world_size), device=device).unsqueeze(1)  # (N, 1)
+        self._none = places_of_lane(num_blocks, world_size, lanes)
+        self._dtype = torch.uint8 if place_bytes(self._none) == 1 else torch.int32
+        self._lane = torch.arange(lanes, device=device)
+
+    def encode(self, blocks: Tensor, starts: Tensor) -> Tensor:
+        """(R, L) blocks of lanes, `num_blocks` for none, of ranges that begin at `starts` (R, 1), as places."""
+        places = (blocks - starts) // self.lanes
+        return torch.where(blocks < self.num_blocks, places, self._none).to(self._dtype).view(-1).view(torch.uint8)
+
+    def decode(self, places: Tensor, starts: Tensor) -> Tensor:
+        """Inverse of `encode`; one start may stand for all."""
+        of_lanes = places.view(self._dtype).view(-1, self.lanes).long()
+        return torch.where(of_lanes < self._none, starts + of_lanes * self.lanes + self._lane, self.num_blocks)
 
 
 class _Queues:
     """This rank's blocks in the order they leave: (N, lanes) queues, each ascending. Shapes: N aggregators, L lanes."""
 
-    def __init__(self, blocks: RowSet, world_size: int, lanes: int) -> None:
-        starts = torch.tensor(even_ranges(blocks.num_rows, world_size), device=blocks.ids.device)
+    def __init__(self, blocks: RowSet, ranges: _Ranges) -> None:
+        starts, lanes = ranges.starts.view(-1), ranges.lanes
+        world_size = starts.numel()
         aggregator = torch.searchsorted(starts, blocks.ids, right=True) - 1
         queue = aggregator * lanes + (blocks.ids - starts[aggregator]) % lanes
         lengths = torch.bincount(queue, minlength=world_size * lanes).view(world_size, lanes)
@@ -104,7 +151,7 @@ class _Queues:
     def take(self, stream: slice, mine: Tensor) -> Tensor:
         """Removes the heads of the queues that `mine` (N, slots) selects from a stream; returns their blocks."""
         heads = self._head[:, stream]
-        taken = self._blocks.rows[self._order[heads[mine]]]
+        taken = self._blocks.rows.index_select(0, self._order[heads[mine]])
         heads += mine
         return taken
 
@@ -127,8 +174,7 @@ class _Aggregation:
         self._width = blocks.width
         self._dtype = blocks.rows.dtype
         self._record_bytes = record_bytes(self._end, self._width, self._dtype.itemsize)
-        self._ids = [blocks.ids[:0]]
-        self._means = [blocks.rows[:0]]
+        self.means: list[RowSet] = [RowSet(blocks.ids[:0], blocks.rows[:0], self._end)]
 
     def active(self, stream: slice) -> bool:
         return bool((self._current[:, stream] < self._end).any())
@@ -159,7 +205,7 @@ class _Aggregation:
         self._upcoming_of_ranks[:, stream][senders] = upcoming
         active = self._current[:, stream] < self._end
         own = active[self._channel.rank]
-        means = (total[own] / self._channel.world_size).to(self._dtype)
+        means = total[own].div_(self._channel.world_size).to(self._dtype)
         records = encode_records(self._upcoming_of_ranks[:, stream].amin(dim=0)[own], means, self._end)
         return self._channel.all_gather(records.view(-1), self._sizes(active))
 
@@ -168,10 +214,5 @@ class _Aggregation:
         current = self._current[:, stream]
         active = current < self._end
         upcoming, means = decode_records(replies, self._end, self._width, self._dtype)
-        self._ids.append(current[active])
-        self._means.append(means)
+        self.means.append(RowSet(current[active], means, self._end))
         current[active] = upcoming
-
-    def result(self) -> RowSet:
-        ids, order = torch.cat(self._ids).sort()
-        return RowSet(ids, torch.cat(self._means)[order], self._end)

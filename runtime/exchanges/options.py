@@ -17,8 +17,8 @@ class Options:
             index of the first dimension) or an element. Row sets travel by rows.
         block_size: elements of a block of `omnireduce`; None: the cheapest on `cluster`
             (`exchange_cost.cheapest_block`).
-        slots: blocks that each aggregator adds up per round and stream of `omnireduce`; None: so many that the
-            start-up of a round's messages is an eighth of their bytes' time on `cluster`.
+        slots: blocks that each aggregator adds up per round and stream of `omnireduce`; None: so many that a round's
+            bytes outweigh its start-ups on `cluster` (`exchange_cost.streaming_of`).
         scheme: of `zen`: balanced parallelism, or hierarchical centralisation (`exchange_cost.cheaper_scheme`).
         seed: of the hash functions of `zen`, any 64-bit signed number.
         cluster: the links that defaults are chosen for.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from embrace_fx.runtime.exchanges.channel import Channel
-from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, mean_by_id
+from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, join_parts, mean_by_id
 from embrace_fx.runtime.exchanges.options import Options
 from embrace_fx.runtime.exchanges.rounds import gather, push
 from embrace_fx.runtime.exchanges.steps import Steps
@@ -24,9 +24,14 @@ units = units_of
 def exchange(gradient: Gradient, channel: Channel, options: Options) -> Steps[Gradient]:
     """The mean over ranks, each unit's computed by its server."""
     own = units_of(gradient, options)
+    parts = yield from mean_parts(own, channel, options)
+    return restore(join_parts(parts, own.num_rows), gradient)
+
+
+def mean_parts(own: RowSet, channel: Channel, _options: Options) -> Steps[list[RowSet]]:
+    """The mean of all ranks' units, a part from each server."""
     starts = torch.tensor([*even_ranges(own.num_rows, channel.world_size), own.num_rows], device=own.ids.device)
     ids, rows, counts = yield from push(own, torch.searchsorted(own.ids, starts).diff(), channel)
     served = mean_by_id(ids, rows, counts, own.num_rows, channel.world_size)
-    # Ranges ascend with ranks, so the servers' units one after the other ascend too.
-    ids, rows, _ = yield from gather(served, channel)
-    return restore(RowSet(ids, rows, own.num_rows), gradient)
+    ids, rows, counts = yield from gather(served, channel)
+    return [RowSet(*part, own.num_rows) for part in zip(ids.split(counts), rows.split(counts), strict=True)]

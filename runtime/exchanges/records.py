@@ -37,10 +37,13 @@ def row_bytes(rows: Tensor) -> Tensor:
 
 
 def decode_records(flat: Tensor, limit: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Inverse of `encode_records`: indices (K,) int64 and rows (K, width)."""
+    """Inverse of `encode_records`: indices (K,) int64 and rows (K, width), where possible a view of the records."""
     index = index_dtype(limit)
-    records = flat.view(-1, record_bytes(limit, width, dtype.itemsize))
-    # Copies: bytes can only be read as wider types from an aligned address.
+    size = record_bytes(limit, width, dtype.itemsize)
+    records = flat.view(-1, size)
     indices = records[:, : index.itemsize].clone(memory_format=torch.contiguous_format).view(index)
-    rows = records[:, index.itemsize :].clone(memory_format=torch.contiguous_format).view(dtype)
+    if index.itemsize % dtype.itemsize == 0 and flat.storage_offset() % dtype.itemsize == 0:
+        rows = flat.view(dtype).view(-1, size // dtype.itemsize)[:, index.itemsize // dtype.itemsize :]
+    else:  # bytes can only be read as wider types from an aligned address
+        rows = records[:, index.itemsize :].clone(memory_format=torch.contiguous_format).view(dtype)
     return indices.view(-1).to(torch.int64), rows

@@ -15,7 +15,7 @@ import torch
 
 from embrace_fx.runtime.exchanges import hierarchical
 from embrace_fx.runtime.exchanges.channel import Channel
-from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, mean_by_id
+from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, join_parts, mean_by_id
 from embrace_fx.runtime.exchanges.hashing import hash_bitmap, hash_partition, ids_of_bitmap, index_sets
 from embrace_fx.runtime.exchanges.options import Options
 from embrace_fx.runtime.exchanges.records import row_bytes
@@ -29,17 +29,21 @@ units = units_of
 def exchange(gradient: Gradient, channel: Channel, options: Options) -> Steps[Gradient]:
     """The mean over ranks, by the scheme of the options."""
     own = units_of(gradient, options)
+    parts = yield from mean_parts(own, channel, options)
+    return restore(join_parts(parts, own.num_rows), gradient)
+
+
+def mean_parts(own: RowSet, channel: Channel, options: Options) -> Steps[list[RowSet]]:
+    """The mean of all ranks' units, by the scheme of the options: in one part, or a part from each server."""
     if options.scheme == "hierarchical":
-        mean = yield from hierarchical.mean_by_doubling(own, channel)
-    else:
-        mean = yield from _balanced(own, channel, options.seed)
-    return restore(mean, gradient)
+        return [(yield from hierarchical.mean_by_doubling(own, channel))]
+    return (yield from _balanced(own, channel, options.seed))
 
 
-def _balanced(own: RowSet, channel: Channel, seed: int) -> Steps[RowSet]:
+def _balanced(own: RowSet, channel: Channel, seed: int) -> Steps[list[RowSet]]:
     world_size, num_units = channel.world_size, own.num_rows
     partition = hash_partition(own.ids, world_size, seed)
-    grouped = RowSet(own.ids[partition.order], own.rows[partition.order], num_units)
+    grouped = RowSet(own.ids[partition.order], own.rows.index_select(0, partition.order), num_units)
     ids, rows, counts = yield from push(grouped, partition.counts, channel)
     served = mean_by_id(ids, rows, counts, num_units, world_size)
 
@@ -53,8 +57,9 @@ def _balanced(own: RowSet, channel: Channel, seed: int) -> Steps[RowSet]:
     ]
     # Bytes, because gloo and NCCL have no common list of types; values need no index, their order is the bitmap's.
     unit_bytes = own.width * own.rows.itemsize
-    flat = yield channel.all_gather(
-        row_bytes(served.rows).view(-1), [of_server.numel() * unit_bytes for of_server in ids_by_server]
-    )
-    union, order = torch.cat(ids_by_server).sort()
-    return RowSet(union, flat.view(own.rows.dtype).view(-1, own.width)[order], num_units)
+    sizes = [of_server.numel() * unit_bytes for of_server in ids_by_server]
+    flat = yield channel.all_gather(row_bytes(served.rows).view(-1), sizes)
+    return [
+        RowSet(of_server, values.view(own.rows.dtype).view(-1, own.width), num_units)
+        for of_server, values in zip(ids_by_server, flat.split(sizes), strict=True)
+    ]
