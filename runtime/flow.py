@@ -153,6 +153,7 @@ class Flow:
         coming = _sizes(following, len(now)) if self.looks_ahead else [-1] * len(now)
         with self.recorder.waiting("announcement", "ids"):
             everyone = self.communicator.announce([found, *now, *coming], failure)
+        self.communicator.note_rows(program.tables, [row[1 : 1 + len(now)] for row in everyone])
         self._after_announcement()
         if not all(row[0] for row in everyone):
             if expected and not found:  # on this rank
@@ -297,6 +298,13 @@ class Flow:
         self.settle()
         self._ahead = None
         self._forget_rows()
+
+    def close(self) -> None:
+        """Ends it between two steps: updates are applied, gradients ordinary ones, whatever was sent has arrived."""
+        self.leave()
+        self.materialise()
+        with self.communicator.watching():
+            self.launcher.close()
 
     def _forget_rows(self) -> None:
         for exchange in self.exchanges.values():

@@ -70,15 +70,15 @@ def probe(communicator: Communicator, device: torch.device = CPU) -> Cluster:
 _PROBED: WeakKeyDictionary[dist.ProcessGroup, Cluster] = WeakKeyDictionary()
 
 
-def links_for(communicator: Communicator, sent_bytes: int) -> Cluster:
-    """The links between the ranks: probed at the first call for a group, where a step sends more than one chunk.
+def probed_links(communicator: Communicator, sent_bytes: int) -> Cluster | None:
+    """The links between the ranks, probed at the first call for a group; None where a step sends less than a chunk.
 
     Args:
         sent_bytes: what a step sends, about; equal on all ranks.
     """
     group = communicator.group
     if group is None or sent_bytes <= MIN_CHUNK_BYTES:
-        return Cluster()
+        return None
     if group not in _PROBED:
         _PROBED[group] = probe(communicator)
     return _PROBED[group]
