@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
 import embrace_fx
+from embrace_fx import session
 from embrace_fx.api import CompiledModel
 from embrace_fx.cost import Cluster, Link
 from embrace_fx.passes.planner import Strategy
 from embrace_fx.plan import Plan
 from embrace_fx.planning import Findings, facts_of, used_parameters
-from embrace_fx.replanning import CONFIRMED_BY, LOOK_EVERY, SAMPLED_EVERY, Drift
+from embrace_fx.replanning import CONFIRMED_BY, LOOK_EVERY, Drift
 from embrace_fx.runtime.failure import PeerFailure
 from embrace_fx.schedule import ScheduleName
 from embrace_fx.sparsity import measure, with_units
@@ -37,10 +38,10 @@ FEW, MOST = 8, 400
 """Ids of a batch: of 8, each row is read by few; of 400, nearly all are read by each rank."""
 LINKS = Cluster(50.0, 1e-3, links=(("all_to_all", Link(20.0, 1e-3)), ("all_reduce", Link(50.0, 1e-3))))
 """So narrow that bytes alone count, and pairwise messages reach less than a ring, as they do on real networks."""
-PATIENCE = SAMPLED_EVERY * LOOK_EVERY * (CONFIRMED_BY + 1)
-"""Calls after a strong shift by which another plan is in place."""
-SPARSE, DENSE = range(18), range(18, 18 + PATIENCE + 6)
-SPARSE_AGAIN = range(DENSE.stop, DENSE.stop + PATIENCE + 24)
+PATIENCE = LOOK_EVERY * (CONFIRMED_BY + 1)
+"""Samples after a strong shift by which another plan is in place; here every call is one."""
+SPARSE, DENSE = range(8), range(8, 8 + PATIENCE + 8)
+SPARSE_AGAIN = range(DENSE.stop, DENSE.stop + PATIENCE + 20)
 TABLE, OTHER = "drifting.weight", "steady.weight"
 
 
@@ -125,7 +126,13 @@ def _evaluate(model: nn.Module) -> float:
 
 
 def train(rank: int, world_size: int, case: Case) -> Found:
-    """Trains through the shifts; the plan after each step."""
+    """Trains through the shifts, every call a sample."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "SAMPLED_EVERY", 1)
+        return _train(rank, case)
+
+
+def _train(rank: int, case: Case) -> Found:
     model = make(seed=rank)
     compiled = embrace_fx.compile(
         model,
@@ -255,11 +262,13 @@ def _train_on_pairs(rank: int, world_size: int, how: str) -> tuple[dict[str, Ten
     optimizer = Adagrad(model.parameters(), lr=0.05, eps=1e-3)
     compiled = embrace_fx.compile(model, optimizer=optimizer, cluster=LINKS)
     strategies = []
-    for step in range(0, DENSE.stop, 2):
-        TWO_BATCHES[how](compiled, batch(step, rank), batch(step + 1, rank))
-        optimizer.step()
-        optimizer.zero_grad()
-        strategies.append(compiled.plan[TABLE].strategy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "SAMPLED_EVERY", 1)
+        for step in range(0, DENSE.stop, 2):
+            TWO_BATCHES[how](compiled, batch(step, rank), batch(step + 1, rank))
+            optimizer.step()
+            optimizer.zero_grad()
+            strategies.append(compiled.plan[TABLE].strategy)
     return whole(compiled.named_parameters()), list(dict.fromkeys(strategies))
 
 
