@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from embrace_fx.cost import Cluster
 from embrace_fx.exactness import RowUpdates
 from embrace_fx.options import Options
 from embrace_fx.passes.planner import Strategy
@@ -31,6 +32,7 @@ def compile(
     row_updates: RowUpdates = "exact",
     backend: Literal["eager", "inductor"] = "eager",
     dynamic: bool | None = None,
+    cluster: Cluster | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
@@ -52,12 +54,14 @@ def compile(
             into fused kernels; needs a C++ compiler, on CUDA Triton too.
         dynamic: as `torch.compile`: None: a size is dynamic from the second batch on in which it differs; True: all
             sizes are, from the first on; False: each new shape is captured for itself.
+        cluster: the links between ranks, by which strategies are chosen and messages cut. None: they are probed, where
+            a step sends enough for it to matter.
 
     Raises:
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
             optimizer or option that differs between ranks. On every rank.
     """
-    options = Options(strategy, schedule, row_updates, backend, dynamic)
+    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster)
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from embrace_fx.cost import Cluster
 from embrace_fx.exactness import RowUpdates
 from embrace_fx.passes.planner import Strategy
 from embrace_fx.plan import STRATEGIES
@@ -19,6 +20,7 @@ class Options:
     row_updates: RowUpdates
     backend: str
     dynamic: bool | None
+    cluster: Cluster | None = None
 
     def check(self) -> None:
         """Raises `ValueError` where an option has a value that does not exist."""

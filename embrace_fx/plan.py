@@ -6,17 +6,21 @@ import hashlib
 import io
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table as TextTable
 
-from embrace_fx.cost import Cluster
+from embrace_fx.cost import COLLECTIVES, Cluster
 
 STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps")
 """What keeps a parameter consistent: "alltoall" is column shards and AlltoAll of rows, of tables only; all others
 exchange the gradient of replicas, "allreduce" densely."""
 EXCHANGES = ("allgather", "omnireduce", "zen", "ps")
 """The strategies of replicas whose exchange is sparse (`embrace_fx.runtime.exchanges`)."""
+
+LinksAre = Literal["assumed", "given", "probed"]
+"""How the links that a plan is made for are known: the default `Cluster`, the user's, or measured between the ranks."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,10 @@ class Plan:
         decisions: one per parameter, in the model's order.
         buckets: parameters whose gradients are reduced together, in launch order; one of `exchanged` is alone in its.
         renormed: data-parallel tables with `max_norm`, whose replicas must rescale the same rows.
-        links: what buckets and the blocks of exchanges are cut for.
+        links: what strategies are compared on, and buckets and the blocks of exchanges cut for.
+        links_are: how these are known.
+        watched: tables whose strategy follows the rows that ranks read: another one may be planned for them.
+        history: what earlier plans were replaced for, one line each.
     """
 
     world_size: int
@@ -87,6 +94,9 @@ class Plan:
     buckets: tuple[tuple[str, ...], ...]
     renormed: tuple[str, ...] = ()
     links: Cluster = Cluster()
+    links_are: LinksAre = "assumed"
+    watched: tuple[str, ...] = ()
+    history: tuple[str, ...] = ()
 
     @property
     def sharded(self) -> tuple[str, ...]:
@@ -183,9 +193,26 @@ def explain(plan: Plan) -> str:
             )
         if decision.candidates:
             text.add_section()
-    if not any(d.candidates for d in plan.decisions):
-        text.caption = "no parameter had a choice"
+    told = [] if any(d.candidates for d in plan.decisions) else ["no parameter had a choice"]
+    if plan.world_size > 1:
+        told += [_links_text(plan), *plan.history]
+    text.caption = "\n".join(told)
     return _printed(text)
+
+
+def _links_text(plan: Plan) -> str:
+    """The links that times are predicted for, in one line."""
+    reached = []
+    for name in (None, *COLLECTIVES):
+        link = plan.links.link(name)
+        if name is None or link != plan.links.link():
+            rate = readable_bytes(link.bandwidth_bytes_per_ms * 1e3)
+            reached.append(f"{name or 'a rank'} {rate}/s, {link.latency_ms:.3f} ms per message")
+    if plan.links.inside is not None:
+        inside = plan.links.inside
+        rate = readable_bytes(inside.bandwidth_bytes_per_ms * 1e3)
+        reached.append(f"{plan.links.ranks_per_machine} ranks per machine, inside {rate}/s, {inside.latency_ms:.3f} ms")
+    return f"links {plan.links_are}: {'; '.join(reached)}"
 
 
 def _printed(text: TextTable) -> str:

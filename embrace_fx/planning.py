@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
@@ -15,18 +16,18 @@ from embrace_fx.cost import Cluster
 from embrace_fx.exactness import RowUpdates, row_update_blocker
 from embrace_fx.graph import Gradient, Parameter, Table, TrainingGraph
 from embrace_fx.options import Options
-from embrace_fx.passes.planner import ParameterFacts, decide
+from embrace_fx.passes.planner import ParameterFacts, Strategy, decide
 from embrace_fx.passes.tables import extract_ids
-from embrace_fx.plan import Plan
+from embrace_fx.plan import LinksAre, Plan
 from embrace_fx.runtime.communicator import Communicator
 from embrace_fx.runtime.failure import PeerFailure
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.optimizers import DenseTable, Stepping
-from embrace_fx.runtime.placement import broadcast_state, materialise, shard_parameter
-from embrace_fx.runtime.probe import links_for
+from embrace_fx.runtime.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
+from embrace_fx.runtime.probe import probed_links
 from embrace_fx.runtime.program import ModelState
 from embrace_fx.runtime.tables import RowTable
-from embrace_fx.sparsity import Sparsity, measure
+from embrace_fx.sparsity import Sparsity, measure, with_units
 
 MOST_GATHERED_IDS = 2**22
 """Ids of one table, of all ranks together, that every rank may receive at set-up: 16 MiB."""
@@ -50,12 +51,84 @@ class Setting:
     options: Options
 
 
-def make_plan(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> Plan:
-    """The plan for the first training batch: measured on every rank, decided on rank 0, the same everywhere.
+@dataclass(frozen=True)
+class Findings:
+    """What a plan is decided on: rank 0's, of what every rank reported.
+
+    Attributes:
+        rows: table -> unique rows that each rank reads.
+        sparsity: table -> how its gradients lie on all ranks, where all of them told their ids.
+    """
+
+    graph: TrainingGraph
+    facts: tuple[ParameterFacts, ...]
+    rows: Mapping[str, tuple[int, ...]]
+    sparsity: Mapping[str, Sparsity]
+    world_size: int
+    strategy: Strategy
+
+    def plan(self, links: Cluster, links_are: LinksAre, current: Plan | None) -> Plan:
+        """The plan for these links; `current`: the one in use, if any."""
+        planned = decide(
+            self.graph,
+            self.facts,
+            self.rows,
+            world_size=self.world_size,
+            strategy=self.strategy,
+            cluster=links,
+            sparsity=self.sparsity,
+            current=current,
+        )
+        return replace(planned, links_are=links_are)
+
+    def with_rows(self, rows: Mapping[str, tuple[int, ...]]) -> Findings:
+        """The same with other numbers of rows, of some tables."""
+        lying = {
+            name: with_units(found, rows[name]) if name in rows else found for name, found in self.sparsity.items()
+        }
+        return replace(self, rows={**self.rows, **rows}, sparsity=lying)
+
+
+def make_plan(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> tuple[Plan, Findings | None]:
+    """The plan for a training batch: measured on every rank, decided on rank 0, the same everywhere.
+
+    Returns: the plan, and on rank 0 what it was decided on.
 
     Raises:
         PeerFailure: a rank's batch is bad, on every rank.
         ValueError: the strategy asked for does not fit the model, on every rank.
+    """
+    findings = find(setting, graph, leaves, frozenset())
+    return plan_on_links(setting, findings, None), findings
+
+
+def plan_on_links(setting: Setting, findings: Findings | None, current: Plan | None) -> Plan:
+    """Rank 0's plan for the links given, or probed where a step sends enough for it to matter. Collective.
+
+    Args:
+        findings: rank 0's alone.
+        current: the plan in use, if any.
+
+    Raises:
+        ValueError: the strategy asked for does not fit the model, on every rank.
+    """
+    if setting.options.cluster is not None:
+        return _agree_on_plan(setting, findings, (setting.options.cluster, "given"), current)
+    if current is not None and current.links_are == "probed":
+        return _agree_on_plan(setting, findings, (current.links, "probed"), current)
+    plan = _agree_on_plan(setting, findings, (Cluster(), "assumed"), current)
+    probed = _probed(setting, plan)
+    return plan if probed is None else _agree_on_plan(setting, findings, (probed, "probed"), current)
+
+
+def find(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], used: Collection[str]) -> Findings | None:
+    """What a batch is on all ranks, for rank 0. Collective.
+
+    Args:
+        used: parameters that earlier batches gave a gradient.
+
+    Raises:
+        PeerFailure: a rank's batch is bad, on every rank.
     """
     own: dict[str, Any] = {"used": used_parameters(graph), "tables": [t.parameter for t in graph.tables]}
     try:
@@ -65,25 +138,24 @@ def make_plan(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> 
     everyone = setting.communicator.gather_objects(own)
     if failures := {rank: report["failure"] for rank, report in enumerate(everyone) if "failure" in report}:
         raise PeerFailure(failures)
-    decide_on = _decider(setting, graph, everyone) if setting.communicator.rank == 0 else None
-    plan = _agree_on_plan(setting, decide_on, Cluster())
-    links = links_between(setting, plan)
-    return plan if links == Cluster() else _agree_on_plan(setting, decide_on, links)
+    return _findings(setting, graph, everyone, used) if setting.communicator.rank == 0 else None
 
 
-def links_between(setting: Setting, plan: Plan) -> Cluster:
-    """The links between the ranks, probed where a step sends enough to be cut. Collective."""
+def _probed(setting: Setting, plan: Plan) -> Cluster | None:
+    """The links between the ranks, where a step sends enough to be cut. Collective."""
     devices = {parameter.device for parameter in setting.model.parameters() if parameter.device.type != "meta"}
     device = devices.pop() if len(devices) == 1 else torch.get_default_device()
-    return links_for(setting.communicator, plan.sent_bytes_per_step, device)
+    return probed_links(setting.communicator, plan.sent_bytes_per_step, device)
 
 
-def _agree_on_plan(setting: Setting, decide_on: Callable[[Cluster], Plan] | None, links: Cluster) -> Plan:
-    """Rank 0's plan, on every rank; `decide_on`: rank 0's alone."""
+def _agree_on_plan(
+    setting: Setting, findings: Findings | None, links: tuple[Cluster, LinksAre], current: Plan | None
+) -> Plan:
+    """Rank 0's plan, on every rank."""
     plan: Plan | str | None = None
-    if decide_on is not None:
+    if findings is not None:
         try:
-            plan = decide_on(links)
+            plan = findings.plan(*links, current)
         except ValueError as error:
             plan = str(error)
     plan = setting.communicator.gather_objects(plan)[0]
@@ -93,9 +165,11 @@ def _agree_on_plan(setting: Setting, decide_on: Callable[[Cluster], Plan] | None
     return plan
 
 
-def _decider(setting: Setting, graph: TrainingGraph, everyone: list[dict[str, Any]]) -> Callable[[Cluster], Plan]:
-    """What makes a plan of everything that the ranks reported, given the links."""
-    used = set().union(*(report["used"] for report in everyone))
+def _findings(
+    setting: Setting, graph: TrainingGraph, everyone: list[dict[str, Any]], used: Collection[str]
+) -> Findings:
+    """What follows from everything that the ranks reported."""
+    used = set(used).union(*(report["used"] for report in everyone))
     reads = [report["reads"] for report in everyone]
     rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in everyone[0]["tables"]}
     facts = facts_of(setting.model, setting.optimizers, setting.classes, setting.options.row_updates, used)
@@ -104,15 +178,7 @@ def _decider(setting: Setting, graph: TrainingGraph, everyone: list[dict[str, An
         for table in graph.tables
         if (found := _sparsity(table, [own.get(table.parameter) for own in reads])) is not None
     }
-    return lambda links: decide(
-        graph,
-        facts,
-        rows,
-        world_size=setting.communicator.world_size,
-        strategy=setting.options.strategy,
-        links=links,
-        sparsity=sparsity,
-    )
+    return Findings(graph, facts, rows, sparsity, setting.communicator.world_size, setting.options.strategy)
 
 
 def facts_of(
@@ -238,19 +304,56 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     group = setting.communicator.group if setting.communicator.world_size > 1 else None
     materialise(setting.model, plan.sharded, setting.optimizers, setting.communicator)
     for name in plan.sharded:
-        parameter = shard_parameter(setting.model, name, setting.optimizers, group)
-        table = _row_table(setting, name, parameter)
-        setting.state.tables[name] = table
-        setting.stepping[id(table.optimizer)].sharded.append(table)
+        _shard(setting, name, group)
     if group is not None:
         broadcast_state(setting.model, frozenset(plan.sharded), setting.communicator)
+    _hand_over(setting, graph, plan)
+
+
+def place_anew(setting: Setting, graph: TrainingGraph, old: Plan, new: Plan) -> None:
+    """Places tables as another plan says, between two steps; state and gradients of theirs come along. Collective.
+
+    A gradient of a replica is the mean already, the same on all ranks; of a shard each rank has its own columns.
+    """
+    group, state = setting.communicator.group, setting.state
+    with setting.communicator.watching(), torch.no_grad():
+        for name in old.sharded:
+            if name not in new.sharded:
+                table = state.tables.pop(name)
+                gradient = table.dense_gradient()
+                table.parameter.grad = None
+                unshard_parameter(setting.model, name, setting.optimizers).grad = gradient
+        for name in new.sharded:
+            if name not in old.sharded:
+                gradient = state.parameter(name).grad
+                state.parameter(name).grad = None
+                _shard(setting, name, group)
+                if gradient is not None:
+                    state.tables[name].add_dense_gradient(gradient)
+    state.tables = {name: state.tables[name] for name in new.sharded}
+    _hand_over(setting, graph, new)
+
+
+def _shard(setting: Setting, name: str, group: dist.ProcessGroup | None) -> None:
+    parameter = shard_parameter(setting.model, name, setting.optimizers, group)
+    setting.state.tables[name] = _row_table(setting, name, parameter)
+
+
+def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
+    """Tells optimizers and announcements which tables there are."""
+    for stepping in setting.stepping.values():
+        stepping.sharded, stepping.dense_tables = [], []
+    for table in setting.state.tables.values():
+        setting.stepping[id(table.optimizer)].sharded.append(table)
     for found in graph.tables:
         parameter = setting.state.parameter(found.parameter)
         if found.parameter not in plan.sharded and _updated_by_rows(setting, parameter):
             table = _row_table(setting, found.parameter, parameter)
             dense = DenseTable(table, all_rows=found.use != "sparse")
             setting.stepping[id(table.optimizer)].dense_tables.append(dense)
-    setting.communicator.tables = len(plan.sharded) + len(plan.renormed)
+    exchanged = (*plan.sharded, *plan.renormed)
+    setting.communicator.tables = len(exchanged)
+    setting.communicator.watched = tuple(name for name in plan.watched if name not in exchanged)
 
 
 def _updated_by_rows(setting: Setting, parameter: nn.Parameter) -> bool:

@@ -20,7 +20,7 @@ from embrace_fx.passes.relax import RelaxDependences
 from embrace_fx.passes.scheduler import schedule
 from embrace_fx.passes.step_graph import Sizes, build, compute_durations, events
 from embrace_fx.plan import Plan
-from embrace_fx.planning import Setting, links_between
+from embrace_fx.planning import Setting
 from embrace_fx.runtime import streams
 from embrace_fx.runtime.bucket_updates import BucketUpdates
 from embrace_fx.runtime.communicator import InFlight
@@ -51,10 +51,10 @@ class Scheduling:
         self._steps, self._profiled = 0, False
         self._recording: Recording | None = None
         self.looks_ahead = setting.options.schedule in ("vertical", "2d")
-        self._cluster = links_between(setting, plan)
-        self._bucket_chunks = [bucket_chunks(setting, plan, bucket, self._cluster) for bucket in plan.buckets]
+        self._cluster = plan.links.among(plan.world_size)
+        self._bucket_chunks = [bucket_chunks(setting, plan, bucket, plan.links) for bucket in plan.buckets]
         self._delayed_chunks = {
-            table: delayed_chunks(plan, table, self._cluster) if self.looks_ahead else 0 for table in plan.sharded
+            table: delayed_chunks(plan, table, plan.links) if self.looks_ahead else 0 for table in plan.sharded
         }
         self.schedule = self._order(None)
         self._flow: Flow | None = None

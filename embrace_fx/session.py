@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,12 +26,14 @@ from embrace_fx.passes.buffers import live_buffers, mutated_buffers
 from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.tables import draws_randomly, extract_ids
 from embrace_fx.plan import Plan
-from embrace_fx.planning import Setting, make_plan, place
+from embrace_fx.planning import Findings, Setting, find, make_plan, place, place_anew, plan_on_links
+from embrace_fx.replanning import SAMPLED_EVERY, Drift, changes, story
 from embrace_fx.runtime.ahead import Ahead
 from embrace_fx.runtime.communicator import Communicator, bad_id_report, check_activities
 from embrace_fx.runtime.failure import PeerFailure
 from embrace_fx.runtime.flow import Flow
 from embrace_fx.runtime.gradients import clip_gradients
+from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.optimizers import Stepping, attach
 from embrace_fx.runtime.placement import (
     broadcast_state,
@@ -49,6 +52,8 @@ MAX_CAPTURES = 32
 """Captures of one model before it is refused another: each costs seconds, and shapes that never repeat would cost
 them at every step. Torch's own limit of recompilations is of this order."""
 
+logger = logging.getLogger(__name__)
+
 _TRAINING, _ACCUMULATING, _EVALUATING = range(3)
 
 
@@ -58,7 +63,8 @@ class _Variant:
 
     captured: Captured
     analysed: TrainingGraph
-    program: Program
+    train: bool
+    program: Program | None = None  # built when first needed under the plan in use
     accumulating: Program | None = None  # for backwards under no_sync, built when first needed
 
 
@@ -101,6 +107,8 @@ class Session:
         classes = {id(optimizer): attach(optimizer, stepping[id(optimizer)]) for optimizer in optimizers}
         self._setting = Setting(model, optimizers, classes, stepping, self._state, self._communicator, options)
         self._plan: Plan | None = None
+        self._drift: Drift | None = None  # of rank 0, where anything may drift
+        self._calls = 0  # for training, so far
         self._sequence: str | None = None
         self._captures = 0
         self._stale_buffers: set[str] = set()  # changed by training since the ranks last shared them
@@ -187,25 +195,45 @@ class Session:
         kind = self._kinds.setdefault(self._key(leaves, spec, train), _Kind())
         if self._plan is None and not train:
             return self._evaluate_plainly(args, kwargs)
-        variant, program = self._runs(kind, leaves, args, kwargs, train)
+        variant = self._variant(kind, leaves, args, kwargs, train)
+        if self._communicator.asked_to_plan:
+            self._plan_again(variant, leaves)
+        variant, program = self._runs(variant, kind, leaves, args, kwargs, train)
         following = self._following(kind, program, leaves, spec) if program.flow is not None else None
         if self._flow is not None and program.flow is None:
             self._flow.leave()
+        self._calls += train
         results = program.call(leaves, train=train, following=following)
+        if self._drift is not None and train and self._calls % SAMPLED_EVERY == 0:
+            self._drift.observe(self._communicator.rows_read)
+            self._communicator.asks_to_plan = self._drift.wants_plan
         return pytree.tree_unflatten(results, variant.captured.result_spec)
 
-    def _runs(
+    def _variant(
         self, kind: _Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
+    ) -> _Variant:
+        """A capture that is valid for a batch."""
+        found = next((v for v in kind.variants if v.captured.accepts(leaves)), None)
+        return self._capture(kind, leaves, args, kwargs, train) if found is None else found
+
+    def _runs(
+        self,
+        variant: _Variant,
+        kind: _Kind,
+        leaves: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        train: bool,
     ) -> tuple[_Variant, Program]:
         """What a batch runs on."""
-        variant = next((v for v in kind.variants if v.captured.accepts(leaves)), None)
-        if variant is None:
-            variant = self._capture(kind, leaves, args, kwargs, train)
-        if self.synchronised or not train:
-            return variant, variant.program
-        program = self._accumulating(variant)
-        if not variant.captured.accepts(leaves):  # compiling it has narrowed what the variant takes
-            return self._runs(kind, leaves, args, kwargs, train)
+        accumulates = train and not self.synchronised
+        compiles = variant.program is None or (accumulates and variant.accumulating is None)
+        if variant.program is None:
+            self._build(variant)
+        program = self._accumulating(variant) if accumulates else variant.program
+        if compiles and not variant.captured.accepts(leaves):  # compiling has narrowed what the variant takes
+            return self._runs(self._variant(kind, leaves, args, kwargs, train), kind, leaves, args, kwargs, train)
+        assert program is not None
         return variant, program
 
     def _following(self, kind: _Kind, program: Program, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ahead | None:
@@ -216,7 +244,7 @@ class Session:
         if coming is None or self._kinds.get(self._key(coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
-        return variant.program.ahead(coming) if variant is not None else None
+        return variant.program.ahead(coming) if variant is not None and variant.program is not None else None
 
     def _end_lookahead(self) -> None:
         """No batch is expected any more, and everything is applied."""
@@ -276,10 +304,12 @@ class Session:
             self._give_up(failure)
         assert captured is not None
         if self._plan is None:
-            self._plan = make_plan(self._setting, analysed, leaves)
+            self._plan, findings = make_plan(self._setting, analysed, leaves)
+            self._drift = _drift(self._plan, findings)
             place(self._setting, analysed, self._plan)
             log_text("plan", str(self._plan))
-        variant = self._build(captured, analysed, train)
+        variant = _Variant(captured, analysed, train)
+        self._build(variant)
         kind.variants.append(variant)
         return variant
 
@@ -342,7 +372,54 @@ class Session:
 
     # -- building programs ---------------------------------------------------------------------------------------------
 
-    def _build(self, captured: Captured, analysed: TrainingGraph, train: bool) -> _Variant:
+    def _plan_again(self, variant: _Variant, leaves: Sequence[Any]) -> None:
+        """Another plan, as rank 0 asked for in the last announcement, if this is a moment for it. Collective.
+
+        Raises:
+            PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
+        """
+        everyone = self._communicator.announce([self._may_plan_again(variant)])
+        if not all(may for (may,) in everyone):
+            return
+        old, used = self.plan, {d.parameter for d in self.plan if d.strategy not in ("frozen", "unused")}
+        findings = find(self._setting, variant.analysed, leaves, used)
+        if findings is not None and self._drift is not None:
+            findings = findings.with_rows(self._drift.rows)
+        new = plan_on_links(self._setting, findings, old)
+        self._communicator.asks_to_plan = False
+        if not changes(old, new):
+            self._drift = _drift(old, findings)
+            return
+        if self._flow is not None:
+            self._flow.close()
+        place_anew(self._setting, variant.analysed, old, new)
+        told = story(self._calls, old, new)
+        self._plan = replace(new, history=(*old.history, told))
+        self._drift = _drift(self._plan, findings)
+        self._flow = self._scheduling = self._sequence = None
+        for stepping in self._setting.stepping.values():
+            stepping.flow = None
+        for kind in self._kinds.values():
+            for each in kind.variants:
+                each.program = each.accumulating = None
+        log_text("plan", str(self._plan))
+        if self._communicator.rank == 0:
+            logger.info("planned again %s", told)
+
+    def _may_plan_again(self, variant: _Variant) -> bool:
+        """Whether this rank can do without the plan in use: no backward is to come, no sum half made, no recording."""
+        tables = {decision.parameter for decision in self.plan if decision.is_table}
+        return (
+            variant.train
+            and not self._state.unreduced
+            and not self._state.awaiting_backward
+            and (self._flow is None or self._flow.recorder.recording is None)
+            and {table.parameter for table in variant.analysed.tables} == tables
+        )
+
+    def _build(self, variant: _Variant) -> None:
+        """Makes a variant's program under the plan in use."""
+        captured, analysed, train = variant.captured, variant.analysed, variant.train
         compiled, failure = None, None
         try:
             compiled = self._compile(analysed, reduce=train)
@@ -360,8 +437,8 @@ class Session:
             self._graphs = compiled.graphs
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
-        program = self._program(compiled, captured, analysed, train=train, reduce=train)
-        return _Variant(self._as_compiled(captured), analysed, program)
+        variant.program = self._program(compiled, captured, analysed, train=train, reduce=train)
+        variant.captured = self._as_compiled(captured)
 
     def _accumulating(self, variant: _Variant) -> Program:
         """The same graph with its dense gradients left as they are."""
@@ -421,7 +498,7 @@ class Session:
             buckets,
             captured.result_constants,
             before_forward,
-            self._id_check(analysed),
+            self._look_at_batch(analysed, train=train),
             self._flow if train and reduce else None,
             regions=self._region_compiler(),
         )
@@ -433,8 +510,11 @@ class Session:
 
         return RegionCompiler()
 
-    def _id_check(self, analysed: TrainingGraph) -> Callable[[Sequence[Any]], str | None]:
-        """What looks for an id outside a data-parallel table; the ids of shards are checked as they are exchanged."""
+    def _look_at_batch(self, analysed: TrainingGraph, *, train: bool) -> Callable[[Sequence[Any]], str | None]:
+        """What looks at the ids of data-parallel tables, ahead of the announcement; it tells those of shards anyway.
+
+        An id outside its table is a failure. Of tables that are watched, every few steps, the rows read are counted.
+        """
         exchanged = (*self.plan.sharded, *self.plan.renormed)
         tables = [t for t in analysed.tables if t.parameter not in exchanged and all(u.ids_from_batch for u in t.uses)]
         tables = [t for t in tables if not draws_randomly(extract_ids(analysed, [t]))]
@@ -442,13 +522,21 @@ class Session:
             return lambda leaves: None
         read_ids = self._state.reader(extract_ids(analysed, tables))
         uses = [(t.parameter, t.num_rows) for t in tables for _ in t.uses]
+        watched = [t for t in tables if t.parameter in self.plan.watched] if train else []
 
-        def check(leaves: Sequence[Any]) -> str | None:
+        def look(leaves: Sequence[Any]) -> str | None:
             with torch.no_grad():
-                found = (bad_id_report(ids, *use) for ids, use in zip(read_ids(leaves), uses, strict=True))
-                return next((report for report in found if report is not None), None)
+                ids = read_ids(leaves)
+                found = (bad_id_report(each, *use) for each, use in zip(ids, uses, strict=True))
+                failure = next((report for report in found if report is not None), None)
+                if failure is None and self._calls % SAMPLED_EVERY == 0:
+                    for table in watched:
+                        own = [each for each, (name, _) in zip(ids, uses, strict=True) if name == table.parameter]
+                        rows = unique_ids(own, table.num_rows, table.uses[0].padding_idx)[0].numel()
+                        self._communicator.rows_seen[table.parameter] = rows
+                return failure
 
-        return check
+        return look
 
     def _check_gradients(self, analysed: TrainingGraph) -> None:
         """A gradient that the plan does not know of would stay this rank's own."""
@@ -525,6 +613,11 @@ class Session:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         return self.model.load_state_dict(with_own_columns(self.model, state_dict), strict, assign)
+
+
+def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
+    """What follows the plan's tables, where there are any to follow, on rank 0."""
+    return Drift(plan, findings) if findings is not None and plan.watched else None
 
 
 _NOTHING_SENT = (

@@ -149,6 +149,29 @@ def independent(num_units: int, width: int, itemsize: int, units_by_rank: tuple[
     return Sparsity(num_units, width, itemsize, units_by_rank, unions)
 
 
+def with_units(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
+    """The same tensor with other numbers of units, which ranks have in common as much as here.
+
+    As much: unions lie as far on the way from those of equal ranks to those of independent ones.
+    """
+    drawn = independent(sparsity.num_units, sparsity.width, sparsity.itemsize, units_by_rank)
+    once = independent(sparsity.num_units, sparsity.width, sparsity.itemsize, sparsity.units_by_rank)
+    here, there = sparsity.mean_units, drawn.mean_units
+    unions = []
+    for ranks, (found, apart, apart_there) in enumerate(
+        zip(sparsity.unions, once.unions, drawn.unions, strict=True), start=1
+    ):
+        way = (found - here) / (apart - here) if ranks > 1 and apart > here else 1.0
+        unions.append(min(max(there + way * (apart_there - there), there), ranks * there, sparsity.num_units))
+    fullest = max(1.0, sparsity.num_units / max(there, 1.0))  # a range has no more units than that
+    return replace(
+        drawn,
+        unions=tuple(unions),
+        push_imbalance=min(sparsity.push_imbalance, fullest),
+        pull_imbalance=min(sparsity.pull_imbalance, fullest),
+    )
+
+
 def random_sparsity(num_units: int, width: int, itemsize: int, density: float, world_size: int) -> Sparsity:
     """Every unit present on every rank with the same probability, independently."""
     return independent(num_units, width, itemsize, (round(num_units * density),) * world_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def plan(
     """The plan that `compile` would make on `world_size` ranks of a cluster. Needs one process and no network.
 
     The model is captured as at its first call; neither it nor the optimizer is changed. `plan(...).explain()` prints
-    what every strategy is predicted to cost. `cluster` is also what buckets and blocks are cut for.
+    what every strategy is predicted to cost.
 
     Args:
         model: a plain module, in the mode in which it is trained.
@@ -75,16 +75,16 @@ def plan(
             mean_rows = round(sum(read.rows for read in reads) / len(reads))
             rows[table.parameter] = tuple(read.rows for read in reads) + (mean_rows,) * (ranks - len(reads))
             sparsity[table.parameter] = _sparsity(table, reads, ranks)
-    return decide(
+    planned = decide(
         graph,
         facts_of(model, optimizers, classes, row_updates, used),
         rows,
         world_size=ranks,
         strategy=strategy,
         cluster=cluster,
-        links=cluster,
         sparsity=sparsity,
     )
+    return replace(planned, links_are="assumed" if cluster == Cluster() else "given")
 
 
 @dataclass(frozen=True)

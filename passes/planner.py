@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from math import ceil, prod
 
 from embrace_fx import cost
 from embrace_fx.exchange_cost import Scheme, cheaper_scheme, cheapest_block, predict
@@ -25,7 +25,11 @@ Strategy = str | Mapping[str, str]
 CLEARLY = 0.8
 """Of the time of AllReduce, and of AlltoAll where it is legal, without their start-ups: a sparse exchange of replicas
 must stay below it to be chosen. It makes passes over the whole gradient, which the model does not count; and the
-start-ups of the others are hardly its own, as an AllReduce shares them with its bucket, an AlltoAll with all tables."""
+start-ups of the others are hardly its own, as an AllReduce shares them with its bucket, an AlltoAll with all tables.
+Of the time of the strategy in use, too: a change of strategy must promise as much."""
+
+SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
+"""Of a table's rows, read by each rank: at these it is tried out whether its strategy depends on them."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,8 @@ def decide(
     world_size: int,
     strategy: Strategy = "auto",
     cluster: cost.Cluster = cost.Cluster(),
-    links: cost.Cluster = cost.Cluster(),
     sparsity: Mapping[str, Sparsity] | None = None,
+    current: Plan | None = None,
 ) -> Plan:
     """The plan for a graph.
 
@@ -89,18 +93,19 @@ def decide(
         facts: every parameter of the model.
         rows_by_rank: table -> unique rows that each rank's first batch reads.
         strategy: "auto", one strategy for every table, or {name pattern: strategy}.
-        cluster: what strategies are compared on.
-        links: what buckets and blocks are cut for.
+        cluster: the links that strategies are compared on, and buckets and blocks cut for.
         sparsity: table -> how its gradients lie on all ranks, in rows; of others it is assumed, rows being drawn at
             random as often as `rows_by_rank` says.
+        current: the plan in use: a table's strategy stays unless the best one takes less than `CLEARLY` of its time.
 
     Raises:
         ValueError: a strategy that does not exist, or a pattern that nothing matches.
     """
-    setting = _Setting(graph, world_size, cluster.among(world_size), links, sparsity or {})
+    in_use = {d.parameter: d.strategy for d in current} if current is not None else {}
+    setting = _Setting(graph, world_size, cluster.among(world_size), cluster, sparsity or {}, in_use)
     tables = {table.parameter: table for table in graph.tables}
     wanted = requested_strategies(strategy, tuple(tables), tuple(fact.name for fact in facts if fact.trainable))
-    decisions = []
+    decisions, watched = [], []
     for fact in facts:
         if not fact.trainable:
             choice = _Choice(_nothing_sent("frozen"), "takes no gradient")
@@ -108,6 +113,8 @@ def decide(
             choice = _Choice(_nothing_sent("unused"), "no rank's forward gives it a gradient")
         elif fact.name in tables:
             choice = setting.of_table(tables[fact.name], fact, rows_by_rank.get(fact.name, ()), wanted[fact.name])
+            if wanted[fact.name] == "auto" and setting.depends_on_rows(tables[fact.name], fact):
+                watched.append(fact.name)
         else:
             choice = setting.of_dense(fact, wanted[fact.name])
         chosen = choice.chosen
@@ -130,8 +137,8 @@ def decide(
     alone = {name for name in reduced if replicas[name] in EXCHANGES}
     sizes = {fact.name: fact.nbytes for fact in facts}
     renormed = tuple(t.parameter for t in graph.tables if t.max_norm and world_size > 1)
-    buckets = plan_buckets(graph, reduced, sizes, links, world_size, alone)
-    return Plan(world_size, tuple(decisions), buckets, renormed, links)
+    buckets = plan_buckets(graph, reduced, sizes, cluster, world_size, alone)
+    return Plan(world_size, tuple(decisions), buckets, renormed, cluster, watched=tuple(watched))
 
 
 def requested_strategies(
@@ -192,13 +199,14 @@ def shard_blocker(table: Table) -> str | None:
 
 @dataclass(frozen=True)
 class _Setting:
-    """What every parameter's choice is made in; `cluster` has one rank per machine."""
+    """What every parameter's choice is made in; `cluster` is `links` as one rank per machine, for times."""
 
     graph: TrainingGraph
     world_size: int
     cluster: cost.Cluster
     links: cost.Cluster
     sparsity: Mapping[str, Sparsity]
+    in_use: Mapping[str, str]
 
     def of_dense(self, fact: ParameterFacts, wanted: str) -> _Choice:
         """A parameter that no lookup reads: nothing is known of its gradient's zeros, but the user may know."""
@@ -238,11 +246,26 @@ class _Setting:
             cheaper = blocker is None and share < 0.5
         else:
             cheaper = blocker is None and sharded.predicted_ms < priced["allreduce"].predicted_ms
-        if sparse := self._clearly_cheapest(priced):
-            return self._chosen(priced, sparse, f"{blocker}; {read}" if blocker else read)
-        if cheaper:
+        best = self._clearly_cheapest(priced) or ("alltoall" if cheaper else "allreduce")
+        in_use = self.in_use.get(fact.name, best)
+        if best != in_use and not self._worth_a_change(priced[in_use], priced[best]):
+            return self._chosen(priced, in_use, f"in use; {what}", f"{in_use} is in use, {best} not clearly faster")
+        if best in EXCHANGES:
+            return self._chosen(priced, best, f"{blocker}; {read}" if blocker else read)
+        if best == "alltoall":
             return self._chosen(priced, "alltoall", what)
         return self._chosen(priced, "allreduce", blocker or f"small, or densely read: {what}")
+
+    def depends_on_rows(self, table: Table, fact: ParameterFacts) -> bool:
+        """Whether more or fewer rows read would make another strategy the best."""
+        anywhere = replace(self, sparsity={}, in_use={})
+        rows = {ceil(table.num_rows * share) for share in SHARES}
+        choices = (anywhere.of_table(table, fact, (each,) * self.world_size, "auto") for each in rows)
+        return self.world_size > 1 and len({choice.chosen.strategy for choice in choices}) > 1
+
+    @staticmethod
+    def _worth_a_change(in_use: _Priced, best: _Priced) -> bool:
+        return in_use.blocker is not None or best.predicted_ms < CLEARLY * in_use.predicted_ms
 
     def _replicas(
         self,
@@ -255,12 +278,9 @@ class _Setting:
         priced = {}
         for strategy in strategies:
             scheme: Scheme = cheaper_scheme(rows, self.cluster) if strategy == "zen" else "balanced"
-            found = predict(strategy, self._units(rows, strategy, self.cluster), scheme=scheme, cluster=self.cluster)
-            # Compared on the cluster, so that what is chosen does not depend on what was measured of the links; bytes
-            # are those of the blocks that will be cut.
-            cut = predict(strategy, self._units(rows, strategy, self.links), scheme=scheme, cluster=self.links)
-            sent = cut.mean + upkeep
-            held = 0 if strategy == "allreduce" else 2 * cut.mean.sent_bytes
+            found = predict(strategy, self._units(rows, strategy), scheme=scheme, cluster=self.links)
+            sent = found.mean + upkeep
+            held = 0 if strategy == "allreduce" else 2 * found.mean.sent_bytes
             priced[strategy] = _Priced(
                 strategy,
                 sent,
@@ -289,10 +309,10 @@ class _Setting:
         assumed = independent(table.num_rows, table.embedding_dim, fact.itemsize, rows)
         return self.sparsity.get(table.parameter, assumed)
 
-    def _units(self, rows: Sparsity, strategy: str, cluster: cost.Cluster) -> Sparsity:
+    def _units(self, rows: Sparsity, strategy: str) -> Sparsity:
         if strategy != "omnireduce":
             return rows
-        return in_blocks(rows, cheapest_block(rows.width, rows.itemsize, cluster))
+        return in_blocks(rows, cheapest_block(rows.width, rows.itemsize, self.links))
 
     def _clearly_cheapest(self, priced: Mapping[str, _Priced]) -> str | None:
         """The cheapest sparse exchange of replicas, if it is worth it."""

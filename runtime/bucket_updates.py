@@ -174,12 +174,12 @@ class BucketUpdates:
             for parameter in bucket.parameters:
                 summed |= parameter.grad is not None and parameter not in without
         if summed:
-            for k in buckets:
-                bucket = self._waiting[k]
-                for parameter, gradient in zip(bucket.parameters, self._land(bucket), strict=True):
+            with self._launcher.hurrying():  # rows of a forward to come may stand before the buckets
+                landed = {k: self._land(self._waiting[k]) for k in buckets}
+            for k, gradients in landed.items():
+                for parameter, gradient in zip(self._waiting.pop(k).parameters, gradients, strict=True):
                     if parameter not in without:
                         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-                del self._waiting[k]
             self._delivered([parameter for names in self._names for parameter in map(self._parameter, names)])
             return
         for k in buckets:

@@ -31,6 +31,9 @@ ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval 
 CLASSES = ("ids", "embedding", "dense")
 """Communication classes, each with a process group of its own."""
 
+_FAILED, _ASKS_TO_PLAN = 1, 2
+"""Marks in the first number of an announcement."""
+
 LANE_GROUPS = tuple(f"{lane} lane" for lane in LANES if lane != "compute")
 """The groups of the launcher's thread."""
 
@@ -71,6 +74,11 @@ class Communicator:
         self.activity = 0
         self.failure: str | None = None  # found before the step's announcement, which reports it
         self.tables = 0  # how many tables exchange ids, once planned
+        self.watched: tuple[str, ...] = ()  # other tables of which an announcement tells the rows read
+        self.rows_seen: dict[str, int] = {}  # of those, in the coming step; of a table that is not there, unknown
+        self.rows_read: dict[str, tuple[int, ...]] = {}  # table -> rows that each rank reads, as far as announced
+        self.asks_to_plan = False  # this rank would have another plan made
+        self.asked_to_plan = False  # any rank would, as of the last announcement
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._roll_call: RollCall | None = None
         if group is not None and self.world_size > 1:
@@ -89,13 +97,15 @@ class Communicator:
         """
         if self.world_size > 1 and self.uses_nccl(device):
             for lane, name in zip(LANES[1:], LANE_GROUPS, strict=True):
+                if name in self._groups:
+                    continue
                 self._groups[name] = self._new_group(name, backend="nccl", urgent=lane in URGENT)
                 self._connect(name, device)
         elif self.world_size > 1:
             self._open(LANE_GROUPS)
 
     def open_group(self, name: str) -> dist.ProcessGroup:
-        """Another group of the same ranks. Collective, of at least two ranks."""
+        """Another group of the same ranks, or the one of that name. Collective, of at least two ranks."""
         self._open([name])
         return self._groups[name]
 
@@ -105,7 +115,8 @@ class Communicator:
 
     def _open(self, names: Sequence[str]) -> None:
         for name in names:
-            self._groups[name] = self._new_group(name)
+            if name not in self._groups:
+                self._groups[name] = self._new_group(name)
 
     def _new_group(self, name: str, backend: str | None = None, urgent: bool = False) -> dist.ProcessGroup:
         """Another group of the same ranks; `backend` None: with the back ends of this one."""
@@ -174,16 +185,27 @@ class Communicator:
         # One length whatever the step, or the announcement itself would hang; a step with the next batch's sizes in it
         # has most to say.
         padding = [0] * (1 + 2 * self.tables - len(sizes))
-        own = torch.tensor([failure is not None, self.activity, *sizes, *padding], dtype=torch.int64)
+        seen = [self.rows_seen.get(name, -1) for name in self.watched]
+        self.rows_seen = {}
+        marks = _FAILED * (failure is not None) | _ASKS_TO_PLAN * self.asks_to_plan
+        own = torch.tensor([marks, self.activity, *seen, *sizes, *padding], dtype=torch.int64)
         everyone = own.new_empty((self.world_size, own.numel()))
         with self.watching():
             all_gather_single(everyone.view(-1), own, group=self._hosts)
         rows: list[list[int]] = everyone.tolist()
-        if any(row[0] for row in rows):
+        self.asked_to_plan = any(row[0] & _ASKS_TO_PLAN for row in rows)
+        first = 2 + len(seen)
+        self.rows_read = {}
+        self.note_rows(self.watched, [row[2:first] for row in rows])
+        if any(row[0] & _FAILED for row in rows):
             failures = self.gather_objects(failure)
             raise PeerFailure({rank: text for rank, text in enumerate(failures) if text is not None})
         check_activities([row[1] for row in rows])
-        return [row[2 : 2 + len(sizes)] for row in rows]
+        return [row[first : first + len(sizes)] for row in rows]
+
+    def note_rows(self, tables: Sequence[str], sizes: Sequence[Sequence[int]]) -> None:
+        """Keeps what was announced: `sizes` by rank, by table; below 0 where it is unknown."""
+        self.rows_read.update(zip(tables, zip(*sizes, strict=True), strict=False))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Rank 0's values, in place."""
@@ -215,6 +237,7 @@ class Communicator:
         counts = [u.numel() for u in unique]
         reports = (bad_id_report(*each) for each in zip(unique, tables, num_rows, strict=True))
         everyone = self.announce(counts, next((report for report in reports if report is not None), None))
+        self.note_rows(tables, everyone)
         return self.gather_rows_read(unique, everyone, num_rows, group)
 
     def gather_rows_read(

@@ -105,6 +105,7 @@ class Flow:
         state = found * _FOUND + (not self.launcher.took_turns()) * _OVERTOOK
         with self.recorder.waiting("announcement", "ids"):
             everyone = self.communicator.announce([state, *now, *coming], failure)
+        self.communicator.note_rows(program.tables, [row[1 : 1 + len(now)] for row in everyone])
         self._after_announcement()
         if any(row[0] & _OVERTOOK for row in everyone):
             self.launcher.catch_up()
@@ -254,6 +255,13 @@ class Flow:
         self.settle()
         self._ahead = None
         self._forget_rows()
+
+    def close(self) -> None:
+        """Ends it between two steps: updates are applied, gradients ordinary ones, whatever was sent has arrived."""
+        self.leave()
+        self.materialise()
+        with self.communicator.watching():
+            self.launcher.close()
 
     def _forget_rows(self) -> None:
         for exchange in self.exchanges.values():

@@ -145,7 +145,19 @@ class Launcher:
         """Begins to launch what is submitted."""
         thread = threading.Thread(target=_run, args=(self._state,), name="embrace_fx launcher", daemon=True)
         thread.start()
-        weakref.finalize(self, _stop, self._state, thread)
+        self._stop = weakref.finalize(self, _stop, self._state, thread)
+
+    def close(self) -> None:
+        """Waits until everything submitted has completed, and ends the thread.
+
+        Raises:
+            RuntimeError: a collective failed.
+        """
+        with self.hurrying(), self._state.changed:
+            self._state.changed.wait_for(lambda: self._state.error is not None or not self._state.under_way())
+        self._stop()
+        if self._state.error is not None:
+            raise self._state.error
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[_Window]:

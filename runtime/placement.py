@@ -81,6 +81,22 @@ def shard_parameter(
     return new
 
 
+def unshard_parameter(model: nn.Module, name: str, optimizers: Sequence[Optimizer]) -> nn.Parameter:
+    """The reverse of `shard_parameter`: the whole table and its optimizer's state, on every rank. Collective."""
+    old = parameter_named(model, name)
+    new = nn.Parameter(_whole(old.detach()), requires_grad=old.requires_grad)
+    set_parameter(model, old, new)
+    replace_parameter(optimizers, old, new)
+    for optimizer in optimizers:
+        state = optimizer.state.get(new, {})
+        state.update({key: _whole(value) for key, value in state.items() if isinstance(value, DTensor)})
+    return new
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor().contiguous() if isinstance(tensor, DTensor) else tensor
+
+
 def broadcast_state(model: nn.Module, sharded: Collection[str], communicator: Communicator) -> None:
     """Rank 0's replicated parameters and buffers to every rank."""
     replicated = [parameter for name, parameter in model.named_parameters() if name not in sharded]

@@ -75,8 +75,8 @@ _PROBED: WeakKeyDictionary[dist.ProcessGroup, dict[str, Cluster]] = WeakKeyDicti
 """By group and type of device."""
 
 
-def links_for(communicator: Communicator, sent_bytes: int, device: torch.device = CPU) -> Cluster:
-    """The links between the ranks: probed at the first call for a group, where a step sends more than one chunk.
+def probed_links(communicator: Communicator, sent_bytes: int, device: torch.device = CPU) -> Cluster | None:
+    """The links between the ranks, probed at the first call for a group; None where a step sends less than a chunk.
 
     Args:
         sent_bytes: what a step sends, about; equal on all ranks.
@@ -84,7 +84,7 @@ def links_for(communicator: Communicator, sent_bytes: int, device: torch.device 
     """
     group = communicator.group
     if group is None or sent_bytes <= MIN_CHUNK_BYTES:
-        return Cluster()
+        return None
     found = _PROBED.setdefault(group, {})
     device = device if communicator.uses_nccl(device) else CPU
     if device.type not in found:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, fx, nn
@@ -67,6 +68,8 @@ class ModelState:
         self.unreduced: set[str] = set()
         """Parameters whose `.grad` holds this rank's own sum, from backwards under `no_sync`."""
         self._delivered: list[tuple[nn.Parameter, Tensor, int]] = []
+        self.awaiting_backward: WeakSet[Step] = WeakSet()
+        """Calls whose results the user still holds, and has not gone backward from."""
 
     def parameter(self, name: str) -> nn.Parameter:
         owner, key = self._parameters[name]
@@ -420,6 +423,7 @@ class Step:
                 "same results; what it needs has been freed and its gradients have been reduced. Call the model again, "
                 "or add the losses and call backward once."
             )
+        program._state.awaiting_backward.discard(self)
         values, self._values = self._values, None
         backward = program._backward
         assert backward is not None
@@ -675,6 +679,7 @@ class _Run(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         results = step.forward()
         program = step.program
+        program._state.awaiting_backward.add(step)
         fixed = [r for i, r in zip(program._results, results, strict=True) if i not in program._differentiable]
         ctx.mark_non_differentiable(*(r for r in fixed if isinstance(r, Tensor)))
         return tuple(results)

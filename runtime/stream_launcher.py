@@ -169,7 +169,14 @@ class StreamLauncher(Launcher):
         self._issuer = _Issuer(self._state, self._streams)
         thread = threading.Thread(target=_stand_by, args=(self._issuer,), name="embrace_fx launcher", daemon=True)
         thread.start()
-        weakref.finalize(self, _stop, self._state, thread)
+        self._stop = weakref.finalize(self, _stop, self._state, thread)
+
+    def close(self) -> None:
+        """Has the current stream wait for everything submitted, and ends the thread."""
+        self.catch_up()
+        for ticket in list(self._issuer.unwaited.values()):
+            ticket.wait()
+        self._stop()
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[launcher._Window]:

@@ -128,6 +128,26 @@ class RowTable:
         pending = self.pending()
         return pending is None or bool(pending[1].isfinite().all())
 
+    def dense_gradient(self) -> Tensor | None:
+        """A shard's waiting gradient as that of the whole table (V, D), None where there is none. Collective."""
+        gradient = self.pending()
+        if gradient is None:
+            return None
+        ids, rows = gradient
+        own = torch.zeros_like(self.local).index_copy_(0, ids, rows)
+        assert isinstance(self.parameter, DTensor)
+        whole = as_shard(own, self.parameter.shape, self.parameter.device_mesh)
+        assert isinstance(whole, DTensor)
+        return whole.full_tensor().contiguous()
+
+    def add_dense_gradient(self, gradient: Tensor) -> None:
+        """Keeps, for a shard, this rank's columns of a whole table's gradient (V, D) until the next update."""
+        assert isinstance(self.parameter, DTensor)
+        mesh = self.parameter.device_mesh
+        first, last = own_columns(gradient.shape[1], mesh.size(), mesh.get_local_rank())
+        ids = gradient.ne(0).any(dim=1).nonzero().view(-1)
+        self.add_gradient(ids, gradient.index_select(0, ids)[:, first:last].contiguous())
+
     def scale_gradient(self, factor: float | Tensor) -> None:
         """Multiplies the waiting gradient, for clipping."""
         self._pending = [(ids, rows * factor) for ids, rows in self._pending]

@@ -256,11 +256,22 @@ def test_ids_that_ranks_share_make_unions_small_and_zen_cheap() -> None:
     assert together.sent_bytes_per_step < 0.6 * apart.sent_bytes_per_step
 
 
+def test_start_ups_decide_on_slow_links_and_bytes_on_narrow_ones() -> None:
+    """Sharding sends fewer bytes in more messages."""
+    facts = (replace(FACTS, name=TABLE, shape=(10_000, 4)),)
+
+    def chosen(links: cost.Cluster) -> str:
+        return decide(graph_of(10_000), facts, ROWS, world_size=2, cluster=links)[TABLE].strategy
+
+    assert chosen(cost.Cluster(1e6, 10.0)) == "allreduce"
+    assert chosen(cost.Cluster(1e3, 0.01)) == "alltoall"
+
+
 def test_the_plan_keeps_what_it_was_cut_for() -> None:
     links = cost.Cluster(1000.0, 1.0)
     facts = (replace(FACTS, name=TABLE, shape=(10_000, 4)),)
 
-    assert decide(graph_of(10_000), facts, ROWS, world_size=2, links=links).links == links
+    assert decide(graph_of(10_000), facts, ROWS, world_size=2, cluster=links).links == links
     assert planned().links == cost.Cluster()
 
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 import embrace_fx
+from embrace_fx import planning
 from embrace_fx.cost import Cluster, Link
 from embrace_fx.exchange_cost import predict
-from embrace_fx.plan import STRATEGIES, Decision, Plan
+from embrace_fx.plan import STRATEGIES, Plan
 from embrace_fx.sparsity import Sparsity, random_sparsity
 from tests.ranks import run_ranks
 
@@ -35,25 +36,49 @@ def batch(rank: int) -> Tensor:
     return (torch.rand(16, 20, generator=random) ** 4 * 20_000).long()
 
 
-def made_by_ranks(rank: int, world_size: int) -> Plan:
+def made_by_ranks(rank: int, world_size: int, cluster: Cluster | None, rows: int = 20_000) -> Plan:
     torch.manual_seed(0)
-    model = Words()
-    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1), schedule="none")
-    compiled(batch(rank)).backward()
+    model = Words(rows)
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1), schedule="none", cluster=cluster)
+    compiled(batch(rank) % rows).backward()
     return compiled.plan
 
 
-def test_it_is_the_plan_that_ranks_make() -> None:
+SLOW = Cluster(1e6, 50.0)
+"""So slow to start that one AllReduce of a whole table is sooner over than the three exchanges of a sharded one."""
+
+
+@pytest.mark.parametrize(("cluster", "links_are"), [(None, "probed"), (SLOW, "given")])
+def test_it_is_the_plan_that_ranks_make(cluster: Cluster | None, links_are: str) -> None:
+    first, second = run_ranks(2, made_by_ranks, cluster)
     model = Words()
-    expected = embrace_fx.plan(model, [batch(0), batch(1)], optimizer=SGD(model.parameters(), 0.1))
+    expected = embrace_fx.plan(model, [batch(0), batch(1)], optimizer=SGD(model.parameters(), 0.1), cluster=first.links)
 
-    for plan in run_ranks(2, made_by_ranks):
-        assert [_without_blocks(d) for d in plan] == [_without_blocks(d) for d in expected]
+    assert first == second
+    assert first.decisions == expected.decisions
+    assert first.buckets == expected.buckets
+    assert f"links {links_are}: a rank " in first.explain()
 
 
-def _without_blocks(decision: Decision) -> Decision:
-    """All but the blocks' candidate: ranks cut them for the links they find."""
-    return replace(decision, candidates=tuple(c for c in decision.candidates if c.strategy != "omnireduce"))
+def test_where_little_is_sent_no_link_is_probed() -> None:
+    for plan in run_ranks(2, made_by_ranks, None, 50):
+        assert plan.links == Cluster()
+        assert "links assumed: " in plan.explain()
+
+
+def probing_in_vain(rank: int, world_size: int) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "probed_links", lambda *_: SLOW if rank == 0 else Cluster())
+        return made_by_ranks(rank, world_size, None)
+
+
+def test_ranks_choose_on_the_links_that_rank_0_probed() -> None:
+    for plan in run_ranks(2, probing_in_vain):
+        assert plan.links == SLOW
+        assert plan["table.weight"].strategy == "allreduce"
+    model = Words()
+    on_the_default = embrace_fx.plan(model, [batch(0), batch(1)], optimizer=SGD(model.parameters(), 0.1))
+    assert on_the_default["table.weight"].strategy == "alltoall"
 
 
 @pytest.mark.parametrize("world_size", [2, 16, 128, 1024])
