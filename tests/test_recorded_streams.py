@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -314,6 +314,41 @@ def test_a_single_process_on_a_device_raises_for_a_bad_id_in_its_backward() -> N
     (found,) = run_ranks(1, trains_on_a_bad_id)
 
     assert torch.equal(found["before"], found["after"])
+
+
+BAD_STEP = 3
+
+
+def meets_a_bad_id(rank: int, world_size: int, paper: bool) -> tuple[list[tuple[int, list[int]]], dict[str, Tensor]]:
+    """The steps that failed, with the ranks named; the parameters. Rank 1's fourth batch holds an id outside."""
+    with on_paper() if paper else nullcontext():
+        torch.manual_seed(0)
+        module = torch.nn.EmbeddingBag(50, 4, mode="sum")
+        optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1)
+        compiled = embrace_fx.compile(module, optimizer=optimizer, strategy="alltoall")
+        batches = [(torch.randint(50, (6,)), torch.tensor([0, 3])) for _ in range(6)]
+        if rank == 1:
+            batches[BAD_STEP][0][2] = 50
+        failed = []
+        for step, batch in enumerate(compiled.lookahead(batches)):
+            try:
+                compiled(*batch).square().sum().backward()
+            except embrace_fx.PeerFailure as failure:
+                failed.append((step, list(failure.by_rank)))
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+        return failed, trained(compiled).parameters
+
+
+def test_a_bad_id_of_the_next_batch_fails_at_its_turn_on_every_rank() -> None:
+    expected = run_ranks(2, meets_a_bad_id, False)
+
+    for (failed, parameters), (failed_on_cpu, parameters_on_cpu) in zip(
+        run_ranks(2, meets_a_bad_id, True), expected, strict=True
+    ):
+        assert failed == failed_on_cpu == [(BAD_STEP, [1])]
+        assert torch.equal(parameters["weight"], parameters_on_cpu["weight"])
 
 
 def _kinds(steps: Iterable[Step | str]) -> list[str]:
