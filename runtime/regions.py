@@ -154,7 +154,8 @@ def _sizes(node: fx.Node) -> Iterator[tuple[str, int | None]]:
     if isinstance(value, torch.SymInt):
         yield str(value), None
     elif isinstance(value, Tensor):
-        yield from ((str(size), dim) for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt))
+        sizes: Sequence[Any] = value.shape
+        yield from ((str(size), dim) for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt))
 
 
 def _size_node(graph: fx.Graph, source: fx.Node, dim: int, first: fx.Node) -> fx.Node:

@@ -61,7 +61,7 @@ def test_the_other_ranks_of_an_emulated_fabric_are_as_this_one() -> None:
         work = dist.all_to_all_single(received, own, async_op=True)
         assert work is not None
         work.wait()
-        rows = torch.sparse_coo_tensor([[1, 3]], own.view(2, 64), (5, 64), check_invariants=False)
+        rows = torch.sparse_coo_tensor(torch.tensor([[1, 3]]), own.view(2, 64), (5, 64), check_invariants=False)
         dist.all_reduce(rows)
         objects: list[object] = [None] * 4
         dist.all_gather_object(objects, "same")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from importlib import import_module
 from statistics import median
 from types import ModuleType
 from typing import Any, Protocol
@@ -59,7 +60,7 @@ class CudaDevice:
 
     def __init__(self) -> None:
         self.torch = torch.device("cuda", torch.cuda.current_device())
-        self._link = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._link = torch.cuda.Stream()
         self._cycles_per_ms = 0.0
 
     def synchronize(self) -> None:
@@ -69,12 +70,12 @@ class CudaDevice:
         call()
         found = []
         for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()  # type: ignore[no-untyped-call]
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
             call()
-            end.record()  # type: ignore[no-untyped-call]
-            end.synchronize()  # type: ignore[no-untyped-call]
-            found.append(float(start.elapsed_time(end)))  # type: ignore[no-untyped-call]
+            end.record()
+            end.synchronize()
+            found.append(float(start.elapsed_time(end)))
         return median(found)
 
     def cycles_per_ms(self) -> float:
@@ -88,7 +89,7 @@ class CudaDevice:
 
     def transfer(self, ms: float, copy: Callable[[], Any], tensors: list[Tensor]) -> Future[Any]:
         cycles = int(ms * self.cycles_per_ms())
-        self._link.wait_stream(torch.cuda.current_stream())  # type: ignore[no-untyped-call]
+        self._link.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._link):
             if cycles:
                 torch.cuda._sleep(cycles)
@@ -176,7 +177,5 @@ def open_device(dry_run: bool) -> Device:
 
 
 def gpu_kernels() -> ModuleType:
-    """The Triton kernels."""
-    from embrace_fx.runtime.kernels import gpu  # noqa: PLC0415  (imports Triton, which a CPU has not)
-
-    return gpu
+    """The Triton kernels; importing them imports Triton."""
+    return import_module("embrace_fx.runtime.kernels.gpu")

@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, _create_work_from_future
+from torch._C._distributed_c10d import HashStore, _create_work_from_future  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from benchmarks.gpu.device import Device

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu.device import gpu_kernels
 from benchmarks.gpu.environment import copy_bytes_per_ms
 from benchmarks.gpu.section import Context
-from embrace_fx.runtime import kernels as in_torch
+from embrace_fx.runtime.kernels import column_widths
 
 GROUP = 8
 """Ranks that a kernel packs for."""
@@ -63,13 +63,13 @@ def cases(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
 
     ids = torch.randperm(rows, device=device, generator=generator)
     table, gradients = random(rows, columns), random(rows, columns)
-    yield Case("lookup_pack", (table, ids), in_torch.lookup, ("columns.lookup_pack", (rows, columns, 4, 4)))
-    yield Case("pack_columns", (table, GROUP), in_torch.split_columns, ("columns.move_columns", (rows, columns, 4)))
-    packed = in_torch.split_columns(table, GROUP)
+    yield Case("lookup_pack", (table, ids), _lookup, ("columns.lookup_pack", (rows, columns, 4, 4)))
+    yield Case("pack_columns", (table, GROUP), _pack, ("columns.move_columns", (rows, columns, 4)))
+    packed = _pack(table, GROUP)
     yield Case(
         "unpack_columns",
         (packed, torch.empty_like(table), GROUP),
-        lambda flat, out, group: out.copy_(in_torch.join_columns(flat, columns, group)),
+        _unpack,
         ("columns.move_columns", (rows, columns, 4)),
     )
     del packed
@@ -77,7 +77,7 @@ def cases(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
     yield Case(
         "coalesce",
         (twice, table[: len(twice)].reshape(-1), columns, -1, 0.5),
-        in_torch.coalesce,
+        _coalesce,
         ("sums.coalesce", (len(twice), rows // 2, columns, 4)),
     )
     yield Case(
@@ -106,6 +106,30 @@ def cases(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
     yield Case(
         "block_bitmap", (blocks,), lambda blocks: (blocks != 0).any(1), ("bitmaps.block_bitmap", (rows, columns, 4))
     )
+
+
+# Torch's own ops, not those of `runtime/kernels`, which call the Triton kernels for CUDA tensors.
+
+
+def _lookup(table: Tensor, ids: Tensor) -> Tensor:
+    return table.index_select(0, ids)
+
+
+def _pack(rows: Tensor, group: int) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in rows.split(column_widths(rows.shape[1], group), 1)])
+
+
+def _unpack(flat: Tensor, out: Tensor, group: int) -> Tensor:
+    widths = column_widths(out.shape[1], group)
+    blocks = flat.split([len(out) * width for width in widths])
+    views = [block.view(len(out), width) for block, width in zip(blocks, widths, strict=True)]
+    return torch.cat(views, 1, out=out)
+
+
+def _coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -> list[Tensor]:
+    unique, inverse = torch.unique(ids, return_inverse=True)
+    sums = flat.new_zeros((len(unique), columns))
+    return [unique, sums.index_add_(0, inverse, flat.view(-1, columns), alpha=scale)]
 
 
 def _sgd(shard: Tensor, buffer: None, ids: Tensor, rows: Tensor, *, lr: float, **_: Any) -> None:

@@ -30,7 +30,7 @@ def run(context: Context) -> None:
             return
         with tempfile.TemporaryDirectory() as directory:
             arguments = (processes, Path(directory), not context.device.is_real)
-            spawned = spawn(_rank, arguments, nprocs=processes, join=False)  # type: ignore[no-untyped-call]
+            spawned = spawn(_rank, arguments, nprocs=processes, join=False)
             results: Any = spawned
             while not results.join(context.left_s()):
                 if context.left_s() <= 0:
