@@ -15,7 +15,7 @@ BUCKETS = 8
 
 @dataclass(frozen=True)
 class Ddp:
-    """DDP with buckets of an eighth of what it reduces.
+    """DDP with buckets of an eighth of what it reduces, but not below 1 MiB, the size of its first one.
 
     Its default of 25 MiB is a fortieth of the published Transformer, and more than all of the lab's: nothing would
     overlap.
@@ -32,6 +32,6 @@ class Ddp:
         plain = with_sparse_tables(task.model(), self.sparse)
         reduced = [p for name, p in plain.named_parameters() if not (self.sparse and name.startswith("tables."))]
         bucket_mb = sum(p.numel() * p.element_size() for p in reduced) / MIB / BUCKETS
-        model = DistributedDataParallel(plain, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+        model = DistributedDataParallel(plain, gradient_as_bucket_view=True, bucket_cap_mb=max(1.0, bucket_mb))
         optimizer = task.make_optimizer(model.parameters())
         return Training(ordinary_steps(torch.compile(model) if self.compiled else model, optimizer))
