@@ -256,7 +256,8 @@ _OTHER_GUARDS = re.compile(r"\._(parameters|buffers)\b|\.training$")
 
 def _read_by(gm: fx.GraphModule, model: nn.Module) -> ReadValues:
     """What Dynamo has guarded besides arguments, parameters, buffers and training modes."""
-    output = gm._dynamo_bytecode_flatten.out.graph_capture_output  # type: ignore[union-attr,operator]
+    flatten: Any = gm._dynamo_bytecode_flatten
+    output = flatten.out.graph_capture_output
     forward: Any = type(model).forward
     code = getattr(forward, "__code__", None)
     cells = dict(zip(code.co_freevars, forward.__closure__ or (), strict=True)) if code is not None else {}

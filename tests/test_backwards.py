@@ -111,7 +111,7 @@ def _inputs_alone(rank: int, compiled: bool) -> Loop:
 
 
 def _two_optimizers_of_one_table(rank: int, compiled: bool) -> Loop:
-    loop = Loop(lambda m: [SGD(m.parameters(), 0.1), Adagrad(m.ids.parameters(), 0.1, eps=1e-3)], compiled)  # type: ignore[operator,union-attr,arg-type]
+    loop = Loop(lambda m: [SGD(m.parameters(), 0.1), Adagrad(m.ids.parameters(), 0.1, eps=1e-3)], compiled)  # type: ignore[union-attr]
     for step in range(4):
         a, b = loop.model(*_batch(rank, step))
         (a + b).backward()

@@ -75,7 +75,7 @@ class Remembering(nn.Module):
         self.register_buffer("last", torch.zeros(()))
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        loss = self.linear(x_BD).square().mean()
+        loss: Tensor = self.linear(x_BD).square().mean()
         self.get_buffer("last").copy_(loss.detach())
         return loss
 

@@ -36,7 +36,8 @@ class Scaled(nn.Module):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         factor = self.of_class * self.number * self.numbers[1] * SETTINGS["scale"]
-        return self.dropout(self.linear(x_BD)).square().mean() * self.tensor * factor + OFFSET
+        found: Tensor = self.dropout(self.linear(x_BD)).square().mean() * self.tensor * factor + OFFSET
+        return found
 
 
 class Printing(Scaled):
@@ -44,7 +45,8 @@ class Printing(Scaled):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         sys.stdout.flush()
-        return self.linear(x_BD).square().mean() * self.number * self.of_class
+        found: Tensor = self.linear(x_BD).square().mean() * self.number * self.of_class
+        return found
 
 
 def _set_item(model: Any) -> None:
@@ -96,7 +98,8 @@ def test_a_value_of_a_closure() -> None:
 
     class Inner(Scaled):
         def forward(self, x_BD: Tensor) -> Tensor:
-            return self.linear(x_BD).sum() * scale
+            found: Tensor = self.linear(x_BD).sum() * scale
+            return found
 
     def change(model: Any) -> None:
         nonlocal scale
@@ -121,7 +124,8 @@ class Random(nn.Module):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         sys.stdout.flush()  # the direct route
-        return self.linear(x_BD).sum() * self.draw()
+        found: Tensor = self.linear(x_BD).sum() * self.draw()
+        return found
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())], ids=["random", "numpy"])
