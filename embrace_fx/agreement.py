@@ -27,6 +27,32 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: object)
     return found
 
 
+def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raises `ValueError` where a model or an optimizer is none, or they have nothing to do with each other."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"expected model to be an nn.Module, in compile(), found {_what(model)}. Put the function into the forward "
+            "of a module that holds its parameters."
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"expected optimizer to be a torch.optim.Optimizer, or several, in compile(), found {_what(optimizer)}."
+                " Make it over the model's parameters first: torch.optim.Adagrad(model.parameters(), lr=0.01)."
+            )
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"expected {type(optimizer).__name__} to hold parameters of {type(model).__name__}, in compile(), "
+                "found that it holds none of them: its steps would leave the model as it is. Make it over this model's "
+                "parameters()."
+            )
+
+
+def _what(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} of type {type(value).__name__}"
+
+
 def check_trainable(model: nn.Module) -> None:
     """Raises `ValueError` where a model has nothing to train."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -76,12 +102,17 @@ def refuse_hooks(model: nn.Module) -> None:
         ValueError: naming the parameter.
     """
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if is_hooked(parameter):
             raise ValueError(
                 f"expected parameters without gradient hooks, in compile(), found hooks on {name}: gradients are "
                 "reduced and delivered whole, and a hook would not run. Remove the hook, and change gradients after "
                 "backward()."
             )
+
+
+def is_hooked(parameter: Tensor) -> bool:
+    """Whether a parameter has gradient hooks."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def failure_text(failure: Exception) -> str:

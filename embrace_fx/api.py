@@ -62,11 +62,12 @@ def compile(
             optimizer or option that differs between ranks. On every rank.
     """
     options = Options(strategy, schedule, row_updates, backend, dynamic, cluster)
-    optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
+    several = isinstance(optimizer, Sequence) and not isinstance(optimizer, str)
+    optimizers = tuple(optimizer) if several else () if optimizer is None else (optimizer,)
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     session = Session(model, optimizers, process_group, options)
-    return CompiledModel(session, single=not isinstance(optimizer, Sequence))
+    return CompiledModel(session, single=not several)
 
 
 class CompiledModel(nn.Module):

@@ -572,6 +572,13 @@ def _guard(fakes: Sequence[Any]) -> types.CodeType | None:
 def _explain(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> str:
     where = next((line for _, e in failures if (line := _user_line(e))), f"{type(model).__name__}.forward")
     reasons = "\n".join(f"  {route}: {type(e).__name__}: {_first_lines(e)}" for route, e in failures)
+    if (own := next((e for route, e in failures if route == "direct" and _is_of_forward(e)), None)) is not None:
+        return (
+            f"expected a batch that the forward takes, in {type(model).__name__}, at {_user_line(own) or where}, found "
+            f"that the forward fails on it: {type(own).__name__}: {_first_lines(own)}. Call the model with the "
+            "arguments, names, shapes, types and devices that it expects; without compile() it fails alike.\n"
+            f"Found:\n{reasons}"
+        )
     return (
         f"expected a forward that can be captured as one graph, in {type(model).__name__}, at "
         f"{where}.\nFound:\n{reasons}\n"
@@ -580,13 +587,19 @@ def _explain(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> str
     )
 
 
+def _is_of_forward(error: Exception) -> bool:
+    """Whether a forward would raise this in eager mode too: what tracing alone raises speaks of its fake tensors."""
+    spoken = str(error).lower()
+    of_tracing = "fake" in spoken or "subclass" in spoken or "symbolic" in spoken or "data-dependent" in spoken
+    return type(error).__module__ == "builtins" and not isinstance(error, AssertionError) and not of_tracing
+
+
 def _user_line(error: Exception) -> str | None:
     """The last line of the user's code: Dynamo prints it, the direct route has it in the traceback."""
     printed = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(error).partition("from user code")[2])
     frames = printed or [(f.filename, str(f.lineno), f.name) for f in traceback.extract_tb(error.__traceback__)]
-    torch_root = torch.__file__.rpartition("/")[0]
-    here = __file__.rpartition("/")[0]
-    own = [f for f in frames if not f[0].startswith((torch_root, here, "<"))]
+    others = (torch.__file__.rpartition("/")[0], __file__.rpartition("/")[0], inspect.__file__, "<")
+    own = [f for f in frames if not f[0].startswith(others)]
     return "{}:{} in {}".format(*own[-1]) if own else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from embrace_fx.cost import Cluster
@@ -22,19 +23,35 @@ class Options:
     dynamic: bool | None
     cluster: Cluster | None = None
 
-    def check(self) -> None:
-        """Raises `ValueError` where an option has a value that does not exist."""
+    def check(self, where: str = "compile()") -> None:
+        """Raises `ValueError` where an option has a value that does not exist; `where` is the call that it names."""
         allowed = {"schedule": SCHEDULES, "row_updates": ("exact", "lazy"), "backend": ("eager", "inductor")}
         for name, values in allowed.items():
             found = getattr(self, name)
             if found not in values:
                 raise ValueError(
-                    f"expected {name} to be one of {', '.join(map(repr, values))}, in compile(), found {found!r}."
+                    f"expected {name} to be one of {', '.join(map(repr, values))}, in {where}, found {found!r}. Pass "
+                    "one of these."
                 )
         if self.dynamic not in (None, True, False):
-            raise ValueError(f"expected dynamic to be None, True or False, in compile(), found {self.dynamic!r}.")
-        if isinstance(self.strategy, str) and self.strategy not in (*STRATEGIES, "auto"):
             raise ValueError(
-                f"expected strategy to be 'auto' or one of {', '.join(STRATEGIES)}, in compile(), found "
-                f"{self.strategy!r}."
+                f"expected dynamic to be None, True or False, in {where}, found {self.dynamic!r}. Pass one of these."
+            )
+        if not isinstance(self.strategy, str | Mapping):
+            raise ValueError(
+                f"expected strategy to be a name or a mapping from parameter name patterns to names, in {where}, found "
+                f"{self.strategy!r}. Pass 'auto', or leave it out, to have it chosen."
+            )
+        named = {"": self.strategy} if isinstance(self.strategy, str) else self.strategy
+        for pattern, name in named.items():
+            if name not in (*STRATEGIES, "auto"):
+                of = f" of {pattern!r}" if pattern else ""
+                raise ValueError(
+                    f"expected strategy{of} to be 'auto' or one of {', '.join(STRATEGIES)}, in {where}, found "
+                    f"{name!r}. Pass one of these."
+                )
+        if not isinstance(self.cluster, Cluster | None):
+            raise ValueError(
+                f"expected cluster to be an embrace_fx.cost.Cluster, in {where}, found {self.cluster!r}. Give its "
+                "links' bandwidth in bytes per millisecond and latency in milliseconds: Cluster(3.1e6, 0.05), 25 Gb/s."
             )

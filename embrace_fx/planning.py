@@ -156,8 +156,8 @@ def _agree_on_plan(
     if findings is not None:
         try:
             plan = findings.plan(*links, current)
-        except ValueError as error:
-            plan = str(error)
+        except Exception as error:  # whatever it is, the other ranks wait for it
+            plan = str(error) if isinstance(error, ValueError) else failure_text(error)
     plan = setting.communicator.gather_objects(plan)[0]
     if isinstance(plan, str):
         raise ValueError(plan)

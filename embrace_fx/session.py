@@ -16,7 +16,15 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from embrace_fx.agreement import check_agreement, check_trainable, describe, failure_text, refuse_hooks
+from embrace_fx.agreement import (
+    check_agreement,
+    check_arguments,
+    check_trainable,
+    describe,
+    failure_text,
+    is_hooked,
+    refuse_hooks,
+)
 from embrace_fx.capture import Captured, CaptureError, capture, log_graph, log_text
 from embrace_fx.compiler import Compiled, analyse, relaxing_passes, run_passes, training_passes
 from embrace_fx.graph import Gradient, Parameter, TrainingGraph
@@ -99,7 +107,7 @@ class Session:
         self._communicator = Communicator(group)
         self._agree_on_set_up()
         self._state = ModelState(model)
-        self._trainable = tuple(parameter.requires_grad for parameter in model.parameters())
+        self._compiled_for = self._parameters_are()
         stepping = {
             id(optimizer): Stepping(communicator=self._communicator, check=self._state.check_gradients)
             for optimizer in optimizers
@@ -122,10 +130,15 @@ class Session:
         model.register_state_dict_pre_hook(before_state_dict)
         self._kinds: dict[Any, _Kind] = {}
 
+    def _parameters_are(self) -> tuple[tuple[bool, torch.dtype, bool], ...]:
+        """What of each parameter must not change."""
+        return tuple((each.requires_grad, each.dtype, is_hooked(each)) for each in self.model.parameters())
+
     def _agree_on_set_up(self) -> None:
         """Checks the arguments of all ranks together: a rank that failed alone would leave the others waiting."""
         own: dict[str, Any] | str
         try:
+            check_arguments(self.model, self.optimizers)
             self.options.check()
             if self.options.backend == "inductor":
                 from embrace_fx.runtime.inductor import check_toolchain  # noqa: PLC0415  (takes seconds to import)
@@ -190,8 +203,8 @@ class Session:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         train = torch.is_grad_enabled()
         self._communicator.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
-        if tuple(parameter.requires_grad for parameter in self.model.parameters()) != self._trainable:
-            self._give_up(_CHANGED_TRAINABLE)
+        if self._parameters_are() != self._compiled_for:
+            self._give_up(_CHANGED_PARAMETERS)
         kind = self._kinds.setdefault(self._key(leaves, spec, train), _Kind())
         if self._plan is None and not train:
             return self._evaluate_plainly(args, kwargs)
@@ -625,9 +638,10 @@ _NOTHING_SENT = (
     "the program with torchrun on more ranks."
 )
 
-_CHANGED_TRAINABLE = RuntimeError(
-    "expected requires_grad of every parameter to stay as it was at compile(), in the model's call, found that it "
-    "changed: what is exchanged was decided by it. Freeze or thaw parameters before compile()"
+_CHANGED_PARAMETERS = RuntimeError(
+    "expected every parameter to stay as it was at compile(), in the model's call, found that requires_grad or the "
+    "dtype of one has changed, or that it has got a gradient hook: what is exchanged was decided by the first two, and "
+    "a hook would not run. Freeze, thaw or convert parameters before compile(), and change gradients after backward()"
 )
 
 

@@ -17,6 +17,7 @@ from embrace_fx.compiler import analyse
 from embrace_fx.cost import Cluster
 from embrace_fx.exactness import RowUpdates
 from embrace_fx.graph import Table, TrainingGraph
+from embrace_fx.options import Options
 from embrace_fx.passes.planner import Strategy, decide
 from embrace_fx.plan import Plan
 from embrace_fx.planning import Read, facts_of, reads_of, used_parameters
@@ -51,8 +52,9 @@ def plan(
 
     Raises:
         CaptureError: the forward cannot be captured.
-        ValueError: a compiled model; fewer ranks than batches, or fewer than 1; a strategy that does not exist.
+        ValueError: an option that does not exist; a compiled model; fewer ranks than batches, or fewer than 1.
     """
+    Options(strategy, "2d", row_updates, "eager", None, cluster).check("plan()")
     if isinstance(model, CompiledModel):
         raise ValueError("expected a plain model, in plan(), found a compiled one, which has a plan: read model.plan.")
     batches = list(batch) if isinstance(batch, list) else [batch]
@@ -60,7 +62,8 @@ def plan(
     if not 1 <= len(batches) <= ranks:
         raise ValueError(
             f"expected at least one batch, and no more than ranks, in plan(), found {len(batches)} batch(es) for "
-            f"world_size={ranks}."
+            f"world_size={ranks}. A list stands for batches, one per rank: where it holds the arguments of one batch, "
+            "as a DataLoader yields them, pass tuple(batch)."
         )
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     classes = {id(each): type(each) for each in optimizers}

@@ -18,4 +18,5 @@ for _ in range(20):
     model.optimizer.step()
     model.optimizer.zero_grad()
     print(f"loss {loss.item():.4f}")
-print(model.report())
+if not distributed.is_initialized() or distributed.get_rank() == 0:
+    print(model.report())

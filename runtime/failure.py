@@ -56,11 +56,15 @@ class RollCall:
         self._missing: list[int] = []
         self._wake, self._decided = threading.Event(), threading.Event()
         self._closed = False
-        threading.Thread(target=self._listen, name="embrace_fx roll call", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="embrace_fx roll call", daemon=True)
+        self._listener.start()
 
     def close(self) -> None:
+        """Ends the thread: one that still asks the store when the interpreter goes ends the process by abort()."""
         self._closed = True
         self._wake.set()
+        if self._listener is not threading.current_thread():
+            self._listener.join(_FAREWELL_S)
 
     def missing(self) -> list[int]:
         """Calls the roll and returns the ranks that do not answer."""

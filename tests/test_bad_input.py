@@ -244,7 +244,7 @@ def _use_strategy(rank: int, world_size: int, strategy: dict[str, str]) -> str:
         ({"tabel.*": "alltoall"}, ("'tabel.*'", "to match a table", "none among table.weight", "Use a table's")),
         (
             {"table.*": "alltoal"},
-            ("'table.*'", "one of allreduce, allgather, alltoall, omnireduce, zen, ps", "'alltoal'", "Choose one"),
+            ("'table.*'", "one of allreduce, allgather, alltoall, omnireduce, zen, ps", "'alltoal'", "Pass one"),
         ),
     ],
     ids=["pattern without a table", "unknown strategy"],
@@ -414,3 +414,69 @@ def test_a_compiled_model_cannot_be_copied(clone: Callable[[nn.Module], object])
         clone(model)
 
     assert_grammar(str(caught.value), "in copy or pickle", "a compiled Words", "Copy the model before compile()")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({"optimizer": SGD}, "found the class SGD"),
+        ({"optimizer": "adam"}, "found 'adam' of type str"),
+        ({"strategy": None}, "expected strategy to be a name or a mapping"),
+        ({"strategy": {"table.*": "zenn"}}, "expected strategy of 'table.*' to be .* found 'zenn'"),
+        ({"cluster": 25}, "expected cluster to be an embrace_fx.cost.Cluster, .* found 25"),
+    ],
+    ids=["a class", "a name", "no strategy", "an unknown strategy of a pattern", "a number for links"],
+)
+def test_an_argument_of_another_kind(arguments: dict[str, Any], found: str) -> None:
+    with pytest.raises(ValueError, match=found):
+        embrace_fx.compile(_model(), **arguments)
+
+
+def test_a_function_is_no_model() -> None:
+    with pytest.raises(ValueError, match=r"expected model to be an nn.Module, .* of type function"):
+        embrace_fx.compile(lambda x: x)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_of_another_model() -> None:
+    with pytest.raises(ValueError, match=r"SGD to hold parameters of Words, .* holds none of them"):
+        embrace_fx.compile(_model(), optimizer=SGD(_model().parameters(), 0.1))
+
+
+def _a_planner_that_breaks(rank: int, world_size: int) -> str:
+    model = _model()
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("embrace_fx.planning.decide", lambda *_, **__: {}["cause"])
+        with pytest.raises(ValueError, match="cause") as caught:
+            compiled(*_batch(0, rank))
+    return str(caught.value)
+
+
+def test_whatever_stops_the_planner_stops_every_rank() -> None:
+    assert run_ranks(2, _a_planner_that_breaks) == ["KeyError: 'cause'"] * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.linear.weight.register_hook(lambda g: g),
+        lambda m: m.to(torch.float32),
+        lambda m: m.requires_grad_(False),
+    ],
+    ids=["a hook", "a dtype", "frozen"],
+)
+def test_parameters_that_change_after_the_first_call(change: Callable[[nn.Module], object]) -> None:
+    model = _model()
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
+    compiled(*_batch(0, 0)).backward()
+    change(model)
+    with pytest.raises(embrace_fx.PeerFailure, match="expected every parameter to stay as it was at compile"):
+        compiled(*_batch(0, 1))
+
+
+def test_a_batch_that_the_forward_does_not_take() -> None:
+    model = _model()
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
+    with pytest.raises(CaptureError, match=r"the forward fails on it: TypeError: .*missing") as caught:
+        compiled()
+    assert "does not depend on tensor values" not in str(caught.value)

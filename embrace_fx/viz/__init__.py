@@ -28,6 +28,8 @@ SUFFIXES = (".html", ".json", ".svg", ".dot")
 def save(path: str | os.PathLike[str], *, schedule: Schedule | None = None, timeline: Timeline | None = None) -> None:
     """Draws a prediction, a measurement, or both above one another, in the format that the suffix of `path` names.
 
+    Folders of `path` that are not there are made.
+
     Raises:
         ValueError: for another suffix, for nothing to draw, for a timeline without spans, and for a `.dot` without a
             schedule, whose step graph it shows.
@@ -49,6 +51,7 @@ def save(path: str | os.PathLike[str], *, schedule: Schedule | None = None, time
         text = dot.render(schedule)
     else:
         text = {".html": page.render, ".json": trace.render, ".svg": svg.render}[suffix](picture)
+    target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
 
 
