@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from embrace_fx.schedule import Operation, Span, StepGraph, Timeline, Wait
+from embrace_fx.schedule import BETWEEN, Operation, Span, StepGraph, Timeline, Wait
 
 WINDOWS = 8
 """At most so many are simulated in a row until one repeats the one before it."""
@@ -77,6 +77,23 @@ class LinkMachine:
                 self.needs[launch].append(before)
             elif self.count and -later <= self.reach:
                 self.needs_earlier[launch].append((-later, before))
+        self._put_backward_first(released)
+
+    def _put_backward_first(self, released: list[int]) -> None:
+        """Within a class, launches of the forward come after all of the backward.
+
+        A class is launched in one order, whatever happens. Gradients may be asked for before the forward has submitted
+        anything (to clip them, or because the next batch is not the one looked ahead to): were one behind a launch of
+        the forward, it would never leave.
+        """
+        between = self.index.get(BETWEEN)
+        if between is None:
+            return
+        launches = range(self.count, len(self.operations))
+        for later in (k for k in launches if released[k] >= between):
+            lane = self.operations[later].lane
+            earlier = (k for k in launches if released[k] < between and self.operations[k].lane == lane)
+            self.needs_launches[later].extend((0, k) for k in earlier)
 
     def _add(self, before: str, after: str, distance: int, released: list[int]) -> None:
         for name in (before, after):
