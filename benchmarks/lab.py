@@ -149,7 +149,7 @@ def _progress(console: Console) -> Progress:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM ends a run as Ctrl-C does: what is measured is written."""
+    """SIGTERM, or a terminal that closes, ends a run as Ctrl-C does: what is measured is written."""
     raise KeyboardInterrupt
 
 
@@ -214,7 +214,8 @@ def main() -> None:
         setting = chosen(options)
     except ValueError as error:
         parser.error(str(error))
-    signal.signal(signal.SIGTERM, _interrupt)
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, _interrupt)
     console = Console()
     kept = Kept(KEPT / fingerprint(setting))
     interrupted = False

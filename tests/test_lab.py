@@ -315,7 +315,7 @@ def test_a_part_of_a_setting_is_shown_with_all_that_is_kept_of_it() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_writes_what_it_has_and_leaves_nothing_behind(
     tmp_path: Path, ending: signal.Signals
 ) -> None:
