@@ -200,3 +200,16 @@ def test_story(name: str) -> None:
     found = schedule(steps_of_translator(name), name)
 
     check_golden(f"story_{name}", story(found, times=False))
+
+
+def test_no_gradient_leaves_behind_what_the_forward_submits_in_its_class() -> None:
+    """One that did could not be had before the forward has begun, to clip it, say."""
+    steps = steps_of_translator("2d")
+    order = list(schedule(steps, "2d").launch_order)
+    check_order(steps, order)
+
+    prior = order.pop(order.index("target.weight prior"))
+    order.insert(order.index("source.weight rows") + 1, prior)
+
+    with pytest.raises(ValueError, match=r"expected .target\.weight prior. before .source\.weight rows. in"):
+        check_order(steps, order)
