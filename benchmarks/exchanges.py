@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(case.name for case in CASES), help="separated by commas")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="separated by commas")
     parser.add_argument("--divisor", type=int, default=1, help="makes tensors so many times smaller")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no cell after this time")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="begin no cell after this time; 0: write what is kept"
+    )
     parser.add_argument("--output", type=Path, help="a folder for JSON, page and picture")
     parser.add_argument("--kept", type=Path, default=KEPT, help="folder of what is measured")
     options = parser.parse_args()
@@ -60,7 +62,7 @@ def main() -> None:
     kept = options.kept / f"{fingerprint(setting)}.jsonl"
     before = read(kept)
     missing = [cell for cell in wanted if cell not in before["cells"]]
-    if missing:
+    if missing and options.minutes > 0:
         with network(Links(options.ranks, options.rate_mbit)) as hosts, tempfile.TemporaryDirectory() as folder:
             job = Path(folder) / "job.json"
             given = {"cells": missing, "kept": str(kept), "minutes": options.minutes, "divisor": options.divisor}

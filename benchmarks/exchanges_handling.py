@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from embrace_fx.runtime.exchanges.blocks import block_bitmap, cut_blocks, write_blocks_
+from embrace_fx.runtime.exchanges.blocks import block_bitmap, write_blocks_
 from embrace_fx.runtime.exchanges.gradient import mean_by_id
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 
@@ -32,16 +32,15 @@ def measured(block_size: int) -> tuple[float, float]:
     dense = torch.zeros(ELEMENTS)
     ids = torch.randperm(blocks, generator=torch.Generator().manual_seed(0))[: round(DENSITY * blocks)]
     dense[: blocks * block_size].view(blocks, block_size)[ids] = 1.0
-    cut = cut_blocks(dense, block_size)
+    ids = ids.sort().values
+    cut = dense[: blocks * block_size].view(blocks, block_size)
 
     def handle() -> None:
-        flat = encode_records(cut.ids, cut.rows, blocks).view(-1)
-        found, rows = decode_records(flat, blocks, block_size, cut.rows.dtype)
+        flat = encode_records(ids, cut.index_select(0, ids), blocks).view(-1)
+        found, rows = decode_records(flat, blocks, block_size, dense.dtype)
         write_blocks_(dense, mean_by_id(found, rows, [found.numel()], blocks, 1))
 
-    find_ms = median_ms(lambda: block_bitmap(dense[: blocks * block_size].view(blocks, block_size)))
-    cut_ms = median_ms(lambda: cut_blocks(dense, block_size))
-    return find_ms, (cut_ms - find_ms + median_ms(handle)) / cut.ids.numel()
+    return median_ms(lambda: block_bitmap(cut)), median_ms(handle) / ids.numel()
 
 
 def median_ms(run: Callable[[], object]) -> float:
