@@ -62,12 +62,18 @@ def compile(
             optimizer or option that differs between ranks. On every rank.
     """
     options = Options(strategy, schedule, row_updates, backend, dynamic, cluster)
-    several = isinstance(optimizer, Sequence) and not isinstance(optimizer, str)
-    optimizers = tuple(optimizer) if several else () if optimizer is None else (optimizer,)
+    optimizers = _as_tuple(optimizer)
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     session = Session(model, optimizers, process_group, options)
-    return CompiledModel(session, single=not several)
+    return CompiledModel(session, single=not isinstance(optimizer, list | tuple))
+
+
+def _as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
+    """What was given as an optimizer, or as several; whether it is any is checked with all ranks."""
+    if optimizer is None:
+        return ()
+    return tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)  # type: ignore[arg-type]
 
 
 class CompiledModel(nn.Module):

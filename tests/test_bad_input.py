@@ -446,7 +446,7 @@ def _a_planner_that_breaks(rank: int, world_size: int) -> str:
     model = _model()
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("embrace_fx.planning.decide", lambda *_, **__: {}["cause"])
+        patch.setattr("embrace_fx.planning.decide", lambda *_, **__: {"": 0}["cause"])
         with pytest.raises(ValueError, match="cause") as caught:
             compiled(*_batch(0, rank))
     return str(caught.value)
