@@ -12,6 +12,9 @@ The limit of a step is the largest of
     wire        what a rank's interface sends in a step under 2d, at the rate of a bare transfer
     dependences the longest cycle of the step's true dependences, were every transfer to find the link idle
 All three and the steps are measured; the last one is computed from the profile that the run itself took.
+
+Threads that communicate come before those that compute, in every system alike: on a host of its own a rank's
+communication finds a core free, here it would stand in line behind the computation of all ranks.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from torch import Tensor, nn
 
 import embrace_fx
 from benchmarks.lab_floors import dependences_ms
+from benchmarks.lab_rank import put_communication_first
 from benchmarks.network import Links, network
 from embrace_fx.schedule import SCHEDULES
 
@@ -118,6 +122,7 @@ class System:
         """
         read = batches(self._sizes, self._rank, self._done, steps + UNCOUNTED)
         starts = []
+        put_communication_first(os.getpid())
         dist.barrier()
         for batch in self.model.lookahead(read):
             starts.append(time.perf_counter())
@@ -207,7 +212,8 @@ def report(summary: dict[str, Any], configuration: dict[str, Any]) -> str:
         "",
         f"Measured: `{configuration['command']}`, {configuration['ranks']} ranks at {configuration['rate_mbit']} Mb/s "
         f"({'network namespaces' if configuration['shaped'] else 'loopback, no limit'}), "
-        f"torch {configuration['torch']}, Python {configuration['python']}, {configuration['cores']} cores.",
+        f"torch {configuration['torch']}, Python {configuration['python']}, {configuration['cores']} cores; threads "
+        "that communicate come before those that compute.",
         "",
         "| schedule | ms per step | to none | waits ms | to none | step less compute ms | to the limit | predicted ms "
         "| predicted / measured | MB sent |",

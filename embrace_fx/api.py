@@ -71,9 +71,8 @@ def compile(
 
 def _as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
     """What was given as an optimizer, or as several; whether it is any is checked with all ranks."""
-    if optimizer is None:
-        return ()
-    return tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)  # type: ignore[arg-type]
+    given: Any = () if optimizer is None else optimizer
+    return tuple(given) if isinstance(given, list | tuple) else (given,)
 
 
 class CompiledModel(nn.Module):
