@@ -132,7 +132,7 @@ class Session:
 
     def _parameters_are(self) -> tuple[tuple[bool, torch.dtype, bool], ...]:
         """What of each parameter must not change."""
-        return tuple((each.requires_grad, each.dtype, is_hooked(each)) for each in self.model.parameters())
+        return tuple((each.requires_grad, each.dtype, is_hooked(each)) for each in self._state.parameters())
 
     def _agree_on_set_up(self) -> None:
         """Checks the arguments of all ranks together: a rank that failed alone would leave the others waiting."""

@@ -76,9 +76,13 @@ class ModelState:
         found: nn.Parameter = owner[key]
         return found
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All of them, as the model holds them now, without a walk through its modules."""
+        return (owner[key] for owner, key in self._parameters.values())
+
     def any_parameter(self) -> nn.Parameter | None:
         """One of them, where there is any: they are on one device."""
-        return self.parameter(next(iter(self._parameters))) if self._parameters else None
+        return next(self.parameters(), None)
 
     def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Remembers the gradients that were just delivered, as they are."""
