@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from embrace_fx.cost import Cluster
 from embrace_fx.exactness import RowUpdates
-from embrace_fx.passes.planner import Strategy
-from embrace_fx.plan import STRATEGIES
+from embrace_fx.passes.planner import Strategy, check_strategy
 from embrace_fx.schedule import SCHEDULES
 
 
@@ -37,19 +35,7 @@ class Options:
             raise ValueError(
                 f"expected dynamic to be None, True or False, in {where}, found {self.dynamic!r}. Pass one of these."
             )
-        if not isinstance(self.strategy, str | Mapping):
-            raise ValueError(
-                f"expected strategy to be a name or a mapping from parameter name patterns to names, in {where}, found "
-                f"{self.strategy!r}. Pass 'auto', or leave it out, to have it chosen."
-            )
-        named = {"": self.strategy} if isinstance(self.strategy, str) else self.strategy
-        for pattern, name in named.items():
-            if name not in (*STRATEGIES, "auto"):
-                of = f" of {pattern!r}" if pattern else ""
-                raise ValueError(
-                    f"expected strategy{of} to be 'auto' or one of {', '.join(STRATEGIES)}, in {where}, found "
-                    f"{name!r}. Pass one of these."
-                )
+        check_strategy(self.strategy, where)
         if not isinstance(self.cluster, Cluster | None):
             raise ValueError(
                 f"expected cluster to be an embrace_fx.cost.Cluster, in {where}, found {self.cluster!r}. Give its "

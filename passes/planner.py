@@ -141,6 +141,29 @@ def decide(
     return Plan(world_size, tuple(decisions), buckets, renormed, cluster, watched=tuple(watched))
 
 
+def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
+    """Raises `ValueError` where a strategy is no name, or no mapping of names, or one that does not exist.
+
+    Args:
+        where: the call that the error names.
+    """
+    if not isinstance(strategy, str | Mapping):
+        raise ValueError(
+            f"expected strategy to be a name or a mapping from parameter name patterns to names, in {where}, found "
+            f"{strategy!r}. Pass 'auto', or leave it out, to have it chosen."
+        )
+    for pattern, name in _patterns(strategy).items():
+        if name not in (*STRATEGIES, "auto"):
+            raise ValueError(
+                f"expected strategy, in {where}, to be 'auto' or one of {', '.join(STRATEGIES)} for {pattern!r}, found "
+                f"{name!r}. Choose one of these, or leave it to 'auto'."
+            )
+
+
+def _patterns(strategy: Strategy) -> Mapping[str, str]:
+    return {"*": strategy} if isinstance(strategy, str) else strategy
+
+
 def requested_strategies(
     strategy: Strategy, tables: tuple[str, ...], parameters: tuple[str, ...] = ()
 ) -> dict[str, str]:
@@ -152,14 +175,9 @@ def requested_strategies(
     Raises:
         ValueError: a strategy that does not exist, or a pattern that nothing matches.
     """
-    patterns = {"*": strategy} if isinstance(strategy, str) else dict(strategy)
+    check_strategy(strategy)
     chosen = dict.fromkeys((*tables, *parameters), "auto")
-    for pattern, name in patterns.items():
-        if name not in (*STRATEGIES, "auto"):
-            raise ValueError(
-                f"expected strategy to be 'auto' or one of {', '.join(STRATEGIES)} for {pattern!r}, found {name!r}. "
-                "Choose one of these, or leave it to 'auto'."
-            )
+    for pattern, name in _patterns(strategy).items():
         tables_only = isinstance(strategy, str) or name == "alltoall"
         matched = fnmatch.filter(tables if tables_only else chosen, pattern)
         if not isinstance(strategy, str) and not matched:

@@ -244,7 +244,7 @@ def _use_strategy(rank: int, world_size: int, strategy: dict[str, str]) -> str:
         ({"tabel.*": "alltoall"}, ("'tabel.*'", "to match a table", "none among table.weight", "Use a table's")),
         (
             {"table.*": "alltoal"},
-            ("'table.*'", "one of allreduce, allgather, alltoall, omnireduce, zen, ps", "'alltoal'", "Pass one"),
+            ("'table.*'", "one of allreduce, allgather, alltoall, omnireduce, zen, ps", "'alltoal'", "Choose one"),
         ),
     ],
     ids=["pattern without a table", "unknown strategy"],
@@ -422,7 +422,7 @@ def test_a_compiled_model_cannot_be_copied(clone: Callable[[nn.Module], object])
         ({"optimizer": SGD}, "found the class SGD"),
         ({"optimizer": "adam"}, "found 'adam' of type str"),
         ({"strategy": None}, "expected strategy to be a name or a mapping"),
-        ({"strategy": {"table.*": "zenn"}}, "expected strategy of 'table.*' to be .* found 'zenn'"),
+        ({"strategy": {"table.*": "zenn"}}, "expected strategy, in compile.*, to be .* for 'table.*', found 'zenn'"),
         ({"cluster": 25}, "expected cluster to be an embrace_fx.cost.Cluster, .* found 25"),
     ],
     ids=["a class", "a name", "no strategy", "an unknown strategy of a pattern", "a number for links"],
