@@ -7,7 +7,7 @@
 from embrace_fx.api import CompiledModel, compile
 from embrace_fx.capture import CaptureError
 from embrace_fx.cost import Cluster, Link
-from embrace_fx.plan import Candidate, Decision, Plan
+from embrace_fx.plan import Candidate, Decision, Grid, Plan
 from embrace_fx.runtime.failure import DeadRank, PeerFailure
 from embrace_fx.what_if import plan
 
@@ -18,6 +18,7 @@ __all__ = [
     "CompiledModel",
     "DeadRank",
     "Decision",
+    "Grid",
     "Link",
     "PeerFailure",
     "Plan",

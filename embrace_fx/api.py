@@ -44,8 +44,8 @@ def compile(
         process_group: the ranks that train together; None: the default group, or a single process where
             torch.distributed is not initialised.
         strategy: "auto", one strategy for every table, or {parameter name pattern: strategy}. "alltoall" shards a
-            table; "allreduce", "allgather", "omnireduce", "zen" and "ps" exchange the gradient of replicas, of any
-            parameter that a pattern names (docs/strategies.md).
+            table, an `embrace_fx.Grid` does by rows and columns; "allreduce", "allgather", "omnireduce", "zen" and "ps"
+            exchange the gradient of replicas, of any parameter that a pattern names (docs/strategies.md).
         schedule: how much of a step's communication may run into the next step. "none": nothing. "horizontal": dense
             gradients are reduced and applied until the next forward needs the parameters. "vertical": rows that the
             next batch does not read are exchanged and applied later; needs `lookahead`. "2d": both.
@@ -206,12 +206,15 @@ class CompiledModel(nn.Module):
         return optimizers
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own names; a sharded table is a DTensor, which `torch.distributed.checkpoint` re-shards."""
+        """The model's own names; a sharded table is a DTensor, which `torch.distributed.checkpoint` re-shards.
+
+        Collective where a table lies on a grid: it is put by columns.
+        """
         self._session.parameters_may_change()
         return self._session.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads whole tensors or DTensors; a sharded table takes its own columns of a whole one."""
+        """Loads whole tensors or DTensors; a sharded table takes its own part of a whole one. Collective likewise."""
         self._session.parameters_may_change()
         return self._session.load_state_dict(state_dict, strict, assign)
 

@@ -47,7 +47,7 @@ def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: 
     renormed = tuple(name for name in plan.renormed if name in present)
     return (
         EagerDropout(),  # on the CPU: the noise eager would draw, one multiplication
-        ShardTables(sharded, renormed, rank, plan.world_size),  # tables -> column shards, rows by AlltoAll
+        ShardTables(sharded, renormed, rank, plan.world_size, plan.grids),  # tables -> shards, rows by AlltoAll
         NarrowExchange(),  # rows travel in the narrow dtype of an autocast region
         GlobalFrequency(plan.world_size),  # scale_grad_by_freq: counts over all ranks
         # dense gradients -> buckets, AllReduce or a sparse exchange

@@ -109,6 +109,25 @@ def _(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
     return out
 
 
+define("embrace::route_grid", "(Tensor ids, Tensor counts, int rank, int grid_rows, int grid_columns) -> Tensor[]")
+
+
+@register_fake("embrace::route_grid")
+def _(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int) -> list[Tensor]:
+    """Of a table on a grid of ranks (`embrace_fx.plan.Grid`): which rows are looked up here, and whose are read here.
+
+    Takes `ids` (R,) and `counts` (N,) of `unpack_ids`. Returns [rows of the own shard (M,), one for each of the ids
+    that it has, in their order; counts (N, grid_rows) on the host, how many of a rank's ids each row of the grid has;
+    order (U,): the own ids' numbers, those of the grid's first row first].
+
+    Example, a grid of 2 x 1: rank 0 reads [2, 4, 5], rank 1 reads [5, 6], so that ids are [2, 4, 5, 5, 6], counts
+    [3, 2]. Rank 0 has the even ids, in rows [1, 2, 3] of its shard; rank 1 the odd ones, in rows [2, 2]. Counts are
+    [[2, 1], [1, 1]] on both; order is [0, 1, 2] on rank 0, [1, 0] on rank 1.
+    """
+    unknown = [ids.new_empty((_unknown_size(),)) for _ in range(2)]
+    return [unknown[0], counts.new_empty((counts.shape[0], grid_rows)), unknown[1]]
+
+
 define("embrace::lookup", "(Tensor shard, Tensor ids) -> Tensor")
 
 
@@ -120,12 +139,12 @@ def _(shard: Tensor, ids: Tensor) -> Tensor:
 
 define(
     "embrace::all_to_all_rows",
-    "(Tensor columns, Tensor counts, int embedding_dim, str group, int group_size) -> Tensor",
+    "(Tensor columns, Tensor counts, int embedding_dim, str group, int group_size, int grid_rows=1) -> Tensor",
 )
 
 
 @register_fake("embrace::all_to_all_rows")
-def _(columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int) -> Tensor:
+def _(columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1) -> Tensor:
     """Launch: own columns of everybody's rows (R, d) -> all columns of the own rows, flat (U * D,).
 
     Rank r gets U_r * d_s elements from each rank s. `join_columns` makes rows of the flat value.
@@ -133,6 +152,9 @@ def _(columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_siz
     Example, D = 4, rank 0 reads rows a, b and rank 1 reads row b. Columns are written a0 a1 a2 a3:
         rank 0 sends a0 a1 b0 b1 to itself, b0 b1 to rank 1;  rank 1 sends a2 a3 b2 b3 to rank 0, b2 b3 to itself
         rank 0 receives a0 a1 b0 b1 | a2 a3 b2 b3;            rank 1 receives b0 b1 | b2 b3
+
+    On a grid of several rows, `columns` (M, d) and `counts` (N, grid_rows) are those of `route_grid`, and a rank gets
+    from each other one what that one has: `join_grid` makes rows of the flat value.
     """
     return columns.new_empty((_unknown_size(),))
 
@@ -158,17 +180,40 @@ def _(rows: Tensor, group_size: int) -> Tensor:
     return rows.new_empty((rows.shape[0] * rows.shape[1],))
 
 
+define("embrace::join_grid", "(Tensor flat, Tensor order, Tensor counts, int embedding_dim, int rank) -> Tensor")
+
+
+@register_fake("embrace::join_grid")
+def _(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int) -> Tensor:
+    """`join_columns` on a grid: flat (U * D,), blocks by rank -> rows (U, D), in the order of the ids.
+
+    Example, a grid of 2 x 2, D = 2; rank 0 reads rows 4 and 5, order is [0, 1]. Columns are written a0 a1 for row 4,
+    b0 b1 for row 5: a0 | a1 | b0 | b1 -> [[a0 a1], [b0 b1]].
+    """
+    return flat.new_empty((flat.shape[0] // embedding_dim, embedding_dim))
+
+
+define("embrace::split_grid", "(Tensor rows, Tensor order, Tensor counts, int rank) -> Tensor")
+
+
+@register_fake("embrace::split_grid")
+def _(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
+    """The inverse of `join_grid`: rows (U, D) -> flat (U * D,), blocks by the rank they go to."""
+    return rows.new_empty((rows.shape[0] * rows.shape[1],))
+
+
 define(
     "embrace::all_to_all_gradients",
-    "(Tensor flat, Tensor counts, int embedding_dim, str group, int group_size) -> Tensor",
+    "(Tensor flat, Tensor counts, int embedding_dim, str group, int group_size, int grid_rows=1) -> Tensor",
 )
 
 
 @register_fake("embrace::all_to_all_gradients")
-def _(flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int) -> Tensor:
+def _(flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1) -> Tensor:
     """Launch: the mirror of `all_to_all_rows`: flat (U * D,) by destination -> own columns of all rows, (R * d,).
 
-    Reading it as (R, d) needs no copy: the blocks arrive in rank order, as `ids` of `unpack_ids` are ordered.
+    Reading it as (R, d) needs no copy: the blocks arrive in rank order, as `ids` of `unpack_ids` are ordered. On a grid
+    likewise, with (M, d) and the rows of `route_grid`.
     """
     return flat.new_empty((_unknown_size(),))
 

@@ -24,12 +24,46 @@ LinksAre = Literal["assumed", "given", "probed"]
 
 
 @dataclass(frozen=True)
+class Grid:
+    """N = `rows` x `columns` ranks over one sharded table: rank r * columns + c owns rows r, r + rows, r + 2 rows, ..
+    and of these the columns in chunk c of `columns` (torch.chunk layout).
+
+    One row of N columns is the plain layout of column shards. Rows go round the grid one by one and not in ranges:
+    vocabularies are sorted by frequency, and the first range would be read by far the most.
+
+    >>> Grid(2, 4).place(6)
+    (1, 2)
+    """
+
+    rows: int
+    columns: int
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """A rank's row and column of the grid."""
+        return divmod(rank, self.columns)
+
+    def own_rows(self, num_rows: int, rank: int) -> slice:
+        """Which rows of a table of `num_rows` a rank owns; row id is its row id // `rows`."""
+        return slice(self.place(rank)[0], num_rows, self.rows)
+
+    def takes(self, num_rows: int) -> bool:
+        """Whether torch's placements can say which rows are whose: chunks of `rows` rows, one row to each.
+
+        Not for a few tables of up to rows * (rows - 1) rows, whose equal chunks are smaller than that.
+        """
+        return num_rows <= self.rows or -(-num_rows // -(-num_rows // self.rows)) == self.rows
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.columns} grid"
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One strategy that was weighed for one parameter.
 
     Attributes:
         strategy: one of `STRATEGIES`.
-        scheme: of "zen": "balanced" or "hierarchical"; else "".
+        scheme: of "zen": "balanced" or "hierarchical"; of "alltoall" on a grid: its size; else "".
         sent_bytes_per_step: as of a `Decision`.
         predicted_ms: as of a `Decision`; what candidates are compared by.
         memory_bytes: of parameter and gradient on one rank; an optimizer's state grows with the former.
@@ -58,7 +92,8 @@ class Decision:
             the transport (gloo adds 144 bytes per message, TCP and Ethernet 66 per packet).
         ddp_bytes_per_step: what DDP's dense AllReduce sends for it.
         predicted_ms: time of the exchange alone on an idle link.
-        scheme: of "zen": "balanced" or "hierarchical"; else "".
+        scheme: of "zen": "balanced" or "hierarchical"; of "alltoall" on a grid: its size; else "".
+        grid: of "alltoall", where the ranks are more than one row; else None.
         candidates: every strategy weighed, of which one was chosen; empty where there was nothing to choose.
     """
 
@@ -71,6 +106,7 @@ class Decision:
     ddp_bytes_per_step: int
     predicted_ms: float
     scheme: str = ""
+    grid: Grid | None = None
     candidates: tuple[Candidate, ...] = ()
 
 
@@ -100,8 +136,13 @@ class Plan:
 
     @property
     def sharded(self) -> tuple[str, ...]:
-        """Tables whose columns are spread over the ranks."""
+        """Tables whose columns, or rows and columns, are spread over the ranks."""
         return tuple(d.parameter for d in self.decisions if d.strategy == "alltoall")
+
+    @property
+    def grids(self) -> dict[str, Grid]:
+        """Of `sharded`, those whose rows are spread too."""
+        return {d.parameter: d.grid for d in self.decisions if d.grid is not None}
 
     @property
     def exchanged(self) -> tuple[str, ...]:
@@ -126,7 +167,7 @@ class Plan:
 
     def digest(self) -> str:
         """A hash of everything the ranks must agree on."""
-        agreed = [(d.parameter, d.shape, d.strategy, d.scheme) for d in self.decisions]
+        agreed = [(d.parameter, d.shape, d.strategy, d.scheme, d.grid) for d in self.decisions]
         everything = (self.world_size, agreed, self.buckets, self.renormed, self.links)
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
@@ -139,6 +180,17 @@ class Plan:
 
     def __str__(self) -> str:
         return render(self)
+
+
+def check_grid(grid: Grid, parameter: str, shape: tuple[int, ...], world_size: int) -> None:
+    """Raises `ValueError` where a table cannot lie on a grid that was asked for."""
+    num_rows, columns = shape
+    if grid.rows < 1 or grid.rows * grid.columns != world_size or grid.columns > columns or not grid.takes(num_rows):
+        raise ValueError(
+            f"expected a grid of {world_size} ranks, of at most {columns} columns and of no more rows than a table of "
+            f"{num_rows} fills evenly, for {parameter} in strategy, found {grid.rows} rows x {grid.columns} columns. "
+            "Pass Grid(rows, columns) with rows * columns ranks, or 'alltoall' to have it chosen."
+        )
 
 
 def render(plan: Plan) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
@@ -16,9 +15,9 @@ from embrace_fx.cost import Cluster
 from embrace_fx.exactness import RowUpdates, row_update_blocker
 from embrace_fx.graph import Gradient, Parameter, Table, TrainingGraph
 from embrace_fx.options import Options
-from embrace_fx.passes.planner import ParameterFacts, Strategy, decide
+from embrace_fx.passes.planner import ParameterFacts, RowsAtHome, Strategy, decide
 from embrace_fx.passes.tables import extract_ids
-from embrace_fx.plan import LinksAre, Plan
+from embrace_fx.plan import Grid, LinksAre, Plan
 from embrace_fx.runtime.communicator import Communicator
 from embrace_fx.runtime.failure import PeerFailure
 from embrace_fx.runtime.kernels import unique_ids
@@ -58,6 +57,7 @@ class Findings:
     Attributes:
         rows: table -> unique rows that each rank reads.
         sparsity: table -> how its gradients lie on all ranks, where all of them told their ids.
+        rows_at_home: table -> which of each rank's rows its own row of a grid has, of `rows` as they were measured.
     """
 
     graph: TrainingGraph
@@ -66,6 +66,7 @@ class Findings:
     sparsity: Mapping[str, Sparsity]
     world_size: int
     strategy: Strategy
+    rows_at_home: Mapping[str, RowsAtHome] = field(default_factory=dict)
 
     def plan(self, links: Cluster, links_are: LinksAre, current: Plan | None) -> Plan:
         """The plan for these links; `current`: the one in use, if any."""
@@ -77,6 +78,7 @@ class Findings:
             strategy=self.strategy,
             cluster=links,
             sparsity=self.sparsity,
+            rows_at_home=self.rows_at_home,
             current=current,
         )
         return replace(planned, links_are=links_are)
@@ -86,7 +88,8 @@ class Findings:
         lying = {
             name: with_units(found, rows[name]) if name in rows else found for name, found in self.sparsity.items()
         }
-        return replace(self, rows={**self.rows, **rows}, sparsity=lying)
+        at_home = {name: found for name, found in self.rows_at_home.items() if name not in rows}
+        return replace(self, rows={**self.rows, **rows}, sparsity=lying, rows_at_home=at_home)
 
 
 def make_plan(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> tuple[Plan, Findings | None]:
@@ -178,7 +181,13 @@ def _findings(
         for table in graph.tables
         if (found := _sparsity(table, [own.get(table.parameter) for own in reads])) is not None
     }
-    return Findings(graph, facts, rows, sparsity, setting.communicator.world_size, setting.options.strategy)
+    ranks = setting.communicator.world_size
+    at_home = {
+        name: {each: tuple(own[name].at_home[each] for own in reads) for each in grid_rows(ranks)}
+        for name in everyone[0]["tables"]
+        if all(name in own for own in reads)
+    }
+    return Findings(graph, facts, rows, sparsity, ranks, setting.options.strategy, at_home)
 
 
 def facts_of(
@@ -239,10 +248,22 @@ class Read:
     Attributes:
         rows: unique rows, the padding row included: it travels between shards whether or not the batch holds it.
         drawn: (T,) ids as often as the batch has them, without those that get no gradient.
+        unique: (rows,) those rows.
     """
 
     rows: int
     drawn: Tensor
+    unique: Tensor
+
+    def at_home(self, rank: int, ranks: int) -> dict[int, int]:
+        """How many of its rows a rank's own row of a grid has, by the grid's rows."""
+        sizes = {each: Grid(each, ranks // each) for each in grid_rows(ranks)}
+        return {each: int((self.unique % each == grid.place(rank)[0]).sum()) for each, grid in sizes.items()}
+
+
+def grid_rows(ranks: int) -> list[int]:
+    """How many rows a grid of so many ranks can have, beyond one."""
+    return [each for each in range(2, ranks + 1) if ranks % each == 0]
 
 
 def used_parameters(graph: TrainingGraph) -> set[str]:
@@ -261,28 +282,31 @@ def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> 
     reads = {}
     for table in tables:
         of_uses = [next(ids) for _ in table.uses]
-        rows = unique_ids(of_uses, table.num_rows, table.uses[0].padding_idx)[0].numel()
+        unique = unique_ids(of_uses, table.num_rows, table.uses[0].padding_idx)[0]
         drawn = [
             own[own != use.padding_idx] for own, use in zip((i.reshape(-1) for i in of_uses), table.uses, strict=True)
         ]
-        reads[table.parameter] = Read(rows, torch.cat(drawn).to(torch.int64))
+        reads[table.parameter] = Read(unique.numel(), torch.cat(drawn).to(torch.int64), unique)
     return reads
 
 
 @dataclass(frozen=True)
 class _Reported:
-    """What one rank tells of a table: unique rows, and those with a gradient unless they are too many."""
+    """What one rank tells of a table: unique rows, those with a gradient unless they are too many, and how many rows a
+    grid would have at home."""
 
     rows: int
     ids: Tensor | None
+    at_home: Mapping[int, int]
 
 
 def _measure_reads(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, _Reported]:
-    limit = MOST_GATHERED_IDS // setting.communicator.world_size
+    rank, ranks = setting.communicator.rank, setting.communicator.world_size
+    limit = MOST_GATHERED_IDS // ranks
     reported = {}
     for name, read in reads_of(setting.state, graph, leaves).items():
         ids = read.drawn.unique().cpu()
-        reported[name] = _Reported(read.rows, _narrow(ids) if ids.numel() <= limit else None)
+        reported[name] = _Reported(read.rows, _narrow(ids) if ids.numel() <= limit else None, read.at_home(rank, ranks))
     return reported
 
 
@@ -301,11 +325,11 @@ def _sparsity(table: Table, reported: Sequence[_Reported | None]) -> Sparsity | 
 
 def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     """Shards the tables, makes the replicas equal, and hands the tables to their optimizers."""
-    group = setting.communicator.group if setting.communicator.world_size > 1 else None
-    materialise(setting.model, plan.sharded, setting.optimizers, setting.communicator)
+    grids = {name: plan[name].grid for name in plan.sharded}
+    materialise(setting.model, grids, setting.optimizers, setting.communicator)
     for name in plan.sharded:
-        _shard(setting, name, group)
-    if group is not None:
+        _shard(setting, name, plan)
+    if setting.communicator.world_size > 1:
         broadcast_state(setting.model, frozenset(plan.sharded), setting.communicator)
     _hand_over(setting, graph, plan)
 
@@ -313,9 +337,9 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
 def place_anew(setting: Setting, graph: TrainingGraph, old: Plan, new: Plan) -> None:
     """Places tables as another plan says, between two steps; state and gradients of theirs come along. Collective.
 
-    A gradient of a replica is the mean already, the same on all ranks; of a shard each rank has its own columns.
+    A gradient of a replica is the mean already, the same on all ranks; of a shard each rank has its own part.
     """
-    group, state = setting.communicator.group, setting.state
+    state = setting.state
     with setting.communicator.watching(), torch.no_grad():
         for name in old.sharded:
             if name not in new.sharded:
@@ -327,15 +351,15 @@ def place_anew(setting: Setting, graph: TrainingGraph, old: Plan, new: Plan) -> 
             if name not in old.sharded:
                 gradient = state.parameter(name).grad
                 state.parameter(name).grad = None
-                _shard(setting, name, group)
+                _shard(setting, name, new)
                 if gradient is not None:
                     state.tables[name].add_dense_gradient(gradient)
     state.tables = {name: state.tables[name] for name in new.sharded}
     _hand_over(setting, graph, new)
 
 
-def _shard(setting: Setting, name: str, group: dist.ProcessGroup | None) -> None:
-    parameter = shard_parameter(setting.model, name, setting.optimizers, group)
+def _shard(setting: Setting, name: str, plan: Plan) -> None:
+    parameter = shard_parameter(setting.model, name, setting.optimizers, setting.communicator, plan[name].grid)
     setting.state.tables[name] = _row_table(setting, name, parameter)
 
 

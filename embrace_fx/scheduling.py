@@ -27,6 +27,7 @@ from embrace_fx.runtime.communicator import InFlight
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, ExchangeThread, exchange_at_once
 from embrace_fx.runtime.flow import Flow
+from embrace_fx.runtime.grid_exchange import GridExchange
 from embrace_fx.runtime.launcher import Launcher
 from embrace_fx.runtime.recorder import Recorder, Recording, compute_spans
 from embrace_fx.runtime.row_exchange import RowExchange
@@ -74,7 +75,8 @@ class Scheduling:
         flow = Flow(communicator, launcher, recorder, self.looks_ahead, warn, self._after_announcement, on)
         self._flow = flow
         for table in plan.sharded:
-            flow.exchanges[table] = RowExchange(
+            kind = RowExchange if plan[table].grid is None else GridExchange
+            flow.exchanges[table] = kind(
                 state.tables[table], communicator, launcher, self._delayed_chunks[table], flow.wait
             )
         flow.buckets = BucketUpdates(

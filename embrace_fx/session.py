@@ -42,11 +42,12 @@ from embrace_fx.runtime.failure import PeerFailure
 from embrace_fx.runtime.flow import Flow
 from embrace_fx.runtime.gradients import clip_gradients
 from embrace_fx.runtime.kernels import unique_ids
+from embrace_fx.runtime.layouts import state_by_columns
 from embrace_fx.runtime.optimizers import Stepping, attach
 from embrace_fx.runtime.placement import (
     broadcast_state,
     whole_parameters,
-    with_own_columns,
+    with_own_part,
 )
 from embrace_fx.runtime.program import ModelState, Program
 from embrace_fx.schedule import Schedule, Timeline
@@ -127,7 +128,12 @@ class Session:
             if (session := itself()) is not None:
                 session.parameters_may_change()
 
+        def after_state_dict(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> None:
+            if (session := itself()) is not None:
+                state_by_columns(state_dict, session._communicator.group)
+
         model.register_state_dict_pre_hook(before_state_dict)
+        model.register_state_dict_post_hook(after_state_dict)
         self._kinds: dict[Any, _Kind] = {}
 
     def _parameters_are(self) -> tuple[tuple[bool, torch.dtype, bool], ...]:
@@ -625,7 +631,9 @@ class Session:
         return norm
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-        return self.model.load_state_dict(with_own_columns(self.model, state_dict), strict, assign)
+        with self._communicator.watching():
+            own = with_own_part(self.model, state_dict, self._communicator.group)
+        return self.model.load_state_dict(own, strict, assign)
 
 
 def _drift(plan: Plan, findings: Findings | None) -> Drift | None:

@@ -20,7 +20,7 @@ from embrace_fx.graph import Table, TrainingGraph
 from embrace_fx.options import Options
 from embrace_fx.passes.planner import Strategy, decide
 from embrace_fx.plan import Plan
-from embrace_fx.planning import Read, facts_of, reads_of, used_parameters
+from embrace_fx.planning import Read, facts_of, grid_rows, reads_of, used_parameters
 from embrace_fx.runtime.program import ModelState
 from embrace_fx.sparsity import Sparsity, extrapolate, measure
 
@@ -71,13 +71,16 @@ def plan(
     measured = [_measured(model, state, each) for each in batches]
     graph = measured[0].graph
     used = set().union(*(used_parameters(each.graph) for each in measured))
-    rows, sparsity = {}, {}
+    rows, sparsity, at_home = {}, {}, {}
     for table in graph.tables:
         reads = [each.reads[table.parameter] for each in measured if table.parameter in each.reads]
         if len(reads) == len(measured):
             mean_rows = round(sum(read.rows for read in reads) / len(reads))
             rows[table.parameter] = tuple(read.rows for read in reads) + (mean_rows,) * (ranks - len(reads))
             sparsity[table.parameter] = _sparsity(table, reads, ranks)
+            if len(reads) == ranks:
+                by_rank = [read.at_home(rank, ranks) for rank, read in enumerate(reads)]
+                at_home[table.parameter] = {each: tuple(own[each] for own in by_rank) for each in grid_rows(ranks)}
     planned = decide(
         graph,
         facts_of(model, optimizers, classes, row_updates, used),
@@ -86,6 +89,7 @@ def plan(
         strategy=strategy,
         cluster=cluster,
         sparsity=sparsity,
+        rows_at_home=at_home,
     )
     return replace(planned, links_are="assumed" if cluster == Cluster() else "given")
 

@@ -26,6 +26,9 @@ from embrace_fx.passes.tables import LOOKUP_BACKWARDS
 aten = torch.ops.aten
 embrace = torch.ops.embrace
 _CAST = aten._to_copy.default
+JOINS = (embrace.join_columns.default, embrace.join_grid.default)
+"""What makes rows of what has arrived."""
+_SPLITS = (embrace.split_columns.default, embrace.split_grid.default)
 _EXCHANGED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """The narrow dtypes that every back end's AlltoAll takes."""
 
@@ -35,7 +38,7 @@ class NarrowExchange:
     """Exchanges rows in the dtype in which the graph uses them."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        joins = graph.graph.find_nodes(op="call_function", target=embrace.join_columns.default)
+        joins = [node for node in graph.graph.nodes if node.target in JOINS]
         if not any(user.target is _CAST for join in joins for lookup in join.users for user in lookup.users):
             return graph
         result = graph.edit()
@@ -96,8 +99,8 @@ def _split_of(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
     """The split that sends the gradient of the rows that `join` made, found by their common exchange of ids."""
     launch = join.all_input_nodes[0].all_input_nodes[0]
     counts = launch.args[1]
-    for split in graph.graph.find_nodes(op="call_function", target=embrace.split_columns.default):
-        if next(iter(split.users)).args[1] is counts:
+    for split in graph.graph.nodes:
+        if split.target in _SPLITS and next(iter(split.users)).args[1] is counts:
             found: fx.Node = split
             return found
     return None

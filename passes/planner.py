@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from embrace_fx import cost
-from embrace_fx.exchange_cost import Scheme, cheaper_scheme, cheapest_block, predict
+from embrace_fx.exchange_cost import HANDLING_MS, Scheme, cheaper_scheme, cheapest_block, predict
 from embrace_fx.graph import Gradient, Parameter, Table, TrainingGraph
 from embrace_fx.ops import own_columns
 from embrace_fx.passes.narrow import exchange_dtype
-from embrace_fx.plan import EXCHANGES, STRATEGIES, Candidate, Decision, Plan
+from embrace_fx.plan import EXCHANGES, STRATEGIES, Candidate, Decision, Grid, Plan, check_grid
 from embrace_fx.sparsity import Sparsity, in_blocks, independent
 
-Strategy = str | Mapping[str, str]
+Strategy = str | Grid | Mapping[str, str | Grid]
+"""A name of `STRATEGIES`, "auto", or a grid for "alltoall"; for all tables, or by patterns of parameters' names."""
 
 CLEARLY = 0.8
 """Of the time of AllReduce, and of AlltoAll where it is legal, without their start-ups: a sparse exchange of replicas
@@ -28,8 +29,16 @@ must stay below it to be chosen. It makes passes over the whole gradient, which 
 start-ups of the others are hardly its own, as an AllReduce shares them with its bucket, an AlltoAll with all tables.
 Of the time of the strategy in use, too: a change of strategy must promise as much."""
 
+USEFUL_COLUMNS = 128
+"""What shards on a grid have at least, where a table has as many: half a KiB of float32. What it takes to find, copy
+and add a piece of a row is then no longer more than what its values take."""
+
 SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
 """Of a table's rows, read by each rank: at these it is tried out whether its strategy depends on them."""
+
+
+RowsAtHome = Mapping[int, tuple[int, ...]]
+"""Rows of a grid -> how many of the rows that each rank reads are in its own one."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,7 @@ class _Priced:
     memory_bytes: int
     scheme: str = ""
     blocker: str | None = None
+    grid: Grid | None = None
 
     def bytes_ms(self, cluster: cost.Cluster) -> float:
         """What the bytes alone take, without start-ups."""
@@ -75,7 +85,7 @@ class _Choice:
     candidates: tuple[Candidate, ...] = ()
 
 
-def decide(
+def decide(  # noqa: PLR0913
     graph: TrainingGraph,
     facts: tuple[ParameterFacts, ...],
     rows_by_rank: Mapping[str, tuple[int, ...]],
@@ -84,6 +94,7 @@ def decide(
     strategy: Strategy = "auto",
     cluster: cost.Cluster = cost.Cluster(),
     sparsity: Mapping[str, Sparsity] | None = None,
+    rows_at_home: Mapping[str, RowsAtHome] | None = None,
     current: Plan | None = None,
 ) -> Plan:
     """The plan for a graph.
@@ -92,17 +103,21 @@ def decide(
         graph: the captured graph with its tables found.
         facts: every parameter of the model.
         rows_by_rank: table -> unique rows that each rank's first batch reads.
-        strategy: "auto", one strategy for every table, or {name pattern: strategy}.
+        strategy: "auto", one strategy or grid for every table, or {name pattern: strategy or grid}.
         cluster: the links that strategies are compared on, and buckets and blocks cut for.
         sparsity: table -> how its gradients lie on all ranks, in rows; of others it is assumed, rows being drawn at
             random as often as `rows_by_rank` says.
-        current: the plan in use: a table's strategy stays unless the best one takes less than `CLEARLY` of its time.
+        rows_at_home: table -> which of each rank's rows its own row of a grid has; of others, the share that falls
+            there at random.
+        current: the plan in use: a table's strategy stays unless the best one takes less than `CLEARLY` of its time,
+            and shards stay as they lie.
 
     Raises:
-        ValueError: a strategy that does not exist, or a pattern that nothing matches.
+        ValueError: a strategy that does not exist, a pattern that nothing matches, or a grid of other ranks.
     """
-    in_use = {d.parameter: d.strategy for d in current} if current is not None else {}
-    setting = _Setting(graph, world_size, cluster.among(world_size), cluster, sparsity or {}, in_use)
+    in_use = {d.parameter: d for d in current} if current is not None else {}
+    links = cluster.among(world_size)
+    setting = _Setting(graph, world_size, links, cluster, sparsity or {}, rows_at_home or {}, in_use)
     tables = {table.parameter: table for table in graph.tables}
     wanted = requested_strategies(strategy, tuple(tables), tuple(fact.name for fact in facts if fact.trainable))
     decisions, watched = [], []
@@ -129,6 +144,7 @@ def decide(
                 cost.all_reduce(fact.nbytes, world_size).sent_bytes if fact.trainable else 0,
                 chosen.predicted_ms,
                 chosen.scheme,
+                chosen.grid,
                 choice.candidates,
             )
         )
@@ -147,40 +163,40 @@ def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
     Args:
         where: the call that the error names.
     """
-    if not isinstance(strategy, str | Mapping):
+    if not isinstance(strategy, str | Grid | Mapping):
         raise ValueError(
             f"expected strategy to be a name or a mapping from parameter name patterns to names, in {where}, found "
             f"{strategy!r}. Pass 'auto', or leave it out, to have it chosen."
         )
     for pattern, name in _patterns(strategy).items():
-        if name not in (*STRATEGIES, "auto"):
+        if not isinstance(name, Grid) and name not in (*STRATEGIES, "auto"):
             raise ValueError(
                 f"expected strategy, in {where}, to be 'auto' or one of {', '.join(STRATEGIES)} for {pattern!r}, found "
                 f"{name!r}. Choose one of these, or leave it to 'auto'."
             )
 
 
-def _patterns(strategy: Strategy) -> Mapping[str, str]:
-    return {"*": strategy} if isinstance(strategy, str) else strategy
+def _patterns(strategy: Strategy) -> Mapping[str, str | Grid]:
+    return {"*": strategy} if isinstance(strategy, str | Grid) else strategy
 
 
 def requested_strategies(
     strategy: Strategy, tables: tuple[str, ...], parameters: tuple[str, ...] = ()
-) -> dict[str, str]:
-    """Table or other parameter -> the strategy asked for ("auto" where nothing was).
+) -> dict[str, str | Grid]:
+    """Table or other parameter -> the strategy or grid asked for ("auto" where nothing was).
 
     One strategy for all is one for all tables. A pattern may name any trainable parameter, but tables only for
-    "alltoall".
+    "alltoall" and for a grid.
 
     Raises:
         ValueError: a strategy that does not exist, or a pattern that nothing matches.
     """
     check_strategy(strategy)
-    chosen = dict.fromkeys((*tables, *parameters), "auto")
+    chosen: dict[str, str | Grid] = dict.fromkeys((*tables, *parameters), "auto")
     for pattern, name in _patterns(strategy).items():
-        tables_only = isinstance(strategy, str) or name == "alltoall"
+        tables_only = not isinstance(strategy, Mapping) or name == "alltoall" or isinstance(name, Grid)
         matched = fnmatch.filter(tables if tables_only else chosen, pattern)
-        if not isinstance(strategy, str) and not matched:
+        if isinstance(strategy, Mapping) and not matched:
             raise ValueError(_no_match(pattern, tables, parameters, tables_only=tables_only))
         chosen.update(dict.fromkeys(matched, name))
     return chosen
@@ -224,27 +240,31 @@ class _Setting:
     cluster: cost.Cluster
     links: cost.Cluster
     sparsity: Mapping[str, Sparsity]
-    in_use: Mapping[str, str]
+    rows_at_home: Mapping[str, RowsAtHome]
+    in_use: Mapping[str, Decision]
 
-    def of_dense(self, fact: ParameterFacts, wanted: str) -> _Choice:
+    def of_dense(self, fact: ParameterFacts, wanted: str | Grid) -> _Choice:
         """A parameter that no lookup reads: nothing is known of its gradient's zeros, but the user may know."""
         strategies = ("allreduce",) if wanted == "auto" else ("allreduce", *EXCHANGES)
         priced = self._replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0), strategies)
+        assert isinstance(wanted, str)  # grids are for tables
         if wanted == "auto":
             return _Choice(priced["allreduce"], "dense gradient")
         reason = "asked for" if wanted == "allreduce" else "asked for; predicted for a gradient without zeros"
         return self._chosen(priced, wanted, reason, f"{wanted} was asked for")
 
-    def of_table(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str) -> _Choice:
+    def of_table(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid) -> _Choice:
         """What is legal comes first, then what was asked for, then what is cheaper."""
-        sharded = self._sharded(table, fact, rows)
+        sharded = self._laid_out(table, fact, rows, wanted)
+        wanted = "alltoall" if isinstance(wanted, Grid) else wanted
         upkeep = upkeep_of_replicas(table, rows, self.world_size)
         priced = self._replicas(fact, self._sparsity_of(table, fact, rows), upkeep) | {"alltoall": sharded}
         mean_rows = sum(rows) / max(len(rows), 1)
         share = mean_rows / max(table.num_rows, 1)
-        width = -(-table.embedding_dim // self.world_size)
+        grid = sharded.grid or Grid(1, self.world_size)
+        width = f"{-(-table.embedding_dim // grid.columns)} columns per rank"
         read = f"{mean_rows:.0f} of {table.num_rows} rows read ({share:.2%})"
-        what = f"{read}, {width} columns per rank"
+        what = f"{read}, {grid}, {width}" if sharded.grid is not None else f"{read}, {width}"
         blocker = sharded.blocker
         asked = f"{wanted} was asked for"
         if wanted in EXCHANGES:
@@ -265,7 +285,7 @@ class _Setting:
         else:
             cheaper = blocker is None and sharded.predicted_ms < priced["allreduce"].predicted_ms
         best = self._clearly_cheapest(priced) or ("alltoall" if cheaper else "allreduce")
-        in_use = self.in_use.get(fact.name, best)
+        in_use = self.in_use[fact.name].strategy if fact.name in self.in_use else best
         if best != in_use and not self._worth_a_change(priced[in_use], priced[best]):
             return self._chosen(priced, in_use, f"in use; {what}", f"{in_use} is in use, {best} not clearly faster")
         if best in EXCHANGES:
@@ -310,14 +330,43 @@ class _Setting:
             )
         return priced
 
-    def _sharded(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> _Priced:
-        exchange = shard_exchange(table, rows, exchange_dtype(self.graph, table).itemsize, self.world_size)
+    def _laid_out(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid) -> _Priced:
+        """Shards as asked for, or as they lie; else by columns, or on a grid where that is clearly faster.
+
+        Bytes are the same. But by columns a rank handles a piece of every row that any rank reads, N u pieces of D / N
+        columns with u rows of each rank; on a grid of R rows those of its own row of ranks, N u / R of D / C. Of the
+        grids with useful columns it is the one with most columns: they share the work evenly whatever the ids, rows
+        only as far as ids are spread.
+        """
+        if isinstance(wanted, Grid):
+            check_grid(wanted, fact.name, fact.shape, self.world_size)
+            return self._sharded(table, fact, rows, wanted)
+        used = self.in_use.get(fact.name)
+        if used is not None and used.strategy == "alltoall":
+            return self._sharded(table, fact, rows, used.grid)
+        by_columns = self._sharded(table, fact, rows, None)
+        grid = widest_useful(table, self.world_size)
+        if grid.rows == 1 or table.num_rows < grid.rows**2:
+            return by_columns
+        on_grid = self._sharded(table, fact, rows, grid)
+        pieces = sum(rows)
+        limit = CLEARLY * (by_columns.predicted_ms + pieces * HANDLING_MS)
+        return on_grid if on_grid.predicted_ms + pieces / grid.rows * HANDLING_MS < limit else by_columns
+
+    def _sharded(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], grid: Grid | None) -> _Priced:
+        """Shards on a grid; None, or one row: by columns."""
+        grid = grid if grid is not None and grid.rows > 1 else None
+        itemsize = exchange_dtype(self.graph, table).itemsize
+        at_home = self.rows_at_home.get(fact.name, {}).get(grid.rows) if grid is not None else None
+        exchange = shard_exchange(table, rows, itemsize, self.world_size, grid, at_home)
         return _Priced(
             "alltoall",
             exchange,
             exchange.time_ms(self.cluster, "all_to_all") if self.world_size > 1 else 0.0,
             fact.nbytes // self.world_size + 2 * exchange.sent_bytes,
+            str(grid) if grid is not None else "",
             blocker=shard_blocker(table) or fact.row_update_blocker,
+            grid=grid,
         )
 
     def _sparsity_of(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
@@ -363,6 +412,14 @@ class _Setting:
         )
 
 
+def widest_useful(table: Table, world_size: int) -> Grid:
+    """The grid with most columns of those whose shards have `USEFUL_COLUMNS`, or all that the table has."""
+    least = min(USEFUL_COLUMNS, table.embedding_dim)
+    divisors = (c for c in range(1, world_size + 1) if world_size % c == 0)
+    columns = max((c for c in divisors if table.embedding_dim // c >= least), default=1)
+    return Grid(world_size // columns, columns)
+
+
 def _slower(other: _Priced, chosen: _Priced) -> str:
     """Why the time of one speaks for another."""
     ratio = other.predicted_ms / max(chosen.predicted_ms, 1e-9)
@@ -382,20 +439,35 @@ def _all_rows(fact: ParameterFacts, world_size: int) -> Sparsity:
     return independent(num_rows, prod(fact.shape[1:]), fact.itemsize, (num_rows,) * world_size)
 
 
-def shard_exchange(table: Table, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int) -> cost.Exchange:
+def shard_exchange(
+    table: Table,
+    rows_by_rank: tuple[int, ...],
+    itemsize: int,
+    world_size: int,
+    grid: Grid | None = None,
+    at_home: tuple[int, ...] | None = None,
+) -> cost.Exchange:
     """Mean over ranks of what one rank sends per step for a sharded table: ids, rows, gradients.
 
     Args:
         itemsize: bytes of an element on the wire.
+        grid: on which it lies; None: by columns.
+        at_home: how many of its rows each rank's own row of the grid has; None: as many as any other.
     """
     if world_size == 1 or not rows_by_rank:
         return cost.Exchange(0, 0)
-    total = cost.Exchange(0, 0)
+    sent_bytes = 0.0  # by all ranks
     for rank, rows in enumerate(rows_by_rank):
-        first, last = own_columns(table.embedding_dim, world_size, rank)
-        total += cost.all_to_all_rows(rows_by_rank, last - first, itemsize, rank)
-        total += cost.all_to_all_gradients(rows, table.embedding_dim - (last - first), itemsize, world_size)
-    both_ways = cost.Exchange(round(total.sent_bytes / world_size), 2 * (world_size - 1))
+        if grid is None:
+            first, last = own_columns(table.embedding_dim, world_size, rank)
+            sent_bytes += cost.all_to_all_rows(rows_by_rank, last - first, itemsize, rank).sent_bytes
+            other_columns = table.embedding_dim - (last - first)
+            sent_bytes += cost.all_to_all_gradients(rows, other_columns, itemsize, world_size).sent_bytes
+        else:  # all that a rank reads arrives once and leaves once, but for what it owns itself
+            first, last = own_columns(table.embedding_dim, grid.columns, grid.place(rank)[1])
+            own_rows = at_home[rank] if at_home is not None else rows / grid.rows
+            sent_bytes += 2 * itemsize * (rows * table.embedding_dim - own_rows * (last - first))
+    both_ways = cost.Exchange(round(sent_bytes / world_size), 2 * (world_size - 1))
     return both_ways + cost.gather_ids(rows_by_rank, table.num_rows)
 
 

@@ -10,6 +10,7 @@ Contract
         backward   flat = wait(all_to_all_gradients(split_columns(grad_rows), counts, ...)); coalesce(ids, flat, ...)
     ->  forward    flat = await_rows(shard, ids, counts, table); rows = join_columns(flat, D, 1)
         backward   submit_rows(grad_rows, ids, counts, table)
+    On a grid likewise: what `route_grid` yields is found by the exchange itself, of the parts that it cuts.
 
     rewrite, dense gradients (`horizontal`):
         backward   m1, m2 = unpack_bucket(wait(all_reduce_(bucket)), [p1, p2])  or exchange_gradient_
@@ -20,7 +21,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_not
@@ -35,6 +36,7 @@ from embrace_fx.graph import (
     PendingGradients,
     PendingRows,
     RowGradient,
+    Saved,
     Shard,
     TrainingGraph,
     copy_module,
@@ -42,6 +44,7 @@ from embrace_fx.graph import (
     outputs_of,
     set_outputs,
 )
+from embrace_fx.passes.narrow import JOINS
 from embrace_fx.passes.reduce import ALL_REDUCE, EXCHANGE
 from embrace_fx.passes.rewriter import Rewriter, first_user
 from embrace_fx.passes.shard import short_name
@@ -78,38 +81,69 @@ class RelaxDependences:
 
 def _relax_rows(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     rewriter = Rewriter(forward)
-    for join in list(forward.graph.find_nodes(op="call_function", target=embrace.join_columns.default)):
+    routes: dict[str, _Route] = {}  # by the name of the ids that `coalesce` reads
+    for join in [node for node in forward.graph.nodes if node.target in JOINS]:
         wait = join.all_input_nodes[0]
         launch = wait.all_input_nodes[0]
         columns = launch.args[0]
         lookup = columns if columns.target is embrace.lookup.default else columns.all_input_nodes[0]
         shard, ids = lookup.args
+        counts = launch.args[1]
+        if ids.op != "placeholder":  # an item of `route_grid`
+            route = ids.all_input_nodes[0]
+            routes[ids.name] = _Route(*route.args[:2], [ids.name, counts.name, join.args[1].name])
+            ids, counts = route.args[:2]
         table = shard.meta["role"].table
         with rewriter.before(join):
             rows = rewriter.call(
                 embrace.await_rows.default,
                 shard,
                 ids,
-                launch.args[1],
+                counts,
                 table,
                 launch.meta["val"].dtype,
                 name=f"{short_name(table)}_arrived",
             )
         rows.meta["val"] = wait.meta["val"]  # what later nodes know its unknown size by
-        join.args = (rows, join.args[1], 1)
+        join.target = embrace.join_columns.default
+        join.args = (rows, join.meta["val"].shape[1], 1)
         _erase_chain(forward.graph, wait, keep={shard, ids})
     outputs = list(outputs_of(backward))
     rewriter = Rewriter(backward) if outputs else rewriter
     for coalesced in list(backward.graph.find_nodes(op="call_function", target=embrace.coalesce.default)):
-        outputs = _submit_rows(rewriter, coalesced, outputs)
+        outputs = _submit_rows(rewriter, coalesced, outputs, routes)
     set_outputs(backward, outputs)
     for coalesced in list(backward.graph.find_nodes(op="call_function", target=embrace.coalesce.default)):
         for item in list(coalesced.users):
             _erase_chain(backward.graph, item, keep=set())
+    _drop_routes(forward, backward, [name for route in routes.values() for name in route.saved])
+
+
+@dataclass(frozen=True)
+class _Route:
+    """A `route_grid` of the forward: the ids and counts that it takes, and the values it saves for the backward."""
+
+    ids: fx.Node
+    counts: fx.Node
+    saved: list[str]
+
+
+def _drop_routes(forward: fx.GraphModule, backward: fx.GraphModule, saved: list[str]) -> None:
+    """Erases what a forward saved of `route_grid`, and the op: the exchange finds it by itself."""
+    for node, role in list(inputs_of(backward)):
+        if isinstance(role, Saved) and role.name in saved:
+            backward.graph.erase_node(node)
+    outputs = list(outputs_of(forward))
+    set_outputs(forward, [(v, r) for v, r in outputs if not (isinstance(r, Saved) and r.name in saved)])
+    for node in [node for node in forward.graph.nodes if node.name in saved]:
+        _erase_chain(forward.graph, node, keep=set())
 
 
 def _submit_rows(
-    rewriter: Rewriter, coalesced: fx.Node, outputs: list[tuple[fx.Node | None, OutputRole]]
+    rewriter: Rewriter,
+    coalesced: fx.Node,
+    outputs: list[tuple[fx.Node | None, OutputRole]],
+    routes: Mapping[str, _Route],
 ) -> list[tuple[fx.Node | None, OutputRole]]:
     ids, received, _, padding_idx, scale = coalesced.args
     wait = received if isinstance(received, fx.Node) else None
@@ -120,6 +154,8 @@ def _submit_rows(
     split, counts = launch.args[:2]
     assert isinstance(split, fx.Node)
     table = next(role.table for value, role in outputs if value in coalesced.users and isinstance(role, RowGradient))
+    if (route := routes.get(ids.meta["role"].name)) is not None:
+        ids, counts = (_saved_in(rewriter, node) for node in (route.ids, route.counts))
     with rewriter.before(launch):
         token = rewriter.call(
             embrace.submit_rows.default,
@@ -133,6 +169,15 @@ def _submit_rows(
         )
     kept = [(value, role) for value, role in outputs if value not in coalesced.users]
     return [*kept, (token, PendingRows(table))]
+
+
+def _saved_in(rewriter: Rewriter, node: fx.Node) -> fx.Node:
+    """The placeholder of a backward for what a placeholder of the forward is: a value of an earlier phase."""
+    first = next(iter(rewriter.graph.nodes))
+    with rewriter.before(first):
+        found = rewriter.graph.placeholder(node.name)
+    found.meta = dict(node.meta)
+    return found
 
 
 def _submit_buckets(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> None:

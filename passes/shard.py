@@ -21,11 +21,19 @@ Contract
         flat = wait(embrace.all_to_all_gradients(embrace.split_columns(grad_rows, N), counts, D, "embedding", N))
         ids_K, rows_Kd = embrace.coalesce(ids, flat, d, pad, 1 / N)
         return (..., ids_K, rows_Kd)                                  # RowGradient(weight, "ids" / "rows")
+
+    on a grid of r x c ranks, whose own rows are V' x d:
+        own_ids, own_counts, order = embrace.route_grid(ids, counts, rank, r, c)
+        .. lookup(weight_shard, own_ids) .. all_to_all_rows(columns, own_counts, D, "embedding", N, r)
+        .. join_grid(flat, order, own_counts, D, rank) .. split_grid(grad_rows, order, own_counts, rank)
+        .. all_to_all_gradients(flat, own_counts, D, "embedding", N, r) .. coalesce(own_ids, flat, d, pad', 1 / N)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -42,6 +50,7 @@ from embrace_fx.passes.tables import (
     ids_cone,
     set_argument,
 )
+from embrace_fx.plan import Grid
 
 aten = torch.ops.aten
 embrace = torch.ops.embrace
@@ -56,12 +65,14 @@ class ShardTables:
         renormed: data-parallel tables with `max_norm`: each rank rescales the rows that any rank reads, so that the
             replicas stay equal.
         rank, world_size: which columns are this rank's.
+        grids: of those of `tables` whose rows are spread too.
     """
 
     tables: tuple[str, ...]
     renormed: tuple[str, ...]
     rank: int
     world_size: int
+    grids: Mapping[str, Grid] = field(default_factory=dict)
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if not self.tables and not self.renormed:
@@ -149,32 +160,83 @@ def _shard(
     size = options.world_size
     short = short_name(table.parameter)
     weight = next(node for node, role in graph.inputs() if role == Parameter(table.parameter))
-    first, last = own_columns(table.embedding_dim, size, options.rank)
+    grid = options.grids.get(table.parameter, Grid(1, size))
+    first, last = own_columns(table.embedding_dim, grid.columns, grid.place(options.rank)[1])
+    num_rows = len(range(table.num_rows)[grid.own_rows(table.num_rows, options.rank)])
     with rewriter.before(weight):
-        shard = rewriter.placeholder(
-            f"{weight.name}_shard", Shard(table.parameter), (table.num_rows, last - first), weight
-        )
+        shard = rewriter.placeholder(f"{weight.name}_shard", Shard(table.parameter), (num_rows, last - first), weight)
     with rewriter.before(latest_of(ids).next):
-        columns = rewriter.call(embrace.lookup.default, shard, ids.all_ids, name=f"{short}_columns")
+        route = _route(rewriter, short, ids, grid, options.rank)
+        columns = rewriter.call(embrace.lookup.default, shard, route.ids, name=f"{short}_columns")
         launch = rewriter.call(
             embrace.all_to_all_rows.default,
             columns,
-            ids.counts,
+            route.counts,
             table.embedding_dim,
             "embedding",
             size,
+            *route.launched_on,
             name=f"{short}_rows",
         )
     with rewriter.before(first_user(weight)):
         flat = rewriter.wait(launch)
-        rows = rewriter.call(embrace.join_columns.default, flat, table.embedding_dim, size, name=f"{short}_table")
+        rows = rewriter.call(*route.join(flat, table.embedding_dim), name=f"{short}_table")
     _read_rows(rewriter, weight, rows, ids, table)
     outputs = [(v, r) for v, r in outputs if r != Gradient(Parameter(table.parameter))] + _row_gradient(
-        graph, rewriter, table, ids, rows, outputs, last - first, options
+        graph, rewriter, table, route, rows, outputs, last - first, size
     )
     set_outputs(graph.module, outputs)
     graph.graph.erase_node(weight)
     return outputs
+
+
+@dataclass(frozen=True)
+class _Route:
+    """What a table's launches, lookup and sum of gradients read: of all ids, or of those that a grid sends here.
+
+    Attributes:
+        ids, counts: of `unpack_ids`, or of `route_grid`.
+        order: of `route_grid`; None: one row of ranks.
+    """
+
+    ids: fx.Node
+    counts: fx.Node
+    order: fx.Node | None
+    grid: Grid
+    rank: int
+
+    @property
+    def launched_on(self) -> tuple[int, ...]:
+        """What a launch says of the grid."""
+        return () if self.order is None else (self.grid.rows,)
+
+    def join(self, flat: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
+        """The call that makes rows of what arrives."""
+        if self.order is None:
+            return embrace.join_columns.default, flat, embedding_dim, self.grid.columns
+        return embrace.join_grid.default, flat, self.order, self.counts, embedding_dim, self.rank
+
+    def split(self, gradient: fx.Node) -> tuple[Any, ...]:
+        """The call that makes what is sent of the rows' gradients."""
+        if self.order is None:
+            return embrace.split_columns.default, gradient, self.grid.columns
+        return embrace.split_grid.default, gradient, self.order, self.counts, self.rank
+
+    def padding(self, padding_idx: int) -> int:
+        """The shard's row without gradient, or -1."""
+        row, of_grid = divmod(padding_idx, self.grid.rows)
+        return row if padding_idx >= 0 and of_grid == self.grid.place(self.rank)[0] else -1
+
+
+def _route(rewriter: Rewriter, short: str, ids: _Ids, grid: Grid, rank: int) -> _Route:
+    if grid.rows == 1:
+        return _Route(ids.all_ids, ids.counts, None, grid, rank)
+    routed = rewriter.call(
+        embrace.route_grid.default, ids.all_ids, ids.counts, rank, grid.rows, grid.columns, name=f"{short}_route"
+    )
+    names = ("own_ids", "own_counts", "order")
+    own_ids, counts, order = (rewriter.item(routed, k, f"{short}_{name}") for k, name in enumerate(names))
+    return _Route(own_ids, counts, order, grid, rank)
 
 
 def latest_of(ids: _Ids) -> fx.Node:
@@ -208,37 +270,37 @@ def _row_gradient(
     graph: TrainingGraph,
     rewriter: Rewriter,
     table: Table,
-    ids: _Ids,
+    route: _Route,
     rows: fx.Node,
     outputs: list[tuple[fx.Node | None, OutputRole]],
     own: int,
-    options: ShardTables,
+    size: int,
 ) -> list[tuple[fx.Node | None, OutputRole]]:
     gradient = next((v for v, r in outputs if r == Gradient(Parameter(table.parameter))), None)
     if gradient is None:
         return []
     _refresh_sum(rewriter, gradient)
-    size = options.world_size
     short = short_name(table.parameter)
     with rewriter.before(gradient.next):
-        flat = rewriter.call(embrace.split_columns.default, gradient, size, name=f"{short}_gradient_columns")
+        flat = rewriter.call(*route.split(gradient), name=f"{short}_gradient_columns")
         launch = rewriter.call(
             embrace.all_to_all_gradients.default,
             flat,
-            ids.counts,
+            route.counts,
             table.embedding_dim,
             "embedding",
             size,
+            *route.launched_on,
             name=f"{short}_gradient",
         )
     with rewriter.before(graph.graph.output_node()):
         received = rewriter.wait(launch)
         coalesced = rewriter.call(
             embrace.coalesce.default,
-            ids.all_ids,
+            route.ids,
             received,
             own,
-            table.uses[0].padding_idx,
+            route.padding(table.uses[0].padding_idx),
             1.0 / size,
             name=f"{short}_update",
         )

@@ -163,7 +163,7 @@ class AheadOfDevice(Ahead):
         packed = communicator.wait(launched)
         self._tables = [routed(packed, sizes, table) for table in range(len(unique))]
         for route in self.program.routes:
-            if route.table in current:
+            if route.table in current and exchanges[route.table].splits_ahead:
                 self._streams.keep(current[route.table].ids)
                 self._splits[route.table] = SplitAhead(
                     current[route.table],

@@ -79,6 +79,7 @@ class Communicator:
         self.rows_read: dict[str, tuple[int, ...]] = {}  # table -> rows that each rank reads, as far as announced
         self.asks_to_plan = False  # this rank would have another plan made
         self.asked_to_plan = False  # any rank would, as of the last announcement
+        self.meshes: dict[Any, Any] = {}  # of tables on a grid of these ranks (`embrace_fx.runtime.layouts`)
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._roll_call: RollCall | None = None
         if group is not None and self.world_size > 1:
@@ -289,8 +290,10 @@ class Communicator:
         return InFlight(packed, found.work, reads=found.reads)
 
     def all_to_all_rows(
-        self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int
+        self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
     ) -> InFlight:
+        if grid_rows > 1:
+            return self.send_grid_rows(columns, counts.tolist(), embedding_dim, group)
         return self.send_rows(columns, counts.tolist(), embedding_dim, group)
 
     def send_rows(self, columns: Tensor, rows_by_rank: Sequence[int], embedding_dim: int, group: str) -> InFlight:
@@ -308,10 +311,35 @@ class Communicator:
             group,
         )
 
-    def all_to_all_gradients(
-        self, flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int
+    def send_grid_rows(
+        self, columns: Tensor, counts: Sequence[Sequence[int]], embedding_dim: int, group: str
     ) -> InFlight:
+        """`all_to_all_rows` on a grid, with counts on the host: by rank, by row of the grid."""
+        received = columns.new_empty((sum(counts[self.rank]) * embedding_dim,))
+        of_owners, of_readers = self._grid_sizes(counts, embedding_dim)
+        return self._all_to_all(received, columns.view(-1), of_owners, of_readers, group)
+
+    def _grid_sizes(self, counts: Sequence[Sequence[int]], embedding_dim: int) -> tuple[list[int], list[int]]:
+        """Elements of the own rows that each rank has, and of each rank's rows that this one has."""
+        grid_columns = self.world_size // len(counts[0])
+        row, column = divmod(self.rank, grid_columns)
+        widths = column_widths(embedding_dim, grid_columns)
+        of_owners = [rows * width for rows in counts[self.rank] for width in widths]
+        return of_owners, [of_rank[row] * widths[column] for of_rank in counts]
+
+    def all_to_all_gradients(
+        self, flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
+    ) -> InFlight:
+        if grid_rows > 1:
+            return self.send_grid_gradients(flat, counts.tolist(), embedding_dim, group)
         return self.send_gradients(flat, counts.tolist(), embedding_dim, group)
+
+    def send_grid_gradients(
+        self, flat: Tensor, counts: Sequence[Sequence[int]], embedding_dim: int, group: str
+    ) -> InFlight:
+        """`all_to_all_gradients` on a grid, with counts on the host: by rank, by row of the grid."""
+        of_owners, of_readers = self._grid_sizes(counts, embedding_dim)
+        return self._all_to_all(flat.new_empty((sum(of_readers),)), flat, of_readers, of_owners, group)
 
     def send_gradients(self, flat: Tensor, rows_by_rank: Sequence[int], embedding_dim: int, group: str) -> InFlight:
         """`all_to_all_gradients` with counts on the host."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer, SparseAdam
 from embrace_fx.exactness import KNOWN_OPTIONS
 from embrace_fx.runtime.communicator import Communicator
 from embrace_fx.runtime.flow import Flow
+from embrace_fx.runtime.layouts import grid_of, state_by_columns
 from embrace_fx.runtime.tables import RowTable, local_tensor, shard_state
 
 
@@ -205,16 +206,25 @@ class _RowStepping(Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; of state that comes whole, a sharded table keeps its own columns."""
+        """As torch's; of state that comes whole, a sharded table keeps its own part. Collective as `state_dict` is."""
         self._settle()
         super().load_state_dict(state_dict)
         for table in self._embrace_stepping.sharded:
-            shard_state(self.state.get(table.parameter, {}), table.parameter)
+            shard_state(self.state.get(table.parameter, {}), table.parameter, self._group())
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, after every update that has been stepped."""
+        """As torch's, after every update that has been stepped; tables on a grid by columns, which is collective."""
         self._settle()
-        return super().state_dict()
+        found = super().state_dict()
+        for key, state in found["state"].items():
+            if any(isinstance(value, Tensor) and grid_of(value) is not None for value in state.values()):
+                found["state"][key] = dict(state)  # torch hands out its own
+                state_by_columns(found["state"][key], self._group())
+        return found
+
+    def _group(self) -> dist.ProcessGroup | None:
+        communicator = self._embrace_stepping.communicator
+        return communicator.group if communicator is not None else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from embrace_fx.ops import own_columns
+from embrace_fx.plan import Grid
 from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.layouts import as_shard, like, mesh_of, own_part, scatter_table
 from embrace_fx.runtime.optimizers import replace_parameter
-from embrace_fx.runtime.tables import as_shard, scatter_columns, shard_state
+from embrace_fx.runtime.tables import shard_state
 
 _BLOCK_ELEMENTS = 1 << 20
 """Elements of a table initialised in one piece: a rank never holds more than about these at full width."""
@@ -60,24 +61,27 @@ def whole_parameters(model: nn.Module, sharded: Mapping[str, torch.Size]) -> Ite
 
 
 def shard_parameter(
-    model: nn.Module, name: str, optimizers: Sequence[Optimizer], group: dist.ProcessGroup | None
+    model: nn.Module,
+    name: str,
+    optimizers: Sequence[Optimizer],
+    communicator: Communicator,
+    grid: Grid | None = None,
 ) -> nn.Parameter:
-    """Replaces a table by this rank's columns of rank 0's, in the model and in its optimizer; returns the parameter.
+    """Replaces a table by this rank's part of rank 0's, in the model and in its optimizer; returns the parameter.
 
     A single process keeps the parameter itself.
     """
-    old = parameter_named(model, name)
-    if group is None:
+    old, group = parameter_named(model, name), communicator.group
+    mesh = mesh_of(communicator, old.device.type, grid)
+    if mesh is None or isinstance(old, DTensor):  # made from the meta device, as a shard
         return old
-    if isinstance(old, DTensor):
-        return old  # made from the meta device, as a shard
-    mesh = DeviceMesh.from_group(group, old.device.type)
-    local = scatter_columns(old.detach(), group)
+    assert group is not None
+    local = scatter_table(old.detach(), group, grid)
     new = nn.Parameter(as_shard(local, old.shape, mesh), requires_grad=old.requires_grad)
     set_parameter(model, old, new)
     replace_parameter(optimizers, old, new)
     for optimizer in optimizers:
-        shard_state(optimizer.state.get(new, {}), new)
+        shard_state(optimizer.state.get(new, {}), new, group)
     return new
 
 
@@ -104,12 +108,18 @@ def broadcast_state(model: nn.Module, sharded: Collection[str], communicator: Co
 
 
 def materialise(
-    model: nn.Module, sharded: Collection[str], optimizers: Sequence[Optimizer], communicator: Communicator
+    model: nn.Module,
+    sharded: Mapping[str, Grid | None],
+    optimizers: Sequence[Optimizer],
+    communicator: Communicator,
 ) -> None:
     """Gives values to parameters and buffers on the meta device, by their modules' `reset_parameters`.
 
-    A sharded table is initialised a block of rows at a time, of which the rank keeps its columns: the values do not
+    A sharded table is initialised a block of rows at a time, of which the rank keeps its part: the values do not
     depend on the number of ranks, and no rank ever holds the whole table. The generator is seeded alike on all ranks.
+
+    Args:
+        sharded: tables, with the grids on which they lie; None: by columns.
 
     Raises:
         ValueError: a module holds meta parameters and has no `reset_parameters`.
@@ -117,7 +127,7 @@ def materialise(
     if not any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    group = communicator.group if communicator.world_size > 1 else None
+    device_type = torch.get_default_device().type
     seed = torch.tensor([torch.initial_seed() % 2**63], device="cpu")
     communicator.broadcast([seed])
     with torch.random.fork_rng():
@@ -133,8 +143,10 @@ def materialise(
                     f"expected modules on the meta device to have reset_parameters, in compile(), found none in "
                     f"{path or type(model).__name__}. Give it one, or build the model on a real device."
                 )
-            if len(own) == 1 and names.get(id(next(iter(own.values())))) in sharded and group is not None:
-                _materialise_shard(model, module, next(iter(own)), optimizers, group)
+            name = names.get(id(next(iter(own.values()), None)))
+            mesh = mesh_of(communicator, device_type, sharded[name]) if len(own) == 1 and name in sharded else None
+            if mesh is not None:
+                _materialise_shard(model, module, next(iter(own)), optimizers, mesh)
             else:
                 _materialise_whole(model, module, own, optimizers)
 
@@ -152,14 +164,15 @@ def _materialise_whole(
 
 
 def _materialise_shard(
-    model: nn.Module, module: nn.Module, key: str, optimizers: Sequence[Optimizer], group: dist.ProcessGroup
+    model: nn.Module, module: nn.Module, key: str, optimizers: Sequence[Optimizer], mesh: DeviceMesh
 ) -> None:
     whole = module._parameters[key]
     assert whole is not None
     rows, columns = whole.shape
-    mesh = DeviceMesh.from_group(group, torch.get_default_device().type)
-    first, last = own_columns(columns, mesh.size(), mesh.get_local_rank())
-    local = torch.empty((rows, last - first), dtype=whole.dtype, device=torch.get_default_device())
+    own_rows, own_columns = own_part(whole.shape, mesh)
+    every = own_rows.step
+    own_shape = len(range(rows)[own_rows]), len(range(columns)[own_columns])
+    local = torch.empty(own_shape, dtype=whole.dtype, device=torch.get_default_device())
     padding = getattr(module, "padding_idx", None)
     if padding is not None:
         module.padding_idx = None  # type: ignore[assignment]  # of the table, not of a block of it
@@ -169,10 +182,13 @@ def _materialise_shard(
         block = buffer[: stop - start]
         module._parameters[key] = nn.Parameter(block)
         module.reset_parameters()  # type: ignore[operator]
-        local[start:stop] = block[:, first:last]
+        skipped = (own_rows.start - start) % every
+        kept = block[skipped::every, own_columns]
+        local[(start + skipped) // every :][: len(kept)] = kept
     if padding is not None:
         module.padding_idx = padding
-        local[padding] = 0
+        if padding % every == own_rows.start:
+            local[padding // every] = 0
     module._parameters[key] = whole
     new = nn.Parameter(as_shard(local, whole.shape, mesh), requires_grad=whole.requires_grad)
     _replace_meta(model, optimizers, whole, new)
@@ -214,15 +230,14 @@ def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:
     return list(zip(starts, (*starts[1:], rows), strict=True))
 
 
-def with_own_columns(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict in which whole values of sharded tables have become this rank's shards."""
+def with_own_part(model: nn.Module, state_dict: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """A state dict in which values of sharded tables, whole or by columns, have become this rank's shards.
+
+    Collective where tables are on a grid and values by columns.
+    """
     loaded = dict(state_dict)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = loaded.get(name)
-        if isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            if value.shape != parameter.shape:
-                continue  # load_state_dict names the parameter and both shapes
-            mesh = parameter.device_mesh
-            first, last = own_columns(parameter.shape[1], mesh.size(), mesh.get_local_rank())
-            loaded[name] = as_shard(value[:, first:last].contiguous(), parameter.shape, mesh)
+        if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
+            loaded[name] = like(value, parameter, group)  # of other shapes load_state_dict names both
     return loaded

@@ -644,7 +644,8 @@ def _through_launcher(graph: TrainingGraph, flow: Flow) -> dict[str, Callable[..
             columns = node.args[0]
             while columns.op != "placeholder":
                 columns = columns.all_input_nodes[0]
-            table = tables[node.args[1].meta["role"].name] = shards[columns.name]
+            counts = node.args[1].meta.get("role")  # on a grid they are made here, and saved under their name
+            table = tables[counts.name if counts is not None else node.args[1].name] = shards[columns.name]
             found[node.name] = partial(flow.launch_rows, table)
     buckets = 0
     for node in graph.phases["backward"].graph.nodes if "backward" in graph.phases else ():

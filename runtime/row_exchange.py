@@ -40,7 +40,7 @@ Wait = Callable[[Ticket], Tensor]
 
 
 @dataclass
-class _Part:
+class Part:
     """Gradients of some rows, from all ranks, on their way to this rank's columns."""
 
     ids: Tensor
@@ -59,12 +59,12 @@ class _Gradient:
 
     padding_idx: int
     scale: float
-    parts: list[_Part]
+    parts: list[Part]
     options: dict[str, Any] | None = None
 
 
 @dataclass
-class _Rows:
+class Rows:
     """A batch's rows on their way to this rank: which of its rows, and their columns from all ranks."""
 
     positions: Tensor | None  # None: all
@@ -72,8 +72,10 @@ class _Rows:
 
 
 @dataclass
-class _Arriving:
-    rows: list[_Rows] = field(default_factory=list)
+class Arriving:
+    """The rows of a batch on their way."""
+
+    rows: list[Rows] = field(default_factory=list)
     routing: Routing | None = None
     late: Selection | None = None  # of the batch to come: what is still to be looked up; None: all of it
 
@@ -85,7 +87,12 @@ class RowExchange:
         table: the shard.
         delayed_chunks: in how many pieces delayed gradients travel, where they are told apart.
         wait: waits for a ticket (and takes the time of it).
+
+    Attributes:
+        splits_ahead: how two batches are cut may be found on a device, before the host knows the sizes.
     """
+
+    splits_ahead = True
 
     def __init__(
         self, table: RowTable, communicator: Communicator, launcher: Launcher, delayed_chunks: int, wait: Wait
@@ -97,7 +104,7 @@ class RowExchange:
         self._wait = wait
         self.splitter = RowSplitter(table.parameter.shape[0], table.local.device)
         self._gradients: list[_Gradient] = []
-        self._arriving = _Arriving()
+        self._arriving = Arriving()
         self._routing: Routing | None = None  # of the batch whose forward runs or ran last
         self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
         self.early_rows_stale = False
@@ -110,7 +117,7 @@ class RowExchange:
         arriving = self._arriving
         if arriving.routing is None or arriving.routing.ids is not ids:  # nothing has left early, or for another batch
             self.apply_delayed()
-            self._arriving = arriving = _Arriving(routing=Routing.of(ids, counts))
+            self._arriving = arriving = Arriving(routing=Routing.of(ids, counts))
         assert arriving.routing is not None
         self._routing, self._split = arriving.routing, None
         arriving.rows.append(self._send_rows("rows", arriving.routing, arriving.late, dtype))
@@ -129,17 +136,17 @@ class RowExchange:
                 assert self._routing is not None
                 joined = flat.new_empty((self._routing.counts[self._communicator.rank], width))
             join_columns_into(joined, part.positions, flat, world_size)
-        self._arriving = _Arriving()
+        self._arriving = Arriving()
         assert joined is not None
         return joined.view(-1)
 
-    def _send_rows(self, what: str, routing: Routing, selection: Selection | None, dtype: torch.dtype) -> _Rows:
+    def _send_rows(self, what: str, routing: Routing, selection: Selection | None, dtype: torch.dtype) -> Rows:
         ids, counts, positions = routing.ids, routing.counts, None
         if selection is not None:
             ids, counts = ids.index_select(0, selection.positions), selection.counts
             positions = selection.own(routing, self._communicator.rank)
         columns = lookup_as(self.table.local, ids, dtype)
-        return _Rows(positions, self.send_rows(columns, counts, what))
+        return Rows(positions, self.send_rows(columns, counts, what))
 
     def send_rows(self, columns: Tensor, counts: Sequence[int], what: str = "rows") -> Ticket:
         """Launches the AlltoAll of looked-up columns (R, d), `counts[r]` of them rank r's."""
@@ -178,7 +185,7 @@ class RowExchange:
         assert self._routing is not None
         split = split or self.splitter.split(self._routing, Routing.of(ids, counts), self.delayed_chunks)
         self._split = split
-        self._arriving = _Arriving(routing=split.following, late=split.late)
+        self._arriving = Arriving(routing=split.following, late=split.late)
         self._arriving.rows.append(self._send_rows("early rows", split.following, split.early, dtype))
 
     def do_not_split(self) -> None:
@@ -202,7 +209,7 @@ class RowExchange:
                 parts.append(self._send_gradient(f"delayed [{k}]", rows, routing, chunk))
         self._gradients.append(_Gradient(padding_idx, scale, parts))
 
-    def _send_gradient(self, what: str, rows: Tensor, routing: Routing, selection: Selection | None) -> _Part:
+    def _send_gradient(self, what: str, rows: Tensor, routing: Routing, selection: Selection | None) -> Part:
         ids, counts = routing.ids, routing.counts
         if selection is None:
             flat = split_columns(rows, self._communicator.world_size)
@@ -210,7 +217,7 @@ class RowExchange:
             own = selection.own(routing, self._communicator.rank)
             flat = split_selected_columns(rows, own, self._communicator.world_size)
             ids, counts = ids.index_select(0, selection.positions), selection.counts
-        return _Part(ids, self.send_gradients(what, flat, counts, rows.shape[1]), selection)
+        return Part(ids, self.send_gradients(what, flat, counts, rows.shape[1]), selection)
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -262,15 +269,15 @@ class RowExchange:
 
     def forget_rows(self) -> None:
         """What was looked up early is not read: parameters may have been written since."""
-        self._arriving = _Arriving()
+        self._arriving = Arriving()
         self.early_rows_stale = False
 
-    def _apply(self, gradient: _Gradient, parts: Sequence[_Part]) -> None:
+    def _apply(self, gradient: _Gradient, parts: Sequence[Part]) -> None:
         assert gradient.options is not None
         for part in parts:
             self.table.apply(*self._arrive(gradient, part), gradient.options)
 
-    def _arrive(self, gradient: _Gradient, part: _Part) -> tuple[Tensor, Tensor]:
+    def _arrive(self, gradient: _Gradient, part: Part) -> tuple[Tensor, Tensor]:
         local = self.table.local
         flat = self._wait(part.ticket).to(local.dtype)
         how = (part.ids, flat, local.shape[1], gradient.padding_idx, gradient.scale)

@@ -1,7 +1,7 @@
-"""Sharded tables: where a table's own columns live, and how its rows are updated.
+"""Sharded tables: where a table's own part lives, and how its rows are updated.
 
-A table's parameter becomes a DTensor `[Shard(1)]` in torch.chunk layout, so that checkpoints re-shard through
-`torch.distributed.checkpoint`; on a single process it stays the user's own tensor.
+A table's parameter becomes a DTensor (`embrace_fx.runtime.layouts`); on a single process it stays the user's own
+tensor. Row ids are those of the part, V' x d: the table's own by columns, id // rows on a grid.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from embrace_fx.exactness import RowUpdates, row_update_blocker
-from embrace_fx.ops import own_columns
-from embrace_fx.runtime.communicator import travels_by_host
 from embrace_fx.runtime.kernels import coalesce
+from embrace_fx.runtime.layouts import as_shard, like, own_part
 from embrace_fx.runtime.row_optimizers import row_optimizer
 
 Reader = Callable[[int, int], Tensor]
@@ -31,50 +29,20 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def as_shard(local: Tensor, shape: torch.Size, mesh: DeviceMesh | None) -> Tensor:
-    """A rank's columns (V, d) as part of a whole table (V, D)."""
-    if mesh is None:
-        return local
-    stride = (shape[1], 1)
-    return DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
+def shard_state(state: dict[str, Any], parameter: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Of optimizer state (V, D), whole or by columns, made before compile or loaded, keeps this rank's part, in place.
 
-
-def shard_state(state: dict[str, Any], parameter: Tensor) -> None:
-    """Of whole-table optimizer state (V, D), made before compile or loaded, keeps this rank's columns, in place."""
+    Collective where the table is on a grid and the state is by columns.
+    """
     if not isinstance(parameter, DTensor):
         return
-    mesh = parameter.device_mesh
-    first, last = own_columns(parameter.shape[1], mesh.size(), mesh.get_local_rank())
     for key, value in state.items():
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
-            state[key] = as_shard(value[:, first:last].contiguous(), parameter.shape, mesh)
-
-
-def scatter_columns(table: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Rank 0's table (V, D), to each rank its own columns (V, d). Each rank passes its own, equally shaped, table."""
-    if travels_by_host(table, group):
-        return scatter_columns(table.cpu(), group).to(table.device)
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    first, last = own_columns(table.shape[1], size, rank)
-    own = table.new_empty((table.shape[0], last - first))
-    pieces = None
-    if rank == 0:
-        bounds = [own_columns(table.shape[1], size, r) for r in range(size)]
-        pieces = [table[:, a:b].contiguous() for a, b in bounds]
-        own.copy_(pieces[0])
-    source = dist.get_global_rank(group, 0)
-    # Point to point: scatter wants pieces of one size, and the last ranks may own fewer columns, or none.
-    if pieces is not None:
-        for r, piece in enumerate(pieces[1:], start=1):
-            if piece.numel():
-                dist.send(piece, dist.get_global_rank(group, r), group=group)
-    elif own.numel():
-        dist.recv(own, source, group=group)
-    return own
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            state[key] = like(value, parameter, group)
 
 
 class RowTable:
-    """A table updated by rows: its columns on this rank, and the gradients waiting for the next step.
+    """A table updated by rows: its part on this rank, and the gradients waiting for the next step.
 
     Args:
         name: the parameter's name.
@@ -102,7 +70,7 @@ class RowTable:
 
     @property
     def local(self) -> Tensor:
-        """This rank's columns, (V, d)."""
+        """This rank's part, (V', d)."""
         return local_tensor(self.parameter.data)
 
     @property
@@ -141,12 +109,12 @@ class RowTable:
         return whole.full_tensor().contiguous()
 
     def add_dense_gradient(self, gradient: Tensor) -> None:
-        """Keeps, for a shard, this rank's columns of a whole table's gradient (V, D) until the next update."""
+        """Keeps, for a shard, this rank's part of a whole table's gradient (V, D) until the next update."""
         assert isinstance(self.parameter, DTensor)
-        mesh = self.parameter.device_mesh
-        first, last = own_columns(gradient.shape[1], mesh.size(), mesh.get_local_rank())
-        ids = gradient.ne(0).any(dim=1).nonzero().view(-1)
-        self.add_gradient(ids, gradient.index_select(0, ids)[:, first:last].contiguous())
+        rows, columns = own_part(gradient.shape, self.parameter.device_mesh)
+        of_rows = gradient[rows]
+        ids = of_rows.ne(0).any(dim=1).nonzero().view(-1)
+        self.add_gradient(ids, of_rows.index_select(0, ids)[:, columns].contiguous())
 
     def scale_gradient(self, factor: float | Tensor) -> None:
         """Multiplies the waiting gradient, for clipping."""

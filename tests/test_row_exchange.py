@@ -171,7 +171,7 @@ class Training:
         self.reference = Reference(whole, Adagrad([whole], **options), self.padding_idx)
         module = nn.Embedding(V, columns, _weight=initial.clone())
         optimizer = Adagrad(module.parameters(), **options)
-        parameter = shard_parameter(module, "weight", [optimizer], communicator.group)
+        parameter = shard_parameter(module, "weight", [optimizer], communicator)
         self.group = optimizer.param_groups[0]
         self.group["number"] = 0
         self.table = Watched("t", parameter, optimizer, Adagrad, "exact")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from embrace_fx.ops import own_columns
 from embrace_fx.runtime.kernels import gpu
+from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
 
 
 def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
@@ -142,6 +143,9 @@ LOCAL: dict[str, Callable[..., object]] = {
     "embrace::lookup": lookup,
     "embrace::join_columns": join_columns,
     "embrace::split_columns": split_columns,
+    "embrace::route_grid": route_grid,
+    "embrace::join_grid": join_grid,
+    "embrace::split_grid": split_grid,
     "embrace::coalesce": coalesce,
     "embrace::pack_bucket": pack_bucket,
     "embrace::unpack_bucket": unpack_bucket,

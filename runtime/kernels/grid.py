@@ -1,0 +1,90 @@
+"""Local kernels of a table on a grid of ranks: which of its rows are whose, and rows from blocks by rank and back.
+
+Blocks are in rank order: of each row of the grid, of each column chunk, the rows one after the other. Worked examples:
+`embrace_fx/ops.py`.
+
+Shape legend: as there; w columns of each chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from embrace_fx.ops import own_columns
+
+
+def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int) -> list[Tensor]:
+    ranks = grid_rows * grid_columns
+    row_of = ids.remainder(grid_rows)
+    reader = torch.arange(ranks, device=ids.device).repeat_interleave(counts.to(ids.device), output_size=ids.numel())
+    by_row = torch.bincount(reader * grid_rows + row_of, minlength=ranks * grid_rows).view(ranks, grid_rows)
+    held = (row_of == rank // grid_columns).nonzero().view(-1)
+    first = int(counts[:rank].sum())
+    order = row_of[first : first + int(counts[rank])].argsort(stable=True)
+    return [ids.index_select(0, held).div(grid_rows, rounding_mode="floor"), by_row.cpu(), order]
+
+
+def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int) -> Tensor:
+    out = flat.new_empty((order.numel(), embedding_dim))
+    join_grid_into(out, order, flat, counts[rank].tolist(), counts.shape[0] // counts.shape[1])
+    return out
+
+
+def join_grid_into(out: Tensor, positions: Tensor, flat: Tensor, own: Sequence[int], grid_columns: int) -> None:
+    """Writes rows into rows `positions` (U,) of `out` (U', D), grouped by the grid's rows, which have `own[r]` each."""
+    columns = out.shape[1]
+    width, rest = divmod(columns, grid_columns)
+    if rest or not width:
+        for places, first, last, block in _blocks(positions, flat, own, columns, grid_columns):
+            out[:, first:last].index_copy_(0, places, block)
+        return
+    pieces = _pieces(positions, own, grid_columns)
+    rows = flat.view(-1, width).index_select(0, pieces.view(-1)).view(positions.numel(), columns)
+    out.index_copy_(0, positions, rows)
+
+
+def split_grid(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
+    return split_selected_grid(rows, order, counts[rank].tolist(), counts.shape[0] // counts.shape[1])
+
+
+def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
+    """`split_grid` of rows `positions` (U,) of (U', D), grouped by the grid's rows, which have `own[r]` each."""
+    columns = rows.shape[1]
+    width, rest = divmod(columns, grid_columns)
+    if rest or not width:
+        flat = rows.new_empty((positions.numel() * columns,))
+        for places, first, last, block in _blocks(positions, flat, own, columns, grid_columns):
+            block.copy_(rows[:, first:last].index_select(0, places))
+        return flat
+    pieces = _pieces(positions, own, grid_columns).view(-1)
+    chunk = torch.arange(grid_columns, device=rows.device)
+    source = torch.empty_like(pieces)
+    source[pieces] = (positions.unsqueeze(1) * grid_columns + chunk).view(-1)
+    return rows.reshape(-1, width).index_select(0, source).view(-1)
+
+
+def _pieces(positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
+    """Where each row's chunks are among the flat value's, which is seen as (U * C, w): (U, C)."""
+    device = positions.device
+    sizes = torch.tensor(own, device=device)
+    of_row = sizes.repeat_interleave(sizes, output_size=positions.numel())
+    first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes, output_size=positions.numel())
+    # The blocks of earlier rows of the grid come first, then the row's own chunks, each `of_row` rows long.
+    base = first * (grid_columns - 1) + torch.arange(positions.numel(), device=device)
+    return base.unsqueeze(1) + of_row.unsqueeze(1) * torch.arange(grid_columns, device=device)
+
+
+def _blocks(
+    positions: Tensor, flat: Tensor, own: Sequence[int], columns: int, grid_columns: int
+) -> list[tuple[Tensor, int, int, Tensor]]:
+    """(positions of rows, first and last + 1 column, the block of the flat value that has them) for each rank."""
+    bounds = [own_columns(columns, grid_columns, c) for c in range(grid_columns)]
+    parts = iter(flat.split([rows * (last - first) for rows in own for first, last in bounds]))
+    return [
+        (places, first, last, next(parts).view(places.numel(), last - first))
+        for places in positions.split(list(own))
+        for first, last in bounds
+    ]
