@@ -63,11 +63,12 @@ class Candidate:
 
     Attributes:
         strategy: one of `STRATEGIES`.
-        scheme: of "zen": "balanced" or "hierarchical"; of "alltoall" on a grid: its size; else "".
+        scheme: of "zen": "balanced" or "hierarchical"; else "".
         sent_bytes_per_step: as of a `Decision`.
         predicted_ms: as of a `Decision`; what candidates are compared by.
         memory_bytes: of parameter and gradient on one rank; an optimizer's state grows with the former.
         rejected: why it was not chosen, in a few words; "" for the one that was.
+        grid: as of a `Decision`.
     """
 
     strategy: str
@@ -76,6 +77,13 @@ class Candidate:
     predicted_ms: float
     memory_bytes: int
     rejected: str
+    grid: Grid | None = None
+
+    @property
+    def name(self) -> str:
+        """The strategy, and which kind of it."""
+        kind = self.scheme or str(self.grid or "")
+        return f"{self.strategy}, {kind}" if kind else self.strategy
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ class Decision:
             the transport (gloo adds 144 bytes per message, TCP and Ethernet 66 per packet).
         ddp_bytes_per_step: what DDP's dense AllReduce sends for it.
         predicted_ms: time of the exchange alone on an idle link.
-        scheme: of "zen": "balanced" or "hierarchical"; of "alltoall" on a grid: its size; else "".
+        scheme: of "zen": "balanced" or "hierarchical"; else "".
         grid: of "alltoall", where the ranks are more than one row; else None.
         candidates: every strategy weighed, of which one was chosen; empty where there was nothing to choose.
     """
@@ -236,7 +244,7 @@ def explain(plan: Plan) -> str:
         for k, candidate in enumerate(decision.candidates):
             text.add_row(
                 "" if k else decision.parameter,
-                f"{candidate.strategy}, {candidate.scheme}" if candidate.scheme else candidate.strategy,
+                candidate.name,
                 readable_bytes(candidate.sent_bytes_per_step),
                 f"{candidate.predicted_ms:.3f}",
                 readable_bytes(candidate.memory_bytes),

@@ -130,7 +130,8 @@ class Session:
 
         def after_state_dict(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> None:
             if (session := itself()) is not None:
-                state_by_columns(state_dict, session._communicator.group)
+                with session._communicator.watching():
+                    state_by_columns(state_dict, session._communicator.group)
 
         model.register_state_dict_pre_hook(before_state_dict)
         model.register_state_dict_post_hook(after_state_dict)

@@ -30,8 +30,8 @@ start-ups of the others are hardly its own, as an AllReduce shares them with its
 Of the time of the strategy in use, too: a change of strategy must promise as much."""
 
 USEFUL_COLUMNS = 128
-"""What shards on a grid have at least, where a table has as many: half a KiB of float32. What it takes to find, copy
-and add a piece of a row is then no longer more than what its values take."""
+"""What shards on a grid have at least, where a table has as many: half a KiB of float32. Memory of 10 GB/s moves it in
+`HANDLING_MS`, so that finding a piece of a row takes no longer than moving it."""
 
 SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
 """Of a table's rows, read by each rank: at these it is tried out whether its strategy depends on them."""
@@ -364,7 +364,6 @@ class _Setting:
             exchange,
             exchange.time_ms(self.cluster, "all_to_all") if self.world_size > 1 else 0.0,
             fact.nbytes // self.world_size + 2 * exchange.sent_bytes,
-            str(grid) if grid is not None else "",
             blocker=shard_blocker(table) or fact.row_update_blocker,
             grid=grid,
         )
@@ -406,6 +405,7 @@ class _Setting:
                     each.predicted_ms,
                     each.memory_bytes,
                     "" if each is chosen else each.blocker or against or _slower(each, chosen),
+                    each.grid,
                 )
                 for each in sorted(priced.values(), key=lambda each: each.predicted_ms)
             ),

@@ -119,10 +119,16 @@ class Communicator:
             if name not in self._groups:
                 self._groups[name] = self._new_group(name)
 
-    def _new_group(self, name: str, backend: str | None = None, urgent: bool = False) -> dist.ProcessGroup:
-        """Another group of the same ranks; `backend` None: with the back ends of this one."""
+    def sub_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A group of some of these ranks, by their global numbers. Collective among them."""
+        return self._new_group(name, ranks=ranks)
+
+    def _new_group(
+        self, name: str, backend: str | None = None, urgent: bool = False, ranks: Sequence[int] | None = None
+    ) -> dist.ProcessGroup:
+        """Another group of the same ranks, or of some; `backend` None: with the back ends of this one."""
         assert self.group is not None
-        ranks, options = dist.get_process_group_ranks(self.group), None
+        ranks, options = list(ranks or dist.get_process_group_ranks(self.group)), None
         own = dist.get_backend_config(self.group)
         if backend is None and "nccl" in own:  # torch would take those of the default group
             backend = own

@@ -40,8 +40,8 @@ def mesh_of(communicator: Communicator, device_type: str, grid: Grid | None) -> 
     if found is None:
         ranks = torch.tensor(dist.get_process_group_ranks(group)).view(grid.rows, grid.columns)
         row, column = grid.place(communicator.rank)
-        along = (ranks[:, column], ranks[row])
-        groups = [dist.new_group(each.tolist(), use_local_synchronization=True) for each in along]
+        along = {f"column {column} of a {grid}": ranks[:, column], f"row {row} of a {grid}": ranks[row]}
+        groups = [communicator.sub_group(name, each.tolist()) for name, each in along.items()]
         found = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("rows", "columns"))
         communicator.meshes[device_type, grid] = found
     return found
@@ -49,7 +49,7 @@ def mesh_of(communicator: Communicator, device_type: str, grid: Grid | None) -> 
 
 def grid_of(tensor: Tensor) -> Grid | None:
     """The grid on which a shard lies; None: by columns, or no shard."""
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1:
+    if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[0], _StridedShard):
         return None
     return Grid(*tensor.device_mesh.shape)
 
