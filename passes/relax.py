@@ -90,9 +90,9 @@ def _relax_rows(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         shard, ids = lookup.args
         counts = launch.args[1]
         if ids.op != "placeholder":  # an item of `route_grid`
-            route = ids.all_input_nodes[0]
-            routes[ids.name] = _Route(*route.args[:2], [ids.name, counts.name, join.args[1].name])
-            ids, counts = route.args[:2]
+            saved = [ids.name, counts.name, join.args[1].name]
+            ids, counts, *_ = ids.all_input_nodes[0].args
+            routes[saved[0]] = _Route(ids, counts, saved)
         table = shard.meta["role"].table
         with rewriter.before(join):
             rows = rewriter.call(
@@ -153,9 +153,10 @@ def _submit_rows(
     launch = wait.all_input_nodes[0]
     split, counts = launch.args[:2]
     assert isinstance(split, fx.Node)
+    assert isinstance(ids, fx.Node)
     table = next(role.table for value, role in outputs if value in coalesced.users and isinstance(role, RowGradient))
     if (route := routes.get(ids.meta["role"].name)) is not None:
-        ids, counts = (_saved_in(rewriter, node) for node in (route.ids, route.counts))
+        ids, counts = _saved_in(rewriter, route.ids), _saved_in(rewriter, route.counts)
     with rewriter.before(launch):
         token = rewriter.call(
             embrace.submit_rows.default,

@@ -143,7 +143,7 @@ def materialise(
                     f"expected modules on the meta device to have reset_parameters, in compile(), found none in "
                     f"{path or type(model).__name__}. Give it one, or build the model on a real device."
                 )
-            name = names.get(id(next(iter(own.values()), None)))
+            name = names.get(id(next(iter(own.values()), None)), "")
             mesh = mesh_of(communicator, device_type, sharded[name]) if len(own) == 1 and name in sharded else None
             if mesh is not None:
                 _materialise_shard(model, module, next(iter(own)), optimizers, mesh)

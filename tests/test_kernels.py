@@ -16,6 +16,7 @@ from torch import Tensor
 
 from embrace_fx.ops import own_columns
 from embrace_fx.runtime import kernels
+from embrace_fx.runtime.kernels.grid import join_grid, route_grid
 
 RANKS = st.integers(1, 9)
 COLUMNS = st.integers(1, 12)
@@ -191,6 +192,9 @@ def _examples() -> dict[str, tuple[Any, ...]]:
         "embrace::lookup": (rows, torch.tensor([3, 3, 0])),
         "embrace::join_columns": (rows.view(-1), 5, 2),
         "embrace::split_columns": (rows, 2),
+        "embrace::route_grid": (torch.tensor([2, 4, 5, 5, 6]), torch.tensor([3, 2]), 1, 2, 1),
+        "embrace::join_grid": (rows.view(-1), torch.tensor([1, 0, 2, 3]), torch.tensor([[1, 3], [2, 0]]), 5, 0),
+        "embrace::split_grid": (rows, torch.tensor([1, 0, 2, 3]), torch.tensor([[1, 3], [2, 0]]), 0),
         "embrace::coalesce": (torch.tensor([2, 5, 5, 2]), rows.view(-1), 5, -1, 0.5),
         "embrace::pack_bucket": ([rows, rows[0]], 0.5),
         "embrace::unpack_bucket": (numbered(7), [torch.empty(2, 2), torch.empty(3)]),
@@ -221,6 +225,13 @@ def test_the_worked_examples_of_the_vocabulary() -> None:
     assert (unique.tolist(), inverse.tolist()) == ([5, 2], [[0, 1, 0]])
     ids, counts = kernels.unpack_ids(torch.tensor([[2, 2, 5], [1, 5, 0]]), 1, 2)
     assert (ids.tolist(), counts.tolist()) == ([2, 5, 5], [2, 1])
+    routes = [route_grid(torch.tensor([2, 4, 5, 5, 6]), torch.tensor([3, 2]), rank, 2, 1) for rank in range(2)]
+    assert [own_ids.tolist() for own_ids, _, _ in routes] == [[1, 2, 3], [2, 2]]
+    assert [by_row.tolist() for _, by_row, _ in routes] == [[[2, 1], [1, 1]]] * 2
+    assert [order.tolist() for _, _, order in routes] == [[0, 1, 2], [1, 0]]
+    counts = torch.tensor([[1, 1], [0, 0], [0, 0], [0, 0]])
+    rows = join_grid(torch.tensor([0.0, 1, 10, 11]), torch.tensor([0, 1]), counts, 2, 0)
+    assert rows.tolist() == [[0, 1], [10, 11]]
     ids, rows = kernels.coalesce(torch.tensor([2, 5, 5]), torch.tensor([1.0, 2.0, 3.0]), 1, -1, 0.5)
     assert (ids.tolist(), rows.tolist()) == ([2, 5], [[0.5], [2.5]])
     rows = kernels.join_columns(torch.tensor([0.0, 1, 10, 11, 2, 3, 12, 13]), 4, 2)

@@ -26,7 +26,7 @@ from embrace_fx.passes.planner import (
     shard_exchange,
     upkeep_of_replicas,
 )
-from embrace_fx.plan import EXCHANGES, STRATEGIES, Decision, Plan
+from embrace_fx.plan import EXCHANGES, STRATEGIES, Decision, Grid, Plan
 from embrace_fx.sparsity import Sparsity
 from tests.graphs import IDS, Tables, analysed, table_of, tables_model
 from tests.table_cases import ILLEGAL, example, plain
@@ -339,7 +339,7 @@ def test_a_strategy_that_does_not_exist(strategy: Strategy, message: str) -> Non
 
 
 def test_other_parameters_are_named_by_patterns_alone() -> None:
-    def of(strategy: Strategy) -> dict[str, str]:
+    def of(strategy: Strategy) -> dict[str, str | Grid]:
         return requested_strategies(strategy, ("words.weight",), ("words.weight", "linear.weight"))
 
     assert of("zen") == {"words.weight": "zen", "linear.weight": "auto"}
