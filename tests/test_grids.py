@@ -494,7 +494,7 @@ class OwnRowsWorkload(OneTableWorkload):
             "its own rows": (Grid(2, 1), OwnRowsWorkload(), False),
             "the others' rows": (Grid(2, 1), OwnRowsWorkload(at_home=False), False),
             "uneven columns": (Grid(2, 2), OneTableWorkload(embedding_dim=101, padding_idx=0), False),
-            "bfloat16": (Grid(4, 1), OneTableWorkload(), True),
+            "bfloat16": (Grid(4, 1), OneTableWorkload(2000, num_ids=600), True),
         },
     ),
 )
