@@ -25,7 +25,9 @@ from embrace_fx.agreement import (
     is_hooked,
     refuse_hooks,
 )
-from embrace_fx.capture import Captured, CaptureError, capture, log_graph, log_text
+from embrace_fx.capture import Captured, capture
+from embrace_fx.capture.errors import CaptureError
+from embrace_fx.capture.structured_trace import log_graph, log_text
 from embrace_fx.compiler import Compiled, analyse, relaxing_passes, run_passes, training_passes
 from embrace_fx.graph import Gradient, Parameter, TrainingGraph
 from embrace_fx.lookahead import Lookahead

@@ -22,7 +22,7 @@ from torch.optim import SGD
 
 import embrace_fx
 from embrace_fx import session
-from embrace_fx.capture import CaptureError
+from embrace_fx.capture.errors import CaptureError
 from embrace_fx.runtime.failure import PeerFailure
 from tests.ranks import run_ranks, run_ranks_expecting_errors
 from tests.reference import assert_same, train_reference

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import embrace_fx
-from embrace_fx.capture import CaptureError, capture
+from embrace_fx.capture import capture
+from embrace_fx.capture.errors import CaptureError
 from embrace_fx.read_values import ReadValues
 
 SETTINGS = {"scale": 1.0}
