@@ -44,13 +44,16 @@ from embrace_fx.runtime.failure import PeerFailure
 from embrace_fx.runtime.flow import Flow
 from embrace_fx.runtime.gradients import clip_gradients
 from embrace_fx.runtime.kernels import unique_ids
+from embrace_fx.runtime.model_state import ModelState
 from embrace_fx.runtime.optimizers import Stepping, attach
+from embrace_fx.runtime.phases import reader
 from embrace_fx.runtime.placement import (
     broadcast_state,
     whole_parameters,
     with_own_columns,
 )
-from embrace_fx.runtime.program import ModelState, Program
+from embrace_fx.runtime.program import Program
+from embrace_fx.runtime.step import run_step
 from embrace_fx.schedule import Schedule, Timeline
 from embrace_fx.scheduling import Scheduling
 from embrace_fx.timeline import gather_timeline
@@ -218,7 +221,7 @@ class Session:
         if self._flow is not None and program.flow is None:
             self._flow.leave()
         self._calls += train
-        results = program.call(leaves, train=train, following=following)
+        results = run_step(program, leaves, train=train, following=following)
         if self._drift is not None and train and self._calls % SAMPLED_EVERY == 0:
             self._drift.observe(self._communicator.rows_read)
             self._communicator.asks_to_plan = self._drift.wants_plan
@@ -535,7 +538,7 @@ class Session:
         tables = [t for t in tables if not draws_randomly(extract_ids(analysed, [t]))]
         if not tables or self._communicator.world_size == 1:
             return lambda leaves: None
-        read_ids = self._state.reader(extract_ids(analysed, tables))
+        read_ids = reader(extract_ids(analysed, tables), self._state)
         uses = [(t.parameter, t.num_rows) for t in tables for _ in t.uses]
         watched = [t for t in tables if t.parameter in self.plan.watched] if train else []
 
