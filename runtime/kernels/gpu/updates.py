@@ -54,6 +54,21 @@ def _store(values, at, value, inside):
     tl.store(values + at, value.to(values.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _descent(
+    rows, shard, source, target, inside, weight_decay,
+    DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """A tile's gradients of what is to be minimised, the decay of its weights among them; and the weights."""
+    gradient = _load(rows, source, inside, SUM)
+    weight = _load(shard, target, inside, SUM)
+    if MAXIMIZE:
+        gradient = -gradient
+    if DECAY:
+        gradient += tl.full((1, 1), weight_decay, SUM) * weight
+    return gradient, weight
+
+
 @triton.jit(do_not_specialize=["count"])
 def _sgd(
     shard, buffer, ids, rows, count, width: tl.constexpr,
@@ -62,12 +77,7 @@ def _sgd(
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     source, target, inside = _tile(ids, count, width, ROWS, COLUMNS)
-    gradient = _load(rows, source, inside, SUM)
-    weight = _load(shard, target, inside, SUM)
-    if MAXIMIZE:
-        gradient = -gradient
-    if DECAY:
-        gradient += tl.full((1, 1), weight_decay, SUM) * weight
+    gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     if MOMENTUM:
         factor = tl.full((1, 1), momentum, SUM)
         velocity = factor * _load(buffer, target, inside, SUM) + gradient
@@ -122,12 +132,7 @@ def _adagrad(
     DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     source, target, inside = _tile(ids, count, width, ROWS, COLUMNS)
-    gradient = _load(rows, source, inside, SUM)
-    weight = _load(shard, target, inside, SUM)
-    if MAXIMIZE:
-        gradient = -gradient
-    if DECAY:
-        gradient += tl.full((1, 1), weight_decay, SUM) * weight
+    gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     total = _load(sums, target, inside, SUM) + gradient * gradient
     _store(sums, target, total, inside)
     step = _quotient(gradient, _root(total) + tl.full((1, 1), eps, SUM))
@@ -178,14 +183,9 @@ def _adam(
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     source, target, inside = _tile(ids, count, width, ROWS, COLUMNS)
-    gradient = _load(rows, source, inside, SUM)
-    weight = _load(shard, target, inside, SUM)
-    if MAXIMIZE:
-        gradient = -gradient
+    gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     if DECOUPLED:
         weight *= tl.full((1, 1), shrink, SUM)
-    elif DECAY:
-        gradient += tl.full((1, 1), weight_decay, SUM) * weight
     first = _load(exp_avg, target, inside, SUM)
     first += tl.full((1, 1), 1 - beta1, SUM) * (gradient - first)
     _store(exp_avg, target, first, inside)
@@ -242,8 +242,8 @@ def adam_rows(
     _adam[tile.grid(*rows.shape)](
         shard, exp_avg, exp_avg_sq, exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq, ids, rows, *rows.shape,
         step_size, *betas, eps, correction, weight_decay, shrink,
-        AMSGRAD=max_exp_avg_sq is not None, DECAY=weight_decay != 0, DECOUPLED=shrink != 1, MAXIMIZE=maximize,
-        SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+        AMSGRAD=max_exp_avg_sq is not None, DECAY=weight_decay != 0 and shrink == 1, DECOUPLED=shrink != 1,
+        MAXIMIZE=maximize, SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
     )  # fmt: skip
 
 
