@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, sum_type, tile_of
+from embrace_fx.runtime.kernels.gpu.tiles import offsets, on_its_device, refuse_strided, sum_type, tile_of
 
 # All three are bound by bandwidth: a row of each of 3 to 9 streams is moved for a handful of operations. Tiles are
 # smaller than a copy's, because the tiles of all tensors are in registers at once. Options are passed as float64, or a
@@ -32,16 +32,6 @@ def _quotient(x, y):
 @triton.jit
 def _root(x):
     return tl.sqrt(x) if x.dtype == tl.float64 else tl.sqrt_rn(x)
-
-
-@triton.jit
-def _tile(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Offsets of a tile's elements in the gradients and in the table, and which of them exist."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < count)[:, None] & (column < width)[None, :]
-    target = tl.load(ids + row, mask=row < count, other=0)
-    return row[:, None] * width + column[None, :], target[:, None] * width + column[None, :], inside
 
 
 @triton.jit
@@ -76,7 +66,7 @@ def _sgd(
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr, MAXIMIZE: tl.constexpr,
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    source, target, inside = _tile(ids, count, width, ROWS, COLUMNS)
+    source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
     gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     if MOMENTUM:
         factor = tl.full((1, 1), momentum, SUM)
@@ -131,7 +121,7 @@ def _adagrad(
     step_size: tl.float64, eps: tl.float64, weight_decay: tl.float64,
     DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    source, target, inside = _tile(ids, count, width, ROWS, COLUMNS)
+    source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
     gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     total = _load(sums, target, inside, SUM) + gradient * gradient
     _store(sums, target, total, inside)
@@ -182,7 +172,7 @@ def _adam(
     AMSGRAD: tl.constexpr, DECAY: tl.constexpr, DECOUPLED: tl.constexpr, MAXIMIZE: tl.constexpr,
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    source, target, inside = _tile(ids, count, width, ROWS, COLUMNS)
+    source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
     gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     if DECOUPLED:
         weight *= tl.full((1, 1), shrink, SUM)
