@@ -142,7 +142,7 @@ def summarize(cells: Mapping[str, Rounds], openings: Mapping[str, Opened], shape
                 opened.first_step_s,
                 _difference(opened.losses, expected) if alone and expected else None,
                 opened.notes,
-                spread(lambda each, of=opened.predicted_ms: of / each.step_ms) if opened.predicted_ms else None,
+                _predicted(opened.predicted_ms, rounds),
             )
         )
     return rows
@@ -152,6 +152,10 @@ def paired(rounds: Rounds, others: Rounds, combine: Callable[[float, float], flo
     """Over the rounds that both have of one run."""
     both = [(rounds[r], others[r]) for r in rounds if r in others]
     return Spread.of([combine(own.step_ms, other.step_ms) for own, other in both if own.is_with(other)])
+
+
+def _predicted(predicted_ms: float | None, rounds: Rounds) -> Spread | None:
+    return Spread.of([predicted_ms / each.step_ms for each in rounds.values()]) if predicted_ms else None
 
 
 def _difference(losses: Sequence[float], expected: Sequence[float]) -> float:
