@@ -114,6 +114,7 @@ class BlockRun:
                 max(rank.first_step_s for rank in ready),
                 tuple(sum(step) / len(ready) for step in zip(*(rank.losses for rank in ready), strict=True)),
                 ready[0].notes,
+                ready[0].predicted_ms,
             ),
         )
         warm_ms = median(rank.step_ms for rank in ready)

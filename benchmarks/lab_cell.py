@@ -87,12 +87,14 @@ class Ready:
         step_ms: of the last warm-up step.
         losses: of the warm-up steps.
         notes: what the system decided.
+        predicted_ms: a step as the system itself predicts it; None where it does not.
     """
 
     first_step_s: float
     step_ms: float
     losses: tuple[float, ...]
     notes: str
+    predicted_ms: float | None
 
 
 @dataclass(frozen=True)

@@ -73,11 +73,13 @@ class Opened:
         first_step_s: the slowest rank's, model, capture and compilation included.
         losses: of the warm-up steps, mean over ranks.
         notes: what rank 0 decided.
+        predicted_ms: a step as rank 0 predicts it, once warm; None where it does not.
     """
 
     first_step_s: float
     losses: tuple[float, ...]
     notes: str
+    predicted_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class Kept:
 
     def opening(self, block: Block, system: str) -> Opened:
         data = self._read(block, f"{system}.json")
-        return Opened(data["first_step_s"], tuple(data["losses"]), data["notes"])
+        return Opened(data["first_step_s"], tuple(data["losses"]), data["notes"], data["predicted_ms"])
 
     def failure(self, block: Block, system: str) -> str:
         """Why a system did not run; empty where it did, or was not tried."""

@@ -97,7 +97,9 @@ class Session:
             began = time.perf_counter()
             losses.append(next(self._losses))
             last_s = time.perf_counter() - began
-        self.ready = Ready(first_step_s, last_s * 1e3, tuple(loss.item() for loss in losses), notes)
+        compiled = self._training.compiled
+        predicted_ms = compiled.schedule.diagnostics().step_ms if compiled is not None else None
+        self.ready = Ready(first_step_s, last_s * 1e3, tuple(loss.item() for loss in losses), notes, predicted_ms)
         await_quiet(self._interface)
         give_memory_back()
 

@@ -110,15 +110,16 @@ def _table(rows: Sequence[Row], floors: Mapping[str, Any]) -> list[str]:
     limit = floors["limit_ms"]
     lines = [
         f"| system | rounds | step ms | step / limit | step / {OWN} | exposed ms | CPU ms: main, other "
-        "| sent MB | peak MiB (added) | first step s | loss differs |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| predicted / step | sent MB | peak MiB (added) | first step s | loss differs |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {row.system} | {row.rounds} | {row.step_ms.text()} | "
         f"{f'{row.step_ms.median / limit:.2f}' if limit else NONE} "
         f"| {row.ratio.text(2) if row.ratio else NONE} "
         f"| {row.exposed_ms.text() if row.exposed_ms else NONE} "
-        f"| {row.main_cpu_ms.median:,.0f}, {row.other_cpu_ms.median:,.0f} | {row.sent_bytes.median / 1e6:,.2f} "
+        f"| {row.main_cpu_ms.median:,.0f}, {row.other_cpu_ms.median:,.0f} "
+        f"| {f'{row.predicted.median:.2f}' if row.predicted else NONE} | {row.sent_bytes.median / 1e6:,.2f} "
         f"| {row.peak_bytes.median / MIB:,.0f} ({row.added_bytes.median / MIB:,.0f}) "
         f"| {row.first_step_s:.1f} | {_agreement(row.loss_difference)} |"
         for row in rows

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.lab_floors import dependences_ms, floor, ideal, step_graph
 from benchmarks.lab_kept import Kept, Opened, Round, versions
-from benchmarks.lab_settings import Block, Setting
+from benchmarks.lab_settings import FORCED, Block, Setting
 from benchmarks.models import MODELS
 from benchmarks.models.base import on_meta, sizes
 from benchmarks.peers import SYSTEMS
@@ -27,7 +27,7 @@ REPLICAS = ("ddp", "ddp_sparse", "horovod", "horovod_sparse")
 SHARDED = ("torchrec_column", "torchrec_row", "torchrec_planner", "ours_parameter_server", "ours_parallax")
 ABLATION = ("embrace_none", "embrace_vertical", "embrace_horizontal", "embrace_2d")
 
-LIMIT_TARGET, ROWS_TARGET = 1.15, 1.05
+LIMIT_TARGET, ROWS_TARGET, CHOICE_TARGET, PREDICTION_TARGET = 1.15, 1.05, 1.05, 0.2
 REPLICAS_TARGET, SHARDED_TARGET = {"lm": 2.41}, {"lm": 1.5}
 OTHER_REPLICAS_TARGET, OTHER_SHARDED_TARGET = 1.3, 1.2
 
@@ -67,6 +67,7 @@ class Row:
         peak_bytes, added_bytes: largest memory of a rank, and how much of it came after the rank was ready.
         loss_difference: largest relative difference of its losses from those of the first system that communicates.
         notes: what the system itself decided, on rank 0.
+        predicted: its own prediction of a step over the step.
     """
 
     system: str
@@ -82,6 +83,11 @@ class Row:
     first_step_s: float
     loss_difference: float | None
     notes: str
+    predicted: Spread | None
+
+    @property
+    def forced(self) -> bool:
+        return self.system.startswith("forced_")
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,7 @@ def summarize(cells: Mapping[str, Rounds], openings: Mapping[str, Opened], shape
                 opened.first_step_s,
                 _difference(opened.losses, expected) if alone and expected else None,
                 opened.notes,
+                _predicted(opened.predicted_ms, rounds),
             )
         )
     return rows
@@ -145,6 +152,10 @@ def paired(rounds: Rounds, others: Rounds, combine: Callable[[float, float], flo
     """Over the rounds that both have of one run."""
     both = [(rounds[r], others[r]) for r in rounds if r in others]
     return Spread.of([combine(own.step_ms, other.step_ms) for own, other in both if own.is_with(other)])
+
+
+def _predicted(predicted_ms: float | None, rounds: Rounds) -> Spread | None:
+    return Spread.of([predicted_ms / each.step_ms for each in rounds.values()]) if predicted_ms else None
 
 
 def _difference(losses: Sequence[float], expected: Sequence[float]) -> float:
@@ -231,6 +242,29 @@ def targets(setting: Setting, blocks: Sequence[Mapping[str, Any]]) -> list[Targe
         found += [target for block in here for target in _of_group(block, model)]
         if here:
             found += _scaling(setting, model, here[0]["group"], blocks)
+    return found + [target for block in blocks if block["group"] == FORCED for target in _of_choice(block)]
+
+
+def _of_choice(block: Mapping[str, Any]) -> list[Target]:
+    """What the planner chooses against the best that could be forced, and what is predicted of it."""
+    rows = {row.system: row for row in block["rows"]}
+    where = f"{block['model']}, {block['ranks']} ranks, {block['rate_mbit']:g} Mb/s"
+    found = []
+    best = min((row for row in rows.values() if row.forced), key=lambda row: row.step_ms.median, default=None)
+    if best is not None and best.ratio:
+        to_best = Spread(1 / best.ratio.median, 1 / best.ratio.max, 1 / best.ratio.min)
+        found.append(Target(where, f"{OWN} / best forced ({best.system})", CHOICE_TARGET, True, to_best))
+    if OWN in rows and (predicted := rows[OWN].predicted):
+        off = sorted(abs(value - 1) for value in (predicted.min, predicted.median, predicted.max))
+        found.append(
+            Target(
+                where,
+                "prediction is off by",
+                PREDICTION_TARGET,
+                True,
+                Spread(abs(predicted.median - 1), off[0], off[-1]),
+            )
+        )
     return found
 
 

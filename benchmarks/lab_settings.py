@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from benchmarks.lab_cell import Cell
 from benchmarks.peers import SYSTEMS
+from embrace_fx.plan import STRATEGIES
 
 
 class Block(NamedTuple):
@@ -84,6 +85,9 @@ class Setting:
         )
 
 
+MODELS = ("lm", "transformer", "bert", "gnmt", "recommender")
+FORCED = "forced"
+"""The group of `embrace_2d`, whose planner chooses, beside each strategy forced on all tables."""
 GROUPS = {
     "replicas": (
         "alone_dense",
@@ -128,11 +132,20 @@ SETTINGS = {
     ),
     "full": Setting(
         "full",
-        ("lm", "transformer", "bert", "gnmt", "recommender"),
+        MODELS,
         GROUPS,
         rounds=5,
         ranks=(8, 4, 2),
         rates_mbit=(200.0, 2_000.0),
         elsewhere=("replicas", "shards"),
+    ),
+    "strategies": Setting(
+        "strategies",
+        MODELS,
+        {FORCED: ("embrace_alone", "embrace_2d", *(f"forced_{strategy}" for strategy in STRATEGIES))},
+        rounds=5,
+        ranks=(8, 4, 2),
+        rates_mbit=(200.0, 2_000.0),
+        elsewhere=(FORCED,),
     ),
 }

@@ -62,7 +62,7 @@ class Sizes:
     rows: int = 60_000
     width: int = 192
     blocks: int = 12
-    batch: int = 112
+    batch: int = 160
     length: int = 20
     negatives: int = 600
     skew: float = 1.0
@@ -242,7 +242,7 @@ def report(summary: dict[str, Any], configuration: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rate-mbit", type=float, default=150.0)
+    parser.add_argument("--rate-mbit", type=float, default=130.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="counted steps of a round")
     parser.add_argument("--warm-up", type=int, default=11, help="steps before, in which the profile is taken")

@@ -5,7 +5,7 @@
 """
 
 from embrace_fx.api import CompiledModel, compile
-from embrace_fx.capture import CaptureError
+from embrace_fx.capture.errors import CaptureError
 from embrace_fx.cost import Cluster, Link
 from embrace_fx.plan import Candidate, Decision, Grid, Plan
 from embrace_fx.runtime.failure import DeadRank, PeerFailure

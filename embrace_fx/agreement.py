@@ -1,12 +1,43 @@
-"""What all ranks must have in common before they train together."""
+"""What all ranks must have in common to train together, and how a rank that cannot go on tells the others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from embrace_fx.capture.errors import CaptureError
+from embrace_fx.graph import TrainingGraph
+from embrace_fx.options import Options
+from embrace_fx.passes.collectives import sequence_hash
+from embrace_fx.runtime.communicator import Communicator, check_activities
+from embrace_fx.runtime.failure import PeerFailure
+
+
+def agree_on_set_up(
+    communicator: Communicator, model: nn.Module, optimizers: tuple[Optimizer, ...], options: Options
+) -> None:
+    """Checks the arguments of all ranks together: a rank that failed alone would leave the others waiting.
+
+    Raises:
+        ValueError: some rank's arguments are bad, or differ from rank 0's; on every rank.
+    """
+    own: dict[str, Any] | str
+    try:
+        check_arguments(model, optimizers)
+        options.check()
+        if options.backend == "inductor":
+            from embrace_fx.runtime.inductor import check_toolchain  # noqa: PLC0415  (takes seconds to import)
+
+            check_toolchain({parameter.device.type for parameter in model.parameters()})
+        check_trainable(model)
+        refuse_hooks(model)
+        own = describe(model, optimizers, options)
+    except ValueError as error:
+        own = str(error)
+    check_agreement(communicator.gather_objects(own))
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: object) -> dict[str, Any]:
@@ -118,3 +149,67 @@ def is_hooked(parameter: Tensor) -> bool:
 def failure_text(failure: Exception) -> str:
     """A failure as other ranks are to read it; the library's own errors need no type."""
     return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
+
+
+def agree_on_first_call(communicator: Communicator, failure: Exception | None) -> None:
+    """Before there is a plan, and with it announcements: all ranks do the same, and none has failed to capture.
+
+    Args:
+        failure: why this rank could not capture its batch, or None.
+
+    Raises:
+        CaptureError: a rank could not; on every rank.
+    """
+    own = (communicator.activity, None if failure is None else failure_text(failure))
+    everyone: list[tuple[int, str | None]] = communicator.gather_objects(own)
+    check_activities([activity for activity, _ in everyone])
+    for rank, (_, report) in enumerate(everyone):
+        if report is not None:
+            text = report if len(everyone) == 1 else f"the capture failed on rank {rank}: {report}"
+            raise CaptureError(text) from failure
+
+
+def agree_on_sequence(communicator: Communicator, graph: TrainingGraph | None, failure: Exception | None) -> str:
+    """Every rank launches the same collectives in the same order, or none goes on.
+
+    Args:
+        graph: what this rank is to run, after the last pass; None where a pass failed.
+        failure: why.
+
+    Returns:
+        The hash of what is launched.
+
+    Raises:
+        PeerFailure: a pass failed on some rank; on every rank.
+        RuntimeError: the ranks would launch different collectives; on every rank.
+    """
+    own = ("" if graph is None else sequence_hash(graph), None if failure is None else failure_text(failure))
+    everyone: list[tuple[str, str | None]] = communicator.gather_objects(own)
+    if failures := {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}:
+        raise PeerFailure(failures) from failure
+    others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
+    if others:
+        raise RuntimeError(
+            "expected every rank's graph to launch the same collectives, after the last pass, found that ranks "
+            f"{others} differ from rank 0: their batches led the forward along another path. Make the forward read "
+            "the same tables and parameters on every rank."
+        )
+    return own[0]
+
+
+def give_up(communicator: Communicator, failure: Exception) -> NoReturn:
+    """Reports a failure in place of a step, so that the other ranks do not wait for this one.
+
+    Raises:
+        CaptureError: the failure itself, if it is one; the other ranks raise PeerFailure.
+        PeerFailure: any other failure, on every rank.
+    """
+    report = None
+    try:
+        communicator.announce((), failure_text(failure))
+    except PeerFailure as raised:
+        report = raised
+    assert report is not None  # what is announced is raised, on every rank
+    if isinstance(failure, CaptureError):
+        raise failure
+    raise report from failure

@@ -21,10 +21,11 @@ from embrace_fx.plan import Grid, LinksAre, Plan
 from embrace_fx.runtime.communicator import Communicator
 from embrace_fx.runtime.failure import PeerFailure
 from embrace_fx.runtime.kernels import unique_ids
+from embrace_fx.runtime.model_state import ModelState
 from embrace_fx.runtime.optimizers import DenseTable, Stepping
+from embrace_fx.runtime.phases import reader
 from embrace_fx.runtime.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
 from embrace_fx.runtime.probe import probed_links
-from embrace_fx.runtime.program import ModelState
 from embrace_fx.runtime.tables import RowTable
 from embrace_fx.sparsity import Sparsity, measure, with_units
 
@@ -276,7 +277,7 @@ def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> 
     tables = [t for t in graph.tables if all(use.ids_from_batch for use in t.uses)]
     if not tables:
         return {}
-    run = state.reader(extract_ids(graph, tables))
+    run = reader(extract_ids(graph, tables), state)
     with torch.random.fork_rng(), torch.no_grad():  # a model that draws ids must draw the same ones afterwards
         ids = iter(run(leaves))
     reads = {}

@@ -9,6 +9,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from embrace_fx.plan import Plan
 from embrace_fx.planning import Findings
@@ -23,6 +24,13 @@ CONFIRMED_BY = 2
 """Looks in a row that must want the same strategies: one batch unlike the others changes nothing."""
 DRIFTED = 0.2
 """Share of the rows planned for by which a mean must have moved before it is worth a look."""
+
+
+@dataclass
+class TrainingCalls:
+    """How many calls there have been for training: counted by the session, read by what samples some of them."""
+
+    count: int = 0
 
 
 class Drift:

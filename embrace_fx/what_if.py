@@ -21,7 +21,7 @@ from embrace_fx.options import Options
 from embrace_fx.passes.planner import Strategy, decide
 from embrace_fx.plan import Plan
 from embrace_fx.planning import Read, facts_of, grid_rows, reads_of, used_parameters
-from embrace_fx.runtime.program import ModelState
+from embrace_fx.runtime.model_state import ModelState
 from embrace_fx.sparsity import Sparsity, extrapolate, measure
 
 

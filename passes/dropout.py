@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from embrace_fx.graph import TrainingGraph
-from embrace_fx.passes.rewriter import Rewriter
+from embrace_fx.passes.rewriter import Rewriter, rewrite_each
 
 aten = torch.ops.aten
 
@@ -28,15 +28,7 @@ class EagerDropout:
     """Replaces `native_dropout` on the CPU."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        if not _dropouts(graph):
-            return graph
-        result = graph.edit()
-        rewriter = Rewriter(result.module)
-        for node in _dropouts(result):
-            use_scaled_noise(rewriter, node)
-        result.graph.lint()
-        result.module.recompile()
-        return result
+        return rewrite_each(graph, _dropouts, use_scaled_noise)
 
 
 def _dropouts(graph: TrainingGraph) -> list[fx.Node]:

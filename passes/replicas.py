@@ -18,7 +18,7 @@ from torch import fx
 
 from embrace_fx.graph import TrainingGraph
 from embrace_fx.passes.reduce import ALL_REDUCE
-from embrace_fx.passes.rewriter import Rewriter
+from embrace_fx.passes.rewriter import Rewriter, rewrite_each
 from embrace_fx.passes.tables import LOOKUP_BACKWARDS, argument, set_argument
 
 aten = torch.ops.aten
@@ -31,15 +31,7 @@ class GlobalFrequency:
     world_size: int
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        if self.world_size == 1 or not _scaled(graph):
-            return graph
-        result = graph.edit()
-        rewriter = Rewriter(result.module)
-        for node in _scaled(result):
-            use_global_counts(rewriter, node)
-        result.graph.lint()
-        result.module.recompile()
-        return result
+        return graph if self.world_size == 1 else rewrite_each(graph, _scaled, use_global_counts)
 
 
 def _scaled(graph: TrainingGraph) -> list[fx.Node]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from embrace_fx.graph import TrainingGraph
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _CAST = torch.ops.aten._to_copy.default
@@ -85,6 +87,23 @@ def latest(nodes: list[fx.Node]) -> fx.Node:
     """The node of `nodes` that comes last in the graph."""
     position = {n: k for k, n in enumerate(nodes[0].graph.nodes)}
     return max(nodes, key=position.__getitem__)
+
+
+def rewrite_each(
+    graph: TrainingGraph,
+    find: Callable[[TrainingGraph], Sequence[fx.Node]],
+    rewrite: Callable[[Rewriter, fx.Node], None],
+) -> TrainingGraph:
+    """A graph in which each node that `find` yields has been rewritten; the graph itself where there is none."""
+    if not find(graph):
+        return graph
+    result = graph.edit()
+    rewriter = Rewriter(result.module)
+    for node in find(result):
+        rewrite(rewriter, node)
+    result.graph.lint()
+    result.module.recompile()
+    return result
 
 
 def _fake_mode(graph: fx.Graph) -> FakeTensorMode:

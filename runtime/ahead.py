@@ -17,13 +17,12 @@ from torch import Tensor
 
 from embrace_fx.runtime.communicator import Communicator, InFlight, bad_id_report
 from embrace_fx.runtime.launcher import Ticket
+from embrace_fx.runtime.phases import Values
 from embrace_fx.runtime.routing import Routing, Split
 from embrace_fx.runtime.row_exchange import RowExchange
 from embrace_fx.runtime.split_ahead import Routed, SplitAhead, routed
 from embrace_fx.runtime.stream_launcher import StreamTicket
 from embrace_fx.runtime.streams import Streams
-
-Values = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from embrace_fx import cost
-from embrace_fx.runtime.ahead import Ahead, AheadOfDevice, IdsProgram, Values
+from embrace_fx.runtime.ahead import Ahead, AheadOfDevice, IdsProgram
 from embrace_fx.runtime.bucket_updates import BucketUpdates
 from embrace_fx.runtime.communicator import Communicator, InFlight, bad_id_report
 from embrace_fx.runtime.launcher import Launcher, Ticket
+from embrace_fx.runtime.phases import Values
 from embrace_fx.runtime.recorder import Recorder
 from embrace_fx.runtime.routing import Routing
 from embrace_fx.runtime.row_exchange import RowExchange

@@ -135,6 +135,7 @@ def like(value: Tensor, shard: DTensor, group: dist.ProcessGroup | None) -> Tens
     return as_shard(local, shard.shape, shard.device_mesh)
 
 
+@torch.no_grad()
 def _moved(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of a table on another grid, from its part on the old one: an AlltoAll of what both have."""
     if travels_by_host(local, group):

@@ -26,7 +26,10 @@ Reader = Callable[[int, int], Tensor]
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharded or not, outside of autograd."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():  # a fortieth of the time: nothing is dispatched
+        return tensor.to_local()
 
 
 def shard_state(state: dict[str, Any], parameter: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -71,7 +74,7 @@ class RowTable:
     @property
     def local(self) -> Tensor:
         """This rank's part, (V', d)."""
-        return local_tensor(self.parameter.data)
+        return local_tensor(self.parameter)
 
     @property
     def has_gradient(self) -> bool:

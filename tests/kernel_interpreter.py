@@ -45,15 +45,15 @@ def main(examples: int) -> dict[str, str]:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("kernels")
-    from tests.kernel_cases import CASES, run_case  # noqa: PLC0415  (a property takes the profile of its definition)
+    from tests.kernel_cases import CASES, kernels_called  # noqa: PLC0415  (a property takes the profile of its definition)
 
     # All that calls kernels has been imported, none of them has been called. Triton itself may be there: torch has it.
     early = [name for name in sys.modules if name.startswith(f"{gpu.__name__}.")]
     results = {WITHOUT_KERNELS: f"found {early} imported before a kernel was called" if early else ""}
     for case in CASES:
         try:
-            run_case(case, _put)
-            results[case.__name__] = ""
+            called, own = kernels_called(case, _put), set(CASES[case].split())
+            results[case.__name__] = "" if called == own else f"expected calls of {own}, found {called}"
         except Exception:  # what the test of that case reports
             results[case.__name__] = traceback.format_exc()
     return results

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer
 
 import embrace_fx
-from embrace_fx.capture import CaptureError
+from embrace_fx.capture.errors import CaptureError
 from tests.ranks import run_ranks
 from tests.reference import assert_same, train_reference
 

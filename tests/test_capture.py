@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from embrace_fx.capture import Captured, CaptureError, capture
+from embrace_fx.capture import Captured, capture
+from embrace_fx.capture.errors import CaptureError
 from embrace_fx.graph import BatchInput, Buffer, Gradient, Mutation, Parameter, Result, Tangent, source_of
 from tests.golden import check_golden
 from tests.graphs import IDS, D, Outputs, V, classifier, run_graph, tangent, targets, text

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import embrace_fx
-from embrace_fx import session
-from embrace_fx.capture import CaptureError
+from embrace_fx import capturing
+from embrace_fx.capture.errors import CaptureError
 from embrace_fx.runtime.failure import PeerFailure
 from tests.ranks import run_ranks, run_ranks_expecting_errors
 from tests.reference import assert_same, train_reference
@@ -127,7 +127,7 @@ def ids_of(*shape: int, seed: int = 0) -> Tensor:
 
 
 def captures(compiled: embrace_fx.CompiledModel) -> int:
-    return compiled._session._captures
+    return compiled._session._captures.count
 
 
 def train_step(compiled: embrace_fx.CompiledModel, *args: Any, **kwargs: Any) -> tuple[float, int]:
@@ -263,7 +263,7 @@ def test_evaluation_has_captures_of_its_own() -> None:
 
 
 def test_too_many_captures_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "MAX_CAPTURES", 2)
+    monkeypatch.setattr(capturing, "MAX_CAPTURES", 2)
     compiled = compile_model(make(), dynamic=False)
     train_step(compiled, ids_of(3, 4))
     train_step(compiled, ids_of(3, 5))
@@ -306,7 +306,7 @@ def test_ranks_that_capture_at_different_steps_stay_in_step() -> None:
 
 def _exceed_the_limit(rank: int, world_size: int, who: tuple[int, ...]) -> None:
     """Ranks in `who` meet a third shape; raises what that raised, once a good step has followed."""
-    before, session.MAX_CAPTURES = session.MAX_CAPTURES, 2
+    before, capturing.MAX_CAPTURES = capturing.MAX_CAPTURES, 2
     try:
         compiled = compile_model(make(seed=rank), dynamic=False)
         for length in (4, 5):
@@ -318,7 +318,7 @@ def _exceed_the_limit(rank: int, world_size: int, who: tuple[int, ...]) -> None:
         train_step(compiled, ids_of(3, 5))
         raise caught.value
     finally:
-        session.MAX_CAPTURES = before
+        capturing.MAX_CAPTURES = before
 
 
 @pytest.mark.parametrize("who", [(1,), (0, 1)], ids=str)

@@ -105,7 +105,7 @@ def _train(rank: int, world_size: int, workload: Workload, backend: Backend, cac
                 train_some(3)
             launched = _launched(compiled, rank)
         train_some(STEPS)
-        return Outcome(trained(compiled), launched, compiled._session._captures, compilations())
+        return Outcome(trained(compiled), launched, compiled._session._captures.count, compilations())
 
 
 def _launched(compiled: embrace_fx.CompiledModel, rank: int) -> tuple[str, ...]:

@@ -277,7 +277,8 @@ def test_blocks_come_by_rate_then_ranks_and_the_ablation_is_of_the_first() -> No
         (ranks, rate) for rate in (200.0, 2000.0) for ranks in (8, 4, 2)
     ]
     assert {b[:3] for b in blocks if b.group == "ablation"} == {(model, 8, 200.0) for model in MODELS}
-    assert {system for group in full.groups.values() for system in group} == set(SYSTEMS)
+    measured = {system for each in (full, SETTINGS["strategies"]) for group in each.groups.values() for system in group}
+    assert measured == set(SYSTEMS)
 
 
 def options(**given: object) -> argparse.Namespace:

@@ -15,7 +15,7 @@ from benchmarks.lab_kept import Kept, Opened, Round
 from benchmarks.lab_plots import Group, grouped_bars, pictures, step_times
 from benchmarks.lab_report import markdown, write
 from benchmarks.lab_results import as_data, results, summarize
-from benchmarks.lab_settings import SETTINGS, Block
+from benchmarks.lab_settings import FORCED, SETTINGS, Block
 from benchmarks.network import Links, Reached
 from benchmarks.peers.base import Recorded
 from embrace_fx.schedule import Dependence, Operation, StepGraph
@@ -31,8 +31,8 @@ def turn(*step_ms: float, run: str = "one") -> Round:
     return Round({"run": run}, tuple(measured(each) for each in step_ms))
 
 
-def opened(*losses: float) -> Opened:
-    return Opened(1.5, losses, "as it likes")
+def opened(*losses: float, predicted_ms: float | None = None) -> Opened:
+    return Opened(1.5, losses, "as it likes", predicted_ms)
 
 
 CELLS = {
@@ -155,6 +155,25 @@ def test_targets_say_which_are_met(kept: Kept) -> None:
     assert found["step / limit, pair"].value.median == pytest.approx(20.5 / 28.5)
     assert "step with 10 x the rows / step" not in found  # it has not been measured
     assert found["exposed ms, 4 ranks less 2"].met  # both are the same numbers
+
+
+def test_the_choice_is_compared_with_the_best_that_was_forced(kept: Kept) -> None:
+    block = Block("lm", 4, 200.0, FORCED)
+    kept.network(block, Reached(Links(4, 200.0), True, "", (191.0,)))
+    for system, step_ms in (("embrace_2d", 21.0), ("forced_zen", 20.0), ("forced_ps", 50.0)):
+        kept.opened(block, system, opened(3.0, predicted_ms=step_ms * 0.75))
+        kept.measured(block, system, 0, {"run": "one"}, (measured(step_ms),))
+
+    found = results(replace(SETTING, groups={FORCED: SETTINGS["strategies"].groups[FORCED]}, elsewhere=()), kept)
+
+    choice, prediction = [t for t in found["targets"] if t.model == "lm, 4 ranks, 200 Mb/s"]
+    assert choice.what == "embrace_2d / best forced (forced_zen)"
+    assert choice.value is not None
+    assert choice.value.median == pytest.approx(1.05)
+    assert prediction.value is not None
+    assert prediction.value.median == pytest.approx(0.25)
+    assert not prediction.met
+    assert "| 0.75 |" in markdown(found, {})
 
 
 def test_the_page_says_what_is_missing_and_which_losses_differ(kept: Kept) -> None:

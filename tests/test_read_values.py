@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import embrace_fx
-from embrace_fx.capture import CaptureError, capture
+from embrace_fx.capture import capture
+from embrace_fx.capture.errors import CaptureError
 from embrace_fx.read_values import ReadValues
 
 SETTINGS = {"scale": 1.0}
@@ -113,7 +114,9 @@ def test_what_the_forward_does_not_read_may_change_at_every_step() -> None:
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
     for step in range(40):
         model.epoch = step  # type: ignore[assignment]
-        compiled(torch.randn(4, 3))
+        x = torch.randn(4, 3)
+        assert compiled(x).item() == pytest.approx(model(x).item())
+    assert compiled._session._captures.count == 1
 
 
 class Random(nn.Module):

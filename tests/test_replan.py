@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
 import embrace_fx
-from embrace_fx import session
+from embrace_fx import batch_check, session
 from embrace_fx.api import CompiledModel
 from embrace_fx.cost import Cluster, Link
 from embrace_fx.passes.planner import Strategy
@@ -128,7 +128,8 @@ def _evaluate(model: nn.Module) -> float:
 def train(rank: int, world_size: int, case: Case) -> Found:
     """Trains through the shifts, every call a sample."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "SAMPLED_EVERY", 1)
+        for module in (session, batch_check):
+            patch.setattr(module, "SAMPLED_EVERY", 1)
         return _train(rank, case)
 
 
@@ -263,7 +264,8 @@ def _train_on_pairs(rank: int, world_size: int, how: str) -> tuple[dict[str, Ten
     compiled = embrace_fx.compile(model, optimizer=optimizer, cluster=LINKS)
     strategies = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "SAMPLED_EVERY", 1)
+        for module in (session, batch_check):
+            patch.setattr(module, "SAMPLED_EVERY", 1)
         for step in range(0, DENSE.stop, 2):
             TWO_BATCHES[how](compiled, batch(step, rank), batch(step + 1, rank))
             optimizer.step()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import embrace_fx
-from embrace_fx.capture import CaptureError
+from embrace_fx.capture.errors import CaptureError
 from embrace_fx.result_objects import open_objects
 
 

@@ -216,7 +216,7 @@ def train_compiled(rank: int, world_size: int, training: Training) -> Trained:
         losses.append(result.loss.item())
     plan = {decision.parameter: decision for decision in compiled.plan}
     kind = type(result).__name__, tuple(result.keys())
-    return Trained(whole(compiled.named_parameters()), plan, losses, compiled._session._captures, kind)
+    return Trained(whole(compiled.named_parameters()), plan, losses, compiled._session._captures.count, kind)
 
 
 class LossOnly(nn.Module):

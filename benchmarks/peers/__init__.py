@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from benchmarks.peers.base import Peer
+from embrace_fx.plan import STRATEGIES
 
 ENVIRONMENTS = {"project": "embrace_fx", "torchrec": "torchrec", "horovod": "horovod.torch"}
 """The environments that run the systems, "project" this one and the others of build/peers, and what ranks import."""
@@ -65,4 +66,5 @@ SYSTEMS: dict[str, System] = {
     "embrace_horizontal": embrace(schedule="horizontal"),
     "embrace_2d": embrace(schedule="2d"),
     "embrace_2d_rows10": embrace(rows=10, schedule="2d"),
+    **{f"forced_{strategy}": embrace(schedule="2d", strategy=strategy) for strategy in STRATEGIES},
 }

@@ -69,6 +69,8 @@ class EmbraceFx:
             }
             return Recorded(figures, drawn)
 
+        if self.apart:
+            return Training(steps, model.report)
         return Training(steps, model.report, record, model)
 
 

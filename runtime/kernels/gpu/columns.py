@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, tile_of
+from embrace_fx.runtime.kernels.gpu.tiles import offsets, on_its_device, refuse_strided, tile_of
 
 
 # In all these files: a width is the table's, and compiled for, because only then is it known by what it is divisible,
@@ -25,12 +25,9 @@ from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, 
 # when it is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["count"])
 def _lookup_pack(table, ids, out, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < count)[:, None] & (column < width)[None, :]
-    source = tl.load(ids + row, mask=row < count, other=0)
-    values = tl.load(table + source[:, None] * width + column[None, :], mask=inside, other=0.0)
-    tl.store(out + row[:, None] * width + column[None, :], values.to(out.dtype.element_ty), mask=inside)
+    target, source, inside = offsets(ids, count, width, ROWS, COLUMNS)
+    values = tl.load(table + source, mask=inside, other=0.0)
+    tl.store(out + target, values.to(out.dtype.element_ty), mask=inside)
 
 
 @on_its_device

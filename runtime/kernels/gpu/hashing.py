@@ -69,8 +69,12 @@ def server_of_bytes_moved(ids: int) -> int:
 
 
 @triton.jit
-def _slot(ids, servers, parallel, server_key, slot_key):
-    return _below(ids, server_key, servers) * parallel + _below(ids, slot_key, parallel)
+def _pending(ids, placed, count, servers, parallel, server_key, slot_key, IDS: tl.constexpr):
+    """Positions of a program's ids, which of them have no slot yet, and the slot that each of those tries."""
+    at = tl.program_id(0).to(tl.int64) * IDS + tl.arange(0, IDS)
+    pending = (at < count) & (tl.load(placed + at, mask=at < count, other=1) == 0)
+    tried = tl.load(ids + at, mask=pending, other=0)
+    return at, pending, _below(tried, server_key, servers) * parallel + _below(tried, slot_key, parallel)
 
 
 # As in the paper no slot is locked: all whose slot is free write into it, and at the next launch, by when all have
@@ -80,9 +84,7 @@ def _claim(
     ids, placed, slots, count, servers: tl.int64, parallel: tl.int64, server_key: tl.int64, slot_key: tl.int64,
     IDS: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * IDS + tl.arange(0, IDS)
-    pending = (at < count) & (tl.load(placed + at, mask=at < count, other=1) == 0)
-    slot = _slot(tl.load(ids + at, mask=pending, other=0), servers, parallel, server_key, slot_key)
+    at, pending, slot = _pending(ids, placed, count, servers, parallel, server_key, slot_key, IDS)
     free = tl.load(slots + slot, mask=pending, other=0) < 0
     tl.store(slots + slot, at, mask=pending & free)
 
@@ -92,9 +94,7 @@ def _confirm(
     ids, placed, slots, count, servers: tl.int64, parallel: tl.int64, server_key: tl.int64, slot_key: tl.int64,
     IDS: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * IDS + tl.arange(0, IDS)
-    pending = (at < count) & (tl.load(placed + at, mask=at < count, other=1) == 0)
-    slot = _slot(tl.load(ids + at, mask=pending, other=0), servers, parallel, server_key, slot_key)
+    at, pending, slot = _pending(ids, placed, count, servers, parallel, server_key, slot_key, IDS)
     won = tl.load(slots + slot, mask=pending, other=-1) == at
     tl.store(placed + at, tl.full((IDS,), 1, tl.uint8), mask=pending & won)
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, sum_type, tile_of
+from embrace_fx.runtime.kernels.gpu.tiles import offsets, on_its_device, refuse_strided, sum_type, tile_of
 
 
 # One program per tile of sums: no atomics, each sum stored once. Sums of a tile are as long as its longest, at most one
@@ -113,12 +113,9 @@ def coalesce_bytes_moved(rows: int, sums: int, columns: int, itemsize: int) -> i
 # Positions of one call are distinct, so a sum is read, added to and written by one program, without atomics.
 @triton.jit(do_not_specialize=["count"])
 def _scatter_add(total, positions, rows, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < count)[:, None] & (column < width)[None, :]
-    position = tl.load(positions + row, mask=row < count, other=0)
-    at = total + position[:, None] * width + column[None, :]
-    summand = tl.load(rows + row[:, None] * width + column[None, :], mask=inside, other=0.0)
+    source, target, inside = offsets(positions, count, width, ROWS, COLUMNS)
+    at = total + target
+    summand = tl.load(rows + source, mask=inside, other=0.0)
     tl.store(at, tl.load(at, mask=inside, other=0.0) + summand.to(total.dtype.element_ty), mask=inside)
 
 

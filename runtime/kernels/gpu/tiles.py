@@ -1,4 +1,5 @@
-"""What the Triton kernels share: the tile of one program, the type of its sums, and what they refuse."""
+"""What the Triton kernels share: the tile of one program, where its elements lie, the type of its sums, and what they
+refuse."""
 
 from __future__ import annotations
 
@@ -46,6 +47,16 @@ def tile_of(columns: int, itemsize: int, tensors: int = 1) -> Tile:
     wide = min(triton.next_power_of_2(columns), _MAX_COLUMNS)
     share = triton.next_power_of_2(triton.cdiv(tensors, 2))
     return Tile(max(1, _TILE_BYTES // share // (wide * itemsize)), wide)
+
+
+@triton.jit
+def offsets(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where a tile's elements lie in (count, width), where in the rows `ids` of a table, and which of them exist."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < count)[:, None] & (column < width)[None, :]
+    named = tl.load(ids + row, mask=row < count, other=0)
+    return row[:, None] * width + column[None, :], named[:, None] * width + column[None, :], inside
 
 
 def sum_type(dtype: torch.dtype) -> Any:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from embrace_fx.runtime.kernels.gpu.tiles import on_its_device, refuse_strided, sum_type, tile_of
+from embrace_fx.runtime.kernels.gpu.tiles import offsets, on_its_device, refuse_strided, sum_type, tile_of
 
 # All three are bound by bandwidth: a row of each of 3 to 9 streams is moved for a handful of operations. Tiles are
 # smaller than a copy's, because the tiles of all tensors are in registers at once. Options are passed as float64, or a
@@ -35,16 +35,6 @@ def _root(x):
 
 
 @triton.jit
-def _tile(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Offsets of a tile's elements in the gradients and in the table, and which of them exist."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < count)[:, None] & (column < width)[None, :]
-    target = tl.load(ids + row, mask=row < count, other=0)
-    return row[:, None] * width + column[None, :], target[:, None] * width + column[None, :], inside
-
-
-@triton.jit
 def _load(values, at, inside, SUM: tl.constexpr):
     return tl.load(values + at, mask=inside, other=0.0).to(SUM)
 
@@ -54,6 +44,21 @@ def _store(values, at, value, inside):
     tl.store(values + at, value.to(values.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _descent(
+    rows, shard, source, target, inside, weight_decay,
+    DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """A tile's gradients of what is to be minimised, the decay of its weights among them; and the weights."""
+    gradient = _load(rows, source, inside, SUM)
+    weight = _load(shard, target, inside, SUM)
+    if MAXIMIZE:
+        gradient = -gradient
+    if DECAY:
+        gradient += tl.full((1, 1), weight_decay, SUM) * weight
+    return gradient, weight
+
+
 @triton.jit(do_not_specialize=["count"])
 def _sgd(
     shard, buffer, ids, rows, count, width: tl.constexpr,
@@ -61,13 +66,8 @@ def _sgd(
     MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, DECAY: tl.constexpr, MAXIMIZE: tl.constexpr,
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    source, target, inside = _tile(ids, count, width, ROWS, COLUMNS)
-    gradient = _load(rows, source, inside, SUM)
-    weight = _load(shard, target, inside, SUM)
-    if MAXIMIZE:
-        gradient = -gradient
-    if DECAY:
-        gradient += tl.full((1, 1), weight_decay, SUM) * weight
+    source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
+    gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     if MOMENTUM:
         factor = tl.full((1, 1), momentum, SUM)
         velocity = factor * _load(buffer, target, inside, SUM) + gradient
@@ -121,13 +121,8 @@ def _adagrad(
     step_size: tl.float64, eps: tl.float64, weight_decay: tl.float64,
     DECAY: tl.constexpr, MAXIMIZE: tl.constexpr, SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    source, target, inside = _tile(ids, count, width, ROWS, COLUMNS)
-    gradient = _load(rows, source, inside, SUM)
-    weight = _load(shard, target, inside, SUM)
-    if MAXIMIZE:
-        gradient = -gradient
-    if DECAY:
-        gradient += tl.full((1, 1), weight_decay, SUM) * weight
+    source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
+    gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     total = _load(sums, target, inside, SUM) + gradient * gradient
     _store(sums, target, total, inside)
     step = _quotient(gradient, _root(total) + tl.full((1, 1), eps, SUM))
@@ -177,15 +172,10 @@ def _adam(
     AMSGRAD: tl.constexpr, DECAY: tl.constexpr, DECOUPLED: tl.constexpr, MAXIMIZE: tl.constexpr,
     SUM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    source, target, inside = _tile(ids, count, width, ROWS, COLUMNS)
-    gradient = _load(rows, source, inside, SUM)
-    weight = _load(shard, target, inside, SUM)
-    if MAXIMIZE:
-        gradient = -gradient
+    source, target, inside = offsets(ids, count, width, ROWS, COLUMNS)
+    gradient, weight = _descent(rows, shard, source, target, inside, weight_decay, DECAY, MAXIMIZE, SUM)
     if DECOUPLED:
         weight *= tl.full((1, 1), shrink, SUM)
-    elif DECAY:
-        gradient += tl.full((1, 1), weight_decay, SUM) * weight
     first = _load(exp_avg, target, inside, SUM)
     first += tl.full((1, 1), 1 - beta1, SUM) * (gradient - first)
     _store(exp_avg, target, first, inside)
@@ -242,8 +232,8 @@ def adam_rows(
     _adam[tile.grid(*rows.shape)](
         shard, exp_avg, exp_avg_sq, exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq, ids, rows, *rows.shape,
         step_size, *betas, eps, correction, weight_decay, shrink,
-        AMSGRAD=max_exp_avg_sq is not None, DECAY=weight_decay != 0, DECOUPLED=shrink != 1, MAXIMIZE=maximize,
-        SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+        AMSGRAD=max_exp_avg_sq is not None, DECAY=weight_decay != 0 and shrink == 1, DECOUPLED=shrink != 1,
+        MAXIMIZE=maximize, SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
     )  # fmt: skip
 
 

@@ -1,0 +1,128 @@
+"""Capture: a model and one batch -> a `TrainingGraph` of ATen ops. All use of torch's private capture API lives here.
+
+Two routes are tried, first Dynamo's, then the direct one (`routes.py`). Where neither can take the model,
+`CaptureError` names the user's line.
+
+Contract
+    Nothing of the model runs: tensors are fake, so a model on the meta device or larger than memory can be captured.
+    The graph is functional; what the forward mutates (BatchNorm's statistics) comes back as `Mutation` outputs.
+    RNNs stay whole (`KeepRnnWhole`), tables keep their own ops (`embedding`, `_embedding_bag`).
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+from torch.utils import _pytree as pytree
+
+from embrace_fx.capture.errors import CaptureError, explain
+from embrace_fx.capture.joint_graph import with_roles
+from embrace_fx.capture.routes import Traced, private_copies, quiet_dynamo, trace_direct, trace_dynamo
+from embrace_fx.graph import TrainingGraph
+from embrace_fx.read_values import ReadValues
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured graph and the batches it is valid for.
+
+    Attributes:
+        graph: forward and backward, or the forward alone where `train` is false.
+        result_spec: how the model's results unflatten.
+        result_constants: results that are not tensors, by their index among the flattened results.
+        route: "dynamo" or "direct".
+        guard: Python expression over the batch's tensors, from torch's shape guards; None: any shapes.
+        guarded: indices, among the flattened arguments, of the tensors that `guard` calls t0, t1, ...
+        fakes: those tensors as the graph was traced with them; none where there is nothing to guard.
+        read: numbers, and tensors that are no parameters or buffers, that the forward has read elsewhere.
+    """
+
+    graph: TrainingGraph
+    result_spec: pytree.TreeSpec
+    result_constants: Mapping[int, Any]
+    route: str
+    guard: types.CodeType | None
+    guarded: tuple[int, ...]
+    fakes: tuple[Tensor, ...]
+    read: ReadValues
+
+    def guarded_again(self) -> Captured:
+        """The same, with the guards that have been added since: compiling a graph adds some."""
+        return replace(self, guard=_guard(self.fakes)) if self.fakes else self
+
+    def accepts(self, leaves: Sequence[Any]) -> bool:
+        """Whether the graph is valid for a batch with these flattened arguments (types and dtypes checked before)."""
+        if not self.read.hold():
+            return False
+        if self.guard is None:
+            return True
+        tensors = {f"t{k}": leaves[index] for k, index in enumerate(self.guarded)}
+        return bool(eval(self.guard, SYMPY_INTERP, {"L": tensors}))
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    train: bool,
+    dynamic: frozenset[tuple[int, int]] = frozenset(),
+) -> Captured:
+    """Captures the model's forward, and its backward if `train`.
+
+    Args:
+        args, kwargs: one batch, exactly as the model is called with it.
+        dynamic: (index among the flattened arguments, dimension) pairs whose size may vary from batch to batch.
+
+    Raises:
+        CaptureError: neither route can take the model; the message names the user's line and both reasons.
+    """
+    args, kwargs = private_copies(args, kwargs, dynamic)
+    failures: list[tuple[str, Exception]] = []
+    for route, trace in (("dynamo", trace_dynamo), ("direct", trace_direct)):
+        try:
+            with torch.set_grad_enabled(train), quiet_dynamo():
+                traced = trace(model, args, kwargs)
+            return _captured(model, traced, pytree.tree_leaves((args, kwargs)))
+        except Exception as error:
+            failures.append((route, error))
+    raise CaptureError(explain(model, failures)) from failures[0][1]
+
+
+def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captured:
+    joint = with_roles(traced.joint, model, traced.names, leaves)
+    guarded, fakes = _guarded(traced.fake_mode, joint.batch, leaves)
+    guard = _guard(fakes) if fakes else None
+    graph = TrainingGraph(joint.module)
+    return Captured(graph, traced.out_spec, joint.constants, traced.route, guard, guarded, fakes, traced.read)
+
+
+def _guarded(
+    fake_mode: Any, placeholders: Mapping[int, fx.Node], leaves: Sequence[Any]
+) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+    """The batch's tensors, by their indices and as the graph was traced with them."""
+    if fake_mode is None or fake_mode.shape_env is None:
+        return (), ()
+    indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    fakes = tuple(
+        placeholders[i].meta["val"] if i in placeholders else fake_mode.from_tensor(leaves[i], static_shapes=True)
+        for i in indices
+    )
+    return indices, fakes
+
+
+def _guard(fakes: Sequence[Any]) -> types.CodeType | None:
+    """Torch's own shape guards over all tensors of the batch, static sizes included."""
+    try:
+        text = fakes[0].fake_mode.shape_env.produce_guards_expression(fakes, ignore_static=False)
+    except IndexError as error:  # torch looks for the size that a symbol stands for, and a value is no size
+        raise CaptureError("the path through the forward depends on the value of a tensor") from error
+    text = re.sub(r"L\['t\d+'\]\.storage_offset\(\) == 0", "True", text or "")  # nothing in the graph depends on it
+    return compile(text, "<shape guards>", "eval") if text else None

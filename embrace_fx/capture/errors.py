@@ -1,0 +1,60 @@
+"""What is said of a model that cannot be captured: the user's line, and what each route found."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import traceback
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+class CaptureError(RuntimeError):
+    """The model's forward cannot be captured as one graph."""
+
+
+def explain(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> str:
+    """A `CaptureError`'s message.
+
+    Args:
+        failures: (route, what it raised), in the order tried.
+    """
+    where = next((line for _, e in failures if (line := _user_line(e))), f"{type(model).__name__}.forward")
+    reasons = "\n".join(f"  {route}: {type(e).__name__}: {_first_lines(e)}" for route, e in failures)
+    if (own := next((e for route, e in failures if route == "direct" and _is_of_forward(e)), None)) is not None:
+        return (
+            f"expected a batch that the forward takes, in {type(model).__name__}, at {_user_line(own) or where}, found "
+            f"that the forward fails on it: {type(own).__name__}: {_first_lines(own)}. Call the model with the "
+            "arguments, names, shapes, types and devices that it expects; without compile() it fails alike.\n"
+            f"Found:\n{reasons}"
+        )
+    return (
+        f"expected a forward that can be captured as one graph, in {type(model).__name__}, at "
+        f"{where}.\nFound:\n{reasons}\n"
+        "Rewrite that line so that it does not depend on tensor values (no `.item()`, no `if tensor:`, no "
+        "data-dependent shapes), or move it out of the model into the training loop."
+    )
+
+
+def _is_of_forward(error: Exception) -> bool:
+    """Whether a forward would raise this in eager mode too: what tracing alone raises speaks of its fake tensors."""
+    spoken = str(error).lower()
+    of_tracing = "fake" in spoken or "subclass" in spoken or "symbolic" in spoken or "data-dependent" in spoken
+    return type(error).__module__ == "builtins" and not isinstance(error, AssertionError) and not of_tracing
+
+
+def _user_line(error: Exception) -> str | None:
+    """The last line of the user's code: Dynamo prints it, the direct route has it in the traceback."""
+    printed = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(error).partition("from user code")[2])
+    frames = printed or [(f.filename, str(f.lineno), f.name) for f in traceback.extract_tb(error.__traceback__)]
+    library = __file__.rsplit("/", 2)[0]
+    others = (torch.__file__.rpartition("/")[0], library, inspect.__file__, "<")
+    own = [f for f in frames if not f[0].startswith(others)]
+    return "{}:{} in {}".format(*own[-1]) if own else None
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or "no message"

@@ -1,0 +1,64 @@
+"""A model as tracing needs it: parameters registered once, results as trees of tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from embrace_fx.result_objects import open_objects
+
+
+class OpenResults(nn.Module):
+    """A module, its names included, whose results are trees of tensors, each with memory of its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._call = [module]  # in a list: not a submodule, which would give each parameter a second name
+        self._parameters = module._parameters
+        self._buffers = module._buffers
+        self._modules = module._modules
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        results = _run_by_node(self._call[0], args, kwargs)
+        return open_objects(results, (*self.parameters(), *pytree.tree_leaves((args, kwargs))))
+
+
+def _run_by_node(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The module's results. A graph runs node by node: only so do ATen nodes inherit the user's lines."""
+    if not isinstance(module, fx.GraphModule):
+        return module(*args, **kwargs)
+    inputs = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    with fx.traceback.preserve_node_meta():
+        return fx.Interpreter(module).run(*inputs.values())
+
+
+class Untied(nn.Module):
+    """A model with every parameter and buffer registered once, whatever the number of its names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._call = [model]  # in a list: not a submodule, whose parameters would be registered twice
+        self._own_names: dict[int, str] = {}
+        self.names: dict[str, str] = {}
+        self._aliases: list[tuple[str, str]] = []
+        for fqn, value in model.named_parameters(remove_duplicate=False):
+            self._register(fqn, value, nn.Module.register_parameter)
+        for fqn, buffer in model.named_buffers(remove_duplicate=False):
+            self._register(fqn, buffer, nn.Module.register_buffer)
+
+    def _register(self, fqn: str, value: Any, register: Callable[..., None]) -> None:
+        if id(value) not in self._own_names:
+            own = fqn.replace(".", "__")
+            self._own_names[id(value)] = own
+            self.names[own] = fqn
+            register(self, own, value)
+        self._aliases.append((fqn, self._own_names[id(value)]))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        named = {fqn: getattr(self, own) for fqn, own in self._aliases}
+        return torch.func.functional_call(self._call[0], named, args, kwargs, tie_weights=False)

@@ -1,0 +1,224 @@
+"""The two routes from a model and a batch of fake tensors to one ATen graph of forward and backward.
+
+Routes, tried in this order:
+    1. Dynamo reads the bytecode of the model's forward into a torch-level graph, which AOTAutograd traces with its
+       backward into one ATen graph. Tied parameters stay tied.
+    2. AOTAutograd traces the forward directly, as Python runs it on fake tensors. It takes code Dynamo cannot read
+       (logging, exotic containers); tied parameters are de-duplicated beforehand, or they would be untied silently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import re
+import sys
+import warnings
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._export.utils import _compiling_state_context
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils import _pytree as pytree
+
+from embrace_fx.capture.errors import CaptureError
+from embrace_fx.capture.model_forms import OpenResults, Untied
+from embrace_fx.read_values import ReadValues
+from embrace_fx.rnn_mode import KeepRnnWhole
+
+_LOG_METHODS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
+"""How methods that write to a log begin; libraries add their own to the class, `warning_once` say."""
+
+_GLOBAL_SIDE_EFFECTS = r"While compiling, we found certain side effects(?!.*L\[)"
+"""Dynamo's warning where none of the changed objects belongs to the model (those it calls `L[...]`)."""
+
+_VALUE_GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH")
+
+_OTHER_GUARDS = re.compile(r"\._(parameters|buffers)\b|\.training$")
+"""What programs read as it is at each call, and what calls are told apart by already."""
+
+
+@dataclass
+class Traced:
+    """What a route yields.
+
+    Attributes:
+        joint: forward and backward, or the forward alone, as AOTAutograd leaves it: inputs and outputs have
+            descriptors, and constants of the batch are inputs too.
+        out_spec: how the model's results unflatten.
+        names: the joint graph's names of parameters and buffers, where they are not the model's -> the model's.
+    """
+
+    joint: fx.GraphModule
+    out_spec: pytree.TreeSpec
+    fake_mode: Any
+    route: str
+    read: ReadValues
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+def private_copies(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: frozenset[tuple[int, int]]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Stand-ins for the batch's tensors: marking dimensions must not leave marks on the user's tensors.
+
+    Each has a storage of its own and begins at its start: batches cut out of one long tensor begin elsewhere each time.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        own = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        for dim in range(own.dim()):
+            if (index, dim) in dynamic:
+                torch._dynamo.maybe_mark_dynamic(own, dim)
+        leaves[index] = own.requires_grad_(leaf.requires_grad)
+    copies: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
+    return copies
+
+
+@contextlib.contextmanager
+def quiet_dynamo() -> Iterator[None]:
+    """Dynamo as this capture needs it.
+
+    Numbers are constants and sizes vary where this capture says so, whatever Dynamo has seen of other models; a log
+    message is no reason to give up, it is left out.
+    """
+    loggers = {value for name, value in vars(logging.Logger).items() if name.startswith(_LOG_METHODS)}
+    options = {
+        "allow_rnn": True,
+        "specialize_int": True,
+        "specialize_float": True,
+        "automatic_dynamic_shapes": False,
+        "assume_static_by_default": True,
+        "ignore_logging_functions": loggers,
+    }
+    with torch._dynamo.config.patch(options), warnings.catch_warnings():
+        # A model that counts its own calls is told that the count stands still; libraries' switches concern nobody.
+        warnings.filterwarnings("ignore", _GLOBAL_SIDE_EFFECTS, UserWarning)
+        yield
+
+
+class _KeepWhole(KeepRnnWhole):
+    """What ATen tracing must not take apart, or turn into what cannot be traced: RNNs, and sparse-gradient lookups."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is torch.nn.functional.embedding:
+            # A sparse gradient is a tensor of another layout, which no ATen graph holds. The planner decides how the
+            # gradient travels; what the user gets in the end follows the optimizer, not this flag.
+            args, named = _without_sparse(args, named, 6)
+        elif func is torch.nn.functional.embedding_bag:
+            args, named = _without_sparse(args, named, 7)
+        return super().__torch_function__(func, types, args, named)
+
+
+def _without_sparse(
+    args: tuple[Any, ...], kwargs: dict[str, Any], position: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if len(args) > position:
+        args = (*args[:position], False, *args[position + 1 :])
+    if "sparse" in kwargs:
+        kwargs["sparse"] = False
+    return args, kwargs
+
+
+def trace_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    # Dynamo runs every call on fake tensors for the results' shapes; unrolled, an RNN would fix its number of steps.
+    with KeepRnnWhole(kernel="loop"):
+        gm = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+    context = gm.meta.get("tracing_context") or TracingContext(gm.meta["fake_mode"])
+    return _trace_joint(OpenResults(gm), args, kwargs, context, "dynamo", {}, _read_by(gm, model))
+
+
+def _read_by(gm: fx.GraphModule, model: nn.Module) -> ReadValues:
+    """What Dynamo has guarded besides arguments, parameters, buffers and training modes."""
+    flatten: Any = gm._dynamo_bytecode_flatten
+    output = flatten.out.graph_capture_output
+    forward: Any = type(model).forward
+    code = getattr(forward, "__code__", None)
+    cells = dict(zip(code.co_freevars, forward.__closure__ or (), strict=True)) if code is not None else {}
+    model_is = f"L['{code.co_varnames[0]}']" if code is not None and code.co_argcount else "L['args'][0]"  # decorated
+    names = []
+    for guard in output.output_graph.guards:
+        name = guard.name.replace(model_is, "L['self']")
+        root = re.match(r"(.*?)([LG])\['(\w+)'\]", name)
+        if guard.create_fn_name() not in _VALUE_GUARDS or root is None or _OTHER_GUARDS.search(name):
+            continue
+        if root[2] == "G" or root[3] == "self":
+            names.append(name)
+        elif root[3] in cells:
+            names.append(f"{root[1]}C[{root[3]!r}].cell_contents{name[root.end() :]}")
+    of_globals = ChainMap(getattr(forward, "__globals__", {}), output.f_globals)
+    return ReadValues.of(dict.fromkeys(names), {"L": {"self": model}, "G": of_globals, "C": cells})
+
+
+def trace_direct(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    untied = Untied(model)
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+    args, kwargs = pytree.tree_map_only(Tensor, lambda own: _fake(own, fake_mode), (args, kwargs))
+    read, context = ReadValues.of_modules(model), TracingContext(fake_mode)
+    with _no_python_random(), _compiling_state_context():  # models ask `is_compiling()` before they look into tensors
+        traced = _trace_joint(OpenResults(untied), args, kwargs, context, "direct", untied.names, read)
+    return replace(traced, read=read.unchanged())
+
+
+@contextlib.contextmanager
+def _no_python_random() -> Iterator[None]:
+    """Refuses a forward that draws from `random` or numpy: the graph would hold what was drawn once.
+
+    Raises:
+        CaptureError: at the end.
+    """
+    before = _random_states()
+    yield
+    if _random_states() != before:
+        raise CaptureError(
+            "the forward draws random numbers from Python's `random` or from numpy, which a graph would draw once and "
+            "never again; draw them in the training loop and pass them as an argument, or draw them by torch"
+        )
+
+
+def _random_states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else tuple(map(str, numpy.random.get_state(legacy=False)["state"].values()))
+    return random.getstate(), of_numpy
+
+
+def _fake(own: Tensor, fake_mode: FakeTensorMode) -> Tensor:
+    """A fake tensor whose marked dimensions have symbolic sizes."""
+    marked = getattr(own, "_dynamo_weak_dynamic_indices", ())
+    sizes = [DimDynamic.DYNAMIC if dim in marked else DimDynamic.STATIC for dim in range(own.dim())]
+    return fake_mode.from_tensor(own, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+
+def _trace_joint(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: TracingContext,
+    route: str,
+    names: Mapping[str, str],
+    read: ReadValues,
+) -> Traced:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(context))
+        stack.enter_context(_KeepWhole())
+        # The direct route has made its sizes symbolic by itself; its numbers stay constants.
+        joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=route == "direct")
+        return Traced(joint.graph_module, joint.out_spec, context.fake_mode, route, read, names)
