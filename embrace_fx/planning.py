@@ -340,14 +340,14 @@ def place_anew(setting: Setting, graph: TrainingGraph, old: Plan, new: Plan) -> 
 
     A gradient of a replica is the mean already, the same on all ranks; of a shard each rank has its own part.
     """
-    state = setting.state
+    group, state = setting.communicator.group, setting.state
     with setting.communicator.watching(), torch.no_grad():
         for name in old.sharded:
             if name not in new.sharded:
                 table = state.tables.pop(name)
-                gradient = table.dense_gradient()
+                gradient = table.dense_gradient(group)
                 table.parameter.grad = None
-                unshard_parameter(setting.model, name, setting.optimizers).grad = gradient
+                unshard_parameter(setting.model, name, setting.optimizers, group).grad = gradient
         for name in new.sharded:
             if name not in old.sharded:
                 gradient = state.parameter(name).grad

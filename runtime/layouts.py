@@ -106,6 +106,16 @@ def by_columns(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
     return as_shard(moved, shard.shape, DeviceMesh.from_group(group, shard.device.type))
 
 
+def whole_table(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """All of a table, on every rank; any other value as it is. Collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    assert group is not None
+    found = by_columns(tensor, group)  # from a grid `full_tensor` goes row by row
+    assert isinstance(found, DTensor)
+    return found.full_tensor().contiguous()
+
+
 def state_by_columns(state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Puts the tables of a state dict that lie on a grid by columns, in place: these re-shard. Collective for each."""
     found: dict[int, Tensor] = {}  # a tied parameter once

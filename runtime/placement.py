@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.plan import Grid
 from embrace_fx.runtime.communicator import Communicator
-from embrace_fx.runtime.layouts import as_shard, like, mesh_of, own_part, scatter_table
+from embrace_fx.runtime.layouts import as_shard, like, mesh_of, own_part, scatter_table, whole_table
 from embrace_fx.runtime.optimizers import replace_parameter
 from embrace_fx.runtime.tables import shard_state
 
@@ -85,20 +85,18 @@ def shard_parameter(
     return new
 
 
-def unshard_parameter(model: nn.Module, name: str, optimizers: Sequence[Optimizer]) -> nn.Parameter:
+def unshard_parameter(
+    model: nn.Module, name: str, optimizers: Sequence[Optimizer], group: dist.ProcessGroup | None
+) -> nn.Parameter:
     """The reverse of `shard_parameter`: the whole table and its optimizer's state, on every rank. Collective."""
     old = parameter_named(model, name)
-    new = nn.Parameter(_whole(old.detach()), requires_grad=old.requires_grad)
+    new = nn.Parameter(whole_table(old.detach(), group), requires_grad=old.requires_grad)
     set_parameter(model, old, new)
     replace_parameter(optimizers, old, new)
     for optimizer in optimizers:
         state = optimizer.state.get(new, {})
-        state.update({key: _whole(value) for key, value in state.items() if isinstance(value, DTensor)})
+        state.update({key: whole_table(value, group) for key, value in state.items() if isinstance(value, DTensor)})
     return new
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor().contiguous() if isinstance(tensor, DTensor) else tensor
 
 
 def broadcast_state(model: nn.Module, sharded: Collection[str], communicator: Communicator) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.exactness import RowUpdates, row_update_blocker
 from embrace_fx.runtime.kernels import coalesce
-from embrace_fx.runtime.layouts import as_shard, like, own_part
+from embrace_fx.runtime.layouts import as_shard, like, own_part, whole_table
 from embrace_fx.runtime.row_optimizers import row_optimizer
 
 Reader = Callable[[int, int], Tensor]
@@ -99,7 +99,7 @@ class RowTable:
         pending = self.pending()
         return pending is None or bool(pending[1].isfinite().all())
 
-    def dense_gradient(self) -> Tensor | None:
+    def dense_gradient(self, group: dist.ProcessGroup | None) -> Tensor | None:
         """A shard's waiting gradient as that of the whole table (V, D), None where there is none. Collective."""
         gradient = self.pending()
         if gradient is None:
@@ -107,9 +107,7 @@ class RowTable:
         ids, rows = gradient
         own = torch.zeros_like(self.local).index_copy_(0, ids, rows)
         assert isinstance(self.parameter, DTensor)
-        whole = as_shard(own, self.parameter.shape, self.parameter.device_mesh)
-        assert isinstance(whole, DTensor)
-        return whole.full_tensor().contiguous()
+        return whole_table(as_shard(own, self.parameter.shape, self.parameter.device_mesh), group)
 
     def add_dense_gradient(self, gradient: Tensor) -> None:
         """Keeps, for a shard, this rank's part of a whole table's gradient (V, D) until the next update."""
