@@ -161,9 +161,15 @@ class Cluster:
                 raise ValueError(f"expected a positive bandwidth and no negative latency, in Cluster, found {link}.")
 
     def link(self, collective: Collective | None = None) -> Link:
-        """What a collective reaches; of none in particular, or one that is not listed, the cluster's own figures."""
+        """What a collective reaches; of none in particular, or one that is not listed, the cluster's own figures.
+
+        Messages that are not listed reach what an AlltoAll does.
+        """
+        listed = dict(self.links)
+        if collective == "messages" and "messages" not in listed:
+            collective = "all_to_all"
         own = Link(self.bandwidth_bytes_per_ms, self.latency_ms)
-        return next((link for name, link in self.links if name == collective), own)
+        return listed.get(collective, own) if collective is not None else own
 
     def among(self, world_size: int) -> Cluster:
         """The cluster of one rank per machine on which collectives of `world_size` ranks take as long as on this one.

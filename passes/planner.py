@@ -23,7 +23,9 @@ from embrace_fx.sparsity import Sparsity, in_blocks, independent
 Strategy = str | Mapping[str, str]
 
 CLEARLY = 0.8
-"""Of the predicted time of the strategy in use: what another one must stay below for a table to change."""
+"""Of the predicted time of the strategy in use: what another one must stay below for a table to change. And of a legal
+AlltoAll's: what a sparse exchange of replicas must stay below, for these also make a dense gradient of all rows, and
+their optimizer updates all of them, which is no part of an exchange and not counted."""
 
 SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
 """Of a table's rows, read by each rank: at these it is tried out whether its strategy depends on them."""
@@ -350,12 +352,13 @@ class _Setting:
         return in_blocks(rows, cheapest_block(rows.width, rows.itemsize, self.links))
 
     def _sparsely(self, priced: Mapping[str, _Priced]) -> str | None:
-        """The cheapest sparse exchange of replicas, if nothing else adds less to a step."""
+        """The cheapest sparse exchange of replicas, if AllReduce adds more to a step and AlltoAll clearly more."""
         if self.world_size == 1:
             return None
         cheapest = min((priced[name] for name in EXCHANGES), key=lambda each: each.predicted_ms)
         others = [p for p in priced.values() if p.strategy not in EXCHANGES and p.blocker is None]
-        return cheapest.strategy if cheapest.alone_ms < min(other.alone_ms for other in others) else None
+        limits_ms = (each.alone_ms * (CLEARLY if each.strategy == "alltoall" else 1.0) for each in others)
+        return cheapest.strategy if cheapest.alone_ms < min(limits_ms) else None
 
     def _chosen(self, priced: Mapping[str, _Priced], name: str, reason: str, against: str = "") -> _Choice:
         """The choice with what spoke against the others: `against`, where it was not the time."""
@@ -385,6 +388,8 @@ def _slower(other: _Priced, chosen: _Priced) -> str:
     times = f"{ratio:.2f} times the time"
     if ratio > 1 or other.strategy not in EXCHANGES or chosen.strategy in EXCHANGES:
         return times
+    if chosen.strategy == "alltoall":
+        return f"{times}, but not below {CLEARLY:.0%} without start-ups, and replicas update every row"
     return f"{times}, but not without the start-ups that {chosen.strategy} shares"
 
 

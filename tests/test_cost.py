@@ -101,7 +101,8 @@ UNEVEN = Cluster(1000.0, 0.5, (("all_to_all", Link(500.0, 0.25)),))
 
 
 def test_a_collective_has_its_own_link_or_the_clusters() -> None:
-    assert UNEVEN.link("all_to_all") == Link(500.0, 0.25)
+    assert UNEVEN.link("all_to_all") == UNEVEN.link("messages") == Link(500.0, 0.25)
+    assert Cluster(links=(("messages", Link(7.0, 0.5)),)).link("messages") == Link(7.0, 0.5)
     assert UNEVEN.link("all_reduce") == UNEVEN.link() == Link(1000.0, 0.5)
     assert Exchange(3000, 4).time_ms(UNEVEN) == 3000 / 1000 + 4 * 0.5
     assert Exchange(3000, 4).time_ms(UNEVEN, "all_to_all") == 3000 / 500 + 4 * 0.25
