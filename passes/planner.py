@@ -23,10 +23,9 @@ from embrace_fx.sparsity import Sparsity, in_blocks, independent
 Strategy = str | Mapping[str, str]
 
 CLEARLY = 0.8
-"""Of the time of AllReduce, and of AlltoAll where it is legal, without their start-ups: a sparse exchange of replicas
-must stay below it to be chosen. It makes passes over the whole gradient, which the model does not count; and the
-start-ups of the others are hardly its own, as an AllReduce shares them with its bucket, an AlltoAll with all tables.
-Of the time of the strategy in use, too: a change of strategy must promise as much."""
+"""Of the predicted time of the strategy in use: what another one must stay below for a table to change. And of a legal
+AlltoAll's: what a sparse exchange of replicas must stay below, for these also make a dense gradient of all rows, and
+their optimizer updates all of them, which is no part of an exchange and not counted."""
 
 SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
 """Of a table's rows, read by each rank: at these it is tried out whether its strategy depends on them."""
@@ -51,19 +50,21 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class _Priced:
-    """A strategy with its price; `blocker`: why it is not legal, or None."""
+    """A strategy with its price.
+
+    Attributes:
+        alone_ms: what it adds to a step: without start-ups where those are shared, of an AllReduce with its bucket and
+            of an AlltoAll with all tables.
+        blocker: why it is not legal, or None.
+    """
 
     strategy: str
     exchange: cost.Exchange
     predicted_ms: float
+    alone_ms: float
     memory_bytes: int
     scheme: str = ""
     blocker: str | None = None
-
-    def bytes_ms(self, cluster: cost.Cluster) -> float:
-        """What the bytes alone take, without start-ups."""
-        collective: cost.Collective = "all_reduce" if self.strategy == "allreduce" else "all_to_all"
-        return cost.Exchange(self.exchange.sent_bytes, 0).time_ms(cluster, collective)
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,7 @@ class _Setting:
             cheaper = blocker is None and share < 0.5
         else:
             cheaper = blocker is None and sharded.predicted_ms < priced["allreduce"].predicted_ms
-        best = self._clearly_cheapest(priced) or ("alltoall" if cheaper else "allreduce")
+        best = self._sparsely(priced) or ("alltoall" if cheaper else "allreduce")
         in_use = self.in_use.get(fact.name, best)
         if best != in_use and not self._worth_a_change(priced[in_use], priced[best]):
             return self._chosen(priced, in_use, f"in use; {what}", f"{in_use} is in use, {best} not clearly faster")
@@ -297,28 +298,46 @@ class _Setting:
         for strategy in strategies:
             scheme: Scheme = cheaper_scheme(rows, self.cluster) if strategy == "zen" else "balanced"
             found = predict(strategy, self._units(rows, strategy), scheme=scheme, cluster=self.links)
-            sent = found.mean + upkeep
             held = 0 if strategy == "allreduce" else 2 * found.mean.sent_bytes
-            priced[strategy] = _Priced(
+            packed = cost.passes_over(fact.nbytes) + cost.claim(fact.nbytes)  # into its bucket
+            others_ms = packed.time_ms(self.cluster) + upkeep.time_ms(self.cluster, "all_reduce")
+            alone = replace(found, critical=replace(found.critical, messages=0)) if strategy == "allreduce" else found
+            priced[strategy] = self._priced(
                 strategy,
-                sent,
-                found.time_ms(self.cluster) + upkeep.time_ms(self.cluster, "all_reduce")
-                if self.world_size > 1
-                else 0.0,
+                found.mean + upkeep,
+                found.time_ms(self.cluster) + others_ms,
+                alone.time_ms(self.cluster) + others_ms,
                 2 * fact.nbytes + held,
                 scheme if strategy == "zen" else "",
             )
         return priced
 
     def _sharded(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> _Priced:
-        exchange = shard_exchange(table, rows, exchange_dtype(self.graph, table).itemsize, self.world_size)
-        return _Priced(
+        itemsize = exchange_dtype(self.graph, table).itemsize
+        exchange = shard_exchange(table, rows, itemsize, self.world_size)
+        work_ms = shard_work(table, rows, itemsize, self.world_size).time_ms(self.cluster)
+        return self._priced(
             "alltoall",
             exchange,
-            exchange.time_ms(self.cluster, "all_to_all") if self.world_size > 1 else 0.0,
+            exchange.time_ms(self.cluster, "all_to_all") + work_ms,
+            replace(exchange, messages=0).time_ms(self.cluster, "all_to_all") + work_ms,
             fact.nbytes // self.world_size + 2 * exchange.sent_bytes,
             blocker=shard_blocker(table) or fact.row_update_blocker,
         )
+
+    def _priced(
+        self,
+        strategy: str,
+        exchange: cost.Exchange,
+        predicted_ms: float,
+        alone_ms: float,
+        memory_bytes: int,
+        scheme: str = "",
+        blocker: str | None = None,
+    ) -> _Priced:
+        """A single rank exchanges nothing, in no time."""
+        times_ms = (predicted_ms, alone_ms) if self.world_size > 1 else (0.0, 0.0)
+        return _Priced(strategy, exchange, *times_ms, memory_bytes, scheme, blocker)
 
     def _sparsity_of(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
         """Of a table's gradient in rows; dense where it is, or where ids are only known in the forward."""
@@ -332,14 +351,14 @@ class _Setting:
             return rows
         return in_blocks(rows, cheapest_block(rows.width, rows.itemsize, self.links))
 
-    def _clearly_cheapest(self, priced: Mapping[str, _Priced]) -> str | None:
-        """The cheapest sparse exchange of replicas, if it is worth it."""
+    def _sparsely(self, priced: Mapping[str, _Priced]) -> str | None:
+        """The cheapest sparse exchange of replicas, if AllReduce adds more to a step and AlltoAll clearly more."""
         if self.world_size == 1:
             return None
         cheapest = min((priced[name] for name in EXCHANGES), key=lambda each: each.predicted_ms)
         others = [p for p in priced.values() if p.strategy not in EXCHANGES and p.blocker is None]
-        limit = CLEARLY * min(other.bytes_ms(self.cluster) for other in others)
-        return cheapest.strategy if cheapest.predicted_ms < limit else None
+        limits_ms = (each.alone_ms * (CLEARLY if each.strategy == "alltoall" else 1.0) for each in others)
+        return cheapest.strategy if cheapest.alone_ms < min(limits_ms) else None
 
     def _chosen(self, priced: Mapping[str, _Priced], name: str, reason: str, against: str = "") -> _Choice:
         """The choice with what spoke against the others: `against`, where it was not the time."""
@@ -369,11 +388,13 @@ def _slower(other: _Priced, chosen: _Priced) -> str:
     times = f"{ratio:.2f} times the time"
     if ratio > 1 or other.strategy not in EXCHANGES or chosen.strategy in EXCHANGES:
         return times
-    return f"{times}, but not below {CLEARLY:.0%} of what the bytes of {chosen.strategy} take"
+    if chosen.strategy == "alltoall":
+        return f"{times}, but not below {CLEARLY:.0%} without start-ups, and replicas update every row"
+    return f"{times}, but not without the start-ups that {chosen.strategy} shares"
 
 
 def _nothing_sent(strategy: str) -> _Priced:
-    return _Priced(strategy, cost.Exchange(0, 0), 0.0, 0)
+    return _Priced(strategy, cost.Exchange(0, 0), 0.0, 0.0, 0)
 
 
 def _all_rows(fact: ParameterFacts, world_size: int) -> Sparsity:
@@ -397,6 +418,22 @@ def shard_exchange(table: Table, rows_by_rank: tuple[int, ...], itemsize: int, w
         total += cost.all_to_all_gradients(rows, table.embedding_dim - (last - first), itemsize, world_size)
     both_ways = cost.Exchange(round(total.sent_bytes / world_size), 2 * (world_size - 1))
     return both_ways + cost.gather_ids(rows_by_rank, table.num_rows)
+
+
+def shard_work(table: Table, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int) -> cost.Work:
+    """What a rank's processor does per step for a sharded table: the rank that reads most rows.
+
+    Own columns of all ranks' rows are looked up, its own rows joined; gradients split by columns, those of own columns
+    cleared and added up. Ids are sorted twice: in the union of what a rank reads, and in that of all ranks.
+    """
+    if world_size == 1 or not rows_by_rank:
+        return cost.Work()
+    everyone, most = sum(rows_by_rank), max(rows_by_rank)
+    row_bytes = table.embedding_dim * itemsize
+    own_columns_bytes = everyone * row_bytes / world_size
+    arriving = cost.claim(own_columns_bytes) + cost.claim(most * row_bytes)
+    units = cost.Work(units=everyone + most)
+    return cost.passes_over(3 * own_columns_bytes + 2 * most * row_bytes) + arriving + units
 
 
 def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:
