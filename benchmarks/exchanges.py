@@ -35,9 +35,9 @@ REPEATED_DENSITY = 0.1
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "exchanges"
 MEASURED_SOURCES = (
-    "runtime/exchanges/*.py", "runtime/communicator.py", "runtime/probe.py", "embrace_fx/exchange_cost.py",
-    "embrace_fx/sparsity.py", "embrace_fx/cost.py", "benchmarks/network.py", "benchmarks/exchanges_cases.py",
-    "benchmarks/exchanges_rank.py",
+    "runtime/exchanges/*.py", "runtime/communicator.py", "runtime/probe.py", "runtime/handling.py",
+    "embrace_fx/exchange_cost.py", "embrace_fx/sparsity.py", "embrace_fx/cost.py", "benchmarks/network.py",
+    "benchmarks/exchanges_cases.py", "benchmarks/exchanges_rank.py",
 )  # fmt: skip
 """What a measurement depends on, besides the setting and the versions."""
 

@@ -1,69 +1,38 @@
-"""What a rank's processor does in an exchange, timed without any network: the constants of `exchange_cost`.
+"""What a rank's processor does in an exchange, timed without any network: the defaults of `cost.Handling`.
 
     python -m benchmarks.exchanges_handling
 
-A tensor of 100 MiB with 1 % of its blocks, for several block sizes: the time to find them, and the time to gather,
-encode, decode, add and write each of them, one thread on one core. The latter is fitted to so much per block and so
-much per byte.
+One thread on one core, by the functions that the probe measures with on all ranks at once; then what each row takes,
+for rows of several sizes, beside what these rates say.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
-
-import numpy as np
 import torch
 
-from embrace_fx.runtime.exchanges.blocks import block_bitmap, write_blocks_
-from embrace_fx.runtime.exchanges.gradient import mean_by_id
-from embrace_fx.runtime.exchanges.records import decode_records, encode_records
+from embrace_fx.cost import Cluster, Work
+from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.handling import HANDLED_ROWS, PASSES, WIDE, handling_of
+from embrace_fx.runtime.probe import CPU, probe_handling, together_ms
 
-ELEMENTS = 25 * 2**20
-DENSITY = 0.01
-BLOCK_SIZES = (1, 8, 64, 256, 512, 1024)
-RUNS = 7
-
-
-def measured(block_size: int) -> tuple[float, float]:
-    """Milliseconds to find the blocks, and to handle each once: to gather, encode, decode, add and write it."""
-    blocks = ELEMENTS // block_size
-    dense = torch.zeros(ELEMENTS)
-    ids = torch.randperm(blocks, generator=torch.Generator().manual_seed(0))[: round(DENSITY * blocks)]
-    dense[: blocks * block_size].view(blocks, block_size)[ids] = 1.0
-    ids = ids.sort().values
-    cut = dense[: blocks * block_size].view(blocks, block_size)
-
-    def handle() -> None:
-        flat = encode_records(ids, cut.index_select(0, ids), blocks).view(-1)
-        found, rows = decode_records(flat, blocks, block_size, dense.dtype)
-        write_blocks_(dense, mean_by_id(found, rows, [found.numel()], blocks, 1))
-
-    return median_ms(lambda: block_bitmap(cut)), median_ms(handle) / ids.numel()
-
-
-def median_ms(run: Callable[[], object]) -> float:
-    times = []
-    for _ in range(RUNS):
-        start = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+WIDTHS = (1, 8, 64, 256, 512, 1024)
+HANDLED_BYTES = HANDLED_ROWS[WIDE] * WIDE * 4
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    print("| block | to find them, ms per 100 MiB | to handle one, ns |\n|---|---|---|")
-    found = []
-    for size in BLOCK_SIZES:
-        find_ms, each_ms = measured(size)
-        found.append((size, each_ms))
-        print(f"| {size} | {find_ms:.1f} | {each_ms * 1e6:.0f} |")
-    weights = np.array([1 / ms for _, ms in found])
-    terms = np.array([(1.0, 4.0 * size) for size, _ in found])
-    (per_block, per_byte), *_ = np.linalg.lstsq(terms * weights[:, None], np.ones(len(found)))
-    print(f"\n{per_block * 1e6:.0f} ns per block and {per_byte * 1e6:.2f} ns per byte")
+    alone = Communicator(None)
+    rates = probe_handling(alone)
+    print(
+        f"search {rates.scan_bytes_per_ms:.3g} bytes per ms, a pass {rates.pass_bytes_per_ms:.3g}, new memory "
+        f"{rates.claim_bytes_per_ms:.3g}; a unit {rates.unit_ms * 1e6:.0f} ns, a round {rates.round_ms:.3f} ms\n"
+    )
+    print("| values of a row | to handle one, ns | at these rates |\n|---|---|---|")
+    for width in WIDTHS:
+        rows = HANDLED_BYTES // 4 // width
+        each_ms = together_ms(alone, handling_of(width, rows, CPU)) / rows
+        told = Work(passed_bytes=PASSES * width * 4, units=1).time_ms(Cluster(handling=rates))
+        print(f"| {width} | {each_ms * 1e6:.0f} | {told * 1e6:.0f} |")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.exchanges_cases import CASES, SYSTEMS, Case, System
 from benchmarks.network import interface_sent_bytes
-from embrace_fx.cost import COLLECTIVES, Cluster, Link
+from embrace_fx.cost import COLLECTIVES, Cluster, Handling, Link
 from embrace_fx.runtime.communicator import Communicator
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
@@ -132,14 +133,15 @@ def checksum(rows: Tensor) -> Tensor:
 
 def as_data(cluster: Cluster) -> dict[str, Any]:
     links = {name: (link.bandwidth_bytes_per_ms, link.latency_ms) for name, link in cluster.links}
-    return {"link": (cluster.bandwidth_bytes_per_ms, cluster.latency_ms), "links": links}
+    link = (cluster.bandwidth_bytes_per_ms, cluster.latency_ms)
+    return {"link": link, "links": links, "handling": asdict(cluster.handling)}
 
 
 def cluster_of(data: dict[str, Any]) -> Cluster:
     """Inverse of `as_data`."""
     bandwidth_bytes_per_ms, latency_ms = data["link"]
     links = tuple((name, Link(*data["links"][name])) for name in COLLECTIVES if name in data["links"])
-    return Cluster(bandwidth_bytes_per_ms, latency_ms, links)
+    return Cluster(bandwidth_bytes_per_ms, latency_ms, links, handling=Handling(**data["handling"]))
 
 
 def _agreed(own: bool) -> bool:

@@ -13,6 +13,8 @@ bandwidth B and start-up alpha between machines, b and beta inside one:
     pairwise messages,      of N-1 peers k-1 are inside: a byte takes (k-1)/(N-1) / b + (N-k)/(N-1) k / B, for k ranks
     AlltoAll, AllGather     send to other machines at once; a start-up (k-1)/(N-1) beta + (N-k)/(N-1) alpha. AllGathers
                             count here too: where ranks' sizes differ, pairwise messages take their place.
+
+What a rank's processor does before, between and after (`Work`) is added at the rates of `Handling`.
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-Collective = Literal["all_reduce", "all_to_all", "all_gather"]
-COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_to_all", "all_gather")
+Collective = Literal["all_reduce", "all_to_all", "all_gather", "messages"]
+"""How ranks send: a collective, or "messages" of any size from each to all others, as the sparse exchanges do."""
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_to_all", "all_gather", "messages")
 
 START_UP_SHARE = 0.1
 """Of the time of a chunk: smaller chunks would let an urgent transfer pass sooner, but cost more of the link."""
 MIN_CHUNK_BYTES = 64 * 1024
 """The largest packet that TCP hands to an interface: nothing passes between parts smaller than that."""
+LARGE_BLOCK_BYTES = 32 * 2**20 + 2**16
+"""Blocks of memory from here on come from the kernel for each use, which makes each page when it is first written:
+glibc's malloc keeps smaller ones (M_MMAP_THRESHOLD grows up to 32 MiB)."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,80 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Handling:
+    """How fast a rank's processor handles gradients while all ranks do: where they share cores, each gets less.
+
+    Defaults are one core of a server CPU of its own (`python -m benchmarks.exchanges_handling`). What a processor does
+    for the network is not here, but in what a collective reaches.
+
+    Attributes:
+        scan_bytes_per_ms: of a dense tensor, searched for what is not zero.
+        pass_bytes_per_ms: of rows that are gathered, copied, added or written once.
+        claim_bytes_per_ms: of new memory in blocks of `LARGE_BLOCK_BYTES` or more, when it is first written.
+        unit_ms: of a row, block or element, whatever its size: to encode it, decode it and find its place in the union.
+        round_ms: of a round of communication, whatever is in it: to prepare it and to take what came.
+    """
+
+    scan_bytes_per_ms: float = 1e7
+    pass_bytes_per_ms: float = 1e7
+    claim_bytes_per_ms: float = 1.7e6
+    unit_ms: float = 1e-4
+    round_ms: float = 0.1
+
+    def __post_init__(self) -> None:
+        rates = (self.scan_bytes_per_ms, self.pass_bytes_per_ms, self.claim_bytes_per_ms)
+        if not (min(rates) > 0 <= min(self.unit_ms, self.round_ms)):
+            raise ValueError(f"expected positive rates and no negative times, in Handling, found {self}.")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank's processor does in an exchange, one thing after the other, while nothing of it is sent.
+
+    Attributes:
+        scanned_bytes, passed_bytes, claimed_bytes, units, rounds: as `Handling` has their rates; of n passes over the
+            same bytes, n times as many.
+    """
+
+    scanned_bytes: float = 0.0
+    passed_bytes: float = 0.0
+    claimed_bytes: float = 0.0
+    units: float = 0.0
+    rounds: float = 0.0
+
+    def time_ms(self, cluster: Cluster) -> float:
+        rates = cluster.handling
+        return (
+            self.scanned_bytes / rates.scan_bytes_per_ms
+            + self.passed_bytes / rates.pass_bytes_per_ms
+            + self.claimed_bytes / rates.claim_bytes_per_ms
+            + self.units * rates.unit_ms
+            + self.rounds * rates.round_ms
+        )
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.scanned_bytes + other.scanned_bytes,
+            self.passed_bytes + other.passed_bytes,
+            self.claimed_bytes + other.claimed_bytes,
+            self.units + other.units,
+            self.rounds + other.rounds,
+        )
+
+
+def passes_over(nbytes: float, times: float = 1.0) -> Work:
+    """So many passes over the same bytes."""
+    return Work(passed_bytes=times * nbytes)
+
+
+def claim(nbytes: float) -> Work:
+    """A new block of memory."""
+    return Work(claimed_bytes=nbytes if nbytes >= LARGE_BLOCK_BYTES else 0.0)
+
+
+@dataclass(frozen=True)
 class Cluster:
-    """The links between ranks.
+    """The links between ranks, and what their processors do at either end.
 
     Defaults are the slower testbed of Zen (OSDI 2025, section 4): 25 Gb/s between machines; a start-up of 50 us is what
     a TCP message costs there. They only decide which strategy is *relatively* cheaper.
@@ -56,6 +134,7 @@ class Cluster:
         links: (collective, what it reaches) where that differs: pairwise messages may reach less than a ring's.
         ranks_per_machine: consecutive ranks that share a machine.
         inside: the link between two ranks of one machine; None where each rank has a machine of its own.
+        handling: what a rank's processor takes for what it gathers, adds up and writes.
     """
 
     bandwidth_bytes_per_ms: float = 25e9 / 8 / 1e3
@@ -63,6 +142,7 @@ class Cluster:
     links: tuple[tuple[Collective, Link], ...] = ()
     ranks_per_machine: int = 1
     inside: Link | None = None
+    handling: Handling = Handling()
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.links]
@@ -81,9 +161,15 @@ class Cluster:
                 raise ValueError(f"expected a positive bandwidth and no negative latency, in Cluster, found {link}.")
 
     def link(self, collective: Collective | None = None) -> Link:
-        """What a collective reaches; of none in particular, or one that is not listed, the cluster's own figures."""
+        """What a collective reaches; of none in particular, or one that is not listed, the cluster's own figures.
+
+        Messages that are not listed reach what an AlltoAll does.
+        """
+        listed = dict(self.links)
+        if collective == "messages" and "messages" not in listed:
+            collective = "all_to_all"
         own = Link(self.bandwidth_bytes_per_ms, self.latency_ms)
-        return next((link for name, link in self.links if name == collective), own)
+        return listed.get(collective, own) if collective is not None else own
 
     def among(self, world_size: int) -> Cluster:
         """The cluster of one rank per machine on which collectives of `world_size` ranks take as long as on this one.
@@ -96,7 +182,7 @@ class Cluster:
         far = world_size - 1 - near
         if not far:
             inside = self.inside
-            return Cluster(inside.bandwidth_bytes_per_ms, inside.latency_ms)
+            return Cluster(inside.bandwidth_bytes_per_ms, inside.latency_ms, handling=self.handling)
         links: list[tuple[Collective, Link]] = []
         for collective in COLLECTIVES:
             outside = self.link(collective)
@@ -111,7 +197,7 @@ class Cluster:
                 latency_ms = (near * self.inside.latency_ms + far * outside.latency_ms) / (near + far)
                 link = Link(1 / ms_per_byte, latency_ms)
             links.append((collective, link))
-        return Cluster(self.bandwidth_bytes_per_ms, self.latency_ms, tuple(links))
+        return Cluster(self.bandwidth_bytes_per_ms, self.latency_ms, tuple(links), handling=self.handling)
 
     def transfer_ms(self, sent_bytes: float, messages: int, collective: Collective | None = None) -> float:
         """Time in which a rank sends `sent_bytes` in `messages` messages one after the other."""
@@ -174,7 +260,7 @@ def all_to_all(own_bytes: int, world_size: int) -> Exchange:
 
 def exchange(collective: Collective, own_bytes: int, world_size: int) -> Exchange:
     """One launch of a collective on a tensor of `own_bytes` on each rank."""
-    counted = {"all_reduce": all_reduce, "all_to_all": all_to_all, "all_gather": all_gather}
+    counted = {"all_reduce": all_reduce, "all_to_all": all_to_all, "all_gather": all_gather, "messages": all_to_all}
     return counted[collective](own_bytes, world_size)
 
 

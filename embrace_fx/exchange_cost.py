@@ -12,6 +12,18 @@ the union of all ranks, i bytes of an index (4, or 8 from 2^31 on), r = i + s by
 | zen, hierarchical | sum over k = 1, 2, 4, .. of 8 + U(k) r |
 | omnireduce | (N-1) (2 p L + (u + U) r / N), L lanes of an aggregator, whose places take p bytes, 1 or 4 |
 
+and the passes that the rank with most to do makes over units, one after the other; p and q are the units that the
+fullest server adds up and the union of those, about u and U/N where servers are even:
+
+| strategy | searched | to send | to add up | to give out, receive and write | units | rounds |
+|---|---|---|---|---|---|---|
+| allreduce | | | | V, to divide | | |
+| allgather | V | 3 u | 2 N u + 2 U | U | N u | 2 |
+| ps | V | 2 u | 2 p + 2 q | 2 q + U | p | 4 |
+| zen, balanced | V | 3 u | 2 p + 2 q | q + U | p + u | 6, two of them for hashes and bitmaps |
+| zen, hierarchical | V | u | sum over k = 1, 2, 4, .. of 7 U(k) + 2 U(2k) | 2 U | sum of 2 U(k) | 2 log2 N |
+| omnireduce | V | 3 u | 2 p + 2 q | q + U | p + 3 N L | twice its own |
+
 What each of them does is told where it is done, in `embrace_fx.runtime.exchanges`.
 """
 
@@ -22,7 +34,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from embrace_fx.cost import Cluster, Collective, Exchange, all_reduce
+from embrace_fx.cost import Cluster, Collective, Exchange, Work, all_reduce, claim, passes_over
 from embrace_fx.sparsity import Sparsity
 
 Scheme = Literal["balanced", "hierarchical"]
@@ -36,10 +48,10 @@ START_UP_SHARE = 32
 """A reply's bytes take this many times its start-up, where there are blocks enough. The push has a start-up too, and of
 blocks that few ranks have, few bytes.
 """
-HANDLING_MS = 5e-5
-"""Time to gather, encode, decode, add and write one block whatever its size, on one CPU core: what
-`python -m benchmarks.exchanges_handling` gives for blocks of few elements.
-"""
+UNITS_PER_LANE = 3
+"""Of `omnireduce`, what it takes to tell where a lane of an aggregator begins, in units handled."""
+PASSES_PER_BLOCK = 7
+"""From gathering it to writing its mean, over a block that no other rank has."""
 TYPICAL_DENSITY = 0.01
 """Of a gradient that nothing is known about: the LSTM's in Zen (OSDI 2025) is 1.13 %."""
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -47,21 +59,23 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one exchange will send.
+    """What one exchange will send, and what its ranks' processors do for it.
 
     Attributes:
         mean: what a rank sends, the mean over ranks.
         critical: the chain of its rounds, in each the bytes of the rank with most to send or receive.
-        collective: whose links it travels on; AllGathers of unequal sizes are AlltoAlls here.
+        work: of the rank with most to do, before, between and after those rounds: in place, on a dense gradient.
+        collective: whose links it travels on.
     """
 
     mean: Exchange
     critical: Exchange
-    collective: Collective = "all_to_all"
+    work: Work
+    collective: Collective = "messages"
 
     def time_ms(self, cluster: Cluster) -> float:
         """Time of the exchange alone on idle links: the round's slowest rank makes the others wait."""
-        return self.critical.time_ms(cluster, self.collective)
+        return self.critical.time_ms(cluster, self.collective) + self.work.time_ms(cluster)
 
 
 def predict(
@@ -85,7 +99,7 @@ def predict(
     """
     if strategy == "allreduce":
         cost = all_reduce(sparsity.tensor_bytes, sparsity.world_size)
-        return Prediction(cost, cost, "all_reduce")
+        return Prediction(cost, cost, passes_over(sparsity.tensor_bytes), "all_reduce")
     if strategy == "allgather":
         return _all_gather(sparsity)
     if strategy == "ps":
@@ -111,17 +125,12 @@ def record_bytes(limit: int, width: int, itemsize: int) -> int:
     return index_bytes(limit) + width * itemsize
 
 
-BOTH_WAYS = 0.6
-"""Bulk that two ranks send each other at once arrives at about this part of the rate of an AlltoAll's many connections:
-predicted over measured time of hierarchical over that of balanced (`python -m benchmarks.exchanges`, 8 ranks)."""
-
-
 def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
     """The scheme of "zen" with less predicted time; the paper measures a few steps, then decides so."""
     balanced, hierarchical = (
         predict("zen", sparsity, scheme=scheme).time_ms(cluster) for scheme in ("balanced", "hierarchical")
     )
-    return "hierarchical" if hierarchical < BOTH_WAYS * balanced else "balanced"
+    return "hierarchical" if hierarchical < balanced else "balanced"
 
 
 def cheapest_block(run: int, itemsize: int, cluster: Cluster) -> int:
@@ -133,13 +142,14 @@ def cheapest_block(run: int, itemsize: int, cluster: Cluster) -> int:
     Args:
         run: how many consecutive elements are non-zero together: a row's.
         itemsize: bytes of an element.
-        cluster: for the link's bandwidth.
+        cluster: for the links' bandwidth, and for how fast blocks are handled.
     """
 
     def time_ms_per_element(size: int) -> float:
         density = 1 - (1 - TYPICAL_DENSITY) ** math.ceil(size / run)
         bytes_per_block = record_bytes(0, size, itemsize)
-        return density * (HANDLING_MS + bytes_per_block / cluster.bandwidth_bytes_per_ms) / size
+        handled = Work(passed_bytes=PASSES_PER_BLOCK * bytes_per_block, units=1)
+        return density * (handled.time_ms(cluster) + bytes_per_block / cluster.bandwidth_bytes_per_ms) / size
 
     candidates = (size for size in sorted({run, *BLOCK_SIZES}) if size * itemsize >= 8 * index_bytes(0))
     return min(candidates, key=time_ms_per_element)
@@ -156,6 +166,10 @@ class Streaming:
 
     lanes: int
     slots: int
+
+    def busy(self, present: float) -> float:
+        """Lanes of an aggregator that have any of `present` blocks, which lie at random."""
+        return self.lanes * -math.expm1(-present / self.lanes)
 
     def streams(self, busy_lanes: float) -> int:
         """Of an aggregator with so many lanes that have any block."""
@@ -177,7 +191,7 @@ def streaming_of(
     of_aggregator = math.ceil(num_blocks / world_size)
     if slots:
         return Streaming(max(1, min(STREAMS * slots, of_aggregator)), slots)
-    link = cluster.link("all_to_all")
+    link = cluster.link("messages")
     message_bytes = START_UP_SHARE * link.latency_ms * link.bandwidth_bytes_per_ms
     slots = max(1, round(message_bytes / record_bytes(num_blocks, width, itemsize)))
     present = of_aggregator * (1 - (1 - TYPICAL_DENSITY) ** world_size)
@@ -208,9 +222,8 @@ def _rounds(num_blocks: int, world_size: int, streaming: Streaming, present: flo
     """
     per_lane = present / streaming.lanes
     longest = per_lane + math.sqrt(2 * per_lane * math.log(world_size * streaming.lanes))
-    busy_lanes = streaming.lanes * -math.expm1(-per_lane)
     places = places_of_lane(num_blocks, world_size, streaming.lanes)
-    return streaming.streams(busy_lanes) * math.ceil(min(longest, places))
+    return streaming.streams(streaming.busy(present)) * math.ceil(min(longest, places))
 
 
 def paired_ranks(world_size: int) -> int:
@@ -221,10 +234,13 @@ def paired_ranks(world_size: int) -> int:
 def _all_gather(sparsity: Sparsity) -> Prediction:
     """The slowest rank is the one with most units."""
     others, record = sparsity.world_size - 1, _record(sparsity)
+    most, everyone = max(sparsity.units_by_rank), sparsity.world_size * sparsity.mean_units
+    work = _found(sparsity, most, times=3) + _added(sparsity, everyone, sparsity.union) + _written(sparsity)
     return _prediction(
         others * (COUNT_BYTES + sparsity.mean_units * record),
-        others * (COUNT_BYTES + max(sparsity.units_by_rank) * record),
+        others * (COUNT_BYTES + most * record),
         2 * others,
+        work + claim(everyone * record) + Work(rounds=2),
     )
 
 
@@ -234,16 +250,28 @@ def _parameter_server(sparsity: Sparsity) -> Prediction:
     pushed, push_critical = _push_bytes(sparsity, record, sparsity.push_imbalance)
     pulled, pull_critical = _pull_bytes(sparsity, record, sparsity.pull_imbalance)
     counts = 2 * others * COUNT_BYTES
-    return _prediction(counts + pushed + pulled, counts + push_critical + pull_critical, 4 * others)
+    work = _served(sparsity, 2, sparsity.push_imbalance, sparsity.pull_imbalance, given_out=2)
+    return _prediction(
+        counts + pushed + pulled,
+        counts + push_critical + pull_critical,
+        4 * others,
+        work + claim(sparsity.union * record) + Work(rounds=4),
+    )
 
 
 def _balanced(sparsity: Sparsity) -> Prediction:
     """Hashing leaves no server fuller than another; values come back without an index, with a bitmap."""
-    others = sparsity.world_size - 1
+    others, values = sparsity.world_size - 1, _values(sparsity)
     pushed, push_critical = _push_bytes(sparsity, _record(sparsity), imbalance=1.0)
-    pulled, pull_critical = _pull_bytes(sparsity, sparsity.width * sparsity.itemsize, imbalance=1.0)
+    pulled, pull_critical = _pull_bytes(sparsity, values, imbalance=1.0)
     fixed = others * (COUNT_BYTES + sparsity.num_units / sparsity.world_size / 8)
-    return _prediction(fixed + pushed + pulled, fixed + push_critical + pull_critical, 4 * others)
+    hashed = Work(units=max(sparsity.units_by_rank), rounds=2)
+    return _prediction(
+        fixed + pushed + pulled,
+        fixed + push_critical + pull_critical,
+        4 * others,
+        _served(sparsity, 3, 1.0, 1.0, given_out=1) + hashed + claim(sparsity.union * values) + Work(rounds=4),
+    )
 
 
 def _hierarchical(sparsity: Sparsity) -> Prediction:
@@ -251,16 +279,24 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
     world_size = sparsity.world_size
     paired = paired_ranks(world_size)
     extra = world_size - paired
+    record, values = _record(sparsity), _values(sparsity)
 
     def sent_bytes(units: float) -> float:
-        return COUNT_BYTES + units * _record(sparsity)
+        return COUNT_BYTES + units * record
 
     def largest_union(ranks: int) -> float:
-        """As if unions grew in proportion to the units of the ranks that have most."""
-        of_most = fmean(sorted(sparsity.units_by_rank)[-ranks:]) / max(sparsity.mean_units, 1.0)
-        return min(sparsity.union, sparsity.unions[ranks - 1] * of_most)
+        """As if unions grew in proportion to the units of the ranks that have most; none is below its largest."""
+        most = sorted(sparsity.units_by_rank)[-ranks:]
+        grown = sparsity.unions[ranks - 1] * fmean(most) / max(sparsity.mean_units, 1.0)
+        return min(sparsity.union, max(grown, most[-1]))
+
+    def met(units: float, union: float) -> Work:
+        """Two ranks' units, as many on either: encoded, received, joined, added up."""
+        received, joined = claim(units * record), claim(2 * units * values)
+        return passes_over(3 * units * values) + received + joined + _added(sparsity, 2 * units, union)
 
     mean = critical = 0.0
+    work = _found(sparsity, max(sparsity.units_by_rank), times=1)
     distance = 1
     while distance < paired:
         # Groups of so many neighbours are one by now, with the ranks that handed in their units.
@@ -268,34 +304,92 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
         unions = [sent_bytes(sparsity.unions[size - 1]) for size in sizes]
         mean += fmean(unions) * paired / world_size
         critical += sent_bytes(largest_union(max(sizes)))
+        work += met(largest_union(max(sizes)), largest_union(min(2 * max(sizes), world_size)))
         distance *= 2
     rounds = distance.bit_length() - 1
     if extra:
         result = sent_bytes(sparsity.union)
         mean += (sent_bytes(sparsity.mean_units) + result) * extra / world_size
         critical += sent_bytes(largest_union(1)) + result
+        work += met(largest_union(1), largest_union(2)) + passes_over(sparsity.union * values)
         rounds += 2
-    return _prediction(mean, critical, 2 * rounds)
+    divided = passes_over(sparsity.union * values) + claim(sparsity.union * values)
+    return _prediction(mean, critical, 2 * rounds, work + divided + _written(sparsity) + Work(rounds=2 * rounds))
 
 
 def _streamed(blocks: Sparsity, streaming: Streaming) -> Prediction:
-    """The slowest is the aggregator of the fullest range."""
+    """The slowest is the aggregator of the fullest range, in what it sends or in what it receives.
+
+    With more than one stream, blocks come in while means go out; a single one adds up what came before it answers.
+    Means are kept until the last has come.
+    """
     world_size, record = blocks.world_size, _record(blocks)
     others = world_size - 1
     pushed, push_critical = _push_bytes(blocks, record, blocks.push_imbalance)
     pulled, pull_critical = _pull_bytes(blocks, record, blocks.pull_imbalance)
     places = places_of_lane(blocks.num_units, world_size, streaming.lanes)
     first = 2 * others * streaming.lanes * place_bytes(places)
-    rounds = _rounds(blocks.num_units, world_size, streaming, blocks.pull_imbalance * blocks.union / world_size)
-    return _prediction(first + pushed + pulled, first + push_critical + pull_critical, round(2 * others * (1 + rounds)))
+    present = blocks.pull_imbalance * blocks.union / world_size
+    rounds = _rounds(blocks.num_units, world_size, streaming, present)
+    critical = push_critical + pull_critical
+    if streaming.streams(streaming.busy(present)) > 1:
+        own_blocks = others / world_size * record * max(blocks.units_by_rank)
+        means_of_others = record * (blocks.union - min(present, blocks.union))
+        critical = max(own_blocks + pull_critical, push_critical + means_of_others)
+    lanes = Work(units=UNITS_PER_LANE * world_size * streaming.lanes, rounds=2 * 2 * (1 + rounds))
+    return _prediction(
+        first + pushed + pulled,
+        first + critical,
+        round(2 * others * (1 + rounds)),
+        _served(blocks, 3, blocks.push_imbalance, blocks.pull_imbalance, given_out=1)
+        + lanes
+        + claim(blocks.union * record),
+    )
+
+
+def _found(sparsity: Sparsity, units: float, times: float) -> Work:
+    """The tensor searched, and its units gathered and encoded in so many passes."""
+    return Work(scanned_bytes=sparsity.tensor_bytes) + passes_over(units * _values(sparsity), times)
+
+
+def _added(sparsity: Sparsity, units: float, union: float) -> Work:
+    """Units put together and added to a cleared tensor of their union, which is divided."""
+    added, total = units * _values(sparsity), union * _values(sparsity)
+    return Work(units=units) + passes_over(2 * added + 2 * total) + claim(total)
+
+
+def _written(sparsity: Sparsity) -> Work:
+    """The mean written into the gradient."""
+    return passes_over(sparsity.union * _values(sparsity))
+
+
+def _served(sparsity: Sparsity, to_send: float, push: float, pull: float, given_out: float) -> Work:
+    """Units sent to servers, where the fullest adds up its own, and their means received from all.
+
+    Args:
+        to_send: passes over a rank's units before they leave.
+        push, pull: imbalance of the servers.
+        given_out: passes over a server's means before they leave.
+    """
+    union = min(pull * sparsity.union / sparsity.world_size, sparsity.union)
+    return (
+        _found(sparsity, max(sparsity.units_by_rank), to_send)
+        + _added(sparsity, push * sparsity.mean_units, union)
+        + passes_over(union * _values(sparsity), given_out)
+        + _written(sparsity)
+    )
+
+
+def _values(sparsity: Sparsity) -> int:
+    return sparsity.width * sparsity.itemsize
 
 
 def _record(sparsity: Sparsity) -> int:
     return record_bytes(sparsity.num_units, sparsity.width, sparsity.itemsize)
 
 
-def _prediction(mean_bytes: float, critical_bytes: float, messages: int) -> Prediction:
-    return Prediction(Exchange(round(mean_bytes), messages), Exchange(round(critical_bytes), messages))
+def _prediction(mean_bytes: float, critical_bytes: float, messages: int, work: Work) -> Prediction:
+    return Prediction(Exchange(round(mean_bytes), messages), Exchange(round(critical_bytes), messages), work)
 
 
 def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:

@@ -255,7 +255,7 @@ def explain(plan: Plan) -> str:
             text.add_section()
     told = [] if any(d.candidates for d in plan.decisions) else ["no parameter had a choice"]
     if plan.world_size > 1:
-        told += [_links_text(plan), *plan.history]
+        told += [_links_text(plan), _handling_text(plan), *plan.history]
     text.caption = "\n".join(told)
     return _printed(text)
 
@@ -273,6 +273,14 @@ def _links_text(plan: Plan) -> str:
         rate = readable_bytes(inside.bandwidth_bytes_per_ms * 1e3)
         reached.append(f"{plan.links.ranks_per_machine} ranks per machine, inside {rate}/s, {inside.latency_ms:.3f} ms")
     return f"links {plan.links_are}: {'; '.join(reached)}"
+
+
+def _handling_text(plan: Plan) -> str:
+    """What processors are taken to handle, in one line."""
+    rates = plan.links.handling
+    searched, passed = (readable_bytes(each * 1e3) for each in (rates.scan_bytes_per_ms, rates.pass_bytes_per_ms))
+    units, round_ms = f"{rates.unit_ms * 1e6:.0f} ns per unit", f"{rates.round_ms:.3f} ms per round"
+    return f"a rank's processor searches {searched}/s, passes over {passed}/s; {units}, {round_ms}"
 
 
 def _printed(text: TextTable) -> str:

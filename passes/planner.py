@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from embrace_fx import cost
-from embrace_fx.exchange_cost import HANDLING_MS, Scheme, cheaper_scheme, cheapest_block, predict
+from embrace_fx.exchange_cost import Scheme, cheaper_scheme, cheapest_block, predict
 from embrace_fx.graph import Gradient, Parameter, Table, TrainingGraph
-from embrace_fx.ops import own_columns
 from embrace_fx.passes.narrow import exchange_dtype
+from embrace_fx.passes.shard_cost import FEWEST_RANKS, RowsAtHome, shard_exchange, shard_work, widest_useful
 from embrace_fx.plan import EXCHANGES, STRATEGIES, Candidate, Decision, Grid, Plan, check_grid
 from embrace_fx.sparsity import Sparsity, in_blocks, independent
 
@@ -24,21 +24,12 @@ Strategy = str | Grid | Mapping[str, str | Grid]
 """A name of `STRATEGIES`, "auto", or a grid for "alltoall"; for all tables, or by patterns of parameters' names."""
 
 CLEARLY = 0.8
-"""Of the time of AllReduce, and of AlltoAll where it is legal, without their start-ups: a sparse exchange of replicas
-must stay below it to be chosen. It makes passes over the whole gradient, which the model does not count; and the
-start-ups of the others are hardly its own, as an AllReduce shares them with its bucket, an AlltoAll with all tables.
-Of the time of the strategy in use, too: a change of strategy must promise as much."""
-
-USEFUL_COLUMNS = 128
-"""What shards on a grid have at least, where a table has as many: half a KiB of float32. Memory of 10 GB/s moves it in
-`HANDLING_MS`, so that finding a piece of a row takes no longer than moving it."""
+"""Of the predicted time of the strategy in use: what another one must stay below for a table to change. And of a legal
+AlltoAll's: what a sparse exchange of replicas must stay below, for these also make a dense gradient of all rows, and
+their optimizer updates all of them, which is no part of an exchange and not counted."""
 
 SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
 """Of a table's rows, read by each rank: at these it is tried out whether its strategy depends on them."""
-
-
-RowsAtHome = Mapping[int, tuple[int, ...]]
-"""Rows of a grid -> how many of the rows that each rank reads are in its own one."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +51,22 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class _Priced:
-    """A strategy with its price; `blocker`: why it is not legal, or None."""
+    """A strategy with its price.
+
+    Attributes:
+        alone_ms: what it adds to a step: without start-ups where those are shared, of an AllReduce with its bucket and
+            of an AlltoAll with all tables.
+        blocker: why it is not legal, or None.
+    """
 
     strategy: str
     exchange: cost.Exchange
     predicted_ms: float
+    alone_ms: float
     memory_bytes: int
     scheme: str = ""
     blocker: str | None = None
     grid: Grid | None = None
-
-    def bytes_ms(self, cluster: cost.Cluster) -> float:
-        """What the bytes alone take, without start-ups."""
-        collective: cost.Collective = "all_reduce" if self.strategy == "allreduce" else "all_to_all"
-        return cost.Exchange(self.exchange.sent_bytes, 0).time_ms(cluster, collective)
 
 
 @dataclass(frozen=True)
@@ -284,7 +277,7 @@ class _Setting:
             cheaper = blocker is None and share < 0.5
         else:
             cheaper = blocker is None and sharded.predicted_ms < priced["allreduce"].predicted_ms
-        best = self._clearly_cheapest(priced) or ("alltoall" if cheaper else "allreduce")
+        best = self._sparsely(priced) or ("alltoall" if cheaper else "allreduce")
         in_use = self.in_use[fact.name].strategy if fact.name in self.in_use else best
         if best != in_use and not self._worth_a_change(priced[in_use], priced[best]):
             return self._chosen(priced, in_use, f"in use; {what}", f"{in_use} is in use, {best} not clearly faster")
@@ -317,14 +310,15 @@ class _Setting:
         for strategy in strategies:
             scheme: Scheme = cheaper_scheme(rows, self.cluster) if strategy == "zen" else "balanced"
             found = predict(strategy, self._units(rows, strategy), scheme=scheme, cluster=self.links)
-            sent = found.mean + upkeep
             held = 0 if strategy == "allreduce" else 2 * found.mean.sent_bytes
-            priced[strategy] = _Priced(
+            packed = cost.passes_over(fact.nbytes) + cost.claim(fact.nbytes)  # into its bucket
+            others_ms = packed.time_ms(self.cluster) + upkeep.time_ms(self.cluster, "all_reduce")
+            alone = replace(found, critical=replace(found.critical, messages=0)) if strategy == "allreduce" else found
+            priced[strategy] = self._priced(
                 strategy,
-                sent,
-                found.time_ms(self.cluster) + upkeep.time_ms(self.cluster, "all_reduce")
-                if self.world_size > 1
-                else 0.0,
+                found.mean + upkeep,
+                found.time_ms(self.cluster) + others_ms,
+                alone.time_ms(self.cluster) + others_ms,
                 2 * fact.nbytes + held,
                 scheme if strategy == "zen" else "",
             )
@@ -334,9 +328,9 @@ class _Setting:
         """Shards as asked for, or as they lie; else by columns, or on a grid where that is clearly faster.
 
         Bytes are the same. But by columns a rank handles a piece of every row that any rank reads, N u pieces of D / N
-        columns with u rows of each rank; on a grid of R rows those of its own row of ranks, N u / R of D / C. Of the
-        grids with useful columns it is the one with most columns: they share the work evenly whatever the ids, rows
-        only as far as ids are spread.
+        columns with u rows of each rank; on a grid of R rows those of its own row of ranks, N u / R of D / C
+        (`shard_work`). Of the grids with useful columns it is the one with most columns: they share the work evenly
+        whatever the ids, rows only as far as ids are spread.
         """
         if isinstance(wanted, Grid):
             check_grid(wanted, fact.name, fact.shape, self.world_size)
@@ -346,12 +340,10 @@ class _Setting:
             return self._sharded(table, fact, rows, used.grid)
         by_columns = self._sharded(table, fact, rows, None)
         grid = widest_useful(table, self.world_size)
-        if grid.rows == 1 or table.num_rows < grid.rows**2:
+        if self.world_size < FEWEST_RANKS or grid.rows == 1 or table.num_rows < grid.rows**2:
             return by_columns
         on_grid = self._sharded(table, fact, rows, grid)
-        pieces = sum(rows)
-        limit = CLEARLY * (by_columns.predicted_ms + pieces * HANDLING_MS)
-        return on_grid if on_grid.predicted_ms + pieces / grid.rows * HANDLING_MS < limit else by_columns
+        return on_grid if on_grid.predicted_ms < CLEARLY * by_columns.predicted_ms else by_columns
 
     def _sharded(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], grid: Grid | None) -> _Priced:
         """Shards on a grid; None, or one row: by columns."""
@@ -359,14 +351,31 @@ class _Setting:
         itemsize = exchange_dtype(self.graph, table).itemsize
         at_home = self.rows_at_home.get(fact.name, {}).get(grid.rows) if grid is not None else None
         exchange = shard_exchange(table, rows, itemsize, self.world_size, grid, at_home)
-        return _Priced(
+        work_ms = shard_work(table, rows, itemsize, self.world_size, grid).time_ms(self.cluster)
+        return self._priced(
             "alltoall",
             exchange,
-            exchange.time_ms(self.cluster, "all_to_all") if self.world_size > 1 else 0.0,
+            exchange.time_ms(self.cluster, "all_to_all") + work_ms,
+            replace(exchange, messages=0).time_ms(self.cluster, "all_to_all") + work_ms,
             fact.nbytes // self.world_size + 2 * exchange.sent_bytes,
             blocker=shard_blocker(table) or fact.row_update_blocker,
             grid=grid,
         )
+
+    def _priced(
+        self,
+        strategy: str,
+        exchange: cost.Exchange,
+        predicted_ms: float,
+        alone_ms: float,
+        memory_bytes: int,
+        scheme: str = "",
+        blocker: str | None = None,
+        grid: Grid | None = None,
+    ) -> _Priced:
+        """A single rank exchanges nothing, in no time."""
+        times_ms = (predicted_ms, alone_ms) if self.world_size > 1 else (0.0, 0.0)
+        return _Priced(strategy, exchange, *times_ms, memory_bytes, scheme, blocker, grid)
 
     def _sparsity_of(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
         """Of a table's gradient in rows; dense where it is, or where ids are only known in the forward."""
@@ -380,14 +389,14 @@ class _Setting:
             return rows
         return in_blocks(rows, cheapest_block(rows.width, rows.itemsize, self.links))
 
-    def _clearly_cheapest(self, priced: Mapping[str, _Priced]) -> str | None:
-        """The cheapest sparse exchange of replicas, if it is worth it."""
+    def _sparsely(self, priced: Mapping[str, _Priced]) -> str | None:
+        """The cheapest sparse exchange of replicas, if AllReduce adds more to a step and AlltoAll clearly more."""
         if self.world_size == 1:
             return None
         cheapest = min((priced[name] for name in EXCHANGES), key=lambda each: each.predicted_ms)
         others = [p for p in priced.values() if p.strategy not in EXCHANGES and p.blocker is None]
-        limit = CLEARLY * min(other.bytes_ms(self.cluster) for other in others)
-        return cheapest.strategy if cheapest.predicted_ms < limit else None
+        limits_ms = (each.alone_ms * (CLEARLY if each.strategy == "alltoall" else 1.0) for each in others)
+        return cheapest.strategy if cheapest.alone_ms < min(limits_ms) else None
 
     def _chosen(self, priced: Mapping[str, _Priced], name: str, reason: str, against: str = "") -> _Choice:
         """The choice with what spoke against the others: `against`, where it was not the time."""
@@ -412,63 +421,25 @@ class _Setting:
         )
 
 
-def widest_useful(table: Table, world_size: int) -> Grid:
-    """The grid with most columns of those whose shards have `USEFUL_COLUMNS`, or all that the table has."""
-    least = min(USEFUL_COLUMNS, table.embedding_dim)
-    divisors = (c for c in range(1, world_size + 1) if world_size % c == 0)
-    columns = max((c for c in divisors if table.embedding_dim // c >= least), default=1)
-    return Grid(world_size // columns, columns)
-
-
 def _slower(other: _Priced, chosen: _Priced) -> str:
     """Why the time of one speaks for another."""
     ratio = other.predicted_ms / max(chosen.predicted_ms, 1e-9)
     times = f"{ratio:.2f} times the time"
     if ratio > 1 or other.strategy not in EXCHANGES or chosen.strategy in EXCHANGES:
         return times
-    return f"{times}, but not below {CLEARLY:.0%} of what the bytes of {chosen.strategy} take"
+    if chosen.strategy == "alltoall":
+        return f"{times}, but not below {CLEARLY:.0%} without start-ups, and replicas update every row"
+    return f"{times}, but not without the start-ups that {chosen.strategy} shares"
 
 
 def _nothing_sent(strategy: str) -> _Priced:
-    return _Priced(strategy, cost.Exchange(0, 0), 0.0, 0)
+    return _Priced(strategy, cost.Exchange(0, 0), 0.0, 0.0, 0)
 
 
 def _all_rows(fact: ParameterFacts, world_size: int) -> Sparsity:
     """A gradient without zeros."""
     num_rows = fact.shape[0] if fact.shape else 1
     return independent(num_rows, prod(fact.shape[1:]), fact.itemsize, (num_rows,) * world_size)
-
-
-def shard_exchange(
-    table: Table,
-    rows_by_rank: tuple[int, ...],
-    itemsize: int,
-    world_size: int,
-    grid: Grid | None = None,
-    at_home: tuple[int, ...] | None = None,
-) -> cost.Exchange:
-    """Mean over ranks of what one rank sends per step for a sharded table: ids, rows, gradients.
-
-    Args:
-        itemsize: bytes of an element on the wire.
-        grid: on which it lies; None: by columns.
-        at_home: how many of its rows each rank's own row of the grid has; None: as many as any other.
-    """
-    if world_size == 1 or not rows_by_rank:
-        return cost.Exchange(0, 0)
-    sent_bytes = 0.0  # by all ranks
-    for rank, rows in enumerate(rows_by_rank):
-        if grid is None:
-            first, last = own_columns(table.embedding_dim, world_size, rank)
-            sent_bytes += cost.all_to_all_rows(rows_by_rank, last - first, itemsize, rank).sent_bytes
-            other_columns = table.embedding_dim - (last - first)
-            sent_bytes += cost.all_to_all_gradients(rows, other_columns, itemsize, world_size).sent_bytes
-        else:  # all that a rank reads arrives once and leaves once, but for what it owns itself
-            first, last = own_columns(table.embedding_dim, grid.columns, grid.place(rank)[1])
-            own_rows = at_home[rank] if at_home is not None else rows / grid.rows
-            sent_bytes += 2 * itemsize * (rows * table.embedding_dim - own_rows * (last - first))
-    both_ways = cost.Exchange(round(sent_bytes / world_size), 2 * (world_size - 1))
-    return both_ways + cost.gather_ids(rows_by_rank, table.num_rows)
 
 
 def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:

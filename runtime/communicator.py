@@ -226,7 +226,7 @@ class Communicator:
                 work.wait()
 
     def reduce_scalar(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
-        """The sum or maximum of a 0-d tensor over ranks."""
+        """The sum or maximum of a small tensor over ranks, by element."""
         if self.world_size > 1:
             with self.watching():
                 dist.all_reduce(value, reduce_op, group=self._group_for("dense", value))

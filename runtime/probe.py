@@ -1,12 +1,11 @@
-"""Measures what collectives reach between the ranks: a `Cluster` from the process groups that training uses.
+"""Measures what collectives reach between the ranks, and their processors: a `Cluster` from the groups of training.
 
 Contract
-    Collective, outside of a step: all ranks call it, and all get rank 0's answer. Each collective is timed in a few
-    sizes, each several times the last, for as long as its share of a second lasts, and until one takes clearly longer
-    than the first: before, a difference is noise. A size's time is that of one of several runs in a row, on the slowest
-    rank, with as many in flight as the launcher has: start-up of one hides behind the transfer of another. One
-    AllReduce at a time gives the figures of the cluster as a whole. The sizes follow from times that the ranks have in
-    common, so that all measure the same.
+    Collective, outside of a step: all ranks call it, and all get rank 0's answer. Each way to send is timed in growing
+    sizes, until the bytes clearly outweigh the start-up and take long enough that what queues and buffers let pass at
+    once does not count. A size's time is the median of a few runs, on the slowest rank. The sizes follow from times
+    that the ranks have in common, so that all measure the same. What a processor handles is measured on all ranks at
+    once, for those that share cores slow each other down in training too.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from statistics import median
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,24 +22,51 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.cost import COLLECTIVES, MIN_CHUNK_BYTES, Cluster, Collective, Exchange, Link, exchange
+from embrace_fx.cost import (
+    COLLECTIVES,
+    LARGE_BLOCK_BYTES,
+    MIN_CHUNK_BYTES,
+    Cluster,
+    Collective,
+    Exchange,
+    Handling,
+    Link,
+    exchange,
+)
 from embrace_fx.runtime.communicator import Communicator, InFlight, all_gather_single
+from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.handling import HANDLED_ROWS, NARROW, PASSES, SCANNED_BYTES, claiming, handling_of, scanning
 from embrace_fx.schedule import IN_FLIGHT
 
-FEWEST_RUNS, MOST_RUNS = 3, 7
-"""Of each size: small ones are cheap, and the noisiest."""
-SHARE_MS = 200.0
-"""For each of the four fits: together they take about a second."""
 FIRST_BYTES = 4 * 1024
-LEAST_GROWTH, MOST_GROWTH = 2.0, 8.0
-MOST_BYTES = 2**20
-CLEARLY = 3.0
-"""Where many ranks share the cores, start-up takes tens of milliseconds, and varies by as much as the bytes of small
-sizes take."""
+GROWTH, LAST_GROWTH = 8, 4
+"""From size to size, as long as it is all start-up; and once it is not."""
+OUTWEIGHS = 6.0
+"""Times the start-up that the largest size takes: it hides behind the bytes more or less, and not to know how much then
+is an error of the bandwidth by a sixth at most."""
+LONG_MS = 50.0
+"""What the largest size takes at least: a token bucket or a socket lets some milliseconds' bytes pass at once."""
+MOST_BYTES = 4 * 2**20
+"""On links that carry it in less, the processors are what is measured."""
+SHARE_MS = 200.0
+"""Of the median of each size's runs: about how long they take together."""
+FEWEST_RUNS, MOST_RUNS = 2, 3
+FIRST_ROW = 4
+"""Launches that the first size's time is the mean of: start-up is the noisiest."""
+BURST_SHARE = 0.25
+"""How much less than the largest size's own rate the bandwidth may be, for a burst that passed at once."""
+
+HANDLED_MS = 30.0
+"""For each thing that is handled, at least: several turns of the scheduler where ranks share a core."""
 
 CPU = torch.device("cpu")
 
-_GROUPS: dict[Collective, str] = {"all_reduce": "dense", "all_to_all": "embedding", "all_gather": "ids"}
+_GROUPS: dict[Collective, str] = {
+    "all_reduce": "dense",
+    "all_to_all": "embedding",
+    "all_gather": "ids",
+    "messages": "dense",
+}
 """Whose process group carries each collective in training."""
 
 
@@ -52,7 +79,7 @@ class Sample:
 
 
 def probe(communicator: Communicator, device: torch.device = CPU) -> Cluster:
-    """What the network gives to each collective, on this device.
+    """What the network gives to each way to send, and the processors to what is handled, on this device.
 
     Returns: `links` are what collectives reach in a row; figures of the cluster as a whole are those of one AllReduce
         alone. A single rank, which has no network, gets the default.
@@ -62,13 +89,48 @@ def probe(communicator: Communicator, device: torch.device = CPU) -> Cluster:
     if communicator.world_size == 1:
         return Cluster()
     links = [fit(_measure(communicator, collective, IN_FLIGHT, device)) for collective in COLLECTIVES]
-    links.append(fit(_measure(communicator, "all_reduce", 1, device)))
+    alone = _first(communicator, _launch(communicator, "all_reduce", FIRST_BYTES, device), 1, device)
+    sent = exchange("all_reduce", FIRST_BYTES, communicator.world_size)
+    links.append(_link(links[0].bandwidth_bytes_per_ms, Sample(sent, alone)))
+    handling = probe_handling(communicator, device)
     figures = torch.tensor(
-        [(link.bandwidth_bytes_per_ms, link.latency_ms) for link in links], dtype=torch.float64, device=device
+        [*(value for link in links for value in astuple(link)), *astuple(handling)], dtype=torch.float64, device=device
     )
     communicator.broadcast([figures])
-    *in_a_row, alone = (Link(bandwidth, latency) for bandwidth, latency in figures.tolist())
-    return Cluster(alone.bandwidth_bytes_per_ms, alone.latency_ms, tuple(zip(COLLECTIVES, in_a_row, strict=True)))
+    values = iter(figures.tolist())
+    *in_a_row, own = (Link(next(values), next(values)) for _ in links)
+    by_name = tuple(zip(COLLECTIVES, in_a_row, strict=True))
+    return Cluster(own.bandwidth_bytes_per_ms, own.latency_ms, by_name, handling=Handling(*values))
+
+
+def probe_handling(communicator: Communicator, device: torch.device = CPU) -> Handling:
+    """What this rank's processor handles while all ranks do; the mean over ranks. Collective."""
+    row_bytes = {width: rows * width * 4 for width, rows in HANDLED_ROWS.items()}
+    runs = [scanning(device), claiming(device), *(handling_of(*each, device) for each in HANDLED_ROWS.items())]
+    runs.append(handling_of(NARROW, 1, device))
+    scan_ms, claim_ms, wide_ms, narrow_ms, round_ms = (together_ms(communicator, run, device) for run in runs)
+    wide_ms, narrow_ms = (max(ms - round_ms, 1e-6) for ms in (wide_ms, narrow_ms))
+    # Both are so many passes over bytes and so much per row.
+    passed = np.array([(PASSES * row_bytes[width], rows) for width, rows in HANDLED_ROWS.items()])
+    pass_ms, unit_ms = np.linalg.solve(passed, (wide_ms, narrow_ms))
+    if pass_ms <= 0 or unit_ms < 0:  # on a device that takes as long for few rows as for many
+        pass_ms, unit_ms = wide_ms / passed[0, 0], 0.0
+    return Handling(SCANNED_BYTES / scan_ms, float(1 / pass_ms), LARGE_BLOCK_BYTES / claim_ms, float(unit_ms), round_ms)
+
+
+def together_ms(communicator: Communicator, run: Callable[[], None], device: torch.device = CPU) -> float:
+    """Milliseconds of a run while all ranks are at theirs, the mean over ranks."""
+    run()
+    _meet(communicator, device)
+    start_s = time.perf_counter()
+    runs, elapsed_ms = 0, 0.0
+    while elapsed_ms < HANDLED_MS:
+        run()
+        _finish(device)
+        runs += 1
+        elapsed_ms = (time.perf_counter() - start_s) * 1e3
+    own_ms = torch.tensor(elapsed_ms / runs, dtype=torch.float64, device=device)
+    return communicator.reduce_scalar(own_ms, dist.ReduceOp.SUM).item() / communicator.world_size
 
 
 _PROBED: WeakKeyDictionary[dist.ProcessGroup, dict[str, Cluster]] = WeakKeyDictionary()
@@ -93,9 +155,11 @@ def probed_links(communicator: Communicator, sent_bytes: int, device: torch.devi
 
 
 def fit(samples: Sequence[Sample]) -> Link:
-    """The alpha-beta link that explains the times: weighted least squares, no latency below 0.
+    """The alpha-beta link that explains the times.
 
-    Errors count in proportion to the time itself, as noise that comes and goes does: one over its variance.
+    The bandwidth is the slope between the two largest sizes, of which what passes in a burst is no part, within what
+    the largest alone permits: start-up may hide behind the bytes, or come on top of them. The start-up is what the
+    smallest size takes; 0 where larger sizes do not take longer.
 
     Args:
         samples: of one collective, of at least two sizes.
@@ -105,41 +169,68 @@ def fit(samples: Sequence[Sample]) -> Link:
     """
     if len({sample.sent.sent_bytes for sample in samples}) < 2:
         raise ValueError(f"expected samples of at least two sizes, in fit, found {list(samples)}.")
-    times = np.array([sample.time_ms for sample in samples])
-    counts = np.array([(sample.sent.messages, sample.sent.sent_bytes) for sample in samples])
-    weights = times**-0.5
-    (latency_ms, ms_per_byte), *_ = np.linalg.lstsq(counts * weights[:, None], times * weights)
-    if latency_ms < 0 or ms_per_byte <= 0:  # the best of the permitted ones lies on the border
-        latency_ms, ms_per_byte = 0.0, counts[:, 1].sum() / (counts[:, 1] ** 2 / times).sum()
-    return Link(float(1 / ms_per_byte), float(latency_ms))
+    ascending = sorted(samples, key=lambda sample: sample.sent.sent_bytes)
+    first, before, last = ascending[0], ascending[-2], ascending[-1]
+    own_rate = last.sent.sent_bytes / last.time_ms
+    if last.time_ms <= min(first.time_ms, before.time_ms):
+        return Link(own_rate, 0.0)
+    most = last.sent.sent_bytes / max(last.time_ms - first.time_ms, 1e-9)
+    slower_ms = max(last.time_ms - before.time_ms, 1e-9)
+    slope = (last.sent.sent_bytes - before.sent.sent_bytes) / slower_ms
+    return _link(min(max(slope, own_rate * (1 - BURST_SHARE)), most), first)
+
+
+def _link(bandwidth_bytes_per_ms: float, first: Sample) -> Link:
+    """Of this bandwidth, and with the start-up that a small size tells."""
+    start_up_ms = first.time_ms - first.sent.sent_bytes / bandwidth_bytes_per_ms
+    return Link(bandwidth_bytes_per_ms, max(start_up_ms, 0.0) / first.sent.messages)
 
 
 def _measure(communicator: Communicator, collective: Collective, in_flight: int, device: torch.device) -> list[Sample]:
     samples: list[Sample] = []
-    left_ms, own_bytes, runs = SHARE_MS, FIRST_BYTES, MOST_RUNS
+    own_bytes, runs = FIRST_BYTES, MOST_RUNS
     while True:
         launch = _launch(communicator, collective, own_bytes, device)
         if not samples:
             _time_ms(communicator, launch, 1, 1, device)  # connects the ranks
-        own_ms = torch.tensor(_time_ms(communicator, launch, runs, in_flight, device), device=device)
-        slowest_ms = communicator.reduce_scalar(own_ms, dist.ReduceOp.MAX).item()
-        samples.append(Sample(exchange(collective, own_bytes, communicator.world_size), slowest_ms))
-        left_ms -= runs * slowest_ms
-        growth = min(left_ms / (FEWEST_RUNS * slowest_ms), MOST_GROWTH, MOST_BYTES / own_bytes)
-        told_apart = slowest_ms > CLEARLY * samples[0].time_ms or own_bytes >= MOST_BYTES
-        if growth < LEAST_GROWTH and len(samples) > 1 and told_apart:
+            time_ms = _first(communicator, launch, in_flight, device)
+        else:
+            time_ms = _median_ms(communicator, launch, runs, 1, in_flight, device)
+        samples.append(Sample(exchange(collective, own_bytes, communicator.world_size), time_ms))
+        start_up_ms = samples[0].time_ms
+        told = time_ms > max(OUTWEIGHS * start_up_ms, LONG_MS)
+        if (told or own_bytes >= MOST_BYTES) and len(samples) > 1:
             return samples
-        growth = max(growth, LEAST_GROWTH) if told_apart else MOST_GROWTH
-        runs = min(max(int(left_ms / (growth * slowest_ms)), FEWEST_RUNS), MOST_RUNS)
-        own_bytes = round(own_bytes * growth)
+        own_bytes = min(own_bytes * (GROWTH if time_ms < 2 * start_up_ms else LAST_GROWTH), MOST_BYTES)
+        runs = min(max(int(SHARE_MS / (LAST_GROWTH * time_ms)), FEWEST_RUNS), MOST_RUNS)
+
+
+def _first(communicator: Communicator, launch: Callable[[], InFlight], in_flight: int, device: torch.device) -> float:
+    """Milliseconds of the first size, nearly all of it start-up."""
+    return _median_ms(communicator, launch, MOST_RUNS, FIRST_ROW, in_flight, device)
+
+
+def _median_ms(
+    communicator: Communicator,
+    launch: Callable[[], InFlight],
+    runs: int,
+    row: int,
+    in_flight: int,
+    device: torch.device,
+) -> float:
+    """Milliseconds of one of `row` launches, the median over runs of the slowest rank's."""
+    own_ms = [_time_ms(communicator, launch, row, in_flight, device) for _ in range(runs)]
+    slowest_ms = [
+        communicator.reduce_scalar(torch.tensor(ms, device=device), dist.ReduceOp.MAX).item() for ms in own_ms
+    ]
+    return median(slowest_ms)
 
 
 def _time_ms(
     communicator: Communicator, launch: Callable[[], InFlight], runs: int, in_flight: int, device: torch.device
 ) -> float:
     """Milliseconds of one of several runs in a row."""
-    communicator.reduce_scalar(torch.zeros((), device=device), dist.ReduceOp.SUM)  # all start together
-    _finish(device)
+    _meet(communicator, device)
     start_s = time.perf_counter()
     launched: deque[InFlight] = deque()
     for _ in range(runs):
@@ -150,6 +241,12 @@ def _time_ms(
         communicator.wait(last)
     _finish(device)
     return (time.perf_counter() - start_s) * 1e3 / runs
+
+
+def _meet(communicator: Communicator, device: torch.device) -> None:
+    """All ranks go on together."""
+    communicator.reduce_scalar(torch.zeros((), device=device), dist.ReduceOp.SUM)
+    _finish(device)
 
 
 def _finish(device: torch.device) -> None:
@@ -168,5 +265,8 @@ def _launch(
     if collective == "all_to_all":
         received = torch.empty_like(own)
         return lambda: InFlight(received, dist.all_to_all_single(received, own, group=group, async_op=True))
+    if collective == "messages":
+        channel, sizes = Channel(group), [own.numel() // ranks] * ranks
+        return lambda: channel.all_to_all(own, sizes, sizes)
     everyone: Tensor = own.new_empty(ranks * own.numel())
     return lambda: InFlight(everyone, all_gather_single(everyone, own, group=group, async_op=True))

@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 
 from embrace_fx.cost import (
     COLLECTIVES,
+    LARGE_BLOCK_BYTES,
     MIN_CHUNK_BYTES,
     Cluster,
     Collective,
     Exchange,
+    Handling,
     Link,
+    Work,
     all_gather,
     all_reduce,
     all_to_all,
@@ -22,9 +25,11 @@ from embrace_fx.cost import (
     all_to_all_rows,
     bucket_bytes,
     chunk_bytes,
+    claim,
     exchange,
     gather_ids,
     launch_ms,
+    passes_over,
 )
 from embrace_fx.ops import own_columns
 
@@ -96,7 +101,8 @@ UNEVEN = Cluster(1000.0, 0.5, (("all_to_all", Link(500.0, 0.25)),))
 
 
 def test_a_collective_has_its_own_link_or_the_clusters() -> None:
-    assert UNEVEN.link("all_to_all") == Link(500.0, 0.25)
+    assert UNEVEN.link("all_to_all") == UNEVEN.link("messages") == Link(500.0, 0.25)
+    assert Cluster(links=(("messages", Link(7.0, 0.5)),)).link("messages") == Link(7.0, 0.5)
     assert UNEVEN.link("all_reduce") == UNEVEN.link() == Link(1000.0, 0.5)
     assert Exchange(3000, 4).time_ms(UNEVEN) == 3000 / 1000 + 4 * 0.5
     assert Exchange(3000, 4).time_ms(UNEVEN, "all_to_all") == 3000 / 500 + 4 * 0.25
@@ -122,6 +128,37 @@ def test_the_time_of_one_launch() -> None:
     assert launch_ms(UNEVEN, "all_reduce", 4000, 2) == 4000 / 1000 + 2 * 0.5
     assert launch_ms(UNEVEN, "all_to_all", 4000, 2) == 2000 / 500 + 0.25
     assert launch_ms(UNEVEN, "all_gather", 4000, 2) == 4000 / 1000 + 0.5
+
+
+# -- processors --------------------------------------------------------------------------------------------------------
+
+
+def test_work_takes_its_time_at_the_rates_of_the_processor() -> None:
+    rates = Handling(
+        scan_bytes_per_ms=1000.0, pass_bytes_per_ms=100.0, claim_bytes_per_ms=10.0, unit_ms=0.5, round_ms=7.0
+    )
+    cluster = Cluster(handling=rates)
+
+    assert Work(scanned_bytes=2000).time_ms(cluster) == 2.0
+    assert passes_over(300, times=2).time_ms(cluster) == 6.0
+    assert (Work(scanned_bytes=2000, claimed_bytes=40) + Work(units=3, rounds=2)).time_ms(
+        cluster
+    ) == 2.0 + 4.0 + 1.5 + 14.0
+    assert Work().time_ms(cluster) == 0.0
+    assert MACHINES.among(8).handling == MACHINES.among(4).handling == MACHINES.handling
+
+
+def test_only_large_blocks_are_new_memory() -> None:
+    assert claim(LARGE_BLOCK_BYTES - 1) == Work()
+    assert claim(LARGE_BLOCK_BYTES) == Work(claimed_bytes=LARGE_BLOCK_BYTES)
+
+
+@pytest.mark.parametrize(
+    "rates", [{"scan_bytes_per_ms": 0.0}, {"claim_bytes_per_ms": -1.0}, {"unit_ms": -0.1}], ids=str
+)
+def test_processors_that_make_no_sense_are_refused(rates: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected positive rates and no negative times, in Handling"):
+        Handling(**rates)
 
 
 # -- machines of several ranks ---------------------------------------------------------------------------------------

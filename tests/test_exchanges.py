@@ -227,6 +227,31 @@ def test_shapes_and_special_values() -> None:
     assert run_ranks(2, exchange_shapes) == [[], []]
 
 
+def messages_of_three(rank: int, world_size: int) -> tuple[list[tuple[str, int, int]], list[float]]:
+    """What is posted, in order: kind, peer, elements. Rank r has k elements for rank k, those for rank 0 are none."""
+    posted: list[tuple[str, int, int]] = []
+    start = dist.batch_isend_irecv
+
+    def noted(operations: list[dist.P2POp]) -> list[dist.Work]:
+        posted.extend((op.op.__name__, op.group_peer, op.tensor.numel()) for op in operations)
+        return start(operations)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", noted)
+        in_flight = Channel(dist.group.WORLD).all_to_all(torch.full((3,), float(rank)), [0, 1, 2], [rank] * world_size)
+    in_flight.work.wait()
+    return posted, in_flight.value.tolist()
+
+
+def test_receives_are_posted_before_sends_and_nothing_empty_is_sent() -> None:
+    """Over gloo, what tells a sender that its receiver is ready would queue behind the receiver's own bulk."""
+    found = run_ranks(3, messages_of_three)
+
+    assert found[0] == ([("isend", 1, 1), ("isend", 2, 2)], [])
+    assert found[1] == ([("irecv", 0, 1), ("irecv", 2, 1), ("isend", 2, 2)], [0.0, 1.0, 2.0])
+    assert found[2] == ([("irecv", 1, 2), ("irecv", 0, 2), ("isend", 1, 1)], [0.0, 0.0, 1.0, 1.0, 2.0, 2.0])
+
+
 def test_a_single_process_needs_no_group() -> None:
     dense = torch.arange(6.0).view(3, 2)
     for strategy, options in VARIANTS.values():

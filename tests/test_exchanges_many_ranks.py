@@ -73,6 +73,10 @@ class SimulatedChannel(Channel):
     def all_to_all(self, sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> InFlight:
         return self._launch("all_to_all", sent, send_sizes, sent.new_empty((sum(receive_sizes),)), receive_sizes)
 
+    def all_to_all_equal(self, sent: Tensor) -> InFlight:
+        sizes = [sent.numel() // self.world_size] * self.world_size
+        return self.all_to_all(sent, sizes, sizes)
+
     def all_gather(self, own: Tensor, sizes: Sequence[int]) -> InFlight:
         copies = own.repeat(self.world_size)
         return self._launch("all_gather", copies, [own.numel()] * self.world_size, own.new_empty((sum(sizes),)), sizes)

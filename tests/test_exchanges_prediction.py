@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from embrace_fx.cost import Cluster
+from embrace_fx.cost import Cluster, Work, passes_over
 from embrace_fx.exchange_cost import Prediction, cheaper_scheme, cheapest_block
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
@@ -148,6 +148,66 @@ SLOW = Cluster(bandwidth_bytes_per_ms=25e3, latency_ms=0.1)  # 200 Mb/s
 
 def time_ms(strategy: str, sparsity: Sparsity, options: Options) -> float:
     return STRATEGIES[strategy].predict(sparsity, options).time_ms(SLOW)
+
+
+WORK = {
+    "allreduce": (Options(), passes_over(1000 * 8)),
+    "allgather": (Options(), passes_over((3 * 60 + 2 * 100 + 2 * 80 + 80) * 8) + Work(1000 * 8, units=100, rounds=2)),
+    "ps": (Options(), passes_over((2 * 60 + 2 * 50 + 2 * 40 + 2 * 40 + 80) * 8) + Work(1000 * 8, units=50, rounds=4)),
+    "zen": (Options(), passes_over((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8) + Work(1000 * 8, units=110, rounds=6)),
+    "zen, hierarchical": (
+        Options(scheme="hierarchical"),
+        passes_over((60 + 3 * 60 + 2 * 120 + 2 * 80 + 80 + 80) * 8) + Work(1000 * 8, units=120, rounds=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", WORK)
+def test_work_by_hand(variant: str) -> None:
+    """Two ranks have 40 and 60 units of 8 bytes of 1000, and together 80."""
+    options, expected = WORK[variant]
+    sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60), unions=(50.0, 80.0))
+
+    assert STRATEGIES[variant.split(",", maxsplit=1)[0]].predict(sparsity, options).work == expected
+
+
+def test_work_of_streams_by_hand() -> None:
+    """Two lanes of each aggregator, one per stream, and whatever rounds they take."""
+    sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60), unions=(50.0, 80.0))
+
+    prediction = STRATEGIES["omnireduce"].predict(sparsity, Options(slots=1))
+
+    values = passes_over((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8)
+    lanes = Work(units=3 * 2 * 2, rounds=2 * prediction.mean.messages)
+    assert prediction.work == values + Work(1000 * 8, units=50) + lanes
+
+
+def test_streams_send_means_while_blocks_come_in() -> None:
+    """Of the fullest range's aggregator what it sends counts, or what it receives."""
+    even = random_sparsity(100_000, 512, 4, 0.1, world_size=8)
+    skewed = replace(even, push_imbalance=4.0, pull_imbalance=1.5)
+
+    def critical(slots: int) -> float:
+        return STRATEGIES["omnireduce"].predict(skewed, Options(slots=slots)).critical.sent_bytes
+
+    record = 7 / 8 * (4 + 512 * 4)
+    means = 1.5 * even.union * record
+    assert critical(1000) == pytest.approx(10_000 * record + means, rel=0.01)
+    assert critical(100_000) == pytest.approx(4 * 10_000 * record + means, rel=0.01)
+
+
+def test_skew_makes_a_server_add_up_more() -> None:
+    even = random_sparsity(100_000, 512, 4, 0.01, world_size=8)
+    skewed = replace(even, push_imbalance=4.0)
+
+    more = {name: _added(name, skewed) - _added(name, even) for name in ("ps", "omnireduce", "zen", "allgather")}
+
+    assert more["zen"] == more["allgather"] == 0
+    assert more["ps"] == more["omnireduce"] == pytest.approx(3 * 1000)
+
+
+def _added(strategy: str, sparsity: Sparsity) -> float:
+    return STRATEGIES[strategy].predict(sparsity, Options()).work.units
 
 
 def test_sparsity_is_measured() -> None:

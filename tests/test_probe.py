@@ -43,6 +43,24 @@ dist.destroy_process_group()
 # -- the fit -----------------------------------------------------------------------------------------------------------
 
 
+SIZES = (7_000, 57_000, 460_000, 3_670_000)
+"""What one of eight ranks sends in AllReduces of 4 KiB, 32 KiB, ..."""
+
+
+def test_what_a_token_bucket_lets_pass_at_once_is_no_bandwidth() -> None:
+    """300 Mb/s behind buckets of 75 kB at either end, 13 ms to start up."""
+    found = fit([Sample(Exchange(sent, 14), 13 + max(0, sent - 75_000) / 37_500) for sent in SIZES])
+
+    assert found.bandwidth_bytes_per_ms == pytest.approx(37_500, rel=0.02)
+
+
+def test_start_up_that_hides_behind_the_bytes_is_no_bandwidth() -> None:
+    found = fit([Sample(Exchange(sent, 14), max(13, sent / 37_500)) for sent in SIZES])
+
+    assert found.bandwidth_bytes_per_ms == pytest.approx(37_500, rel=0.02)
+    assert found.latency_ms == pytest.approx(13 / 14, rel=0.02)
+
+
 @given(
     st.integers(2, 8),
     st.sampled_from(COLLECTIVES),
@@ -105,6 +123,30 @@ def test_sizes_grow_until_bytes_tell_from_start_up(monkeypatch: pytest.MonkeyPat
     assert fit(samples).bandwidth_bytes_per_ms == pytest.approx(24e3, rel=0.2)
 
 
+@pytest.mark.parametrize("start_up_ms", [0.3, 13.0])
+@pytest.mark.parametrize("rate", [6_250.0, 37_500.0, 125_000.0], ids=["50 Mb/s", "300 Mb/s", "1 Gb/s"])
+@pytest.mark.parametrize("hidden", [0.0, 1.0], ids=["start-up on top", "start-up hidden"])
+def test_links_are_found_in_little_time(
+    monkeypatch: pytest.MonkeyPatch, rate: float, start_up_ms: float, hidden: float
+) -> None:
+    """Of eight ranks, with start-ups as on cores of their own or shared ones, and buckets of 75 kB, full at first."""
+    spent_ms = []
+
+    def time_ms(_: object, own_bytes: int, row: int, *__: object) -> float:
+        sent_ms = max(0.0, exchange("all_reduce", own_bytes, 8).sent_bytes - 75_000 / row) / rate
+        spent_ms.append(row * (start_up_ms + max(0.0, sent_ms - hidden * start_up_ms)))
+        return spent_ms[-1] / row
+
+    monkeypatch.setattr(measuring, "_launch", lambda _, __, own_bytes, ___: own_bytes)
+    monkeypatch.setattr(measuring, "_time_ms", time_ms)
+    ranks = SimpleNamespace(world_size=8, reduce_scalar=lambda value, _: value)
+
+    samples = measuring._measure(cast(Communicator, ranks), "all_reduce", 2, measuring.CPU)
+
+    assert fit(samples).bandwidth_bytes_per_ms == pytest.approx(rate, rel=0.15)
+    assert sum(spent_ms) < 1500
+
+
 # -- on ranks ----------------------------------------------------------------------------------------------------------
 
 
@@ -122,6 +164,9 @@ def test_two_ranks_get_one_answer() -> None:
     for collective in ("all_reduce", None):
         assert cluster.link(collective).bandwidth_bytes_per_ms > 10_000  # 80 Mb/s: the loopback, however busy
     assert elapsed_s < 20
+    rates = cluster.handling
+    assert min(rates.scan_bytes_per_ms, rates.pass_bytes_per_ms, rates.claim_bytes_per_ms) > 1e4  # 10 MB/s, or more
+    assert 0 <= rates.unit_ms < 0.1
 
 
 def test_a_single_rank_has_no_network() -> None:

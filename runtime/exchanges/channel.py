@@ -1,4 +1,4 @@
-"""One process group as the exchanges use it: three collectives, asynchronous, their bytes counted.
+"""One process group as the exchanges use it: collectives and messages, asynchronous, their bytes counted.
 
 Contract
     Nothing here waits. Every rank calls the same methods in the same order. Sizes that differ between ranks are known
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -46,8 +47,21 @@ class Channel:
         self.messages += steps
         return InFlight(flat, dist.all_reduce(flat, group=self._group, async_op=True))
 
+    def all_to_all_equal(self, sent: Tensor) -> InFlight:
+        """What every rank sends to this one, rank after rank: as much from each, and little.
+
+        Args:
+            sent: (N k,), the part for rank 0 first.
+        """
+        if self.world_size == 1:
+            return InFlight(sent, None)
+        self.sent_bytes += sent.nbytes // self.world_size * (self.world_size - 1)
+        self.messages += (self.world_size - 1) * (sent.numel() > 0)
+        received = torch.empty_like(sent)
+        return InFlight(received, dist.all_to_all_single(received, sent, group=self._group, async_op=True))
+
     def all_to_all(self, sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> InFlight:
-        """What every rank sends to this one, rank after rank.
+        """What every rank sends to this one, rank after rank, in single messages.
 
         Args:
             sent: (sum of send_sizes,), the part for rank 0 first.
@@ -56,14 +70,10 @@ class Channel:
         """
         if self.world_size == 1:
             return InFlight(sent, None)
-        to_others = [size for rank, size in enumerate(send_sizes) if rank != self.rank]
-        self.sent_bytes += sum(to_others) * sent.itemsize
-        self.messages += sum(size > 0 for size in to_others)
         received = sent.new_empty((sum(receive_sizes),))
-        work = dist.all_to_all_single(
-            received, sent, list(receive_sizes), list(send_sizes), group=self._group, async_op=True
-        )
-        return InFlight(received, work)
+        own, theirs = sent.split(list(send_sizes)), received.split(list(receive_sizes))
+        theirs[self.rank].copy_(own[self.rank])
+        return InFlight(received, self._messages(own, theirs))
 
     def all_gather(self, own: Tensor, sizes: Sequence[int]) -> InFlight:
         """Every rank's data, rank after rank.
@@ -89,15 +99,24 @@ class Channel:
         everyone = own.new_empty((sum(sizes),))
         parts = everyone.split(list(sizes))
         parts[self.rank].copy_(own)
+        return InFlight(everyone, self._messages([own] * self.world_size, parts))
+
+    def _messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> _Works:
+        """A message to and from every other rank, those without content left out.
+
+        What is to be received comes first: a sender waits to hear that its receiver is ready, and over gloo that word
+        would queue behind whatever the receiver itself has begun to send to it. gloo's AlltoAll begins with sending,
+        and so takes up to twice as long.
+        """
         # Each begins with its right neighbour, so that not all send to the same rank at first.
         turns = range(1, self.world_size)
-        to = [(self.rank + turn) % self.world_size for turn in turns] if own.numel() else []
-        sources = [rank for turn in turns if sizes[rank := (self.rank - turn) % self.world_size]]
-        messages = [dist.P2POp(dist.irecv, parts[rank], group=self._group, group_peer=rank) for rank in sources]
-        messages += [dist.P2POp(dist.isend, own, group=self._group, group_peer=rank) for rank in to]
-        self.sent_bytes += len(to) * own.nbytes
+        to = [rank for turn in turns if sent[rank := (self.rank + turn) % self.world_size].numel()]
+        sources = [rank for turn in turns if received[rank := (self.rank - turn) % self.world_size].numel()]
+        messages = [dist.P2POp(dist.irecv, received[rank], group=self._group, group_peer=rank) for rank in sources]
+        messages += [dist.P2POp(dist.isend, sent[rank], group=self._group, group_peer=rank) for rank in to]
+        self.sent_bytes += sum(sent[rank].nbytes for rank in to)
         self.messages += len(to)
-        return InFlight(everyone, _Works(dist.batch_isend_irecv(messages)))
+        return _Works(dist.batch_isend_irecv(messages) if messages else [])
 
 
 @dataclass(frozen=True)

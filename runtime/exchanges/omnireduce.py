@@ -78,7 +78,7 @@ def mean_parts(blocks: RowSet, channel: Channel, options: Options) -> Steps[list
     own_start = ranges.starts[channel.rank].view(1, 1)
     places = ranges.encode(queues.upcoming(), ranges.starts)
     sizes = [places.numel() // channel.world_size] * channel.world_size
-    places = yield channel.all_to_all(places, sizes, sizes)
+    places = yield channel.all_to_all_equal(places)
     upcoming_of_ranks = ranges.decode(places, own_start)
     places = ranges.encode(upcoming_of_ranks.amin(dim=0, keepdim=True), own_start)
     places = yield channel.all_gather(places, sizes)

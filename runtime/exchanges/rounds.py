@@ -23,8 +23,7 @@ def push(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records]:
         units: ids in the order of their servers.
         counts: (N,) int64, units for each rank.
     """
-    ones = [1] * channel.world_size
-    announced = yield channel.all_to_all(counts, ones, ones)
+    announced = yield channel.all_to_all_equal(counts)
     own: list[int] = counts.tolist()
     theirs: list[int] = announced.tolist()
     return (yield from send(units, own, theirs, channel))

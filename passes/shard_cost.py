@@ -1,0 +1,80 @@
+"""What a sharded table costs per step, by columns or on a grid of ranks: bytes, and what processors do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from embrace_fx import cost
+from embrace_fx.graph import Table
+from embrace_fx.ops import own_columns
+from embrace_fx.plan import Grid
+
+USEFUL_COLUMNS = 128
+"""What shards on a grid have at least, where a table has as many: half a KiB of float32."""
+FEWEST_RANKS = 16
+"""From which on a grid is weighed: what a grid saves is predicted alone, and columns are what was measured on fewer."""
+ROUTED_BYTES = 128
+"""Of an id, in a step on a grid: `route_grid` makes eight passes over int64, for the rows and for their gradients."""
+
+RowsAtHome = Mapping[int, tuple[int, ...]]
+"""Rows of a grid -> how many of the rows that each rank reads are in its own one."""
+
+
+def widest_useful(table: Table, world_size: int) -> Grid:
+    """The grid with most columns of those whose shards have `USEFUL_COLUMNS`, or all that the table has."""
+    least = min(USEFUL_COLUMNS, table.embedding_dim)
+    divisors = (c for c in range(1, world_size + 1) if world_size % c == 0)
+    columns = max((c for c in divisors if table.embedding_dim // c >= least), default=1)
+    return Grid(world_size // columns, columns)
+
+
+def shard_exchange(
+    table: Table,
+    rows_by_rank: tuple[int, ...],
+    itemsize: int,
+    world_size: int,
+    grid: Grid | None = None,
+    at_home: tuple[int, ...] | None = None,
+) -> cost.Exchange:
+    """Mean over ranks of what one rank sends per step for a sharded table: ids, rows, gradients.
+
+    Args:
+        itemsize: bytes of an element on the wire.
+        grid: on which it lies; None: by columns.
+        at_home: how many of its rows each rank's own row of the grid has; None: as many as any other.
+    """
+    if world_size == 1 or not rows_by_rank:
+        return cost.Exchange(0, 0)
+    sent_bytes = 0.0  # by all ranks
+    for rank, rows in enumerate(rows_by_rank):
+        if grid is None:
+            first, last = own_columns(table.embedding_dim, world_size, rank)
+            sent_bytes += cost.all_to_all_rows(rows_by_rank, last - first, itemsize, rank).sent_bytes
+            other_columns = table.embedding_dim - (last - first)
+            sent_bytes += cost.all_to_all_gradients(rows, other_columns, itemsize, world_size).sent_bytes
+        else:  # all that a rank reads arrives once and leaves once, but for what it owns itself
+            first, last = own_columns(table.embedding_dim, grid.columns, grid.place(rank)[1])
+            own_rows = at_home[rank] if at_home is not None else rows / grid.rows
+            sent_bytes += 2 * itemsize * (rows * table.embedding_dim - own_rows * (last - first))
+    both_ways = cost.Exchange(round(sent_bytes / world_size), 2 * (world_size - 1))
+    return both_ways + cost.gather_ids(rows_by_rank, table.num_rows)
+
+
+def shard_work(
+    table: Table, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int, grid: Grid | None = None
+) -> cost.Work:
+    """What a rank's processor does per step for a sharded table: the rank that reads most rows.
+
+    Own columns of all ranks' rows are looked up, its own rows joined; gradients split by columns, those of own columns
+    cleared and added up. Ids are sorted twice: in the union of what a rank reads, and in that of all ranks; on a grid
+    only those that the rank's row of it has, once all have been searched for them.
+    """
+    if world_size == 1 or not rows_by_rank:
+        return cost.Work()
+    everyone, most = sum(rows_by_rank), max(rows_by_rank)
+    row_bytes = table.embedding_dim * itemsize
+    own_columns_bytes = everyone * row_bytes / world_size
+    arriving = cost.claim(own_columns_bytes) + cost.claim(most * row_bytes)
+    units = cost.Work(units=everyone / (grid.rows if grid is not None else 1) + most)
+    routed = cost.passes_over(everyone * ROUTED_BYTES if grid is not None else 0)
+    return cost.passes_over(3 * own_columns_bytes + 2 * most * row_bytes) + arriving + units + routed
