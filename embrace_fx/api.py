@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from embrace_fx.cost import Cluster
 from embrace_fx.exactness import RowUpdates
 from embrace_fx.options import Options
-from embrace_fx.passes.planner import Strategy
+from embrace_fx.passes.asked_strategies import Strategy
 from embrace_fx.plan import Plan
 from embrace_fx.schedule import ScheduleName
 from embrace_fx.session import Session

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from embrace_fx.cost import Cluster
 from embrace_fx.exactness import RowUpdates
-from embrace_fx.passes.planner import Strategy, check_strategy
+from embrace_fx.passes.asked_strategies import Strategy, check_strategy
 from embrace_fx.schedule import SCHEDULES
 
 

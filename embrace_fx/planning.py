@@ -15,7 +15,8 @@ from embrace_fx.cost import Cluster
 from embrace_fx.exactness import RowUpdates, row_update_blocker
 from embrace_fx.graph import Gradient, Parameter, Table, TrainingGraph
 from embrace_fx.options import Options
-from embrace_fx.passes.planner import ParameterFacts, Strategy, decide
+from embrace_fx.passes.asked_strategies import Strategy
+from embrace_fx.passes.planner import ParameterFacts, decide
 from embrace_fx.passes.shard_cost import RowsAtHome
 from embrace_fx.passes.tables import extract_ids
 from embrace_fx.plan import Grid, LinksAre, Plan

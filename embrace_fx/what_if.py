@@ -18,7 +18,8 @@ from embrace_fx.cost import Cluster
 from embrace_fx.exactness import RowUpdates
 from embrace_fx.graph import Table, TrainingGraph
 from embrace_fx.options import Options
-from embrace_fx.passes.planner import Strategy, decide
+from embrace_fx.passes.asked_strategies import Strategy
+from embrace_fx.passes.planner import decide
 from embrace_fx.plan import Plan
 from embrace_fx.planning import Read, facts_of, grid_rows, reads_of, used_parameters
 from embrace_fx.runtime.model_state import ModelState

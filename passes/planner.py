@@ -7,21 +7,19 @@ Contract
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from embrace_fx import cost
 from embrace_fx.exchange_cost import Scheme, cheaper_scheme, cheapest_block, predict
-from embrace_fx.graph import Gradient, Parameter, Table, TrainingGraph
+from embrace_fx.graph import Table, TrainingGraph
+from embrace_fx.passes.asked_strategies import Strategy, requested_strategies
+from embrace_fx.passes.bucketing import plan_buckets
 from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.shard_cost import FEWEST_RANKS, RowsAtHome, shard_exchange, shard_work, widest_useful
-from embrace_fx.plan import EXCHANGES, STRATEGIES, Candidate, Decision, Grid, Plan, check_grid
+from embrace_fx.plan import EXCHANGES, Candidate, Decision, Grid, Plan, check_grid
 from embrace_fx.sparsity import Sparsity, in_blocks, independent
-
-Strategy = str | Grid | Mapping[str, str | Grid]
-"""A name of `STRATEGIES`, "auto", or a grid for "alltoall"; for all tables, or by patterns of parameters' names."""
 
 CLEARLY = 0.8
 """Of the predicted time of the strategy in use: what another one must stay below for a table to change. And of a legal
@@ -148,61 +146,6 @@ def decide(  # noqa: PLR0913
     renormed = tuple(t.parameter for t in graph.tables if t.max_norm and world_size > 1)
     buckets = plan_buckets(graph, reduced, sizes, cluster, world_size, alone)
     return Plan(world_size, tuple(decisions), buckets, renormed, cluster, watched=tuple(watched))
-
-
-def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
-    """Raises `ValueError` where a strategy is no name, or no mapping of names, or one that does not exist.
-
-    Args:
-        where: the call that the error names.
-    """
-    if not isinstance(strategy, str | Grid | Mapping):
-        raise ValueError(
-            f"expected strategy to be a name or a mapping from parameter name patterns to names, in {where}, found "
-            f"{strategy!r}. Pass 'auto', or leave it out, to have it chosen."
-        )
-    for pattern, name in _patterns(strategy).items():
-        if not isinstance(name, Grid) and name not in (*STRATEGIES, "auto"):
-            raise ValueError(
-                f"expected strategy, in {where}, to be 'auto' or one of {', '.join(STRATEGIES)} for {pattern!r}, found "
-                f"{name!r}. Choose one of these, or leave it to 'auto'."
-            )
-
-
-def _patterns(strategy: Strategy) -> Mapping[str, str | Grid]:
-    return {"*": strategy} if isinstance(strategy, str | Grid) else strategy
-
-
-def requested_strategies(
-    strategy: Strategy, tables: tuple[str, ...], parameters: tuple[str, ...] = ()
-) -> dict[str, str | Grid]:
-    """Table or other parameter -> the strategy or grid asked for ("auto" where nothing was).
-
-    One strategy for all is one for all tables. A pattern may name any trainable parameter, but tables only for
-    "alltoall" and for a grid.
-
-    Raises:
-        ValueError: a strategy that does not exist, or a pattern that nothing matches.
-    """
-    check_strategy(strategy)
-    chosen: dict[str, str | Grid] = dict.fromkeys((*tables, *parameters), "auto")
-    for pattern, name in _patterns(strategy).items():
-        tables_only = not isinstance(strategy, Mapping) or name == "alltoall" or isinstance(name, Grid)
-        matched = fnmatch.filter(tables if tables_only else chosen, pattern)
-        if isinstance(strategy, Mapping) and not matched:
-            raise ValueError(_no_match(pattern, tables, parameters, tables_only=tables_only))
-        chosen.update(dict.fromkeys(matched, name))
-    return chosen
-
-
-def _no_match(pattern: str, tables: tuple[str, ...], parameters: tuple[str, ...], *, tables_only: bool) -> str:
-    what = "table" if tables_only else "table or another trainable parameter"
-    names = tables if tables_only else tuple(dict.fromkeys((*tables, *parameters)))
-    return (
-        f"expected the pattern {pattern!r} of strategy to match a {what}, found none among "
-        f"{', '.join(names) or 'no tables'}. "
-        f"Use a {'table' if tables_only else 'parameter'}'s name, or a pattern such as '*.embedding.weight'."
-    )
 
 
 def shard_blocker(table: Table) -> str | None:
@@ -453,50 +396,3 @@ def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: 
     for _ in counted:  # `GlobalFrequency`: a count of int64 per row, for each backward
         upkeep += cost.all_reduce(table.num_rows * 8, world_size)
     return upkeep
-
-
-def plan_buckets(
-    graph: TrainingGraph,
-    reduced: set[str],
-    sizes: Mapping[str, int],
-    cluster: cost.Cluster,
-    world_size: int,
-    alone: Collection[str] = (),
-) -> tuple[tuple[str, ...], ...]:
-    """Blocks of consecutive parameters, the last block first: about the order in which the backward yields gradients.
-
-    Parameters are cut in the order in which the forward reads them, so that what is reduced and updated together is
-    also needed together. A bucket is of one dtype, and of the size that the cost model wants; what is exchanged
-    sparsely has one of its own.
-
-    Args:
-        reduced: replicas with a gradient.
-        alone: those of them that have a bucket of their own.
-    """
-    position = {node: k for k, node in enumerate(graph.graph.nodes)}
-    produced = {
-        role.of.name: node
-        for node, role in graph.outputs()
-        if isinstance(role, Gradient)
-        and isinstance(role.of, Parameter)
-        and role.of.name in reduced
-        and node is not None
-    }
-    read = {
-        role.name: min((position[user] for user in node.users), default=len(position))
-        for node, role in graph.inputs()
-        if isinstance(role, Parameter) and role.name in produced
-    }
-    limit = cost.bucket_bytes(cluster, world_size, sum(sizes[name] for name in produced if name not in alone))
-    buckets: list[list[str]] = []
-    filled, dtype = 0, None
-    for name in sorted(produced, key=lambda n: (read[n], n)):
-        apart = name in alone or (bool(buckets) and buckets[-1][-1] in alone)
-        if not buckets or apart or filled + sizes[name] > limit or produced[name].meta["val"].dtype != dtype:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(name)
-        filled += sizes[name]
-        dtype = produced[name].meta["val"].dtype
-    elsewhere = tuple(sorted(reduced - set(produced)))  # read by other ranks' first batches only
-    return tuple(tuple(bucket) for bucket in reversed(buckets)) + tuple((name,) for name in elsewhere)

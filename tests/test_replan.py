@@ -20,7 +20,7 @@ import embrace_fx
 from embrace_fx import batch_check, session
 from embrace_fx.api import CompiledModel
 from embrace_fx.cost import Cluster, Link
-from embrace_fx.passes.planner import Strategy
+from embrace_fx.passes.asked_strategies import Strategy
 from embrace_fx.plan import Plan
 from embrace_fx.planning import Findings, facts_of, used_parameters
 from embrace_fx.replanning import CONFIRMED_BY, LOOK_EVERY, Drift

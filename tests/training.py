@@ -18,7 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 import embrace_fx
 from embrace_fx.exactness import RowUpdates
-from embrace_fx.passes.planner import Strategy
+from embrace_fx.passes.asked_strategies import Strategy
 from embrace_fx.plan import Decision
 from embrace_fx.schedule import ScheduleName
 from tests.models import Workload
