@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+import embrace_fx.ops  # noqa: F401  (declares the ops)
 from embrace_fx.graph import Table, TrainingGraph
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.passes.tables import LOOKUP_BACKWARDS
