@@ -57,7 +57,7 @@ class Case:
 DEFAULT = frozenset(
     {
         Case("lstm", 2, "adam", "lazy"),
-        Case("recommender", 3, "adagrad", "exact"),
+        Case("recommender", 2, "adagrad", "exact"),
     }
 )
 CASES = [
