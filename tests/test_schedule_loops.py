@@ -119,6 +119,8 @@ RARE = frozenset(
         "hooks of the optimizer",
         "an id outside of a table",
         "epochs left early",
+        "lengths that vary",
+        "state read on one rank",
     }
 )
 """Loops that another one, or the tests of one part, cover in large part: run with the `long` tests."""
