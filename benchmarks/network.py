@@ -43,14 +43,14 @@ T = TypeVar("T")
 MAX_RANKS = 64
 PACKET_BYTES = 60_000
 """The largest packet that TCP hands to an interface, which on a real link would cut it into frames. A bucket does so
-with every packet larger than itself, and wakes up for each: to cut all of them, or to send packets of 16 KB, takes more
-of the cores than the ranks leave (the kernel's time of a training step on 4 ranks halves from 16 to 60 KB)."""
+with every packet larger than itself, and wakes up for each: the smaller packets are, the more they take of the cores
+that the ranks compute on."""
 BURST_MS = 1.0
 MIN_BURST_BYTES = 70_000
 """A bucket holds what passes in 1 ms, which is not delayed, and is small against a step's messages; or one packet."""
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 """For glibc: memory that is freed stays with the process. Otherwise a training step gives its activations back to the
-kernel and asks for them again, 20,000 to 100,000 page faults of a step as chance will have it, a fifth of its time."""
+kernel and asks for them again, page by page, in one step more of them than in another."""
 QUEUE_MS = 100.0
 """How long a packet may wait for the bucket before it is dropped: so long that an AlltoAll of 8 ranks loses next to
 none, for the last packet of a message, once lost, is sent again after TCP's 200 ms only."""

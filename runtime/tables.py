@@ -28,7 +28,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharded or not, outside of autograd."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    with torch.no_grad():  # a fortieth of the time: nothing is dispatched
+    with torch.no_grad():  # with gradients it would go through autograd and DTensor's dispatch
         return tensor.to_local()
 
 
