@@ -1,4 +1,4 @@
-"""Tables on row x column grids of ranks: training equals the reference, bytes the prediction, and state re-shards.
+"""Tables on row x column grids of ranks: kernels, graphs, and training that equals the reference.
 
 What is asserted of column shards elsewhere (clipping, scaling, accumulation, evaluation) is asserted here of grids by
 comparison with column shards.
@@ -7,20 +7,14 @@ comparison with column shards.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor, Shard
-from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim import SGD
 
 import embrace_fx
 from embrace_fx.compiler import run_passes
@@ -28,14 +22,11 @@ from embrace_fx.exactness import RowUpdates
 from embrace_fx.ops import own_columns
 from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.partition import Partition
-from embrace_fx.passes.planner import CLEARLY
 from embrace_fx.passes.relax import RelaxDependences
 from embrace_fx.passes.shard import ShardTables
-from embrace_fx.passes.shard_cost import FEWEST_RANKS, USEFUL_COLUMNS
 from embrace_fx.passes.verify import verify
 from embrace_fx.passes.verify_streams import hazards
 from embrace_fx.plan import Grid
-from embrace_fx.planning import place_anew
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
 from tests.cases import long_but
 from tests.golden import check_golden
@@ -45,7 +36,6 @@ from tests.ranks import run_ranks
 from tests.reference import assert_same
 from tests.test_recorded_streams import on_paper
 from tests.test_training_variants import Lookups, LookupsWorkload, ManyUsesWorkload
-from tests.test_wire import OneTableWorkload, assert_predicted, on_ranks
 from tests.training import SEED, Way, expected_parameters, make_optimizers, train_compiled, whole
 
 DTYPE = torch.float64
@@ -307,302 +297,3 @@ def test_a_grid_trains_on_streams(schedule: str) -> None:
     for unordered, parameters in run_ranks(4, _on_streams, Grid(2, 2), schedule):
         assert unordered == []
         assert_same(parameters, expected, DTYPE)
-
-
-# ---- state ----
-
-ROWS, COLUMNS = 31, 10
-
-
-def _model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(ROWS, COLUMNS, padding_idx=3), nn.Linear(COLUMNS, 2)).double()
-
-
-def _trained_model(
-    rank: int, strategy: Any, steps: range, start: Callable[[embrace_fx.CompiledModel, Optimizer], None] | None = None
-) -> tuple[embrace_fx.CompiledModel, Optimizer]:
-    plain = _model()
-    optimizer = Adam(plain.parameters(), lr=0.1, eps=1e-3)
-    model = embrace_fx.compile(plain, optimizer=optimizer, strategy=strategy, row_updates="lazy")
-    if start is not None:
-        _train(model, optimizer, rank, range(1))
-        start(model, optimizer)
-    _train(model, optimizer, rank, steps)
-    return model, optimizer
-
-
-def _train(model: embrace_fx.CompiledModel, optimizer: Optimizer, rank: int, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)  # the same on all ranks: their number may change
-        model(torch.randint(ROWS, (3, 4), generator=generator)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _save(rank: int, world_size: int, strategy: Any, path: Path) -> dict[str, Any]:
-    model, optimizer = _trained_model(rank, strategy, range(3))
-    found: Any = get_state_dict(model, optimizer)
-    weights, state = found
-    save({"model": weights, "optimizer": state}, checkpoint_id=path)
-    table = weights["0.weight"]
-    return {
-        "placements": table.placements,
-        "local": tuple(table.to_local().shape),
-        "equal": torch.equal(table.full_tensor(), next(model.parameters()).full_tensor().detach()),  # type: ignore[attr-defined]
-        "state": [type(value) for value in state["state"]["0.weight"].values()],
-    }
-
-
-def _load_and_continue(rank: int, world_size: int, strategy: Any, path: Path) -> dict[str, Tensor]:
-    def from_checkpoint(model: embrace_fx.CompiledModel, optimizer: Optimizer) -> None:
-        weights, state = get_state_dict(model, optimizer)
-        load({"model": weights, "optimizer": state}, checkpoint_id=path)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-
-    model, optimizer = _trained_model(rank, strategy, range(3, 5), from_checkpoint)
-    states = {str(k): v for k, v in optimizer.state[next(model.parameters())].items()}
-    return whole(model.named_parameters()) | whole((k, v) for k, v in states.items() if v.dim())
-
-
-def _expected_state() -> dict[str, Tensor]:
-    model, optimizer = _trained_model(0, "alltoall", range(5))
-    states = {str(k): v for k, v in optimizer.state[next(model.parameters())].items()}
-    return whole(model.named_parameters()) | whole((k, v) for k, v in states.items() if v.dim())
-
-
-CHECKPOINTS: dict[str, tuple[Any, tuple[tuple[int, Any], ...]]] = {
-    "2 x 1 grid -> columns": (Grid(2, 1), ((2, "alltoall"),)),
-    "2 x 2 grid -> others": (Grid(2, 2), ((4, Grid(4, 1)), (3, Grid(3, 1)), (2, "alltoall"), (1, "alltoall"))),
-    "columns -> grids": ("alltoall", ((4, Grid(2, 2)), (3, Grid(3, 1)), (2, Grid(2, 1)))),
-}
-
-
-@pytest.mark.parametrize(("saved", "loads"), long_but(("2 x 1 grid -> columns",), CHECKPOINTS))
-def test_a_checkpoint_is_of_columns_and_continues_on_any_grid(saved: Any, loads: Any, tmp_path: Path) -> None:
-    ranks = saved.rows * saved.columns if isinstance(saved, Grid) else 4
-    for rank, facts in enumerate(run_ranks(ranks, _save, saved, tmp_path)):
-        first, last = own_columns(COLUMNS, ranks, rank)
-        assert facts["placements"] == (Shard(1),)
-        assert facts["local"] == (ROWS, last - first)
-        assert facts["equal"]
-        assert facts["state"].count(DTensor) == 2
-
-    expected = _expected_state()
-    for world_size, strategy in loads:
-        for found in run_ranks(world_size, _load_and_continue, strategy, tmp_path):
-            assert found.keys() == expected.keys()
-            for name, value in expected.items():
-                torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=f"{strategy} {name}")
-
-
-def _loads_whole_values(rank: int, world_size: int, grid: Grid) -> bool:
-    model, optimizer = _trained_model(rank, grid, range(1))
-    torch.manual_seed(5)
-    plain = _model()
-    nn.init.normal_(next(plain.parameters()))
-    state = plain.state_dict()
-    model.load_state_dict(state)
-    own = optimizer.state_dict()
-    torch.manual_seed(6)
-    momenta = torch.randn(ROWS, COLUMNS, dtype=DTYPE)
-    own["state"][0]["exp_avg"] = momenta
-    optimizer.load_state_dict(own)
-    found = whole(model.state_dict().items())
-    kept = optimizer.state_dict()["state"][0]["exp_avg"]
-    return torch.equal(found["0.weight"], state["0.weight"]) and torch.equal(kept.full_tensor(), momenta)
-
-
-@pytest.mark.long
-def test_whole_values_are_loaded_into_a_grid() -> None:
-    assert all(run_ranks(4, _loads_whole_values, Grid(2, 2)))
-
-
-def _is_placed_anew(rank: int, world_size: int, grid: Grid) -> dict[str, Any]:
-    """From the grid to whole replicas, with a gradient that no step has taken, and back."""
-    model, _ = _trained_model(rank, grid, range(2))
-    model(torch.arange(9)).square().mean().backward()
-    session = model._session
-    session.synchronize()
-    assert session._flow is not None
-    session._flow.close()
-    before = whole(model.named_parameters())
-    old, graph = session.plan, next(iter(session._kinds.values())).variants[0].analysed
-    decisions = tuple(replace(d, strategy="allreduce", grid=None) if d.grid else d for d in old)
-    replicated = replace(old, decisions=decisions)
-    found: dict[str, Any] = {}
-    place_anew(session._setting, graph, old, replicated)
-    table = next(session.model.parameters())
-    found["replica"] = torch.equal(table.detach(), before["0.weight"])
-    assert table.grad is not None
-    gradient = table.grad.clone()
-    place_anew(session._setting, graph, replicated, old)
-    found["grid"] = torch.equal(whole(session.model.named_parameters())["0.weight"], before["0.weight"])
-    again = session._state.tables["0.weight"].dense_gradient(session._communicator.group)
-    assert again is not None
-    found["gradient"] = bool(gradient.any()) and torch.equal(again, gradient)
-    return found
-
-
-@pytest.mark.long
-def test_a_table_leaves_its_grid_and_returns_with_its_gradient() -> None:
-    for found in run_ranks(4, _is_placed_anew, Grid(2, 2)):
-        assert found == {"replica": True, "grid": True, "gradient": True}
-
-
-def _meta_values(rank: int, world_size: int, grid: Grid) -> dict[str, Tensor]:
-    torch.manual_seed(5 + rank)
-    with torch.device("meta"):
-        plain = nn.Sequential(nn.Embedding(12_001, 100, padding_idx=3), nn.Linear(100, 3))
-    optimizer = Adagrad(plain.parameters(), lr=0.1)
-    model = embrace_fx.compile(plain, optimizer=optimizer, strategy=grid)
-    model(torch.arange(4)).sum().backward()
-    return whole(model.named_parameters())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("grid", [Grid(3, 1), Grid(2, 2)], ids=str)
-def test_a_meta_model_has_the_values_of_one_rank(grid: Grid) -> None:
-    torch.manual_seed(5)
-    plain = nn.Sequential(nn.Embedding(12_001, 100, padding_idx=3), nn.Linear(100, 3))
-
-    for found in run_ranks(grid.rows * grid.columns, _meta_values, grid):
-        for name, value in plain.named_parameters():
-            assert torch.equal(found[name], value), name
-
-
-# ---- bytes ----
-
-
-@dataclass(frozen=True)
-class OwnRowsWorkload(OneTableWorkload):
-    """Of the rows that a rank reads, its own row of a grid of two has five sixths, or one sixth."""
-
-    at_home: bool = True
-
-    def batches(self, step: int, rank: int, seed: int) -> tuple[Tensor, ...]:
-        generator = torch.Generator().manual_seed(rank)
-        different = torch.randperm(self.num_rows // 2, generator=generator)[: self.num_ids]
-        own = (torch.arange(self.num_ids) % 6 > 0) == self.at_home
-        return (2 * different + torch.where(own, rank, 1 - rank),)
-
-
-@pytest.mark.parametrize(
-    ("grid", "workload", "autocast"),
-    long_but(
-        ("its own rows",),
-        {
-            "its own rows": (Grid(2, 1), OwnRowsWorkload(), False),
-            "the others' rows": (Grid(2, 1), OwnRowsWorkload(at_home=False), False),
-            "uneven columns": (Grid(2, 2), OneTableWorkload(embedding_dim=101, padding_idx=0), False),
-            "bfloat16": (Grid(4, 1), OneTableWorkload(2000, num_ids=600), True),
-        },
-    ),
-)
-def test_bytes_equal_the_prediction(grid: Grid, workload: Workload, autocast: bool) -> None:
-    by_rank = on_ranks(grid.rows * grid.columns, workload, grid, autocast)  # type: ignore[arg-type]
-
-    assert_predicted(by_rank)
-
-
-# ---- the choice ----
-
-
-ROWS_OF_MANY = 100_000
-
-
-class Language(nn.Module):
-    """A table of `dim` columns, of which a batch reads a few rows of many."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(ROWS_OF_MANY, dim, _weight=torch.empty(ROWS_OF_MANY, dim))  # never read
-        self.out = nn.Linear(dim, 4)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self.out(self.table(ids)).square().mean()
-        return loss
-
-
-def _planned(ranks: int, dim: int = 512, strategy: Any = "auto", ids: int = 1000) -> Any:
-    model = Language(dim)
-    optimizer = SGD(model.parameters(), 0.1)
-    batch = torch.randint(ROWS_OF_MANY, (ids,), generator=torch.Generator().manual_seed(0))
-    return embrace_fx.plan(model, batch, world_size=ranks, optimizer=optimizer, strategy=strategy)["table.weight"]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "dim", "grid"),
-    [
-        (2, 512, None),
-        (4, 512, None),
-        (8, 512, None),
-        (64, 512, Grid(16, 4)),
-        (256, 512, Grid(64, 4)),
-        (1024, 512, Grid(256, 4)),
-        (8, 1024, None),
-        (256, 100, Grid(256, 1)),
-        (96, 300, Grid(48, 2)),
-    ],
-)
-def test_many_ranks_share_rows_so_that_shards_stay_wide(ranks: int, dim: int, grid: Grid | None) -> None:
-    decision = _planned(ranks, dim)
-
-    assert (decision.strategy, decision.grid) == ("alltoall", grid)
-    if grid is not None:
-        width = -(-dim // grid.columns)
-        assert width >= min(USEFUL_COLUMNS, dim)
-        assert f"{grid}, {width} columns per rank" in decision.reason
-
-
-def test_a_grid_sends_the_bytes_of_columns_and_must_clearly_save_handling() -> None:
-    on_grid, columns = _planned(64), _planned(64, strategy=Grid(1, 64))
-
-    assert on_grid.grid == Grid(16, 4)
-    assert columns.grid is None
-    assert on_grid.sent_bytes_per_step == pytest.approx(columns.sent_bytes_per_step, rel=1e-3)
-    assert on_grid.predicted_ms < CLEARLY * columns.predicted_ms
-    assert _planned(64, ids=20).grid is None  # most of the time are start-ups
-    assert _planned(FEWEST_RANKS - 1, dim=16, ids=5000).grid is None
-    assert _planned(FEWEST_RANKS, dim=16, ids=5000).grid == Grid(FEWEST_RANKS, 1)
-
-
-def test_explain_prints_the_grid() -> None:
-    model = Language(512)
-    batch = torch.randint(ROWS_OF_MANY, (1000,), generator=torch.Generator().manual_seed(0))
-    plan = embrace_fx.plan(model, batch, world_size=256, optimizer=SGD(model.parameters(), 0.1))
-
-    assert "alltoall, 64 x 4 grid" in plan.explain()
-    assert "128 columns per rank" in " ".join(str(plan).split())
-    assert plan.grids == {"table.weight": Grid(64, 4)}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        (Grid(2, 2), r"expected a grid of 8 ranks.*table\.weight.*found 2 rows x 2 columns.*Pass Grid"),
-        ({"table.*": Grid(1, 8)}, r"at most 4 columns.*found 1 rows x 8 columns"),
-        ({"table.*": Grid(0, 8)}, r"found 0 rows x 8 columns"),
-        ({"tabel.*": Grid(2, 4)}, r"expected the pattern 'tabel\.\*' of strategy to match a table"),
-    ],
-)
-def test_grids_that_do_not_fit_are_refused(strategy: Mapping[str, Grid] | Grid, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _planned(8, dim=4, strategy=strategy)
-
-
-def test_a_table_that_no_equal_rounds_fill_is_refused() -> None:
-    assert [rows for rows in range(1, 20) if not Grid(4, 1).takes(rows)] == [5, 6, 9]
-
-
-def _compiles_a_bad_grid(rank: int, world_size: int) -> str:
-    model = _model()
-    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1), strategy={"0.*": Grid(3, 1)})
-    with pytest.raises(ValueError, match="expected a grid of 2 ranks") as raised:
-        compiled(torch.arange(3))
-    return str(raised.value)
-
-
-def test_a_bad_grid_is_refused_on_every_rank() -> None:
-    first, second = run_ranks(2, _compiles_a_bad_grid)
-    assert first == second
