@@ -118,7 +118,8 @@ class BlockRun:
             ),
         )
         warm_ms = median(rank.step_ms for rank in ready)
-        self._steps[system] = min(self.setting.most_steps, max(1, ceil(self.setting.turn_ms / max(warm_ms, 1e-3))))
+        steps = ceil(self.setting.turn_ms / max(warm_ms, 1e-3))
+        self._steps[system] = min(self.setting.most_steps, max(self.setting.fewest_steps, steps))
         self.say(
             f"{self.block.title}: {system} open after {time.monotonic() - began:.0f} s, {warm_ms:,.0f} ms per step"
         )

@@ -106,6 +106,7 @@ class Measured:
         each_step_ms: the same by step.
         sent_bytes: what the host's interface sent per step, headers included.
         main_cpu_ms, other_cpu_ms: processor time per step of the thread that computes, and of all others together.
+        cores_busy: of the time of all cores of the machine, the part in which they ran anything, the kernel included.
         peak_bytes, start_bytes: largest resident memory so far, and that before `prepare`.
     """
 
@@ -114,6 +115,7 @@ class Measured:
     sent_bytes: float
     main_cpu_ms: float
     other_cpu_ms: float
+    cores_busy: float
     peak_bytes: int
     start_bytes: int
 

@@ -107,12 +107,13 @@ class Session:
         dist.barrier()
         next(self._losses)
         ends, sent = [time.perf_counter()], [interface_sent_bytes(self._interface)]
-        main_cpu_s, all_cpu_s = time.thread_time(), time.process_time()
+        main_cpu_s, all_cpu_s, cores = time.thread_time(), time.process_time(), core_times()
         for _ in range(steps):
             next(self._losses)
             ends.append(time.perf_counter())
             sent.append(interface_sent_bytes(self._interface))
         main_cpu_s, all_cpu_s = time.thread_time() - main_cpu_s, time.process_time() - all_cpu_s
+        busy, idle = (end - begin for begin, end in zip(cores, core_times(), strict=True))
         await_quiet(self._interface)
         give_memory_back()
         each = tuple((end - begin) * 1e3 for begin, end in itertools.pairwise(ends))
@@ -122,6 +123,7 @@ class Session:
             sent_bytes=(sent[-1] - sent[0]) / steps,
             main_cpu_ms=main_cpu_s * 1e3 / steps,
             other_cpu_ms=(all_cpu_s - main_cpu_s) * 1e3 / steps,
+            cores_busy=busy / max(busy + idle, 1),
             peak_bytes=resident_bytes("VmHWM"),
             start_bytes=self._start_bytes,
         )
@@ -152,6 +154,13 @@ def await_quiet(interface: str) -> None:
 def give_memory_back() -> None:
     """What a system has freed would else be kept from the others while it is stopped. glibc's."""
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def core_times() -> tuple[int, int]:
+    """How long all cores together ran something, and did not, since the machine started; in ticks, from /proc/stat."""
+    with open("/proc/stat", encoding="ascii") as file:
+        user, nice, system, idle, waiting, interrupts, soft, *_ = map(int, file.readline().split()[1:])
+    return user + nice + system + interrupts + soft, idle + waiting
 
 
 def resident_bytes(which: str) -> int:

@@ -38,8 +38,8 @@ def markdown(found: Mapping[str, Any], plots: Mapping[str, str]) -> str:
         f"# Lab, {setting['name']}, {found['date']}",
         "",
         f"Measured: models at size `{setting['size']}`, {setting['optimizer']}; systems take turns within a round, a "
-        f"turn is one step that does not count and 1 to {setting['most_steps']} that do. {found['machine']}; "
-        f"{_versions(found['versions'])}. How to read this: README.md.",
+        f"turn is one step that does not count and {setting['fewest_steps']} to {setting['most_steps']} that do. "
+        f"{found['machine']}; {_versions(found['versions'])}. How to read this: README.md.",
     ]
     if found["missing"]:
         lines += ["", f"**Partial:** not every round of every system has been measured of {_list(found['missing'])}."]
@@ -110,8 +110,8 @@ def _table(rows: Sequence[Row], floors: Mapping[str, Any]) -> list[str]:
     limit = floors["limit_ms"]
     lines = [
         f"| system | rounds | step ms | step / limit | step / {OWN} | exposed ms | CPU ms: main, other "
-        "| predicted / step | sent MB | peak MiB (added) | first step s | loss differs |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| cores busy | predicted / step | sent MB | peak MiB (added) | first step s | loss differs |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {row.system} | {row.rounds} | {row.step_ms.text()} | "
@@ -119,6 +119,7 @@ def _table(rows: Sequence[Row], floors: Mapping[str, Any]) -> list[str]:
         f"| {row.ratio.text(2) if row.ratio else NONE} "
         f"| {row.exposed_ms.text() if row.exposed_ms else NONE} "
         f"| {row.main_cpu_ms.median:,.0f}, {row.other_cpu_ms.median:,.0f} "
+        f"| {row.cores_busy.median:.0%} "
         f"| {f'{row.predicted.median:.2f}' if row.predicted else NONE} | {row.sent_bytes.median / 1e6:,.2f} "
         f"| {row.peak_bytes.median / MIB:,.0f} ({row.added_bytes.median / MIB:,.0f}) "
         f"| {row.first_step_s:.1f} | {_agreement(row.loss_difference)} |"

@@ -64,6 +64,7 @@ class Row:
         exposed_ms: its step less that of `System.alone`, of the same round.
         sent_bytes: per step, all ranks together.
         main_cpu_ms, other_cpu_ms: per step, a rank's processor time in the thread that computes and in all others.
+        cores_busy: of the time of all cores, the part in which they ran anything, the kernel's work included.
         peak_bytes, added_bytes: largest memory of a rank, and how much of it came after the rank was ready.
         loss_difference: largest relative difference of its losses from those of the first system that communicates.
         notes: what the system itself decided, on rank 0.
@@ -78,6 +79,7 @@ class Row:
     sent_bytes: Spread
     main_cpu_ms: Spread
     other_cpu_ms: Spread
+    cores_busy: Spread
     peak_bytes: Spread
     added_bytes: Spread
     first_step_s: float
@@ -137,6 +139,7 @@ def summarize(cells: Mapping[str, Rounds], openings: Mapping[str, Opened], shape
                 spread(lambda each: of_all([rank.sent_bytes for rank in each.ranks])),
                 spread(lambda each: median(rank.main_cpu_ms for rank in each.ranks)),
                 spread(lambda each: median(rank.other_cpu_ms for rank in each.ranks)),
+                spread(lambda each: median(rank.cores_busy for rank in each.ranks)),
                 spread(lambda each: max(rank.peak_bytes for rank in each.ranks)),
                 spread(lambda each: max(rank.peak_bytes - rank.start_bytes for rank in each.ranks)),
                 opened.first_step_s,

@@ -40,7 +40,8 @@ class Setting:
         ranks, rates_mbit: what is measured first stands first; a rate is what a rank can send, and receive.
         elsewhere: groups that are measured over fewer ranks and other rates too; all of them at `ranks[0]` and
             `rates_mbit[0]`.
-        turn_ms: a system's turn has as many steps as this is long, at least one and at most `most_steps`.
+        turn_ms: a system's turn has as many steps as this is long, at least `fewest_steps` and at most `most_steps`.
+            One alone would not show what a step that hides its communication behind the next one costs.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Setting:
     rates_mbit: tuple[float, ...]
     elsewhere: tuple[str, ...] = ()
     turn_ms: float = 1_000.0
+    fewest_steps: int = 2
     most_steps: int = 4
     size: str = "lab"
     optimizer: str = "adagrad"

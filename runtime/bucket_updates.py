@@ -223,15 +223,19 @@ class BucketUpdates:
             self.release(optimizer)
             return False
         options = [hyperparameters(group) for group in optimizer.param_groups]
-        for bucket in self._waiting.values():
-            taken = mine.intersection(bucket.parameters)
-            if taken:
-                groups = [
-                    {**kept, "params": [p for p in group["params"] if p in taken]}
-                    for kept, group in zip(options, optimizer.param_groups, strict=True)
-                ]
-                bucket.updates.append((optimizer, kind, [group for group in groups if group["params"]]))
-                bucket.stepped |= {p: p._version for p in taken}
+        bucket_of = {parameter: k for k, bucket in self._waiting.items() for parameter in bucket.parameters}
+        taken: dict[int, list[dict[str, Any]]] = {}
+        for kept, group in zip(options, optimizer.param_groups, strict=True):
+            by_bucket: dict[int, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                if parameter in mine and (k := bucket_of.get(parameter)) is not None:
+                    by_bucket.setdefault(k, []).append(parameter)
+            for k, parameters in by_bucket.items():
+                taken.setdefault(k, []).append({**kept, "params": parameters})
+        for k, groups in taken.items():
+            bucket = self._waiting[k]
+            bucket.updates.append((optimizer, kind, groups))
+            bucket.stepped |= {p: p._version for group in groups for p in group["params"]}
         return True
 
     def release(self, optimizer: Optimizer) -> None:

@@ -24,7 +24,7 @@ RECTANGLE = "{http://www.w3.org/2000/svg}rect"
 
 
 def measured(step_ms: float, sent_bytes: float = 100.0) -> Measured:
-    return Measured(step_ms, (step_ms,), sent_bytes, 8.0, 2.0, peak_bytes=300, start_bytes=200)
+    return Measured(step_ms, (step_ms,), sent_bytes, 8.0, 2.0, 0.5, peak_bytes=300, start_bytes=200)
 
 
 def turn(*step_ms: float, run: str = "one") -> Round:
@@ -185,7 +185,7 @@ def test_the_page_says_what_is_missing_and_which_losses_differ(kept: Kept) -> No
         "**Partial:** not every round of every system has been measured of lm, 4 ranks, 200 Mb/s, pair; lm, 2" in page
     )
     assert "ddp did not run: it is not there" in page
-    assert "| embrace_2d | 1 | 20 (20 to 20) | 0.72 | 1.00 (1.00 to 1.00) | 8 (8 to 8) | 8, 2 |" in page
+    assert "| embrace_2d | 1 | 20 (20 to 20) | 0.72 | 1.00 (1.00 to 1.00) | 8 (8 to 8) | 8, 2 | 50% |" in page
     assert "| **1e-01** |" in page
     assert "dependences 28 ms. Limit 28 ms (dependences)." in page
     assert "WITHOUT a limit, because: found no tc" in page
