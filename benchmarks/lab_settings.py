@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.lab_cell import Cell
-from benchmarks.peers import SYSTEMS
-from embrace_fx.plan import STRATEGIES
+from benchmarks.peers import FORCED_STRATEGIES, SYSTEMS
 
 
 class Block(NamedTuple):
@@ -144,7 +143,7 @@ SETTINGS = {
     "strategies": Setting(
         "strategies",
         MODELS,
-        {FORCED: ("embrace_alone", "embrace_2d", *(f"forced_{strategy}" for strategy in STRATEGIES))},
+        {FORCED: ("embrace_alone", "embrace_2d", *(f"forced_{strategy}" for strategy in FORCED_STRATEGIES))},
         rounds=5,
         ranks=(8, 4, 2),
         rates_mbit=(200.0, 2_000.0),

@@ -6,6 +6,8 @@ optimizer that sees both runs on each model. Systems of other environments run w
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +18,9 @@ from benchmarks.lab_cell import Cell, Close, Closed, Open, Ready
 from benchmarks.lab_hosts import Crew, CrewFailed, crew, python_of
 from benchmarks.models import MODELS
 from benchmarks.network import Links, network
-from benchmarks.peers import ENVIRONMENTS, SYSTEMS
+from benchmarks.peers import ENVIRONMENTS, FORCED_STRATEGIES, SYSTEMS
 from benchmarks.peers.base import Task
+from embrace_fx.plan import STRATEGIES
 from tests.ranks import run_ranks
 
 RANKS, STEPS = 2, 5
@@ -29,6 +32,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 
 EVERY_MODEL = pytest.mark.parametrize("model", MODELS)
 EVERY_OPTIMIZER = pytest.mark.parametrize("optimizer", LEARNING_RATES)
+
+
+def test_ranks_of_other_environments_do_without_this_package() -> None:
+    hidden = "import sys; sys.modules['embrace_fx'] = None; import benchmarks.lab_rank"
+
+    found = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, check=False)
+
+    assert found.returncode == 0, found.stderr
+
+
+def test_every_strategy_can_be_forced() -> None:
+    assert FORCED_STRATEGIES == STRATEGIES
 
 
 def task(model: str, optimizer: str) -> Task:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
 from benchmarks.models.base import Batch, TableModel, Workload
-from embrace_fx import CompiledModel
+
+if TYPE_CHECKING:
+    from embrace_fx import CompiledModel
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adagrad": Adagrad, "sgd": SGD}
 """Those that every system has, that take sparse gradients, and that leave rows without gradient as they are: with them
