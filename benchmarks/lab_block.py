@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -155,8 +156,13 @@ def available_bytes() -> int:
     raise KeyError("expected a line MemAvailable in /proc/meminfo, found none")
 
 
+_ports = itertools.count(20_000)
+"""Below those that systems take for connections of their own, and none twice."""
+
+
 def _free_port() -> int:
-    """Free on this machine's loopback; hosts of their own have next to no ports in use."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """Where a system's ranks meet: free on this machine's loopback, and on a host of its own."""
+    for port in _ports:
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError  # unreachable: the count has no end

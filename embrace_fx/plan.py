@@ -99,7 +99,8 @@ class Decision:
         sent_bytes_per_step: predicted payload that one rank sends per step, the mean over ranks: without the frames of
             the transport (gloo adds 144 bytes per message, TCP and Ethernet 66 per packet).
         ddp_bytes_per_step: what DDP's dense AllReduce sends for it.
-        predicted_ms: time of the exchange alone on an idle link.
+        predicted_ms: time of the exchange alone on an idle link; a table's with what processors do for it in a step,
+            the update of its rows included.
         scheme: of "zen": "balanced" or "hierarchical"; else "".
         grid: of "alltoall", where the ranks are more than one row; else None.
         candidates: every strategy weighed, of which one was chosen; empty where there was nothing to choose.

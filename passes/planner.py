@@ -17,14 +17,20 @@ from embrace_fx.graph import Table, TrainingGraph
 from embrace_fx.passes.asked_strategies import Strategy, requested_strategies
 from embrace_fx.passes.bucketing import plan_buckets
 from embrace_fx.passes.narrow import exchange_dtype
-from embrace_fx.passes.shard_cost import FEWEST_RANKS, RowsAtHome, shard_exchange, shard_work, widest_useful
+from embrace_fx.passes.shard_cost import (
+    FEWEST_RANKS,
+    RowsAtHome,
+    replica_work,
+    shard_exchange,
+    shard_work,
+    widest_useful,
+)
 from embrace_fx.plan import EXCHANGES, Candidate, Decision, Grid, Plan, check_grid
 from embrace_fx.sparsity import Sparsity, in_blocks, independent
 
 CLEARLY = 0.8
 """Of the predicted time of the strategy in use: what another one must stay below for a table to change. And of a legal
-AlltoAll's: what a sparse exchange of replicas must stay below, for these also make a dense gradient of all rows, and
-their optimizer updates all of them, which is no part of an exchange and not counted."""
+AlltoAll's: what a sparse exchange of replicas must stay below, which needs the whole table on every rank."""
 
 SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
 """Of a table's rows, read by each rank: at these it is tried out whether its strategy depends on them."""
@@ -182,7 +188,8 @@ class _Setting:
     def of_dense(self, fact: ParameterFacts, wanted: str | Grid) -> _Choice:
         """A parameter that no lookup reads: nothing is known of its gradient's zeros, but the user may know."""
         strategies = ("allreduce",) if wanted == "auto" else ("allreduce", *EXCHANGES)
-        priced = self._replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0), strategies)
+        packed = cost.passes_over(fact.nbytes) + cost.claim(fact.nbytes)  # into its bucket
+        priced = self._replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0), packed, strategies)
         assert isinstance(wanted, str)  # grids are for tables
         if wanted == "auto":
             return _Choice(priced["allreduce"], "dense gradient")
@@ -194,7 +201,8 @@ class _Setting:
         sharded = self._laid_out(table, fact, rows, wanted)
         wanted = "alltoall" if isinstance(wanted, Grid) else wanted
         upkeep = upkeep_of_replicas(table, rows, self.world_size)
-        priced = self._replicas(fact, self._sparsity_of(table, fact, rows), upkeep) | {"alltoall": sharded}
+        replicas = self._replicas(fact, self._sparsity_of(table, fact, rows), upkeep, replica_work(fact.nbytes))
+        priced = replicas | {"alltoall": sharded}
         mean_rows = sum(rows) / max(len(rows), 1)
         share = mean_rows / max(table.num_rows, 1)
         grid = sharded.grid or Grid(1, self.world_size)
@@ -246,16 +254,16 @@ class _Setting:
         fact: ParameterFacts,
         rows: Sparsity,
         upkeep: cost.Exchange,
+        around: cost.Work,
         strategies: Collection[str] = ("allreduce", *EXCHANGES),
     ) -> dict[str, _Priced]:
-        """Strategies of replicas."""
+        """Strategies of replicas, and the `upkeep` and the work `around` the exchange that all of them need."""
         priced = {}
         for strategy in strategies:
             scheme: Scheme = cheaper_scheme(rows, self.cluster) if strategy == "zen" else "balanced"
             found = predict(strategy, self._units(rows, strategy), scheme=scheme, cluster=self.links)
             held = 0 if strategy == "allreduce" else 2 * found.mean.sent_bytes
-            packed = cost.passes_over(fact.nbytes) + cost.claim(fact.nbytes)  # into its bucket
-            others_ms = packed.time_ms(self.cluster) + upkeep.time_ms(self.cluster, "all_reduce")
+            others_ms = around.time_ms(self.cluster) + upkeep.time_ms(self.cluster, "all_reduce")
             alone = replace(found, critical=replace(found.critical, messages=0)) if strategy == "allreduce" else found
             priced[strategy] = self._priced(
                 strategy,
@@ -371,7 +379,7 @@ def _slower(other: _Priced, chosen: _Priced) -> str:
     if ratio > 1 or other.strategy not in EXCHANGES or chosen.strategy in EXCHANGES:
         return times
     if chosen.strategy == "alltoall":
-        return f"{times}, but not below {CLEARLY:.0%} without start-ups, and replicas update every row"
+        return f"{times}, but not below {CLEARLY:.0%} without start-ups, and replicas hold every row"
     return f"{times}, but not without the start-ups that {chosen.strategy} shares"
 
 

@@ -19,7 +19,7 @@ from embrace_fx.graph import Gradient, Parameter, TrainingGraph
 from embrace_fx.passes.asked_strategies import Strategy, requested_strategies
 from embrace_fx.passes.bucketing import plan_buckets
 from embrace_fx.passes.planner import CLEARLY, ParameterFacts, decide, upkeep_of_replicas
-from embrace_fx.passes.shard_cost import shard_exchange, shard_work
+from embrace_fx.passes.shard_cost import UPDATE_PASSES, shard_exchange, shard_work
 from embrace_fx.plan import EXCHANGES, STRATEGIES, Decision, Grid, Plan
 from embrace_fx.sparsity import Sparsity
 from tests.graphs import IDS, Tables, analysed, table_of, tables_model
@@ -214,12 +214,26 @@ def test_a_processor_that_is_slow_to_search_has_dense_gradients_summed() -> None
 
 
 def test_work_for_a_sharded_table_by_hand() -> None:
-    """Two ranks read 100 and 140 rows of 4 columns of 8 bytes: 240 halves of rows looked up, cleared and added; 140
-    whole ones joined and split."""
+    """Two ranks read 100 and 140 rows of 4 columns of 8 bytes: 240 halves of rows looked up, cleared, added, updated;
+    140 whole ones joined and split."""
     work = shard_work(table_of(graph_of(10_000)), (100, 140), 8, 2)
 
-    assert work == cost.Work(passed_bytes=3 * 240 * 2 * 8 + 2 * 140 * 4 * 8, units=240 + 140)
+    assert work == cost.Work(passed_bytes=(3 + UPDATE_PASSES) * 240 * 2 * 8 + 2 * 140 * 4 * 8, units=240 + 140)
     assert shard_work(table_of(graph_of(10_000)), (100,), 8, 1) == cost.Work()
+
+
+def test_the_update_of_every_row_speaks_against_replicas() -> None:
+    """Two ranks on a fast link exchange few rows in next to no time; what costs is an update of 22,000 rows."""
+    rows, width = 22_000, 128
+    table = replace(table_of(graph_of(rows)), embedding_dim=width)
+    facts = (replace(FACTS, name=TABLE, shape=(rows, width), itemsize=4),)
+    links = cost.Cluster(bandwidth_bytes_per_ms=200e6 / 8 / 1e3)
+
+    plan = decide(replace(graph_of(rows), tables=(table,)), facts, {TABLE: (240, 240)}, world_size=2, cluster=links)
+
+    assert plan[TABLE].strategy == "alltoall"
+    replicas = [c for c in plan[TABLE].candidates if c.strategy != "alltoall"]
+    assert min(c.predicted_ms for c in replicas) > UPDATE_PASSES * rows * width * 4 / 1e7
 
 
 @pytest.mark.parametrize("strategy", EXCHANGES)
