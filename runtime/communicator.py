@@ -29,7 +29,7 @@ ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval 
 """What a call of the model can be; all ranks must do the same."""
 
 CLASSES = ("ids", "embedding", "dense")
-"""Communication classes, each with a process group of its own."""
+"""Communication classes of a program's own launches: set-up, evaluation, and what no launcher sends."""
 
 _FAILED, _ASKS_TO_PLAN = 1, 2
 """Marks in the first number of an announcement."""
@@ -83,7 +83,10 @@ class Communicator:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._roll_call: RollCall | None = None
         if group is not None and self.world_size > 1:
-            self._open(CLASSES)
+            if "nccl" in dist.get_backend_config(group):
+                self._open(CLASSES)
+            else:  # every group of gloo has a thread that wakes a hundred times a second, on cores that compute
+                self._groups = dict.fromkeys(CLASSES, self._new_group("program"))
             on_host = _carries(group, CPU)
             self._hosts = self._groups["ids"] if on_host else self._new_group("hosts", backend="gloo")
             store = dist.distributed_c10d._get_default_store()
