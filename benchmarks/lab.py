@@ -165,12 +165,12 @@ def chosen(options: argparse.Namespace) -> Setting:
         unknown = [name for name in getattr(options, option) or () if name not in known]
         if unknown:
             raise ValueError(f"expected a {kind} of {', '.join(known)}, in the options, found {', '.join(unknown)}.")
-    groups = {name: setting.groups[name] for name in options.groups or setting.groups}
+    groups, together = {name: setting.groups[name] for name in options.groups or setting.groups}, setting.together
     if options.systems:
-        groups = {CHOSEN: options.systems}
+        groups, together = {CHOSEN: options.systems}, False
     given = ("models", "rounds", "ranks", "rates_mbit", "turn_ms", "size", "optimizer", "timeout_s")
     changes = {name: getattr(options, name) for name in given if getattr(options, name) is not None}
-    return replace(setting, groups=groups, elsewhere=tuple(groups), **changes)
+    return replace(setting, groups=groups, elsewhere=tuple(groups), together=together, **changes)
 
 
 def whole(setting: Setting, base: Setting) -> Setting:

@@ -33,7 +33,7 @@ MEASURED_SOURCES = (
 """What a measurement depends on, besides the setting and the versions."""
 UNMEASURED_SOURCES = ("embrace_fx/viz/**/*",)
 VERSIONED = ("torch", "numpy", "torchrec", "fbgemm-gpu-cpu", "horovod")
-FREE = ("name", "models", "groups", "rounds", "ranks", "rates_mbit", "elsewhere")
+FREE = ("name", "models", "groups", "rounds", "ranks", "rates_mbit", "elsewhere", "together")
 """Fields of a setting that a cell does not depend on, or that its folder and file name."""
 
 

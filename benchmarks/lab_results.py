@@ -244,7 +244,7 @@ def targets(setting: Setting, blocks: Sequence[Mapping[str, Any]]) -> list[Targe
         ]
         found += [target for block in here for target in _of_group(block, model)]
         if here:
-            found += _scaling(setting, model, here[0]["group"], blocks)
+            found += _scaling(setting, model, blocks)
     return found + [target for block in blocks if block["group"] == FORCED for target in _of_choice(block)]
 
 
@@ -290,16 +290,14 @@ def _of_group(block: Mapping[str, Any], model: str) -> list[Target]:
     return found
 
 
-def _scaling(setting: Setting, model: str, group: str, blocks: Sequence[Mapping[str, Any]]) -> list[Target]:
-    """Exposed communication of the most ranks less that of the fewest."""
-    exposed = {
-        block["ranks"]: row.exposed_ms
-        for block in blocks
-        for row in block["rows"]
-        if (block["model"], block["rate_mbit"], block["group"], row.system)
-        == (model, setting.rates_mbit[0], group, OWN)
-        and row.exposed_ms
-    }
+def _scaling(setting: Setting, model: str, blocks: Sequence[Mapping[str, Any]]) -> list[Target]:
+    """Exposed communication of the most ranks less that of the fewest, each of its first group."""
+    exposed: dict[int, Spread] = {}
+    for block in blocks:
+        for row in block["rows"]:
+            where = (block["model"], block["rate_mbit"], row.system)
+            if where == (model, setting.rates_mbit[0], OWN) and row.exposed_ms:
+                exposed.setdefault(block["ranks"], row.exposed_ms)
     most, fewest = max(exposed, default=0), min(exposed, default=0)
     if most == fewest:
         return []

@@ -39,6 +39,7 @@ class Setting:
         ranks, rates_mbit: what is measured first stands first; a rate is what a rank can send, and receive.
         elsewhere: groups that are measured over fewer ranks and other rates too; all of them at `ranks[0]` and
             `rates_mbit[0]`.
+        together: of fewer than `MOST_RANKS`, the systems of all groups are one block, for the memory holds them.
         turn_ms: a system's turn has as many steps as this is long, at least `fewest_steps` and at most `most_steps`.
             One alone would not show what a step that hides its communication behind the next one costs.
     """
@@ -50,6 +51,7 @@ class Setting:
     ranks: tuple[int, ...]
     rates_mbit: tuple[float, ...]
     elsewhere: tuple[str, ...] = ()
+    together: bool = False
     turn_ms: float = 1_000.0
     fewest_steps: int = 2
     most_steps: int = 4
@@ -63,13 +65,17 @@ class Setting:
         for rate_mbit in self.rates_mbit:
             for ranks in self.ranks:
                 first = ranks == self.ranks[0] and rate_mbit == self.rates_mbit[0]
+                groups = [group for group in self.groups if first or group in self.elsewhere]
+                if self.together and ranks < MOST_RANKS:
+                    groups = [TOGETHER]
                 for model in self.models:
-                    for group in self.groups:
-                        if first or group in self.elsewhere:
-                            yield Block(model, ranks, rate_mbit, group)
+                    for group in groups:
+                        yield Block(model, ranks, rate_mbit, group)
 
     def systems(self, block: Block) -> tuple[str, ...]:
-        return self.groups[block.group]
+        if block.group != TOGETHER:
+            return self.groups[block.group]
+        return tuple(dict.fromkeys(s for group in self.groups if group in self.elsewhere for s in self.groups[group]))
 
     def cell(self, block: Block, system: str, port: int) -> Cell:
         return Cell(
@@ -86,6 +92,7 @@ class Setting:
         )
 
 
+TOGETHER, MOST_RANKS = "together", 8
 MODELS = ("lm", "transformer", "bert", "gnmt", "recommender")
 FORCED = "forced"
 """The group of `embrace_2d`, whose planner chooses, beside each strategy forced on all tables."""
@@ -139,6 +146,7 @@ SETTINGS = {
         ranks=(8, 4, 2),
         rates_mbit=(200.0, 2_000.0),
         elsewhere=("replicas", "shards"),
+        together=True,
     ),
     "strategies": Setting(
         "strategies",

@@ -357,7 +357,9 @@ def place_anew(setting: Setting, graph: TrainingGraph, old: Plan, new: Plan) -> 
                 _shard(setting, name, new)
                 if gradient is not None:
                     state.tables[name].add_dense_gradient(gradient)
-    state.tables = {name: state.tables[name] for name in new.sharded}
+    ordered = {name: state.tables[name] for name in new.sharded}
+    state.tables.clear()
+    state.tables.update(ordered)
     _hand_over(setting, graph, new)
 
 

@@ -86,7 +86,7 @@ class Scheduling:
             communicator,
             launcher,
             flow.wait,
-            state.note_gradients,
+            state.gradients.note,
             self._exchanges(on_streams=on is not None),
         )
         return flow

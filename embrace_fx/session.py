@@ -70,7 +70,7 @@ class Session:
         self._state = ModelState(model)
         self._compiled_for = self._parameters_are()
         stepping = {
-            id(optimizer): Stepping(communicator=self._communicator, check=self._state.check_gradients)
+            id(optimizer): Stepping(communicator=self._communicator, gradients=self._state.gradients)
             for optimizer in optimizers
         }
         classes = {id(optimizer): attach(optimizer, stepping[id(optimizer)]) for optimizer in optimizers}
@@ -340,6 +340,7 @@ class Session:
             self._flow.parameters_may_change()
 
     def clear_row_gradients(self) -> None:
+        self._state.gradients.take()
         self._state.unreduced.clear()
         for name, table in self._state.tables.items():
             table.clear_gradient()
@@ -352,7 +353,7 @@ class Session:
         dense = [p for name, p in self.model.named_parameters() if name not in self._state.tables]
         tables = list(self._state.tables.values())
         norm = clip_gradients(dense, tables, self._communicator, max_norm, norm_type)
-        self._state.note_gradients(dense)
+        self._state.gradients.note(dense)
         return norm
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:

@@ -36,7 +36,7 @@ def deliver(
                 delivered.add(id(value))
             case RowGradient(table, part) if table not in absent:
                 rows.setdefault(table, {})[part] = value
-    state.note_gradients(
+    state.gradients.note(
         [state.parameter(r.of.name) for r in roles if isinstance(r, Gradient) and isinstance(r.of, Parameter)]
     )
     for table, parts in rows.items():
@@ -53,6 +53,7 @@ def deliver(
         if isinstance(role, PendingRows) and role.table in absent:
             assert flow is not None
             flow.exchanges[role.table].discard()
+    state.gradients.leave()
 
 
 def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised: bool) -> None:

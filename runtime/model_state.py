@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
 
+from embrace_fx.runtime.gradient_watch import GradientWatch
 from embrace_fx.runtime.tables import RowTable, local_tensor
 
 
@@ -25,7 +26,8 @@ class ModelState:
         self.tables: dict[str, RowTable] = {}
         self.unreduced: set[str] = set()
         """Parameters whose `.grad` holds this rank's own sum, from backwards under `no_sync`."""
-        self._delivered: list[tuple[nn.Parameter, Tensor, int]] = []
+        owners = self._parameters.values()
+        self.gradients = GradientWatch(self.tables, lambda: (owner[key] for owner, key in owners))
         self.awaiting_backward: WeakSet[object] = WeakSet()
         """Calls whose results the user still holds, and has not gone backward from."""
 
@@ -41,26 +43,6 @@ class ModelState:
     def any_parameter(self) -> nn.Parameter | None:
         """One of them, where there is any: they are on one device."""
         return next(self.parameters(), None)
-
-    def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Remembers the gradients that were just delivered, as they are."""
-        self._delivered = [(p, p.grad, p.grad._version) for p in parameters if p.grad is not None]
-
-    def check_gradients(self) -> None:
-        """Raises where all dense gradients were written in place, or replaced, since they were delivered.
-
-        That is what `torch.nn.utils.clip_grad_norm_` and `GradScaler.unscale_` do, and neither sees the gradients of
-        sharded tables: the step would mix clipped and unclipped ones.
-        """
-        delivered, self._delivered = self._delivered, []
-        left = [each for each in delivered if each[0].grad is not None]
-        if self.tables and left and all(p.grad is not given or given._version != v for p, given, v in left):
-            raise RuntimeError(
-                "expected gradients as the backward left them, in optimizer.step(), found that all dense ones were "
-                "changed in place (clipped or unscaled?) or replaced while the sharded tables' were not. Clip with the "
-                "compiled model's own clip_grad_norm_(), scale the loss and not its gradients, and let "
-                "GradScaler.step() do the unscaling."
-            )
 
     def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:
         """A gradient plus what backwards under `no_sync` left of it in `.grad`."""

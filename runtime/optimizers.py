@@ -18,6 +18,7 @@ from torch.optim import Optimizer, SparseAdam
 from embrace_fx.exactness import KNOWN_OPTIONS
 from embrace_fx.runtime.communicator import Communicator
 from embrace_fx.runtime.flow import Flow
+from embrace_fx.runtime.gradient_watch import GradientWatch
 from embrace_fx.runtime.layouts import grid_of, state_by_columns
 from embrace_fx.runtime.tables import RowTable, local_tensor, shard_state
 
@@ -42,7 +43,7 @@ class Stepping:
         sharded: tables in column shards.
         dense_tables: data-parallel tables updated by rows.
         communicator: for what the ranks must agree on in a step.
-        check: raises where a step would apply gradients that do not belong together.
+        gradients: what a step checks that it applies what belongs together by, and tells that it does.
         by_rows: the optimizer's class is one of which tables can be updated by rows.
         kind: that class.
         flow: what runs from one step into the next, where there is such.
@@ -51,10 +52,20 @@ class Stepping:
     sharded: list[RowTable] = field(default_factory=list)
     dense_tables: list[DenseTable] = field(default_factory=list)
     communicator: Communicator | None = None
-    check: Callable[[], None] = lambda: None
+    gradients: GradientWatch | None = None
     by_rows: bool = True
     kind: type[Optimizer] = Optimizer
     flow: Flow | None = None
+
+    def take(self) -> None:
+        """Dense gradients and rows are stepped, or zeroed, together."""
+        if self.gradients is not None:
+            self.gradients.take()
+
+    def check(self) -> None:
+        """Raises where a step would apply gradients that do not belong together."""
+        if self.gradients is not None:
+            self.gradients.check_written()
 
     def take_over(self, optimizer: Optimizer) -> bool:
         """Whether the dense part of a step is left to the next forward, which needs its parameters first."""
@@ -134,6 +145,7 @@ class _RowStepping(Optimizer):
         for table in stepping.sharded:
             table.check()
             _make_state_from_zeros(table)
+        stepping.take()
         self._opt_called = True  # what a scheduler looks at to warn of a wrong order of calls
         if not stepping.take_over(self):
             dense = [_take_dense(entry) for entry in stepping.dense_tables]
@@ -228,6 +240,7 @@ class _RowStepping(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
+        self._embrace_stepping.take()
         for table in self._embrace_stepping.sharded:
             table.clear_gradient()
             if self._embrace_stepping.flow is not None:

@@ -26,7 +26,7 @@ from benchmarks.lab_hosts import ROOT, Crew, CrewFailed, crew, python_of
 from benchmarks.lab_kept import Kept, fingerprint
 from benchmarks.lab_report import write
 from benchmarks.lab_results import results
-from benchmarks.lab_settings import SETTINGS, Block, Setting
+from benchmarks.lab_settings import GROUPS, SETTINGS, Block, Setting
 from benchmarks.models import MODELS
 from benchmarks.network import Links, network
 from benchmarks.peers import SYSTEMS
@@ -277,6 +277,9 @@ def test_blocks_come_by_rate_then_ranks_and_the_ablation_is_of_the_first() -> No
         (ranks, rate) for rate in (200.0, 2000.0) for ranks in (8, 4, 2)
     ]
     assert {b[:3] for b in blocks if b.group == "ablation"} == {(model, 8, 200.0) for model in MODELS}
+    fewer = {b.group for b in blocks if b.ranks < 8}
+    assert fewer == {"together"}
+    assert set(full.systems(Block("lm", 4, 200.0, "together"))) == {*GROUPS["replicas"], *GROUPS["shards"]}
     measured = {system for each in (full, SETTINGS["strategies"]) for group in each.groups.values() for system in group}
     assert measured == set(SYSTEMS)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adagrad
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
 
 import embrace_fx
@@ -199,3 +200,89 @@ def test_without_an_optimizer_a_hand_written_step_equals_sgd() -> None:
 
     for parameters in run_ranks(2, _train_by_hand, workload):
         assert_same(parameters, expected, DTYPE)
+
+
+# -- optimizers and loops that the library does not know ---------------------------------------------------------------
+
+
+class Zeroing(NamedTuple):
+    """Who steps and zeroes, and when within a step."""
+
+    own: bool = False  # the optimizer that compile was given
+    by_hand: bool = False
+    before_forward: bool = True
+
+
+def _train_apart(rank: int, world_size: int, schedule: str, zeroing: Zeroing) -> tuple[int, str]:
+    """Steps until an error, and what it says."""
+    model = WORKLOADS["two_table_lm"].make(DTYPE, SEED)
+    compiled = embrace_fx.compile(
+        model, optimizer=Adagrad(model.parameters(), lr=0.1), strategy="alltoall", schedule=schedule
+    )
+    other = compiled.optimizer if zeroing.own else Adagrad(model.parameters(), lr=0.1)
+
+    def zero() -> None:
+        if zeroing.by_hand:
+            for parameter in model.parameters():
+                parameter.grad = None
+        else:
+            other.zero_grad()
+
+    for step in range(STEPS):
+        if zeroing.before_forward:
+            zero()
+        try:
+            loss = compiled(*WORKLOADS["two_table_lm"].batches(step, rank, SEED))
+        except RuntimeError as error:
+            return step, str(error)
+        if not zeroing.before_forward:
+            zero()
+        loss.backward()
+        other.step()
+    return STEPS, ""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "zeroing"),
+    [
+        ("2d", Zeroing()),
+        pytest.param("none", Zeroing(), marks=pytest.mark.long),
+        pytest.param("2d", Zeroing(by_hand=True), marks=pytest.mark.long),
+        ("none", Zeroing(by_hand=True)),
+        ("2d", Zeroing(before_forward=False)),
+        pytest.param("none", Zeroing(before_forward=False), marks=pytest.mark.long),
+    ],
+)
+def test_an_optimizer_that_cannot_see_the_tables_is_refused(schedule: str, zeroing: Zeroing) -> None:
+    for steps, error in run_ranks(2, _train_apart, schedule, zeroing):
+        assert steps == (1 if zeroing.before_forward else 2)
+        assert "Pass every optimizer to compile()" in error
+
+
+@pytest.mark.parametrize("schedule", long_but(("2d",), {"none": ("none",), "2d": ("2d",)}))
+@pytest.mark.parametrize("before_forward", [True, False])
+def test_the_optimizer_that_compile_was_given_is_not(before_forward: bool, schedule: str) -> None:
+    for steps, error in run_ranks(2, _train_apart, schedule, Zeroing(own=True, before_forward=before_forward)):
+        assert (steps, error) == (STEPS, "")
+
+
+def _train_at_two_paces(rank: int, world_size: int, workload: Workload) -> int:
+    """An optimizer of the dense parameters steps each time, one of the tables every other time."""
+    model = workload.make(DTYPE, SEED)
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    known = {id(parameter) for parameter in tables}
+    often = Adagrad([p for p in model.parameters() if id(p) not in known], lr=0.1)
+    seldom = Adagrad(tables, lr=0.1)
+    compiled = embrace_fx.compile(model, optimizer=(often, seldom), strategy="alltoall")
+    for step in range(STEPS):
+        compiled(*workload.batches(step, rank, SEED)).backward()
+        often.step()
+        often.zero_grad()
+        if step % 2:
+            seldom.step()
+            seldom.zero_grad()
+    return STEPS
+
+
+def test_optimizers_of_compile_may_keep_different_paces() -> None:
+    assert run_ranks(2, _train_at_two_paces, WORKLOADS["two_table_lm"]) == [STEPS, STEPS]

@@ -45,8 +45,10 @@ class System:
         return found
 
 
-def embrace(alone: str = "embrace_alone", rows: int = 1, **options: Any) -> System:
-    return System("embrace.EmbraceFx", "project", alone, options, warm_up_steps=13 if alone else 3, rows=rows)
+def embrace(alone: str = "embrace_alone", rows: int = 1, ours: bool = False, **options: Any) -> System:
+    """`ours`: a stand-in for another system, which orders nothing."""
+    settles_late = bool(alone) and not ours
+    return System("embrace.EmbraceFx", "project", alone, options, warm_up_steps=13 if settles_late else 3, rows=rows)
 
 
 SYSTEMS: dict[str, System] = {
@@ -61,8 +63,8 @@ SYSTEMS: dict[str, System] = {
     "torchrec_column": System("torchrec_peer.TorchRec", "torchrec", "alone_sparse", {"sharding": "column"}),
     "torchrec_row": System("torchrec_peer.TorchRec", "torchrec", "alone_sparse", {"sharding": "row"}),
     "torchrec_planner": System("torchrec_peer.TorchRec", "torchrec", "alone_sparse", {"sharding": "planner"}),
-    "ours_parameter_server": embrace(schedule="none", strategy={"*": "ps"}),
-    "ours_parallax": embrace(schedule="none", strategy={"tables.*": "ps"}),
+    "ours_parameter_server": embrace(ours=True, schedule="none", strategy={"*": "ps"}),
+    "ours_parallax": embrace(ours=True, schedule="none", strategy={"tables.*": "ps"}),
     "embrace_none": embrace(schedule="none"),
     "embrace_vertical": embrace(schedule="vertical"),
     "embrace_horizontal": embrace(schedule="horizontal"),
