@@ -13,6 +13,7 @@ from torch.optim import Adagrad
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
 
 import embrace_fx
+from embrace_fx.schedule import ScheduleName
 from tests.cases import long_but
 from tests.models import MODELS, Workload
 from tests.ranks import run_ranks
@@ -213,7 +214,7 @@ class Zeroing(NamedTuple):
     before_forward: bool = True
 
 
-def _train_apart(rank: int, world_size: int, schedule: str, zeroing: Zeroing) -> tuple[int, str]:
+def _train_apart(rank: int, world_size: int, schedule: ScheduleName, zeroing: Zeroing) -> tuple[int, str]:
     """Steps until an error, and what it says."""
     model = WORKLOADS["two_table_lm"].make(DTYPE, SEED)
     compiled = embrace_fx.compile(
