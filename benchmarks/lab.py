@@ -43,15 +43,13 @@ from benchmarks.lab_hosts import ROOT, Crew, CrewFailed, crew
 from benchmarks.lab_kept import Kept, fingerprint
 from benchmarks.lab_report import write
 from benchmarks.lab_results import results
-from benchmarks.lab_settings import SETTINGS, Block, Setting
+from benchmarks.lab_settings import CHOSEN, SETTINGS, Block, Setting
 from benchmarks.models import MODELS
 from benchmarks.network import Links, Network, network
 from benchmarks.peers import SYSTEMS
 
 KEPT = ROOT / "build" / "lab"
 RESULTS = Path(__file__).parent / "results"
-CHOSEN = "chosen"
-"""The group that `--systems` makes."""
 
 
 @dataclass
@@ -165,12 +163,12 @@ def chosen(options: argparse.Namespace) -> Setting:
         unknown = [name for name in getattr(options, option) or () if name not in known]
         if unknown:
             raise ValueError(f"expected a {kind} of {', '.join(known)}, in the options, found {', '.join(unknown)}.")
-    groups, together = {name: setting.groups[name] for name in options.groups or setting.groups}, setting.together
+    groups = {name: setting.groups[name] for name in options.groups or setting.groups}
     if options.systems:
-        groups, together = {CHOSEN: options.systems}, False
+        groups = {CHOSEN: options.systems}
     given = ("models", "rounds", "ranks", "rates_mbit", "turn_ms", "size", "optimizer", "timeout_s")
     changes = {name: getattr(options, name) for name in given if getattr(options, name) is not None}
-    return replace(setting, groups=groups, elsewhere=tuple(groups), together=together, **changes)
+    return replace(setting, groups=groups, elsewhere=tuple(groups), **changes)
 
 
 def whole(setting: Setting, base: Setting) -> Setting:
@@ -214,8 +212,9 @@ def main() -> None:
         setting = chosen(options)
     except ValueError as error:
         parser.error(str(error))
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, _interrupt)
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if ending != signal.SIGHUP or signal.getsignal(ending) != signal.SIG_IGN:  # as under nohup
+            signal.signal(ending, _interrupt)
     console = Console()
     kept = Kept(KEPT / fingerprint(setting))
     interrupted = False

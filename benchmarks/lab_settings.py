@@ -39,7 +39,8 @@ class Setting:
         ranks, rates_mbit: what is measured first stands first; a rate is what a rank can send, and receive.
         elsewhere: groups that are measured over fewer ranks and other rates too; all of them at `ranks[0]` and
             `rates_mbit[0]`.
-        together: of fewer than `MOST_RANKS`, the systems of all groups are one block, for the memory holds them.
+        together: of fewer than `MOST_RANKS`, the systems of all groups but `CHOSEN` are one block, for the memory
+            holds them.
         turn_ms: a system's turn has as many steps as this is long, at least `fewest_steps` and at most `most_steps`.
             One alone would not show what a step that hides its communication behind the next one costs.
     """
@@ -67,7 +68,7 @@ class Setting:
                 first = ranks == self.ranks[0] and rate_mbit == self.rates_mbit[0]
                 groups = [group for group in self.groups if first or group in self.elsewhere]
                 if self.together and ranks < MOST_RANKS:
-                    groups = [TOGETHER]
+                    groups = list(dict.fromkeys(CHOSEN if group == CHOSEN else TOGETHER for group in groups))
                 for model in self.models:
                     for group in groups:
                         yield Block(model, ranks, rate_mbit, group)
@@ -75,7 +76,8 @@ class Setting:
     def systems(self, block: Block) -> tuple[str, ...]:
         if block.group != TOGETHER:
             return self.groups[block.group]
-        return tuple(dict.fromkeys(s for group in self.groups if group in self.elsewhere for s in self.groups[group]))
+        merged = [group for group in self.groups if group in self.elsewhere and group != CHOSEN]
+        return tuple(dict.fromkeys(system for group in merged for system in self.groups[group]))
 
     def cell(self, block: Block, system: str, port: int) -> Cell:
         return Cell(
@@ -93,6 +95,8 @@ class Setting:
 
 
 TOGETHER, MOST_RANKS = "together", 8
+CHOSEN = "chosen"
+"""The group of systems that a user names."""
 MODELS = ("lm", "transformer", "bert", "gnmt", "recommender")
 FORCED = "forced"
 """The group of `embrace_2d`, whose planner chooses, beside each strategy forced on all tables."""

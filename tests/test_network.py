@@ -144,7 +144,8 @@ def test_an_exception_leaves_nothing_behind() -> None:
 
 
 _PARENT = """
-import os, time
+import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 from pathlib import Path
 from benchmarks.network import Links, network
 with network(Links(2, 100)) as hosts:
