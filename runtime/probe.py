@@ -53,8 +53,9 @@ SHARE_MS = 200.0
 FEWEST_RUNS, MOST_RUNS = 2, 3
 FIRST_ROW = 4
 """Launches that the first size's time is the mean of: start-up is the noisiest."""
-BURST_SHARE = 0.25
-"""How much less than the largest size's own rate the bandwidth may be, for a burst that passed at once."""
+BURST_SHARE = 0.1
+"""How much less than the largest size's own rate the bandwidth may be, for a burst that passed at once: 5 of `LONG_MS`.
+The slope alone may be far off, where one of few runs met a busy core."""
 
 HANDLED_MS = 30.0
 """For each thing that is handled, at least: several turns of the scheduler where ranks share a core."""
