@@ -1,4 +1,4 @@
-"""What a table costs per step beyond its exchange: sharded by columns or on a grid of ranks, or whole on every rank."""
+"""What a table costs per step: bytes and work of its shards, by columns or on a grid; work of a whole one."""
 
 from __future__ import annotations
 
