@@ -60,15 +60,16 @@ def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: 
     )
 
 
-def relaxing_passes(plan: Plan, schedule: str) -> tuple[Pass, ...]:
+def relaxing_passes(plan: Plan, schedule: str, rank: int = 0) -> tuple[Pass, ...]:
     """What follows on `training_passes` where communication runs into the next step.
 
     Args:
         schedule: one of `embrace_fx.schedule.SCHEDULES`.
+        rank: this one's.
     """
     if schedule == "none":
         return ()
-    return (RelaxDependences(plan.buckets, horizontal=schedule in ("horizontal", "2d")),)
+    return (RelaxDependences(plan.buckets, schedule in ("horizontal", "2d"), plan.stacks, rank),)
 
 
 def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled | None = None) -> Compiled:

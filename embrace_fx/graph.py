@@ -101,9 +101,16 @@ class PendingGradients:
 
 @dataclass(frozen=True)
 class PendingRows:
-    """The row gradient of a table, which is still on its way to its owners."""
+    """The row gradient of a table, or of the stack of several (`embrace_fx.plan.Stack`), which is still on its way to
+    its owners."""
 
     table: str
+    members: tuple[str, ...] = ()
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Parameters whose gradients these are."""
+        return self.members or (self.table,)
 
 
 OutputRole = Result | Mutation | Gradient | RowGradient | PendingGradients | PendingRows | Saved

@@ -109,6 +109,34 @@ def _(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
     return out
 
 
+define("embrace::stack_ids", "(Tensor[] ids, Tensor[] counts, int[] first_rows) -> Tensor[]")
+
+
+@register_fake("embrace::stack_ids")
+def _(ids: Sequence[Tensor], counts: Sequence[Tensor], first_rows: Sequence[int]) -> list[Tensor]:
+    """What all ranks read of several tables, as of one that has them below each other (`embrace_fx.plan.Stack`).
+
+    Takes `ids` (R,) and `counts` (N,) of `unpack_ids` for each table, and the row of the stack in which it begins.
+    Returns [ids of the stack (sum of R,), rank by rank and for each rank table by table; counts (N,) on the host].
+
+    Example, two ranks, tables of 10 and 5 rows, `first_rows` [0, 10]: of the first table rank 0 reads [2, 5], rank 1
+    reads [5]; of the second one [0] and [3, 4] -> [2, 5, 10, 5, 13, 14], [3, 3].
+    """
+    return [ids[0].new_empty((_unknown_size(),)), torch.empty_like(counts[0])]
+
+
+define("embrace::unstack_rows", "(Tensor flat, Tensor[] counts, int rank) -> Tensor[]")
+
+
+@register_fake("embrace::unstack_rows")
+def _(flat: Tensor, counts: Sequence[Tensor], rank: int) -> list[Tensor]:
+    """The rows of each table of a stack, flat, of those that this rank reads, flat (U * D,).
+
+    Example, `counts` [2, 1] of the first table and [1, 2] of the second one, D = 1: rank 0's [a, b, c] -> [a, b], [c].
+    """
+    return [flat.new_empty((_unknown_size(),)) for _ in counts]
+
+
 define("embrace::route_grid", "(Tensor ids, Tensor counts, int rank, int grid_rows, int grid_columns) -> Tensor[]")
 
 

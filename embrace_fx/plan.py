@@ -58,6 +58,28 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Sharded tables of one width, below each other as one table: their rows and gradients travel together.
+
+    Attributes:
+        tables: parameter names, in the order of their rows.
+        first_rows: the row of the stack in which each one begins.
+    """
+
+    tables: tuple[str, ...]
+    first_rows: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """What launches and updates of the stack are called.
+
+        >>> Stack(("user.weight", "item.weight", "shop.weight"), (0, 10, 30)).name
+        'user.weight and 2 more'
+        """
+        return f"{self.tables[0]} and {len(self.tables) - 1} more"
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One strategy that was weighed for one parameter.
 
@@ -132,6 +154,7 @@ class Plan:
         links_are: how these are known.
         watched: tables whose strategy follows the rows that ranks read: another one may be planned for them.
         history: what earlier plans were replaced for, one line each.
+        stacks: tables of `sharded` whose rows travel together wherever a step leaves communication to the next one.
     """
 
     world_size: int
@@ -142,6 +165,7 @@ class Plan:
     links_are: LinksAre = "assumed"
     watched: tuple[str, ...] = ()
     history: tuple[str, ...] = ()
+    stacks: tuple[Stack, ...] = ()
 
     @property
     def sharded(self) -> tuple[str, ...]:
@@ -177,7 +201,7 @@ class Plan:
     def digest(self) -> str:
         """A hash of everything the ranks must agree on."""
         agreed = [(d.parameter, d.shape, d.strategy, d.scheme, d.grid) for d in self.decisions]
-        everything = (self.world_size, agreed, self.buckets, self.renormed, self.links)
+        everything = (self.world_size, agreed, self.buckets, self.renormed, self.links, self.stacks)
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 
     def explain(self) -> str:
@@ -228,6 +252,8 @@ def render(plan: Plan) -> str:
         "",
         f"{len(plan.buckets)} bucket(s)",
     )
+    if plan.stacks:
+        text.caption = "\n".join(f"rows travel together: {', '.join(stack.tables)}" for stack in plan.stacks)
     if not any(d.is_table for d in plan.decisions):
         text.caption = "no tables: every gradient is reduced densely"
     return _printed(text)

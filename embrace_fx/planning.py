@@ -206,6 +206,8 @@ def facts_of(
         classes: id of an optimizer -> the class that defines its update.
         used: parameters to which a forward gives a gradient.
     """
+    every = enumerate(group for optimizer in optimizers for group in optimizer.param_groups)
+    groups = {id(parameter): k for k, group in every for parameter in group["params"]}
     return tuple(
         ParameterFacts(
             name,
@@ -214,6 +216,7 @@ def facts_of(
             parameter.requires_grad,
             name in used,
             *_row_updates(optimizers, classes, row_updates, parameter),
+            groups.get(id(parameter), -1),
         )
         for name, parameter in model.named_parameters()
     )

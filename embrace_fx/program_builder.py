@@ -146,7 +146,7 @@ class ProgramBuilder:
             self.flow = self.scheduling.start(self._on_other_batch)
             for stepping in self._setting.stepping.values():
                 stepping.flow = self.flow
-        return run_passes(analysed, relaxing_passes(self._plan, schedule), compiled)
+        return run_passes(analysed, relaxing_passes(self._plan, schedule, self._communicator.rank), compiled)
 
     def _program(self, compiled: Compiled, variant: Variant, *, reduce: bool) -> Program:
         analysed, train = variant.analysed, variant.train

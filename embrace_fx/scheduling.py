@@ -19,7 +19,7 @@ from embrace_fx.graph import TrainingGraph
 from embrace_fx.passes.relax import RelaxDependences
 from embrace_fx.passes.scheduler import schedule
 from embrace_fx.passes.step_graph import Sizes, build, compute_durations, events
-from embrace_fx.plan import Plan
+from embrace_fx.plan import Plan, Stack
 from embrace_fx.planning import Setting
 from embrace_fx.runtime import streams
 from embrace_fx.runtime.bucket_updates import BucketUpdates
@@ -31,6 +31,7 @@ from embrace_fx.runtime.grid_exchange import GridExchange
 from embrace_fx.runtime.launcher import Launcher
 from embrace_fx.runtime.recorder import Recorder, Recording, compute_spans
 from embrace_fx.runtime.row_exchange import RowExchange
+from embrace_fx.runtime.stacks import StackedTable
 from embrace_fx.runtime.stream_launcher import StreamLauncher
 from embrace_fx.schedule import Lane, Schedule, StepGraph
 
@@ -54,8 +55,12 @@ class Scheduling:
         self.looks_ahead = setting.options.schedule in ("vertical", "2d")
         self._cluster = plan.links.among(plan.world_size)
         self._bucket_chunks = [bucket_chunks(setting, plan, bucket, plan.links) for bucket in plan.buckets]
+        # A naive program, which leaves nothing to the next step, exchanges table by table.
+        self._stacks = plan.stacks if setting.options.schedule != "none" else ()
+        self._exchanged = _exchanged(plan, self._stacks)
         self._delayed_chunks = {
-            table: delayed_chunks(plan, table, plan.links) if self.looks_ahead else 0 for table in plan.sharded
+            name: delayed_chunks(plan, tables, plan.links) if self.looks_ahead else 0
+            for name, tables in self._exchanged.items()
         }
         self.schedule = self._order(None)
         self._flow: Flow | None = None
@@ -68,17 +73,20 @@ class Scheduling:
         on = streams.streams_of(device)
         recorder = Recorder(on.clock() if on is not None else None)
         order = launches(self.schedule, self.looks_ahead)
-        of_forward = ["ids", *(f"{table} rows" for table in plan.sharded)]
+        of_forward = ["ids", *(f"{name} rows" for name in self._exchanged)]
         launcher = (
             Launcher(order, of_forward, recorder) if on is None else StreamLauncher(order, of_forward, recorder, on)
         )
         flow = Flow(communicator, launcher, recorder, self.looks_ahead, warn, self._after_announcement, on)
         self._flow = flow
-        for table in plan.sharded:
-            kind = RowExchange if plan[table].grid is None else GridExchange
-            flow.exchanges[table] = kind(
-                state.tables[table], communicator, launcher, self._delayed_chunks[table], flow.wait
+        stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in self._stacks}
+        for name, tables in self._exchanged.items():
+            kind = RowExchange if plan[tables[0]].grid is None else GridExchange
+            exchange = kind(
+                stacks.get(name) or state.tables[name], communicator, launcher, self._delayed_chunks[name], flow.wait
             )
+            flow.exchanges[name] = exchange
+            flow.of_table |= dict.fromkeys(tables, exchange)
         flow.buckets = BucketUpdates(
             plan.buckets,
             self._bucket_chunks,
@@ -157,7 +165,8 @@ class Scheduling:
     def _step_graph(self, profiled: Profile | None) -> StepGraph:
         """The window of the graph under the schedule asked for."""
         plan, state, name = self._plan, self._setting.state, self._setting.options.schedule
-        relaxed = RelaxDependences(plan.buckets, horizontal=True)(self._graph)
+        rank = self._setting.communicator.rank
+        relaxed = RelaxDependences(plan.buckets, True, self._stacks, rank)(self._graph)
         durations = profiled.compute_ms if profiled else compute_durations(relaxed, self._cluster)
         itemsizes = [state.parameter(bucket[0]).element_size() for bucket in plan.buckets]
         sizes = Sizes(
@@ -166,7 +175,10 @@ class Scheduling:
                 for chunks, itemsize in zip(self._bucket_chunks, itemsizes, strict=True)
             ),
             profiled.sent_bytes if profiled else self._expected_bytes(),
-            {table: plan[table].sent_bytes_per_step // 2 for table in plan.sharded},
+            {
+                name: sum(plan[table].sent_bytes_per_step // 2 for table in tables)
+                for name, tables in self._exchanged.items()
+            },
             self._delayed_chunks,
             sum(_ids_bytes(plan, table) for table in plan.sharded),
         )
@@ -190,9 +202,19 @@ def bucket_chunks(setting: Setting, plan: Plan, bucket: tuple[str, ...], cluster
     return [min(size, elements - start) for start in range(0, elements, size)]
 
 
-def delayed_chunks(plan: Plan, table: str, cluster: cost.Cluster) -> int:
-    """In how many pieces a table's delayed gradients travel, if all of the first batch's rows were delayed."""
-    sent = plan[table].sent_bytes_per_step / 2  # rows one way, their gradients the other
+def _exchanged(plan: Plan, stacks: Sequence[Stack]) -> dict[str, tuple[str, ...]]:
+    """What has an exchange of its own, sharded tables and stacks of them -> the tables that it serves."""
+    stacked = {table: stack for stack in stacks for table in stack.tables}
+    found: dict[str, tuple[str, ...]] = {}
+    for table in plan.sharded:
+        stack = stacked.get(table)
+        found |= {table: (table,)} if stack is None else {stack.name: stack.tables}
+    return found
+
+
+def delayed_chunks(plan: Plan, tables: Sequence[str], cluster: cost.Cluster) -> int:
+    """In how many pieces the delayed gradients of tables travel, if all of the first batch's rows were delayed."""
+    sent = sum(plan[table].sent_bytes_per_step for table in tables) / 2  # rows one way, their gradients the other
     own = sent * plan.world_size / (plan.world_size - 1)
     return max(1, round(own / cost.chunk_bytes(cluster, plan.world_size, "all_to_all")))
 

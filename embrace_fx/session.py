@@ -345,7 +345,7 @@ class Session:
         for name, table in self._state.tables.items():
             table.clear_gradient()
             if self._flow is not None:
-                self._flow.exchanges[name].discard()
+                self._flow.of_table[name].discard()
 
     def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
         if self._flow is not None:

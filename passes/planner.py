@@ -25,6 +25,7 @@ from embrace_fx.passes.shard_cost import (
     shard_work,
     widest_useful,
 )
+from embrace_fx.passes.stacking import Stackable, plan_stacks
 from embrace_fx.plan import EXCHANGES, Candidate, Decision, Grid, Plan, check_grid
 from embrace_fx.sparsity import Sparsity, in_blocks, independent
 
@@ -47,6 +48,7 @@ class ParameterFacts:
     used: bool  # by the first batch of any rank
     row_update_blocker: str | None
     updated_by_rows: bool  # whatever the strategy: the user asked for SparseAdam, or for lazy updates
+    param_group: int = 0  # which one holds it, of all optimizers'
 
     @property
     def nbytes(self) -> int:
@@ -151,7 +153,14 @@ def decide(  # noqa: PLR0913
     sizes = {fact.name: fact.nbytes for fact in facts}
     renormed = tuple(t.parameter for t in graph.tables if t.max_norm and world_size > 1)
     buckets = plan_buckets(graph, reduced, sizes, cluster, world_size, alone)
-    return Plan(world_size, tuple(decisions), buckets, renormed, cluster, watched=tuple(watched))
+    groups = {fact.name: fact.param_group for fact in facts}
+    by_columns = [
+        Stackable(tables[d.parameter], groups[d.parameter], ceil(sizes[d.parameter] / world_size))
+        for d in decisions
+        if d.strategy == "alltoall" and d.grid is None and world_size > 1
+    ]
+    stacks = plan_stacks(graph, by_columns)
+    return Plan(world_size, tuple(decisions), buckets, renormed, cluster, watched=tuple(watched), stacks=stacks)
 
 
 def shard_blocker(table: Table) -> str | None:

@@ -11,6 +11,10 @@ Contract
     ->  forward    flat = await_rows(shard, ids, counts, table); rows = join_columns(flat, D, 1)
         backward   submit_rows(grad_rows, ids, counts, table)
     On a grid likewise: what `route_grid` yields is found by the exchange itself, of the parts that it cuts.
+    A stack of tables then has one of each, in place of the first await and of the last submission:
+        ids        ids, counts = stack_ids([ids1, ids2], [counts1, counts2], first_rows)
+        forward    flat1, flat2 = unstack_rows(await_rows(shard1, ids, counts, stack), [counts1, counts2], rank)
+        backward   submit_rows(cat([grad_rows1, grad_rows2]), ids, counts, stack)
 
     rewrite, dense gradients (`horizontal`):
         backward   m1, m2 = unpack_bucket(wait(all_reduce_(bucket)), [p1, p2])  or exchange_gradient_
@@ -48,6 +52,8 @@ from embrace_fx.passes.narrow import JOINS
 from embrace_fx.passes.reduce import ALL_REDUCE, EXCHANGE
 from embrace_fx.passes.rewriter import Rewriter, first_user
 from embrace_fx.passes.shard import short_name
+from embrace_fx.passes.stack_rows import stack_rows
+from embrace_fx.plan import Stack
 
 embrace = torch.ops.embrace
 
@@ -59,16 +65,22 @@ class RelaxDependences:
     Attributes:
         buckets: what the graph reduces, in launch order.
         horizontal: relax the dense buckets too; otherwise their gradients are waited for at the end of the backward.
+        stacks: tables whose rows travel together.
+        rank: whose rows the stacks' are.
     """
 
     buckets: tuple[tuple[str, ...], ...]
     horizontal: bool
+    stacks: tuple[Stack, ...] = ()
+    rank: int = 0
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if "backward" not in graph.phases:
             return graph
         phases = {name: copy_module(module) for name, module in graph.phases.items()}
         _relax_rows(phases["forward"], phases["backward"])
+        for stack in self.stacks:
+            stack_rows(phases, stack, self.rank)
         if self.horizontal:
             _submit_buckets(phases["backward"], self.buckets)
             _await_updates(phases["forward"], self.buckets)
@@ -156,7 +168,7 @@ def _submit_rows(
     assert isinstance(ids, fx.Node)
     table = next(role.table for value, role in outputs if value in coalesced.users and isinstance(role, RowGradient))
     if (route := routes.get(ids.meta["role"].name)) is not None:
-        ids, counts = _saved_in(rewriter, route.ids), _saved_in(rewriter, route.counts)
+        ids, counts = rewriter.copy_of(route.ids), rewriter.copy_of(route.counts)
     with rewriter.before(launch):
         token = rewriter.call(
             embrace.submit_rows.default,
@@ -170,15 +182,6 @@ def _submit_rows(
         )
     kept = [(value, role) for value, role in outputs if value not in coalesced.users]
     return [*kept, (token, PendingRows(table))]
-
-
-def _saved_in(rewriter: Rewriter, node: fx.Node) -> fx.Node:
-    """The placeholder of a backward for what a placeholder of the forward is: a value of an earlier phase."""
-    first = next(iter(rewriter.graph.nodes))
-    with rewriter.before(first):
-        found = rewriter.graph.placeholder(node.name)
-    found.meta = dict(node.meta)
-    return found
 
 
 def _submit_buckets(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> None:

@@ -58,6 +58,13 @@ class Rewriter:
             node.meta["val"] = torch.empty(shape, dtype=like.meta["val"].dtype, device=like.meta["val"].device)
         return node
 
+    def copy_of(self, placeholder: fx.Node) -> fx.Node:
+        """A placeholder for what one of another phase is: a value of an earlier phase. It comes first."""
+        with self.before(next(iter(self.graph.nodes))):
+            found = self.graph.placeholder(placeholder.name)
+        found.meta = dict(placeholder.meta)
+        return found
+
     def refresh(self, node: fx.Node) -> None:
         """Recomputes the fake value of a call whose arguments changed."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])

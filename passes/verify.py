@@ -290,11 +290,20 @@ def collectives_in_one_order(graph: TrainingGraph, captured: TrainingGraph) -> I
 
 
 def handed_over_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """In a relaxed graph, each exchange of the joint graph is still there: as itself, or submitted, or awaited."""
+    """In a relaxed graph, each exchange of the joint graph is still there: as itself, or submitted, or awaited.
+
+    A stack's exchange is that of each of its tables.
+    """
     if not is_relaxed(graph):
         return
     before = Counter(op_name(node) for node in graph.module.graph.nodes)
-    after = Counter(op_name(node) for module in graph.phases.values() for node in module.graph.nodes)
+    after: Counter[str] = Counter()
+    for module in graph.phases.values():
+        of_submitted = {value: role for value, role in outputs_of(module) if isinstance(role, PendingRows)}
+        for node in module.graph.nodes:
+            stacked = [len(user.args[1]) for user in node.users if op_name(user) == "embrace::unstack_rows"]
+            tables = len(of_submitted[node].tables) if node in of_submitted else sum(stacked) or 1
+            after[op_name(node)] += tables
     for handed, launches in _HANDED_OVER.items():
         expected_count, left = (sum(counts[launch] for launch in launches) for counts in (before, after))
         if expected_count != left + after[handed]:
@@ -366,8 +375,9 @@ def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
             case PendingGradients(parameters=names):
                 for name in names:
                     found.setdefault(name, Counter())["dense"] += 1
-            case PendingRows(table):
-                found.setdefault(table, Counter())["pending rows"] += 1
+            case PendingRows():
+                for name in role.tables:
+                    found.setdefault(name, Counter())["pending rows"] += 1
     return found
 
 

@@ -27,13 +27,19 @@ from embrace_fx.runtime.streams import Streams
 
 @dataclass(frozen=True)
 class TableRoute:
-    """Where a program keeps what a table's exchange needs: names among the values that its phases save."""
+    """Where a program keeps what the exchange of a table, or of a stack, needs: names among the values that its phases
+    save.
+
+    Attributes:
+        parts: tables that it is made of, with the row in which each begins.
+    """
 
     table: str
     ids: str
     counts: str
     dtype: torch.dtype
     padding_idx: int
+    parts: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -160,13 +166,13 @@ class AheadOfDevice(Ahead):
         self._rank = communicator.rank
         launched = communicator.gather_rows_ahead(unique, self._counts, sizes, num_rows, "ids lane")
         packed = communicator.wait(launched)
-        self._tables = [routed(packed, sizes, table) for table in range(len(unique))]
+        self._tables = [routed(packed, sizes, [(table, 0)]) for table in range(len(unique))]
         for route in self.program.routes:
             if route.table in current and exchanges[route.table].splits_ahead:
                 self._streams.keep(current[route.table].ids)
                 self._splits[route.table] = SplitAhead(
                     current[route.table],
-                    self._tables[self.program.tables.index(route.table)],
+                    self._routed(packed, sizes, route),
                     exchanges[route.table].splitter,
                     exchanges[route.table].delayed_chunks,
                     route.padding_idx,
@@ -174,6 +180,10 @@ class AheadOfDevice(Ahead):
         parts = [table.counts for table in self._tables] + [split.sizes() for split in self._splits.values()]
         self._sizes = self._streams.to_host(torch.cat(parts))
         return InFlight(packed, None, reads=launched.reads)
+
+    def _routed(self, packed: Tensor, sizes: Sequence[Sequence[int]], route: TableRoute) -> Routed:
+        parts = [(self.program.tables.index(table), first) for table, first in route.parts]
+        return self._tables[parts[0][0]] if len(parts) == 1 and parts[0][1] == 0 else routed(packed, sizes, parts)
 
     def arrive(self, wait: Callable[[Ticket], Tensor]) -> None:
         assert isinstance(self.ticket, StreamTicket)

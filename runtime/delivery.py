@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,7 @@ def deliver(
     synchronised: bool,
     roles: Sequence[OutputRole],
     outputs: Sequence[Any],
-    absent: Collection[str],
+    absent: frozenset[str],
 ) -> None:
     """Puts gradients where optimizers find them, all but the absent ones of parameters that the loss is not of.
 
@@ -50,7 +50,7 @@ def deliver(
         assert flow is not None
         flow.buckets.deliver([role.bucket for role in pending], [state.parameter(name) for name in absent])
     for role in roles:
-        if isinstance(role, PendingRows) and role.table in absent:
+        if isinstance(role, PendingRows) and not absent.isdisjoint(role.tables):
             assert flow is not None
             flow.exchanges[role.table].discard()
     state.gradients.leave()

@@ -40,7 +40,8 @@ class Flow:
         streams: of a device, which nothing in a steady step makes the host wait for; None: the model is on the CPU.
 
     Attributes:
-        exchanges: by table.
+        exchanges: by table, or by stack.
+        of_table: likewise, but by table alone: those of a stack have one exchange.
         buckets: those of the plan.
     """
 
@@ -61,6 +62,7 @@ class Flow:
         self.launcher = launcher
         self.recorder = recorder
         self.exchanges: dict[str, RowExchange] = {}
+        self.of_table: dict[str, RowExchange] = {}
         self.looks_ahead = looks_ahead
         self._warn = warn
         self._after_announcement = after_announcement

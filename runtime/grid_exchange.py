@@ -23,6 +23,7 @@ from embrace_fx.runtime.launcher import Ticket
 from embrace_fx.runtime.layouts import grid_of
 from embrace_fx.runtime.routing import Routing, Selection
 from embrace_fx.runtime.row_exchange import Arriving, Part, RowExchange, Rows
+from embrace_fx.runtime.tables import RowTable
 
 Counts = Sequence[Sequence[int]]
 """Rows of a part, by the rank that reads them, by the row of the grid that has them."""
@@ -56,7 +57,7 @@ class GridExchange(RowExchange):
 
     def rows(self) -> Tensor:
         assert self._routing is not None
-        shape = self._routing.counts[self._communicator.rank], self.table.parameter.shape[1]
+        shape = self._routing.counts[self._communicator.rank], self.table.shape[1]
         joined: Tensor | None = None
         for part in self._arriving.rows:
             assert isinstance(part, _GridRows)
@@ -82,7 +83,7 @@ class GridExchange(RowExchange):
 
     def send_rows(self, columns: Tensor, counts: Counts, what: str = "rows") -> Ticket:  # type: ignore[override]
         """Launches the AlltoAll of looked-up columns (M, d)."""
-        width = self.table.parameter.shape[1]
+        width = self.table.shape[1]
         row = self._grid.place(self._communicator.rank)[0]
         away = columns.shape[0] - counts[self._communicator.rank][row]
         return self._launcher.submit(
@@ -104,6 +105,7 @@ class GridExchange(RowExchange):
 
     @property
     def _grid(self) -> Grid:
+        assert isinstance(self.table, RowTable)  # stacks lie by columns
         grid = grid_of(self.table.parameter)
         assert grid is not None
         return grid

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from embrace_fx.graph import Mutation, TrainingGraph, inputs_of, outputs_of
+from embrace_fx.graph import Mutation, Saved, TrainingGraph, inputs_of, outputs_of
 from embrace_fx.runtime import split_ahead
 from embrace_fx.runtime.ahead import IdsProgram, TableRoute
 from embrace_fx.runtime.communicator import InFlight
@@ -48,6 +49,8 @@ def ids_program(
         for node in (graph.phases["backward"].graph.nodes if "backward" in graph.phases else ())
         if str(node.target) == "embrace.submit_rows.default"
     }
+    tables = tuple(table for gather in gathers for table in gather.meta["tables"])
+    parts = _parts_of_ids(graph.phases["ids"], tables)
     unique_ahead, routing_ahead = _ahead_of_host(graph, state, sent)
     return IdsProgram(
         unique,
@@ -55,7 +58,7 @@ def ids_program(
         lambda values: [values[name] for name in sent],
         routing,
         routing_ahead,
-        tuple(table for gather in gathers for table in gather.meta["tables"]),
+        tables,
         tuple(size for gather in gathers for size in gather.args[1]),
         tuple(
             TableRoute(
@@ -64,11 +67,28 @@ def ids_program(
                 node.args[2].meta["role"].name,
                 node.args[4],
                 paddings.get(node.args[3], -1),
+                parts[node.args[1].meta["role"].name],
             )
             for node in graph.phases["forward"].graph.nodes
             if str(node.target) == "embrace.await_rows.default"
         ),
     )
+
+
+def _parts_of_ids(module: fx.GraphModule, tables: Sequence[str]) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Name of the ids that a phase saves for an exchange -> the tables whose they are, with their first rows."""
+    found: dict[str, tuple[tuple[str, int], ...]] = {}
+    for node in module.graph.nodes:
+        if node.op != "call_function" or node.target is not operator.getitem:
+            continue
+        source, index = node.args
+        if str(source.target) == "embrace.unpack_ids.default" and index % 2 == 0:
+            found[node.name] = ((tables[index // 2], 0),)
+        elif str(source.target) == "embrace.stack_ids.default" and index == 0:
+            ids, _, first_rows = source.args
+            found[node.name] = tuple((found[i.name][0][0], first) for i, first in zip(ids, first_rows, strict=True))
+    saved = ((n, role) for n, role in outputs_of(module) if n is not None and isinstance(role, Saved))
+    return {role.name: found[n.name] for n, role in saved if n.name in found}
 
 
 def _ahead_of_host(

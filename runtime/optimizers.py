@@ -20,6 +20,7 @@ from embrace_fx.runtime.communicator import Communicator
 from embrace_fx.runtime.flow import Flow
 from embrace_fx.runtime.gradient_watch import GradientWatch
 from embrace_fx.runtime.layouts import grid_of, state_by_columns
+from embrace_fx.runtime.row_exchange import RowExchange
 from embrace_fx.runtime.tables import RowTable, local_tensor, shard_state
 
 
@@ -75,6 +76,18 @@ class Stepping:
             self.flow.buckets.release(optimizer)
             return False
         return self.flow.buckets.step(optimizer, self.kind)
+
+    def update_rows(self) -> None:
+        """Updates the sharded tables, or leaves that to the next forward, which needs their rows first."""
+        left: dict[RowExchange, bool] = {}
+        for table in self.sharded:
+            if self.flow is not None:
+                exchange = self.flow.of_table[table.name]
+                if exchange not in left:  # the tables of a stack have one
+                    left[exchange] = exchange.step()
+                if left[exchange]:
+                    continue
+            table.update()
 
     def materialise(self) -> None:
         """Makes gradients that are on their way ordinary ones."""
@@ -154,9 +167,7 @@ class _RowStepping(Optimizer):
                 if gradient is not None:
                     entry.table.update()
                     entry.table.parameter.grad = gradient
-        for table in stepping.sharded:
-            if stepping.flow is None or not stepping.flow.exchanges[table.name].step():
-                table.update()
+        stepping.update_rows()
         return loss
 
     # A GradScaler unscales what it finds in `.grad`; rows are not there. With this attribute it leaves the unscaling to
@@ -244,7 +255,7 @@ class _RowStepping(Optimizer):
         for table in self._embrace_stepping.sharded:
             table.clear_gradient()
             if self._embrace_stepping.flow is not None:
-                self._embrace_stepping.flow.exchanges[table.name].discard()
+                self._embrace_stepping.flow.of_table[table.name].discard()
 
     def _settle(self) -> None:
         if self._embrace_stepping.flow is not None:

@@ -1,4 +1,4 @@
-"""One sharded table's communication when it runs into the next step (EmbRace, ICPP 2022, section 4.2).
+"""One sharded table's communication, or one stack's, when it runs into the next step (EmbRace, ICPP 2022, section 4.2).
 
     backward t      early rows   rows of batch t+1 that batch t does not read: looked up, sent
                     prior rows   gradients of rows of batch t that batch t+1 reads, on any rank: sent first
@@ -34,6 +34,7 @@ from embrace_fx.runtime.kernels import (
 from embrace_fx.runtime.launcher import Launcher, Ticket
 from embrace_fx.runtime.routing import Routing, RowSplitter, Selection, Split
 from embrace_fx.runtime.row_optimizers import hyperparameters
+from embrace_fx.runtime.stacks import StackedTable
 from embrace_fx.runtime.tables import RowTable
 
 Wait = Callable[[Ticket], Tensor]
@@ -81,7 +82,7 @@ class Arriving:
 
 
 class RowExchange:
-    """The communication of one table.
+    """The communication of one table, or of the tables of a stack.
 
     Args:
         table: the shard.
@@ -95,14 +96,19 @@ class RowExchange:
     splits_ahead = True
 
     def __init__(
-        self, table: RowTable, communicator: Communicator, launcher: Launcher, delayed_chunks: int, wait: Wait
+        self,
+        table: RowTable | StackedTable,
+        communicator: Communicator,
+        launcher: Launcher,
+        delayed_chunks: int,
+        wait: Wait,
     ) -> None:
         self.table = table
         self._communicator = communicator
         self._launcher = launcher
         self.delayed_chunks = delayed_chunks
         self._wait = wait
-        self.splitter = RowSplitter(table.parameter.shape[0], table.local.device)
+        self.splitter = RowSplitter(table.shape[0], table.local.device)
         self._gradients: list[_Gradient] = []
         self._arriving = Arriving()
         self._routing: Routing | None = None  # of the batch whose forward runs or ran last
@@ -124,7 +130,7 @@ class RowExchange:
 
     def rows(self) -> Tensor:
         """All columns of this rank's rows, flat (U * D,)."""
-        width = self.table.parameter.shape[1]
+        width = self.table.shape[1]
         world_size = self._communicator.world_size
         joined: Tensor | None = None
         for part in self._arriving.rows:
@@ -150,7 +156,7 @@ class RowExchange:
 
     def send_rows(self, columns: Tensor, counts: Sequence[int], what: str = "rows") -> Ticket:
         """Launches the AlltoAll of looked-up columns (R, d), `counts[r]` of them rank r's."""
-        width = self.table.parameter.shape[1]
+        width = self.table.shape[1]
         return self._launcher.submit(
             f"{self.table.name} {what}",
             lambda: self._communicator.send_rows(columns, counts, width, "embedding lane"),
@@ -229,10 +235,10 @@ class RowExchange:
     def step(self) -> bool:
         """The optimizer steps: its options of this moment are those of the gradient on its way.
 
-        Returns: false where the table has to be updated at once, from a gradient that it holds itself.
+        Returns: false where tables have to be updated at once, from gradients that they hold themselves.
         """
         self.apply_delayed()
-        if self.table.has_gradient:
+        if self.table.has_gradient or not self.table.steps_as_one():
             self.materialise()
         if not self.waiting:
             return False

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -83,29 +84,28 @@ class Routed:
     counts: Tensor
 
 
-def routed(packed: Tensor, capacities: Sequence[Sequence[int]], table: int) -> Routed:
-    """What all ranks read of a table.
+def routed(packed: Tensor, capacities: Sequence[Sequence[int]], parts: Sequence[tuple[int, int]]) -> Routed:
+    """What all ranks read of a table, or of a stack of several.
 
     Args:
         packed: (N, T + M): each rank's T counts, then its ids table after table, each as long as its capacity.
         capacities: C by rank, by table.
+        parts: the tables, with the row in which each begins.
     """
-    tables = len(capacities[0])
-    starts = [tables + sum(of_rank[:table]) for of_rank in capacities]
-    sizes = [of_rank[table] for of_rank in capacities]
-    flat = torch.cat(
-        [packed[r, start : start + size] for r, (start, size) in enumerate(zip(starts, sizes, strict=True))]
-    )
-    owner, number = by_rank(sizes, flat)
-    counts = packed[:, table].to(torch.int64)
-    is_row = number < counts.index_select(0, owner)
+    starts = [list(accumulate(of_rank, initial=len(of_rank))) for of_rank in capacities]
+    pieces = [(rank, table, first) for rank in range(len(capacities)) for table, first in parts]
+    ids = [packed[rank, starts[rank][table] : starts[rank][table + 1]].to(torch.int64) for rank, table, _ in pieces]
+    flat = torch.cat([own + first if first else own for own, (_, _, first) in zip(ids, pieces, strict=True)])
+    piece, number = by_rank([capacities[rank][table] for rank, table, _ in pieces], flat)
+    of_pieces = torch.stack([packed[:, table] for table, _ in parts], 1).to(torch.int64)
+    is_row = number < of_pieces.view(-1).index_select(0, piece)
     order = first_true(is_row)
     total = is_row.sum()
     return Routed(
-        flat.to(torch.int64).index_select(0, order),
-        owner.index_select(0, order),
+        flat.index_select(0, order),
+        piece.index_select(0, order) // len(parts),
         torch.arange(order.numel(), device=order.device) < total,
-        counts,
+        of_pieces.sum(1),
     )
 
 

@@ -53,6 +53,9 @@ class RowTable:
         optimizer: the user's optimizer that holds the parameter.
         kind: the optimizer class that defines the update.
         row_updates: the semantics the user asked for.
+
+    Attributes:
+        rows: the update of its rows.
     """
 
     def __init__(
@@ -68,8 +71,13 @@ class RowTable:
         self.name = name
         self.parameter = parameter
         self.optimizer = optimizer
-        self._rows = row_optimizer(kind)
+        self.rows = row_optimizer(kind)
         self._pending: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole table, (V, D)."""
+        return self.parameter.shape
 
     @property
     def local(self) -> Tensor:
@@ -130,7 +138,7 @@ class RowTable:
         Raises:
             RuntimeError: with the option that forbids it, before anything was applied.
         """
-        blocker = row_update_blocker(self.optimizer, self._group(), self._row_updates, kind=self._kind)
+        blocker = row_update_blocker(self.optimizer, self.param_group(), self._row_updates, kind=self._kind)
         if blocker is not None:
             raise RuntimeError(
                 f"expected options under which the sharded table {self.name} can be updated by rows, in "
@@ -146,13 +154,21 @@ class RowTable:
         self.apply(*gradient, self.begin_step())
         self.clear_gradient()
 
+    def steps_as_one(self) -> bool:
+        """Whether its rows are updated alike: they are all of one table."""
+        return True
+
     def begin_step(self) -> Mapping[str, Any]:
         """Counts one iteration; returns the options of this moment."""
-        group = self._group()
-        state = self._state(group)
-        self._rows.advance(state)
-        self._store(state)
+        group = self.param_group()
+        self.count_step(group)
         return group
+
+    def count_step(self, group: Mapping[str, Any]) -> None:
+        """Counts one iteration under the options of its param group."""
+        state = self._state(group)
+        self.rows.advance(state)
+        self._store(state)
 
     def apply(self, ids: Tensor, rows: Tensor, options: Mapping[str, Any]) -> None:
         """Updates rows `ids` (K,), sorted and unique, by their gradients (K, d), under the options of their step.
@@ -160,10 +176,11 @@ class RowTable:
         One step's rows may come in several parts, none in two of them.
         """
         state = self._state(options)
-        self._rows.apply(self.local, state, ids, rows, options)
+        self.rows.apply(self.local, state, ids, rows, options)
         self._store(state)
 
-    def _group(self) -> Mapping[str, Any]:
+    def param_group(self) -> Mapping[str, Any]:
+        """The options of this moment."""
         for group in self.optimizer.param_groups:
             if any(parameter is self.parameter for parameter in group["params"]):
                 found: Mapping[str, Any] = group
@@ -175,17 +192,22 @@ class RowTable:
 
     def make_state(self) -> None:
         """Makes the optimizer's state of the table ahead of its first update, for a checkpoint to be loaded into."""
-        self._state(self._group())
+        self._state(self.param_group())
 
-    def _state(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of the optimizer's state of the table, made at its first update."""
-        state = self.optimizer.state[self.parameter]
+    def made_state(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The optimizer's own state of the table, made at its first update."""
+        state: dict[str, Any] = self.optimizer.state[self.parameter]
         if not state:
             mesh = self.parameter.device_mesh if isinstance(self.parameter, DTensor) else None
             local = self.local
-            for key, value in self._rows.init_state(local, group).items():
+            for key, value in self.rows.init_state(local, group).items():
                 is_part = isinstance(value, Tensor) and value.shape == local.shape
                 state[key] = as_shard(value, self.parameter.shape, mesh) if is_part else value
+        return state
+
+    def _state(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's part of it."""
+        state = self.made_state(group)
         return {key: local_tensor(v) if isinstance(v, DTensor) else v for key, v in state.items()}
 
     def _store(self, local_state: Mapping[str, Any]) -> None:

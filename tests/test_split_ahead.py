@@ -72,7 +72,7 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
     splitter = RowSplitter(V, CPU)
     expected = splitter.split(current, following, chunks)
 
-    ahead = SplitAhead(current, table := routed(gathered, capacities, 0), splitter, chunks, padding_idx)
+    ahead = SplitAhead(current, table := routed(gathered, capacities, [(0, 0)]), splitter, chunks, padding_idx)
     assert tuple(table.counts.tolist()) == following.counts
     assert torch.equal(table.ids[: sum(following.counts)], following.ids)
     found = ahead.split(following, ahead.sizes().tolist())
@@ -98,7 +98,7 @@ def test_nothing_asks_the_device_for_a_value() -> None:
 
     with RecordedStreams() as recorded:
         unique_ids([ids], V, 0)
-        SplitAhead(current, routed(gathered, capacities, 0), splitter, 3, 0).sizes()
+        SplitAhead(current, routed(gathered, capacities, [(0, 0)]), splitter, 3, 0).sizes()
         assert recorded.host_waits == []
         chunks_of(ids, ids > 2, 2)
     assert recorded.host_waits != []

@@ -138,11 +138,28 @@ def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
     return out
 
 
+def stack_ids(ids: Sequence[Tensor], counts: Sequence[Tensor], first_rows: Sequence[int]) -> list[Tensor]:
+    per_rank = [of_table.tolist() for of_table in counts]
+    shifted = [(i + first).split(sizes) for i, first, sizes in zip(ids, first_rows, per_rank, strict=True)]
+    return [
+        torch.cat([piece for of_rank in zip(*shifted, strict=True) for piece in of_rank]),
+        torch.stack([*counts]).sum(0),
+    ]
+
+
+def unstack_rows(flat: Tensor, counts: Sequence[Tensor], rank: int) -> list[Tensor]:
+    rows = [int(of_table[rank]) for of_table in counts]
+    width = flat.numel() // max(sum(rows), 1)
+    return [part.clone() for part in flat.split([each * width for each in rows])]
+
+
 LOCAL: dict[str, Callable[..., object]] = {
     "embrace::unique_ids": unique_ids,
     "embrace::lookup": lookup,
     "embrace::join_columns": join_columns,
     "embrace::split_columns": split_columns,
+    "embrace::stack_ids": stack_ids,
+    "embrace::unstack_rows": unstack_rows,
     "embrace::route_grid": route_grid,
     "embrace::join_grid": join_grid,
     "embrace::split_grid": split_grid,
