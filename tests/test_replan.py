@@ -60,6 +60,20 @@ class Words(nn.Module):
         return loss
 
 
+class Together(Words):
+    """Both tables are read at once and have no padding row: a stack, while both are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drifting = nn.Embedding(ROWS, WIDTH)
+
+    def forward(self, ids: Tensor, steady_ids: Tensor) -> Tensor:
+        rows, steady = self.drifting(ids), self.steady(steady_ids)
+        x = self.linear(rows).tanh()
+        loss: Tensor = (x.mean(0) * steady).sum(-1).square().mean() + x.square().mean()
+        return loss
+
+
 Batch = tuple[Tensor, Tensor]
 
 
@@ -69,9 +83,9 @@ def batch(step: int, rank: int) -> Batch:
     return torch.randint(ROWS, (count,), generator=random), torch.randint(400, (6,), generator=random)
 
 
-def make(seed: int = 0) -> Words:
+def make(seed: int = 0, kind: type[Words] = Words) -> Words:
     torch.manual_seed(seed)
-    return Words().double()
+    return kind().double()
 
 
 def _both(kind: Callable[..., Optimizer], model: nn.Module) -> list[Optimizer]:
@@ -99,6 +113,7 @@ class Case:
     lookahead: bool = True
     steps: int = SPARSE_AGAIN.stop
     strategy: Strategy = "auto"
+    model: type[Words] = Words
 
 
 @dataclass
@@ -134,7 +149,7 @@ def train(rank: int, world_size: int, case: Case) -> Found:
 
 
 def _train(rank: int, case: Case) -> Found:
-    model = make(seed=rank)
+    model = make(seed=rank, kind=case.model)
     compiled = embrace_fx.compile(
         model,
         optimizer=OPTIMIZERS[case.optimizer](model),
@@ -174,7 +189,7 @@ def _train(rank: int, case: Case) -> Found:
 
 def expected(case: Case) -> dict[str, Tensor]:
     batches = [[batch(step, rank) for step in range(case.steps)] for rank in range(case.world_size)]
-    return train_reference(make, OPTIMIZERS[case.optimizer], batches, case.steps)
+    return train_reference(partial(make, kind=case.model), OPTIMIZERS[case.optimizer], batches, case.steps)
 
 
 CASES = {
@@ -206,6 +221,14 @@ def test_training_through_new_plans_equals_the_reference(case: Case) -> None:
     first, second = (k for k, (a, b) in enumerate(zip(found.plans, found.plans[1:], strict=False)) if a != b)
     assert first in DENSE
     assert second in SPARSE_AGAIN
+
+
+def test_a_table_leaves_its_stack_and_comes_back() -> None:
+    case = Case(2, "adagrad", model=Together)
+    reference = expected(case)
+    for found in run_ranks(2, train, case):
+        assert_same(found.parameters, reference, torch.float64)
+        assert [len(plan.stacks) for plan in _distinct(found.plans)] == [1, 0, 1]
 
 
 def _distinct(plans: list[Plan]) -> list[Plan]:
