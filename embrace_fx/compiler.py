@@ -60,7 +60,7 @@ def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: 
     )
 
 
-def relaxing_passes(plan: Plan, schedule: str, rank: int = 0) -> tuple[Pass, ...]:
+def relaxing_passes(plan: Plan, schedule: str, rank: int) -> tuple[Pass, ...]:
     """What follows on `training_passes` where communication runs into the next step.
 
     Args:

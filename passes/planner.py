@@ -153,14 +153,19 @@ def decide(  # noqa: PLR0913
     sizes = {fact.name: fact.nbytes for fact in facts}
     renormed = tuple(t.parameter for t in graph.tables if t.max_norm and world_size > 1)
     buckets = plan_buckets(graph, reduced, sizes, cluster, world_size, alone)
-    groups = {fact.name: fact.param_group for fact in facts}
-    by_columns = [
-        Stackable(tables[d.parameter], groups[d.parameter], ceil(sizes[d.parameter] / world_size))
-        for d in decisions
-        if d.strategy == "alltoall" and d.grid is None and world_size > 1
-    ]
-    stacks = plan_stacks(graph, by_columns)
+    stacks = plan_stacks(graph, _by_columns(tables, decisions, facts, world_size))
     return Plan(world_size, tuple(decisions), buckets, renormed, cluster, watched=tuple(watched), stacks=stacks)
+
+
+def _by_columns(
+    tables: Mapping[str, Table], decisions: list[Decision], facts: tuple[ParameterFacts, ...], world_size: int
+) -> list[Stackable]:
+    """The tables that lie by columns over several ranks."""
+    return [
+        Stackable(tables[fact.name], fact.param_group, ceil(fact.nbytes / world_size))
+        for decision, fact in zip(decisions, facts, strict=True)
+        if decision.strategy == "alltoall" and decision.grid is None and world_size > 1
+    ]
 
 
 def shard_blocker(table: Table) -> str | None:

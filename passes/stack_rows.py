@@ -63,7 +63,7 @@ def _of_tables(module: fx.GraphModule, target: OpOverload, stack: Stack) -> dict
 def _stack_ids(
     module: fx.GraphModule, name: str, ids: list[str], counts: list[str], first_rows: list[int]
 ) -> list[fx.Node]:
-    """Adds the stack's ids and counts to what the ids phase saves; the values, with their roles' names."""
+    """The stack's ids and counts, which the ids phase saves in place of its tables' ids."""
     rewriter, outputs = Rewriter(module), list(outputs_of(module))
     saved = {role.name: node for node, role in outputs if isinstance(role, Saved) and node is not None}
     with rewriter.before(module.graph.output_node()):
@@ -75,7 +75,8 @@ def _stack_ids(
             name=f"{name}_stacked",
         )
         items = [rewriter.item(stacked, k, f"{name}_{what}") for k, what in enumerate(("ids", "counts"))]
-    set_outputs(module, [*outputs, *((item, Saved(item.name)) for item in items)])
+    kept = [(value, role) for value, role in outputs if not (isinstance(role, Saved) and role.name in ids)]
+    set_outputs(module, [*kept, *((item, Saved(item.name)) for item in items)])
     return items
 
 

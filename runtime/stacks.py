@@ -10,7 +10,8 @@ Shape legend: V' rows of the stack, d columns that this rank owns; K rows with g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -50,6 +51,12 @@ class StackedTable:
         assert isinstance(parameter, DTensor)
         parameter._local_tensor = view  # the same parameter to everyone who holds it
 
+    def _move_state(self, key: str, k: int, view: Tensor) -> None:
+        parameter = self._members[k].parameter
+        assert isinstance(parameter, DTensor)
+        state = self._members[k].optimizer.state[parameter]
+        state[key] = as_shard(view, parameter.shape, parameter.device_mesh)
+
     @property
     def has_gradient(self) -> bool:
         """Whether a gradient waits for the next update at any of the tables."""
@@ -87,22 +94,8 @@ class StackedTable:
         for key, value in states[0].items():
             if isinstance(value, DTensor):
                 joined = self._states.setdefault(key, _Joined(self._bounds))
-                state[key] = joined.of([_part(each[key]) for each in states], _Mover(self._members, key))
+                state[key] = joined.of([_part(each[key]) for each in states], partial(self._move_state, key))
         self._members[0].rows.apply(shard, state, ids, rows, options)
-
-
-class _Mover:
-    """Puts views where the optimizer keeps the tables' state."""
-
-    def __init__(self, members: Sequence[RowTable], key: str) -> None:
-        self._members = members
-        self._key = key
-
-    def __call__(self, k: int, view: Tensor) -> None:
-        parameter = self._members[k].parameter
-        assert isinstance(parameter, DTensor)
-        state = self._members[k].optimizer.state[parameter]
-        state[self._key] = as_shard(view, parameter.shape, parameter.device_mesh)
 
 
 class _Joined:
@@ -117,7 +110,7 @@ class _Joined:
         self._all: Tensor | None = None
         self._addresses: list[int] = []
 
-    def of(self, parts: Sequence[Tensor], move: Any) -> Tensor:
+    def of(self, parts: Sequence[Tensor], move: Callable[[int, Tensor], None]) -> Tensor:
         """All rows of `parts`, (V', d).
 
         Args:

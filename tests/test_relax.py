@@ -72,7 +72,7 @@ def test_a_graph_without_a_backward_is_left_alone() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_which_schedule_relaxes_what(schedule: str) -> None:
-    passes = relaxing_passes(plan_of(TABLE, buckets=(DENSE,)), schedule)
+    passes = relaxing_passes(plan_of(TABLE, buckets=(DENSE,)), schedule, 0)
 
     expected = {"none": (), "vertical": (RelaxDependences((DENSE,), False),)}
     assert passes == expected.get(schedule, (RelaxDependences((DENSE,), True),))

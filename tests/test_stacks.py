@@ -277,6 +277,43 @@ def test_what_users_do_between_steps_does_to_a_stack_what_it_does_to_tables(act:
         assert_same(found, expected, DTYPE)
 
 
+class Narrow(nn.Module):
+    """Two tables whose rows go into products at once: under autocast they are read in bfloat16 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Embedding(20, 6), nn.Embedding(30, 6)
+        self.of_one, self.of_other = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        one, other = self.one(ids), self.other(ids + 7)
+        loss: Tensor = (self.of_one(one) * self.of_other(other)).float().square().mean()
+        return loss
+
+
+def _train_narrow(rank: int, size: int, schedule: Any) -> tuple[dict[str, Tensor], set[str], int]:
+    torch.manual_seed(SEED)
+    model = Narrow()
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1), strategy="alltoall", schedule=schedule)
+    random = torch.Generator().manual_seed(rank)
+    for ids in compiled.lookahead([torch.randint(20, (9,), generator=random) for _ in range(6)]):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = compiled(ids)
+        loss.backward()
+        compiled.optimizer.step()
+        compiled.optimizer.zero_grad()
+    awaited = {str(n.args[4]) for n in compiled.graphs["forward"].graph.nodes if "await_rows" in str(n.target)}
+    return whole(compiled.named_parameters()), awaited, len(compiled.plan.stacks)
+
+
+def test_a_stack_travels_in_the_narrow_dtype_of_its_tables() -> None:
+    stacked, by_table = (run_ranks(2, _train_narrow, schedule) for schedule in ("2d", "none"))
+    for (found, awaited, stacks_found), (expected, _, _) in zip(stacked, by_table, strict=True):
+        assert awaited == {"torch.bfloat16"}
+        assert stacks_found == 1
+        assert_same(found, expected, torch.float32)
+
+
 def _bad_id(rank: int, size: int) -> None:
     workload = ManyWorkload()
     model = workload.make(DTYPE, SEED)
