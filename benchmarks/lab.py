@@ -152,7 +152,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def chosen(options: argparse.Namespace) -> Setting:
-    """The setting asked for.
+    """The setting asked for. Groups and systems that are named are measured over all its ranks and rates.
 
     Raises:
         ValueError: a model or system that does not exist.
@@ -168,7 +168,8 @@ def chosen(options: argparse.Namespace) -> Setting:
         groups = {CHOSEN: options.systems}
     given = ("models", "rounds", "ranks", "rates_mbit", "turn_ms", "size", "optimizer", "timeout_s")
     changes = {name: getattr(options, name) for name in given if getattr(options, name) is not None}
-    return replace(setting, groups=groups, elsewhere=tuple(groups), **changes)
+    elsewhere = tuple(groups) if options.groups or options.systems else setting.elsewhere
+    return replace(setting, groups=groups, elsewhere=elsewhere, **changes)
 
 
 def whole(setting: Setting, base: Setting) -> Setting:

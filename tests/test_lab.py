@@ -319,6 +319,15 @@ def test_a_part_of_a_setting_is_shown_with_all_that_is_kept_of_it() -> None:
     assert Block("lm", 2, 2000.0, "chosen") in list(lab.whole(own, full).blocks())
 
 
+def test_the_ablation_is_measured_elsewhere_only_if_named() -> None:
+    def measured(**changes: Any) -> set[tuple[int, str]]:
+        setting = lab.chosen(options(**changes))
+        return {(block.ranks, system) for block in setting.blocks() for system in setting.systems(block)}
+
+    assert {ranks for ranks, system in measured() if system == "embrace_vertical"} == {8}
+    assert {ranks for ranks, system in measured(groups=("ablation",)) if system == "embrace_vertical"} == {8, 4, 2}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_writes_what_it_has_and_leaves_nothing_behind(
