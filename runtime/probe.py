@@ -51,8 +51,9 @@ MOST_BYTES = 4 * 2**20
 SHARE_MS = 200.0
 """Of the median of each size's runs: about how long they take together."""
 FEWEST_RUNS, MOST_RUNS = 2, 3
-FIRST_ROW = 4
-"""Launches that the first size's time is the mean of: start-up is the noisiest."""
+FIRST_ROW, FIRST_MS, MOST_FIRST_RUNS = 4, 120.0, 40
+"""Of the first size: launches that a run is the mean of, about how long the runs take together, and how many they are
+at most. Start-up, a matter of when the scheduler wakes which thread, is the noisiest, and chunks are so many of it."""
 BURST_SHARE = 0.1
 """How much less than the largest size's own rate the bandwidth may be, for a burst that passed at once: 5 of `LONG_MS`.
 The slope alone may be far off, where one of few runs met a busy core."""
@@ -208,7 +209,9 @@ def _measure(communicator: Communicator, collective: Collective, in_flight: int,
 
 def _first(communicator: Communicator, launch: Callable[[], InFlight], in_flight: int, device: torch.device) -> float:
     """Milliseconds of the first size, nearly all of it start-up."""
-    return _median_ms(communicator, launch, MOST_RUNS, FIRST_ROW, in_flight, device)
+    few_ms = _median_ms(communicator, launch, MOST_RUNS, FIRST_ROW, in_flight, device)
+    runs = min(int(FIRST_MS / (FIRST_ROW * few_ms)), MOST_FIRST_RUNS)
+    return few_ms if runs <= MOST_RUNS else _median_ms(communicator, launch, runs, FIRST_ROW, in_flight, device)
 
 
 def _median_ms(
@@ -220,10 +223,8 @@ def _median_ms(
     device: torch.device,
 ) -> float:
     """Milliseconds of one of `row` launches, the median over runs of the slowest rank's."""
-    own_ms = [_time_ms(communicator, launch, row, in_flight, device) for _ in range(runs)]
-    slowest_ms = [
-        communicator.reduce_scalar(torch.tensor(ms, device=device), dist.ReduceOp.MAX).item() for ms in own_ms
-    ]
+    own_ms = torch.tensor([_time_ms(communicator, launch, row, in_flight, device) for _ in range(runs)], device=device)
+    slowest_ms: list[float] = communicator.reduce_scalar(own_ms, dist.ReduceOp.MAX).tolist()
     return median(slowest_ms)
 
 
