@@ -116,6 +116,7 @@ class BlockRun:
                 tuple(sum(step) / len(ready) for step in zip(*(rank.losses for rank in ready), strict=True)),
                 ready[0].notes,
                 ready[0].predicted_ms,
+                ready[0].plan,
             ),
         )
         warm_ms = median(rank.step_ms for rank in ready)

@@ -88,6 +88,7 @@ class Ready:
         losses: of the warm-up steps.
         notes: what the system decided.
         predicted_ms: a step as the system itself predicts it; None where it does not.
+        plan: parameter -> its strategy, of a system that has one for each.
     """
 
     first_step_s: float
@@ -95,6 +96,7 @@ class Ready:
     losses: tuple[float, ...]
     notes: str
     predicted_ms: float | None
+    plan: dict[str, str]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -74,12 +74,14 @@ class Opened:
         losses: of the warm-up steps, mean over ranks.
         notes: what rank 0 decided.
         predicted_ms: a step as rank 0 predicts it, once warm; None where it does not.
+        plan: parameter -> its strategy, once warm; empty where the system has none for each.
     """
 
     first_step_s: float
     losses: tuple[float, ...]
     notes: str
     predicted_ms: float | None = None
+    plan: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class Kept:
 
     def opening(self, block: Block, system: str) -> Opened:
         data = self._read(block, f"{system}.json")
-        return Opened(data["first_step_s"], tuple(data["losses"]), data["notes"], data["predicted_ms"])
+        return Opened(data["first_step_s"], tuple(data["losses"]), data["notes"], data["predicted_ms"], data["plan"])
 
     def failure(self, block: Block, system: str) -> str:
         """Why a system did not run; empty where it did, or was not tried."""

@@ -99,7 +99,8 @@ class Session:
             last_s = time.perf_counter() - began
         compiled = self._training.compiled
         predicted_ms = compiled.schedule.diagnostics().step_ms if compiled is not None else None
-        self.ready = Ready(first_step_s, last_s * 1e3, tuple(loss.item() for loss in losses), notes, predicted_ms)
+        plan = {each.parameter: each.name for each in compiled.plan.decisions} if compiled is not None else {}
+        self.ready = Ready(first_step_s, last_s * 1e3, tuple(loss.item() for loss in losses), notes, predicted_ms, plan)
         await_quiet(self._interface)
         give_memory_back()
 

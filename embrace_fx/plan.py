@@ -104,8 +104,12 @@ class Candidate:
     @property
     def name(self) -> str:
         """The strategy, and which kind of it."""
-        kind = self.scheme or str(self.grid or "")
-        return f"{self.strategy}, {kind}" if kind else self.strategy
+        return _name(self.strategy, self.scheme, self.grid)
+
+
+def _name(strategy: str, scheme: str, grid: Grid | None) -> str:
+    kind = scheme or str(grid or "")
+    return f"{strategy}, {kind}" if kind else strategy
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,11 @@ class Decision:
     scheme: str = ""
     grid: Grid | None = None
     candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The strategy, and which kind of it."""
+        return _name(self.strategy, self.scheme, self.grid)
 
 
 @dataclass(frozen=True)
