@@ -26,10 +26,7 @@ SHAPES: dict[Kind, tuple[int, int]] = {"blocks": (102_400, 256), "zipf": (51_200
 """100 MiB of float32, in blocks as OmniReduce has them (SIGCOMM 2021: 256 elements), or rows as the LSTM of Zen has."""
 LSTM_DENSITY = 0.0113
 """Of the LSTM's gradient on one rank (Zen, OSDI 2025)."""
-DENSITIES: dict[Kind, tuple[float, ...]] = {
-    "blocks": (1.0, 0.8, 0.4, 0.2, 0.1, 0.08, 0.04, 0.02, 0.01),
-    "zipf": (0.4, 0.2, 0.1, 0.04, 0.02, LSTM_DENSITY),
-}
+DENSITIES = (1.0, 0.8, 0.4, 0.2, 0.1, 0.08, 0.04, 0.02, 0.01)
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,8 @@ class Case:
 
     Attributes:
         kind: "blocks": as many on every rank, drawn at random. "zipf": the rows of as many words on every rank, drawn
-            from V with frequency 1/rank (Zipf), rows in the order of frequency as vocabularies have them.
+            from V with frequency 1/rank (Zipf), rows in the order of frequency as vocabularies have them; all of
+            them at density 1, which no number of words would promise.
         density: the share of units that a rank has; of "zipf" the expected one.
         divisor: makes the tensor so many times smaller, for tests.
     """
@@ -62,6 +60,8 @@ class Case:
     def ids(self, rank: int) -> Tensor:
         """(u,) int64 ascending: the units that a rank has."""
         random = torch.Generator().manual_seed(1000 * rank + round(self.density * 100_000))
+        if self.density == 1:
+            return torch.arange(self.num_units)
         if self.kind == "blocks":
             count = round(self.density * self.num_units)
             return torch.randperm(self.num_units, generator=random)[:count].sort().values
@@ -71,7 +71,10 @@ class Case:
         return measure([self.ids(rank) for rank in range(ranks)], self.num_units, self.width, ITEM_BYTES)
 
 
-CASES = tuple(Case(kind, density) for kind, densities in DENSITIES.items() for density in densities)
+CASES = (
+    *(Case("blocks", density) for density in DENSITIES),
+    *(Case("zipf", density) for density in sorted((*DENSITIES, LSTM_DENSITY), reverse=True)),
+)
 
 
 def zipf_ids(num_words: int, density: float, random: torch.Generator) -> Tensor:

@@ -14,6 +14,7 @@ from benchmarks.lab_results import ABLATION, OWN, Row, Target, as_data
 
 MIB = 2**20
 NONE = "-"
+FEW_TABLES = 4
 LOSS_TOLERANCE = 1e-3
 """Largest relative difference of two systems' losses: they add gradients in other orders, and train few steps only."""
 
@@ -77,11 +78,9 @@ def _targets(targets: Sequence[Target]) -> list[str]:
     lines = ["| model | figure | wanted | found | met |", "|---|---|---|---|---|"]
     for target in targets:
         value = target.value.text(2) if target.value else "not measured"
-        met = NONE if target.value is None else "yes" if target.met else "**no**"
-        lines.append(
-            f"| {target.model} | {target.what} | {'at most' if target.at_most else 'at least'} {target.wanted:g} "
-            f"| {value} | {met} |"
-        )
+        met = NONE if target.met is None else "yes" if target.met else "**no**"
+        wanted = NONE if target.wanted is None else f"{'at most' if target.at_most else 'at least'} {target.wanted:g}"
+        lines.append(f"| {target.model} | {target.what} | {wanted} | {value} | {met} |")
     return lines
 
 
@@ -130,7 +129,21 @@ def _table(rows: Sequence[Row], floors: Mapping[str, Any]) -> list[str]:
         first = ablation[ABLATION[0]].step_ms.median
         gains = [f"{name.removeprefix('embrace_')} {first / ablation[name].step_ms.median:.2f}" for name in ABLATION]
         lines += ["", f"Ablation, times as fast as the hybrid alone: {', '.join(gains)}."]
-    return lines
+    plan = next((row.plan for row in rows if row.system == OWN), {})
+    return [*lines, "", f"What {OWN} chose: {_chosen(plan)}."] if plan else lines
+
+
+def _chosen(plan: Mapping[str, str]) -> str:
+    """Strategies, each with the tables that have it: a few by name; other parameters are counted."""
+    found = []
+    for strategy in dict.fromkeys(plan.values()):
+        names = [name for name, of_name in plan.items() if of_name == strategy]
+        tables = [name for name in names if name.startswith("tables.")]
+        having = tables if len(tables) <= FEW_TABLES else [f"{len(tables)} tables"]
+        if len(names) > len(tables):
+            having.append(f"{len(names) - len(tables)} that are no tables")
+        found.append(f"{strategy} for {' and '.join(having)}")
+    return "; ".join(found)
 
 
 def _timeline(block: Mapping[str, Any], file: str) -> list[str]:

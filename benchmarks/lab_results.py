@@ -11,7 +11,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.lab_floors import dependences_ms, floor, ideal, step_graph
@@ -69,6 +69,7 @@ class Row:
         loss_difference: largest relative difference of its losses from those of the first system that communicates.
         notes: what the system itself decided, on rank 0.
         predicted: its own prediction of a step over the step.
+        plan: parameter -> its strategy, where the system has one for each.
     """
 
     system: str
@@ -86,26 +87,26 @@ class Row:
     loss_difference: float | None
     notes: str
     predicted: Spread | None
-
-    @property
-    def forced(self) -> bool:
-        return self.system.startswith("forced_")
+    plan: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Target:
-    """One figure that was asked for: `value` at most or at least `wanted`; None where it has not been measured."""
+    """One figure that was asked for: `value` at most or at least `wanted`, unless it is only to be known.
+
+    `value` is None where it has not been measured.
+    """
 
     model: str
     what: str
-    wanted: float
+    wanted: float | None
     at_most: bool
     value: Spread | None
 
     @property
-    def met(self) -> bool:
-        if self.value is None:
-            return False
+    def met(self) -> bool | None:
+        if self.wanted is None or self.value is None:
+            return None
         return self.value.median <= self.wanted if self.at_most else self.value.median >= self.wanted
 
 
@@ -146,6 +147,7 @@ def summarize(cells: Mapping[str, Rounds], openings: Mapping[str, Opened], shape
                 _difference(opened.losses, expected) if alone and expected else None,
                 opened.notes,
                 _predicted(opened.predicted_ms, rounds),
+                opened.plan,
             )
         )
     return rows
@@ -155,6 +157,45 @@ def paired(rounds: Rounds, others: Rounds, combine: Callable[[float, float], flo
     """Over the rounds that both have of one run."""
     both = [(rounds[r], others[r]) for r in rounds if r in others]
     return Spread.of([combine(own.step_ms, other.step_ms) for own, other in both if own.is_with(other)])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the planner chose, beside what can be forced.
+
+    Attributes:
+        twins: forced systems whose plan is the chosen one: further measurements of it.
+        twin: the fastest of them, and `to_twin`, `OWN`'s step over its own: what two measurements of one plan differ
+            by. None without twins.
+        other: the fastest system of another plan, and `to_other`, a step of the chosen plan, the mean over `OWN` and
+            twins, over its own.
+    """
+
+    twins: tuple[str, ...]
+    twin: str | None
+    to_twin: Spread | None
+    other: str | None
+    to_other: Spread | None
+
+
+def choice(cells: Mapping[str, Rounds], openings: Mapping[str, Opened]) -> Choice:
+    """Of `OWN` and the forced systems among `cells`."""
+    own, forced = cells[OWN], [system for system in cells if system.startswith("forced_")]
+    twins = tuple(system for system in forced if openings[system].plan == openings[OWN].plan)
+
+    def fastest(systems: Sequence[str]) -> str | None:
+        return min(systems, key=lambda s: median(each.step_ms for each in cells[s].values()), default=None)
+
+    twin, other = fastest(twins), fastest([system for system in forced if system not in twins])
+    ratios = []
+    for number, measured in own.items():
+        of_round = {system: cells[system].get(number) for system in (*twins, other) if system}
+        together = {system: each for system, each in of_round.items() if each and each.is_with(measured)}
+        if other in together:
+            chosen = [measured, *(each for system, each in together.items() if system != other)]
+            ratios.append(mean(each.step_ms for each in chosen) / together[other].step_ms)
+    to_twin = paired(own, cells[twin], lambda a, b: a / b) if twin else None
+    return Choice(twins, twin, to_twin, other, Spread.of(ratios))
 
 
 def _predicted(predicted_ms: float | None, rounds: Rounds) -> Spread | None:
@@ -196,6 +237,9 @@ def _of_block(setting: Setting, kept: Kept, block: Block) -> dict[str, Any]:
         "sizes": asdict(sizes(on_meta(MODELS[block.model][setting.size]))),
         "floors": floors,
         "rows": rows,
+        "choice": choice(cells, {s: kept.opening(block, s) for s in cells})
+        if block.group == FORCED and OWN in cells
+        else None,
         "failures": failures,
         "timeline": timeline.figures,
         "picture": timeline.picture,
@@ -245,19 +289,20 @@ def targets(setting: Setting, blocks: Sequence[Mapping[str, Any]]) -> list[Targe
         found += [target for block in here for target in _of_group(block, model)]
         if here:
             found += _scaling(setting, model, blocks)
-    return found + [target for block in blocks if block["group"] == FORCED for target in _of_choice(block)]
+    return found + [target for block in blocks if block["choice"] for target in _of_choice(block)]
 
 
 def _of_choice(block: Mapping[str, Any]) -> list[Target]:
     """What the planner chooses against the best that could be forced, and what is predicted of it."""
-    rows = {row.system: row for row in block["rows"]}
+    rows, made = {row.system: row for row in block["rows"]}, block["choice"]
     where = f"{block['model']}, {block['ranks']} ranks, {block['rate_mbit']:g} Mb/s"
     found = []
-    best = min((row for row in rows.values() if row.forced), key=lambda row: row.step_ms.median, default=None)
-    if best is not None and best.ratio:
-        to_best = Spread(1 / best.ratio.median, 1 / best.ratio.max, 1 / best.ratio.min)
-        found.append(Target(where, f"{OWN} / best forced ({best.system})", CHOICE_TARGET, True, to_best))
-    if OWN in rows and (predicted := rows[OWN].predicted):
+    if made.to_other:
+        what = f"{' and '.join((OWN, *made.twins))} / best of another plan ({made.other})"
+        found.append(Target(where, what, CHOICE_TARGET, True, made.to_other))
+    if made.to_twin:
+        found.append(Target(where, f"{OWN} / {made.twin}, the same plan", None, True, made.to_twin))
+    if predicted := rows[OWN].predicted:
         off = sorted(abs(value - 1) for value in (predicted.min, predicted.median, predicted.max))
         found.append(
             Target(
@@ -319,7 +364,11 @@ def _machine() -> str:
 def as_data(found: Mapping[str, Any]) -> dict[str, Any]:
     """The results as JSON takes them."""
     blocks = [
-        {**{k: v for k, v in block.items() if k != "picture"}, "rows": [asdict(row) for row in block["rows"]]}
+        {
+            **{k: v for k, v in block.items() if k != "picture"},
+            "rows": [asdict(row) for row in block["rows"]],
+            "choice": asdict(block["choice"]) if block["choice"] else None,
+        }
         for block in found["blocks"]
     ]
     return {**found, "blocks": blocks, "targets": [{**asdict(t), "met": t.met} for t in found["targets"]]}
