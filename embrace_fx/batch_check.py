@@ -12,7 +12,7 @@ from embrace_fx.passes.tables import draws_randomly, extract_ids
 from embrace_fx.plan import Plan
 from embrace_fx.planning import Setting
 from embrace_fx.replanning import SAMPLED_EVERY, TrainingCalls
-from embrace_fx.runtime.communicator import bad_id_report
+from embrace_fx.runtime.communicator import bad_id_report, unreadable
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.phases import reader
 
@@ -36,7 +36,10 @@ def batch_check(
 
     def look(leaves: Sequence[Any]) -> str | None:
         with torch.no_grad():
-            ids = read_ids(leaves)
+            try:
+                ids = read_ids(leaves)
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                return unreadable(error)
             found = (bad_id_report(each, *use) for each, use in zip(ids, uses, strict=True))
             failure = next((report for report in found if report is not None), None)
             if failure is None and calls.count % SAMPLED_EVERY == 0:

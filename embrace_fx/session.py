@@ -94,6 +94,7 @@ class Session:
                     state_by_columns(state_dict, session._communicator.group)
 
         model.register_state_dict_pre_hook(before_state_dict)
+        model.register_load_state_dict_pre_hook(before_state_dict)
         model.register_state_dict_post_hook(after_state_dict)
         self._kinds: dict[Any, Kind] = {}
 
@@ -155,6 +156,8 @@ class Session:
         train, communicator = torch.is_grad_enabled(), self._communicator
         communicator.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
         if self._parameters_are() != self._compiled_for:
+            if self._plan is None:  # the other ranks make no announcements yet
+                agree_on_first_call(communicator, _CHANGED_PARAMETERS)
             give_up(communicator, _CHANGED_PARAMETERS)
         kind = self._kinds.setdefault(kind_key(self.model, leaves, spec, train), Kind())
         if self._plan is None and not train:
@@ -212,7 +215,12 @@ class Session:
         if coming is None or self._kinds.get(kind_key(self.model, coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
-        return variant.program.ahead(coming) if variant is not None and variant.program is not None else None
+        if variant is None or variant.program is None:
+            return None
+        try:
+            return variant.program.ahead(coming)
+        except Exception:  # what is wrong with it, its own call will tell all ranks
+            return None
 
     def _end_lookahead(self) -> None:
         """No batch is expected any more, and everything is applied."""

@@ -3,7 +3,8 @@
 Contract
     Where every lookup of a sharded table is cast to one narrower dtype, and every gradient comes from a cast out of it,
     rows and gradients are exchanged in that dtype: half the bytes under bfloat16. Forward values are the same (a cast
-    commutes with a lookup); gradients of equal ids are still summed in the wide dtype, before and after the wire.
+    commutes with a lookup); gradients of equal ids are still summed in the wide dtype, before and after the wire. Of a
+    dtype that ends where such sums may not, rows travel alone: their gradients stay wide.
 
     rewrite:  rows = wait(all_to_all_rows(columns, ...)); e = aten.embedding(join(rows), where); c = _to_copy(e, bf16)
               g = _to_copy(g_bf16, f32); grad_rows = embedding_dense_backward(g, ...); split_columns(grad_rows)
@@ -32,6 +33,8 @@ JOINS = (embrace.join_columns.default, embrace.join_grid.default)
 _SPLITS = (embrace.split_columns.default, embrace.split_grid.default)
 _EXCHANGED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """The narrow dtypes that every back end's AlltoAll takes."""
+_SUMMED = _EXCHANGED - {torch.float16}
+"""Those whose largest number no sum of gradients reaches that a wider one holds: float16 ends at 65,504."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
     rewriter = Rewriter(graph.module)
     casts = [user for lookup in lookups for user in lookup.users]
     _narrow_forward(rewriter, join, lookups, casts, dtype)
-    if split is not None:
+    if split is not None and dtype in _SUMMED:
         _narrow_backward(rewriter, split, dtype, wide)
     return True
 

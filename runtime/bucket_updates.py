@@ -31,6 +31,13 @@ BY_PARAMETER: frozenset[type[Optimizer]] = frozenset(
 """Optimizer classes whose update of a parameter depends on that parameter alone, so that it can be applied apart."""
 
 
+WRITTEN = (
+    "expected parameters to be written only through the compiled model, between optimizer.step() and the next call, "
+    "found {} that was written before its pending update. Take it from model.parameters() or model.named_parameters() "
+    "at that moment, or call model.synchronize() before."
+)
+
+
 class PendingGradient(Tensor):
     """What `.grad` holds while a gradient is on its way: any use waits for it, and then uses the real one.
 
@@ -196,10 +203,11 @@ class BucketUpdates:
 
     def _wanted(self, k: int) -> None:
         """Someone uses a gradient of a bucket."""
-        if self._waiting[k].updates:
-            self.await_update(k)
-        else:
-            self.materialise()
+        with self._launcher.hurrying():  # rows of a forward to come may stand before it
+            if self._waiting[k].updates:
+                self.await_update(k)
+            else:
+                self.materialise()
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -241,8 +249,9 @@ class BucketUpdates:
     def release(self, optimizer: Optimizer) -> None:
         """Makes the gradients of an optimizer's parameters ordinary ones."""
         mine = {p for group in optimizer.param_groups for p in group["params"]}
-        for k in [k for k, bucket in self._waiting.items() if not mine.isdisjoint(bucket.parameters)]:
-            self.await_update(k)
+        with self._launcher.hurrying():
+            for k in [k for k, bucket in self._waiting.items() if not mine.isdisjoint(bucket.parameters)]:
+                self.await_update(k)
 
     def await_update(self, k: int) -> None:
         """Applies what an optimizer has taken over of a bucket; other gradients of it become ordinary ones."""
@@ -263,8 +272,8 @@ class BucketUpdates:
             kind.step(part)
         for parameter, gradient, stood in zip(bucket.parameters, gradients, before, strict=True):
             stand_in = self._stand_ins.get(parameter)
-            if stood is not stand_in:
-                parameter.grad = stood  # None after zero_grad, or the user's own
+            if stand_in is None or stood is not stand_in:
+                parameter.grad = stood  # None after zero_grad, or without a gradient; or the user's own
             if stand_in is not None and (stood is stand_in or sys.getrefcount(stand_in) > _OWN_REFERENCES):
                 stand_in.landed = gradient  # for whoever still looks at it
 
@@ -272,12 +281,7 @@ class BucketUpdates:
         """Raises where a parameter was written between an optimizer's step and the update that the step stands for."""
         for parameter, version in bucket.stepped.items():
             if parameter._version != version:
-                raise RuntimeError(
-                    "expected parameters to be written only through the compiled model, between optimizer.step() and "
-                    f"the next call, found one of shape {tuple(parameter.shape)} that was written before its pending "
-                    "update. Take it from model.parameters() or model.named_parameters() at that moment, or call "
-                    "model.synchronize() before."
-                )
+                raise RuntimeError(WRITTEN.format(f"one of shape {tuple(parameter.shape)}"))
 
     def apply(self) -> None:
         """Applies every update that an optimizer has taken over."""

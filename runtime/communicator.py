@@ -447,6 +447,11 @@ def check_activities(activities: Sequence[int]) -> None:
         )
 
 
+def unreadable(error: Exception) -> str:
+    """What a rank reports of a batch whose ids cannot be computed."""
+    return f"expected ids that can be computed from the batch, found {type(error).__name__}: {error}; look at the batch"
+
+
 def bad_id_report(ids: Tensor, table: str, num_rows: int) -> str | None:
     """What a rank reports of an id outside a table; None where all are inside."""
     found = bad_id(ids, num_rows)

@@ -19,20 +19,25 @@ def deliver(
     roles: Sequence[OutputRole],
     outputs: Sequence[Any],
     absent: frozenset[str],
+    tangents: Sequence[Tensor],
 ) -> None:
     """Puts gradients where optimizers find them, all but the absent ones of parameters that the loss is not of.
 
     Args:
         synchronised: whether they are the mean over all ranks; else they add to this rank's own sum (`no_sync`).
         roles, outputs: of the backward.
+        tangents: what the backward was given, which may be the user's own tensors.
     """
     rows: dict[str, dict[str, Tensor]] = {}
     delivered: set[int] = set()
+    others = {tangent.untyped_storage().data_ptr() for tangent in tangents}
     for role, value in zip(roles, outputs, strict=True):
         match role:
             case Gradient(Parameter(name)) if name not in absent:
-                # Two parameters may get the same tensor (the biases of an LSTM), but no two may share a `.grad`.
-                _deliver_dense(state, name, value.clone() if id(value) in delivered else value, synchronised)
+                # Two parameters may get the same tensor (the biases of an LSTM), but no two may share a `.grad`; nor
+                # may it be one that the backward was given, as of a parameter that is only added.
+                shared = id(value) in delivered or value.untyped_storage().data_ptr() in others
+                _deliver_dense(state, name, value.clone() if shared else value, synchronised)
                 delivered.add(id(value))
             case RowGradient(table, part) if table not in absent:
                 rows.setdefault(table, {})[part] = value

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from embrace_fx import cost
 from embrace_fx.runtime.ahead import Ahead, AheadOfDevice, IdsProgram
-from embrace_fx.runtime.bucket_updates import BucketUpdates
-from embrace_fx.runtime.communicator import Communicator, InFlight, bad_id_report
+from embrace_fx.runtime.bucket_updates import WRITTEN, BucketUpdates
+from embrace_fx.runtime.communicator import Communicator, InFlight, bad_id_report, unreadable
 from embrace_fx.runtime.launcher import Launcher, Ticket
 from embrace_fx.runtime.phases import Values
 from embrace_fx.runtime.recorder import Recorder
@@ -90,6 +90,7 @@ class Flow:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self.streams is not None:
             ahead = self._route(ahead)  # a batch that holds a bad id is not what was looked ahead to, on any rank
+        failure = self._look_for_writes()
         fresh = self._valid and not any(exchange.early_rows_stale for exchange in self.exchanges.values())
         found = ahead is not None and ahead.is_batch(leaves) and ahead.program is program and fresh
         expected = ahead is not None and fresh
@@ -97,12 +98,9 @@ class Flow:
             assert ahead is not None
             values = ahead.values
         else:
-            values = program.unique(leaves)
+            values, bad = self._read(program, leaves)
+            failure = failure or bad
         unique = program.rows_of_batch(values)
-        failure = None
-        if not found:
-            reports = (bad_id_report(*each) for each in zip(unique, program.tables, program.num_rows, strict=True))
-            failure = next((report for report in reports if report is not None), None)
         now = [rows.numel() for rows in unique]
         coming = following.sizes() if following is not None and self.looks_ahead else [-1] * len(now)
         state = found * _FOUND + (not self.launcher.took_turns()) * _OVERTOOK
@@ -142,6 +140,30 @@ class Flow:
             self.exchanges[route.table].request(values[route.ids], values[route.counts], route.dtype)
             self.recorder.mark(f"update {route.table}")
         return values
+
+    def _read(self, program: IdsProgram, leaves: Sequence[Any]) -> tuple[Values, str | None]:
+        """The values of a batch's unique phase, and what is wrong with its ids.
+
+        Raises:
+            PeerFailure: they cannot be computed; on every rank.
+        """
+        try:
+            values = program.unique(leaves)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            self.communicator.announce((), unreadable(error))
+            raise
+        named = zip(program.rows_of_batch(values), program.tables, program.num_rows, strict=True)
+        reports = (bad_id_report(*each) for each in named)
+        return values, next((report for report in reports if report is not None), None)
+
+    def _look_for_writes(self) -> str | None:
+        """What is wrong where a table was written behind the model's back; rows that left early are read anew."""
+        failure = None
+        for exchange in self.exchanges.values():
+            if exchange.was_written():
+                failure = failure or (WRITTEN.format(f"table {exchange.table.name}") if exchange.stepped else None)
+                exchange.early_rows_stale = True
+        return failure
 
     def _bring_forward(self, *, stepped: bool) -> None:
         """Waits for gradients that the order has behind what this forward is still to submit.

@@ -29,6 +29,8 @@ def clip_gradients(
     own = torch.stack(
         [torch.linalg.vector_norm(r, norm_type) if r.numel() else r.new_zeros(()) for r in rows] or [torch.zeros(())]
     )
+    # Half precision would overflow at the square of 256.
+    local, own = (norms.to(torch.promote_types(norms.dtype, torch.float32)) for norms in (local, own))
     if norm_type == float("inf"):
         sharded = communicator.reduce_scalar(own.max(), dist.ReduceOp.MAX)
         total = torch.maximum(local.max(), sharded)

@@ -88,6 +88,9 @@ class Stepping:
                 if left[exchange]:
                     continue
             table.update()
+        for exchange, is_left in left.items():
+            if not is_left:
+                exchange.note_version()
 
     def materialise(self) -> None:
         """Makes gradients that are on their way ordinary ones."""

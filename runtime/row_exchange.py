@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embrace_fx.runtime.bucket_updates import WRITTEN
 from embrace_fx.runtime.communicator import Communicator
 from embrace_fx.runtime.kernels import (
     coalesce,
@@ -114,6 +115,7 @@ class RowExchange:
         self._routing: Routing | None = None  # of the batch whose forward runs or ran last
         self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
         self.early_rows_stale = False
+        self._version: int | None = None  # of the table, while rows that left early or a step's gradients are under way
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -127,6 +129,7 @@ class RowExchange:
         assert arriving.routing is not None
         self._routing, self._split = arriving.routing, None
         arriving.rows.append(self._send_rows("rows", arriving.routing, arriving.late, dtype))
+        self.note_version()
 
     def rows(self) -> Tensor:
         """All columns of this rank's rows, flat (U * D,)."""
@@ -143,6 +146,7 @@ class RowExchange:
                 joined = flat.new_empty((self._routing.counts[self._communicator.rank], width))
             join_columns_into(joined, part.positions, flat, world_size)
         self._arriving = Arriving()
+        self.note_version()
         assert joined is not None
         return joined.view(-1)
 
@@ -193,6 +197,7 @@ class RowExchange:
         self._split = split
         self._arriving = Arriving(routing=split.following, late=split.late)
         self._arriving.rows.append(self._send_rows("early rows", split.following, split.early, dtype))
+        self.note_version()
 
     def do_not_split(self) -> None:
         """Instead of `look_ahead`: the whole gradient leaves at once, and no rows before their turn."""
@@ -228,6 +233,21 @@ class RowExchange:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     @property
+    def stepped(self) -> bool:
+        """Whether there is a gradient that a step has taken."""
+        return any(gradient.options is not None for gradient in self._gradients)
+
+    def was_written(self) -> bool:
+        """Whether someone else has written the table since what is under way was looked up or stepped; told once."""
+        written = self._version is not None and self._version != self.table.version
+        self.note_version()
+        return written
+
+    def note_version(self) -> None:
+        """The table as it is now is this exchange's own doing."""
+        self._version = self.table.version if self._arriving.rows or self.stepped else None
+
+    @property
     def waiting(self) -> bool:
         """Whether there is a gradient that no step has taken."""
         return bool(self._gradients) and self._gradients[-1].options is None
@@ -237,12 +257,17 @@ class RowExchange:
 
         Returns: false where tables have to be updated at once, from gradients that they hold themselves.
         """
-        self.apply_delayed()
-        if self.table.has_gradient or not self.table.steps_as_one():
-            self.materialise()
+        if self.was_written():
+            self.early_rows_stale = True
+        if self.stepped or self.table.has_gradient or not self.table.steps_as_one():
+            with self._launcher.hurrying():  # rows of a forward to come may stand before the gradients
+                self.apply_delayed()
+                if self.table.has_gradient or not self.table.steps_as_one():
+                    self.materialise()
         if not self.waiting:
             return False
         self._gradients[-1].options = hyperparameters(self.table.begin_step())
+        self.note_version()
         return True
 
     def apply_prior(self) -> None:
@@ -277,11 +302,15 @@ class RowExchange:
         """What was looked up early is not read: parameters may have been written since."""
         self._arriving = Arriving()
         self.early_rows_stale = False
+        self.note_version()
 
     def _apply(self, gradient: _Gradient, parts: Sequence[Part]) -> None:
         assert gradient.options is not None
+        if self.was_written():
+            raise RuntimeError(WRITTEN.format(f"table {self.table.name}"))
         for part in parts:
             self.table.apply(*self._arrive(gradient, part), gradient.options)
+        self.note_version()
 
     def _arrive(self, gradient: _Gradient, part: Part) -> tuple[Tensor, Tensor]:
         local = self.table.local

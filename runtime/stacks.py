@@ -58,6 +58,11 @@ class StackedTable:
         state[key] = as_shard(view, parameter.shape, parameter.device_mesh)
 
     @property
+    def version(self) -> int:
+        """Counts what is written into this rank's part."""
+        return sum(member.version for member in self._members)
+
+    @property
     def has_gradient(self) -> bool:
         """Whether a gradient waits for the next update at any of the tables."""
         return any(member.has_gradient for member in self._members)

@@ -17,6 +17,7 @@ from embrace_fx.graph import BatchInput, Gradient, OutputRole, Result
 from embrace_fx.runtime import streams
 from embrace_fx.runtime.ahead import Ahead
 from embrace_fx.runtime.backward_flags import Finish, launch_flags
+from embrace_fx.runtime.communicator import unreadable
 from embrace_fx.runtime.delivery import deliver
 from embrace_fx.runtime.phases import Values, autocast_is_in_the_graph, keep
 from embrace_fx.runtime.program import Program
@@ -86,11 +87,15 @@ class Step:
             assert program.ids_program is not None
             following, self._following = self._following, None
             return program.flow.begin_forward(program.ids_program, self._leaves, following)
+        values: Values = {}
+        try:
+            keep(program.unique.roles, program.unique(self._leaves, values, {}), values)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            program.communicator.announce((), unreadable(error))
+            raise
         if not program.announces:
             program.communicator.announce(())
-        values: Values = {}
-        for phase in (program.unique, program.ids):
-            keep(phase.roles, phase(self._leaves, values, {}), values)
+        keep(program.ids.roles, program.ids(self._leaves, values, {}), values)
         if program.flow is not None:
             program.flow.begin_plain_forward()
         return values
@@ -141,7 +146,8 @@ class Step:
                 program.flow.discard()
             return self._of_batch(backward.roles, outputs)
         absent = program.without_gradient(starts_from)
-        deliver(program.state, program.flow, program.synchronised, backward.roles, outputs, absent)
+        given_away = [tangent for tangent in tangents if tangent is not None]
+        deliver(program.state, program.flow, program.synchronised, backward.roles, outputs, absent, given_away)
         return self._of_batch(backward.roles, outputs)
 
     def _look(self) -> str | None:

@@ -32,6 +32,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
+def written(parameter: Tensor) -> int:
+    """Counts what is written into this rank's part of a tensor: a DTensor's own ops do not count as its part's."""
+    count: int = parameter._version
+    return count + (parameter._local_tensor._version if isinstance(parameter, DTensor) else 0)
+
+
 def shard_state(state: dict[str, Any], parameter: Tensor, group: dist.ProcessGroup | None) -> None:
     """Of optimizer state (V, D), whole or by columns, made before compile or loaded, keeps this rank's part, in place.
 
@@ -83,6 +89,11 @@ class RowTable:
     def local(self) -> Tensor:
         """This rank's part, (V', d)."""
         return local_tensor(self.parameter)
+
+    @property
+    def version(self) -> int:
+        """Counts what is written into this rank's part."""
+        return written(self.parameter)
 
     @property
     def has_gradient(self) -> bool:

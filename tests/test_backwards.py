@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import embrace_fx
 from tests.ranks import run_ranks
@@ -75,16 +75,29 @@ def _adagrad(model: nn.Module) -> list[Optimizer]:
     return [Adagrad(model.parameters(), 0.1, eps=1e-3)]
 
 
-def _some_results(make: Callable[[nn.Module], list[Optimizer]], **options: Any) -> Callable[[int, bool], Loop]:
+def _some_results(
+    make: Callable[[nn.Module], list[Optimizer]], losses: Sequence[str] = ("ab", "a", "b", "a"), **options: Any
+) -> Callable[[int, bool], Loop]:
+    """Losses of these results in turn."""
+
     def train(rank: int, compiled: bool) -> Loop:
         loop = Loop(make, compiled, **options)
         for step, batch in enumerate(_lookahead(loop, rank)):
-            a, b = loop.model(*batch)
-            (a + b, a, b, a)[step % 4].backward()
+            results = dict(zip("ab", loop.model(*batch), strict=True))
+            sum(results[name] for name in losses[step % len(losses)]).backward()
+            _reads_what_is_there(loop, step)
             loop.step()
         return loop
 
     return train
+
+
+def _reads_what_is_there(loop: Loop, step: int) -> None:
+    """At times someone looks at gradients before the step, which has them delivered."""
+    if step % 3 == 2:
+        assert all(
+            p.grad.isfinite().all() for p in (loop.plain.trunk.weight, loop.plain.trunk.bias) if p.grad is not None
+        )
 
 
 def _lookahead(loop: Loop, rank: int, steps: int = 8) -> Any:
@@ -148,6 +161,13 @@ CASES: dict[str, Callable[[int, bool], Loop]] = {
     "some results, momentum, at once": _some_results(
         lambda model: [SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)], schedule="none"
     ),
+    "a loss that comes late, momentum": _some_results(
+        lambda model: [SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)], ("a", "a", "a", "a", "b", "ab")
+    ),
+    "a loss that comes late, adam": _some_results(
+        lambda model: [Adam(model.parameters(), 0.01, eps=1e-3, weight_decay=0.1)], ("a", "a", "a", "a", "b", "ab")
+    ),
+    "a loss that never comes": _some_results(lambda model: [AdamW(model.parameters(), 0.01, eps=1e-3)], ("a",)),
     "inputs alone": _inputs_alone,
     "two optimizers of one table": _two_optimizers_of_one_table,
     "a scaler of tables alone": _scaler_of_tables_alone,
@@ -182,6 +202,39 @@ def _some_results_by_rows(rank: int, world_size: int) -> None:
 
 def test_a_sharded_table_stands_still_where_no_loss_is_of_it() -> None:
     run_ranks(2, _some_results_by_rows)
+
+
+class Shifted(nn.Module):
+    """The gradient of the shift is that of the result itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.shift = nn.Parameter(torch.zeros(DIM))
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        result: Tensor = self.linear(x_BD).sum(0) + self.shift
+        return result
+
+
+def _keep_the_given(rank: int, world_size: int) -> None:
+    """Gradients that a backward is given stay the caller's own."""
+    torch.manual_seed(SEED)
+    model = Shifted().to(DTYPE)
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
+    given, (_, x_BD) = torch.ones(DIM, dtype=DTYPE), _batch(rank, 0)
+    with compiled.no_sync():
+        compiled(x_BD).backward(given)
+        compiled(x_BD).backward(given)
+    assert model.shift.grad is not None
+    assert torch.equal(model.shift.grad, 2 * given)
+    model.shift.grad.mul_(3)
+    assert torch.equal(given, torch.ones_like(given))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_a_backward_is_given_is_not_written(world_size: int) -> None:
+    run_ranks(world_size, _keep_the_given)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -166,6 +166,70 @@ def test_a_fault_of_one_rank_is_an_error_on_all_and_changes_nothing(fault: Fault
         assert_same(found["parameters"], expected, torch.float64)
 
 
+class Mapped(nn.Module):
+    """Ids of a table are looked up themselves, in a map of so many keys."""
+
+    KEYS = 50
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("map", torch.arange(self.KEYS) % NUM_WORDS)
+        self.table = nn.Embedding(NUM_WORDS, DIM)
+        self.linear = nn.Linear(DIM, 1)
+
+    def forward(self, keys_B: Tensor) -> Tensor:
+        loss: Tensor = self.linear(self.table(self.map[keys_B])).square().mean()  # type: ignore[index]
+        return loss
+
+
+def _mapped_batch(step: int, rank: int) -> tuple[Tensor]:
+    return (torch.randint(Mapped.KEYS, (6,), generator=torch.Generator().manual_seed(10 * step + rank)),)
+
+
+BAD_STEP = 3
+
+
+def _train_with_a_bad_key(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
+    """The steps that failed, with what was said, and the parameters after the others."""
+    plain = _model(Mapped)
+    model = embrace_fx.compile(plain, optimizer=Adagrad(plain.parameters(), lr=0.1, eps=1e-3), **options)
+    batches = [_mapped_batch(step, rank) for step in range(6)]
+    if rank == 1:
+        batches[BAD_STEP][0][2] = Mapped.KEYS
+    failed = []
+    for step, batch in enumerate(model.lookahead(batches)):
+        try:
+            model(*batch).backward()
+        except embrace_fx.PeerFailure as error:
+            failed.append((step, str(error)))
+            continue
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+    return failed, {name: _whole(p.detach()) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"strategy": "alltoall"}, {"strategy": "alltoall", "schedule": "none"}, {"strategy": "allreduce"}],
+    ids=["sharded", "sharded, at once", "replicated"],
+)
+def test_ids_that_cannot_be_computed_fail_at_their_turn_on_all_ranks(options: dict[str, Any]) -> None:
+    """Also where the batch is looked at one step ahead."""
+    good = [step for step in range(6) if step != BAD_STEP]
+    batches = [[_mapped_batch(step, rank) for step in good] for rank in range(2)]
+    expected = train_reference(
+        lambda: _model(Mapped), lambda m: [Adagrad(m.parameters(), lr=0.1, eps=1e-3)], batches, len(good)
+    )
+
+    for failed, parameters in run_ranks(2, _train_with_a_bad_key, options):
+        ((step, message),) = failed
+        assert step == BAD_STEP
+        assert_grammar(message, "rank 1: expected ids that can be computed from the batch", "IndexError", "look at the")
+        assert_same(parameters, expected, torch.float64)
+
+
 def test_a_forward_that_cannot_be_captured_names_the_users_line() -> None:
     model = embrace_fx.compile(_model())
     line = Words.forward.__code__.co_firstlineno + 4
@@ -472,6 +536,23 @@ def test_parameters_that_change_after_the_first_call(change: Callable[[nn.Module
     change(model)
     with pytest.raises(embrace_fx.PeerFailure, match="expected every parameter to stay as it was at compile"):
         compiled(*_batch(0, 1))
+
+
+def _hooked_on_one_rank(rank: int, world_size: int) -> str:
+    model = _model()
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
+    if rank == 0:
+        model.get_parameter("linear.weight").register_hook(lambda g: g)
+    try:
+        compiled(*_batch(0, rank))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_parameters_that_change_on_one_rank_before_the_first_call() -> None:
+    for message in run_ranks(2, _hooked_on_one_rank):
+        assert_grammar(message, "rank 0", "every parameter to stay as it was at compile()", "before compile()")
 
 
 def test_a_batch_that_the_forward_does_not_take() -> None:

@@ -8,17 +8,25 @@ rounding per summand.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from embrace_fx.cost import Cluster
+from embrace_fx.exchange_cost import Streaming
+from embrace_fx.runtime.exchanges import omnireduce
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
+from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
 from embrace_fx.runtime.exchanges.options import Options
 from embrace_fx.runtime.exchanges.steps import run, run_all
 from embrace_fx.runtime.exchanges.strategies import STRATEGIES
@@ -40,6 +48,15 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "ps": ("ps", Options()),
     "ps_elements": ("ps", Options(unit="element")),
 }
+
+IN_PLACE = {
+    "allgather": ExchangeKind(V, "allgather", ""),
+    "omnireduce": ExchangeKind(V, "omnireduce", ""),
+    "zen": ExchangeKind(V, "zen", "balanced"),
+    "zen_hierarchical": ExchangeKind(V, "zen", "hierarchical"),
+    "ps": ExchangeKind(V, "ps", ""),
+}
+"""Those of `VARIANTS` that a compiled model has: they write the mean where the gradient was."""
 
 
 def _bernoulli(density: float, *shape: int) -> Tensor:
@@ -68,23 +85,27 @@ PATTERNS: dict[str, Callable[[int, int], Tensor]] = {
 }
 
 
+Form = Literal["dense", "row set", "in place"]
+
+
 @dataclass(frozen=True)
 class Case:
     variant: str
     pattern: str
     dtype: torch.dtype
-    as_rows: bool
+    form: Form
 
     def __str__(self) -> str:
-        return f"{self.variant}, {self.pattern}, {self.dtype}, {'row set' if self.as_rows else 'dense'}"
+        return f"{self.variant}, {self.pattern}, {self.dtype}, {self.form}"
 
 
 EVERYTHING = [
-    Case(variant, pattern, dtype, as_rows)
+    Case(variant, pattern, dtype, form)
     for variant in VARIANTS
     for pattern in PATTERNS
     for dtype in DTYPES
-    for as_rows in (False, True)
+    for form in get_args(Form)
+    if form != "in place" or variant in IN_PLACE
 ]
 QUICK = [case for case in EVERYTHING if case.dtype == torch.float64 or case.pattern in {"rows", "density_by_rank"}]
 
@@ -94,7 +115,7 @@ def gradient_of(case: Case, rank: int, world_size: int) -> Gradient:
     mask = PATTERNS[case.pattern](rank, world_size)
     values = torch.randint(1, 100, (V, D)).double() if case.dtype == torch.float64 else torch.randn(V, D)
     dense = torch.where(mask, values, 0).to(case.dtype)
-    if not case.as_rows:
+    if case.form != "row set":
         return dense
     # Some rows are present although they are zero, as a lookup without influence on the loss leaves them.
     ids = (mask.any(dim=1) | _bernoulli(0.1, V)).nonzero().view(-1)
@@ -115,7 +136,7 @@ def digest(gradient: Gradient) -> str:
 def fault(case: Case, found: Gradient, world_size: int) -> str | None:
     """What is wrong with the mean; None where it is the dense AllReduce's."""
     by_rank = [gradient_of(case, rank, world_size) for rank in range(world_size)]
-    if isinstance(found, RowSet) != case.as_rows:
+    if isinstance(found, RowSet) != (case.form == "row set"):
         return f"found a {type(found).__name__}"
     if isinstance(found, RowSet):
         union = torch.cat([rows.ids for rows in by_rank if isinstance(rows, RowSet)]).unique()
@@ -144,10 +165,16 @@ def exchange_all(rank: int, world_size: int, cases: list[Case]) -> Results:
     steps = []
     for case, gradient in zip(cases, gradients, strict=True):
         strategy, options = VARIANTS[case.variant]
-        steps.append(STRATEGIES[strategy].exchange(gradient, channel, options))
-    means = run_all(steps)
+        if case.form != "in place":
+            steps.append(STRATEGIES[strategy].exchange(gradient, channel, options))
+    means = iter(run_all(steps))
     results = {}
-    for case, gradient, unchanged, mean in zip(cases, gradients, before, means, strict=True):
+    for case, gradient, unchanged in zip(cases, gradients, before, strict=True):
+        if case.form == "in place":
+            flat = dense_of(gradient).clone().view(-1)
+            mean: Gradient = exchange_gradient_(flat, IN_PLACE[case.variant], channel, Cluster()).view(V, D)
+        else:
+            mean = next(means)
         wrong = fault(case, mean, world_size)
         if digest(gradient) != unchanged:
             wrong = "the gradient given was written to"
@@ -193,6 +220,50 @@ def test_the_mean_is_the_dense_all_reduces(world_size: int, variant: str) -> Non
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_case(world_size: int) -> None:
     assert not faults_of(run_ranks(world_size, exchange_all, EVERYTHING), EVERYTHING)
+
+
+# -- long lanes and many streams ---------------------------------------------------------------------------------------
+
+
+def stream_all(rank: int, world_size: int) -> list[str]:
+    """Lanes of more places than a byte tells; lanes in more streams than are in flight at once."""
+    torch.manual_seed(rank)
+    gradient = torch.where(_bernoulli(0.1, 3000), torch.randint(1, 100, (3000,)).double(), 0)
+    expected = gradient.clone()
+    dist.all_reduce(expected)
+    expected /= world_size
+    faults = []
+    for streaming in (Streaming(1, 1), Streaming(2, 1), Streaming(24, 1), Streaming(24, 5)):
+        options = Options(block_size=1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(omnireduce, "streaming_of", lambda *_, streaming=streaming: streaming)
+            mean = run(omnireduce.exchange(gradient, Channel(dist.group.WORLD), options))
+        assert isinstance(mean, Tensor)
+        if not torch.equal(mean, expected):
+            faults.append(f"{streaming}: off by {float((mean - expected).abs().max())}")
+    return faults
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_long_lanes_and_many_streams(world_size: int) -> None:
+    assert run_ranks(world_size, stream_all) == [[]] * world_size
+
+
+@given(st.data())
+def test_places_in_lanes_tell_the_blocks(data: st.DataObject) -> None:
+    """Also where there are fewer blocks than lanes, or ranks; 256 places need more than a byte."""
+    world_size, lanes = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    num_blocks = data.draw(st.integers(1, 40) | st.integers(1, 5000))
+    ranges = omnireduce._Ranges(num_blocks, world_size, lanes, torch.device("cpu"))
+    starts = [*ranges.starts.view(-1).tolist(), num_blocks]
+    blocks = torch.tensor(
+        [
+            [data.draw(st.sampled_from([*range(start + lane, end, lanes), num_blocks])) for lane in range(lanes)]
+            for start, end in itertools.pairwise(starts)
+        ]
+    )
+
+    assert torch.equal(ranges.decode(ranges.encode(blocks, ranges.starts), ranges.starts), blocks)
 
 
 # -- shapes and special values -----------------------------------------------------------------------------------------

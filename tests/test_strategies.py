@@ -1,9 +1,11 @@
-"""Replicas whose gradients are exchanged sparsely: training, the graph, the launch, and what the plan predicted."""
+"""Replicas whose gradients are exchanged sparsely: training, the graph, and the launch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,45 +14,112 @@ from torch import Tensor, nn
 
 import embrace_fx
 from embrace_fx.cost import Cluster
+from embrace_fx.exactness import RowUpdates
 from embrace_fx.plan import EXCHANGES
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, ExchangeThread
 from embrace_fx.schedule import SCHEDULES, ScheduleName
 from tests.cases import long_but
-from tests.models import MODELS
+from tests.models import MODELS, Workload
 from tests.ranks import run_ranks, run_ranks_expecting_errors
 from tests.reference import assert_same
-from tests.training import Way, expected_parameters, train_compiled
+from tests.test_training_variants import LookupsWorkload
+from tests.training import OPTIMIZERS, Trained, Way, expected_parameters, train_compiled
 
 WORKLOADS = dict(MODELS)
-STEPS = 14
-"""Enough for the order that follows the profile."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training through every strategy."""
+    """One training through every strategy.
+
+    Attributes:
+        vary: batches of other sizes and lengths on every rank and in every step.
+    """
 
     model: str
     world_size: int
     optimizer: str
     schedule: ScheduleName = "2d"
+    dtype: torch.dtype = torch.float64
+    row_updates: RowUpdates = "exact"
+    vary: bool = False
 
 
-CASES = {
-    f"{model}-{n}-{optimizer}": Case(model, n, optimizer)
-    for model, n, optimizer in product(WORKLOADS, (1, 2, 3, 4), ("sgd", "adagrad", "adam"))
-} | {f"schedule {name}": Case("two_table_lm", 2, "adam", name) for name in SCHEDULES}
+CASES = (
+    {
+        f"{model}-{n}-{optimizer}": Case(model, n, optimizer)
+        for model, n, optimizer in product(WORKLOADS, (1, 2, 3, 4), ("sgd", "adagrad", "adam"))
+    }
+    | {f"schedule {name}": Case("two_table_lm", 2, "adam", name) for name in SCHEDULES}
+    | {f"float32-{model}": Case(model, 2, "adagrad", dtype=torch.float32) for model in WORKLOADS}
+    | {f"varying-{model}-{n}": Case(model, n, "adagrad", vary=True) for model, n in product(WORKLOADS, (2, 3))}
+    | {f"two_table_lm-3-{optimizer}": Case("two_table_lm", 3, optimizer) for optimizer in OPTIMIZERS}
+    | {"lazy": Case("two_table_lm", 3, "adam", row_updates="lazy")}
+)
 
 
-@pytest.mark.parametrize("case", long_but(("tied_lm-2-sgd",), {k: (c,) for k, c in CASES.items()}))
-def test_training_equals_the_reference(case: Case) -> None:
-    workload = WORKLOADS[case.model]
-    expected = expected_parameters(case.world_size, workload, torch.float64, case.optimizer, steps=STEPS)
-    for strategy in EXCHANGES:
-        way = Way(strategy, case.schedule, steps=STEPS)
-        for found in run_ranks(case.world_size, train_compiled, workload, torch.float64, case.optimizer, "exact", way):
+def _check(world_size: int, workload: Workload, case: Case, ways: Mapping[str, Way]) -> list[Trained]:
+    """Trains on ranks in each way, strategy -> way, and compares with the reference; what rank 0 has of each."""
+    __tracebackhide__ = True
+    expected = expected_parameters(
+        world_size, workload, case.dtype, case.optimizer, case.row_updates, next(iter(ways.values())).steps
+    )
+    of_rank_0 = []
+    for strategy, way in ways.items():
+        by_rank = run_ranks(world_size, train_compiled, workload, case.dtype, case.optimizer, case.row_updates, way)
+        for found in by_rank:
             assert set(found.strategies.values()) == {strategy}
-            assert_same(found.parameters, expected, torch.float64)
+            assert_same(found.parameters, expected, case.dtype)
+        of_rank_0.append(by_rank[0])
+    return of_rank_0
+
+
+@pytest.mark.parametrize("case", long_but(("tied_lm-2-sgd",), {name: (case,) for name, case in CASES.items()}))
+def test_training_equals_the_reference(case: Case) -> None:
+    workload: Any = WORKLOADS[case.model]
+    if case.vary:
+        workload = replace(workload, vary=True)
+
+    _check(case.world_size, workload, case, {strategy: Way(strategy, case.schedule) for strategy in EXCHANGES})
+
+
+ODD = {
+    "empty on one rank or on all": LookupsWorkload(some_empty=True),
+    "one id, many times": LookupsWorkload(only_id=7),
+    "nothing but padding": LookupsWorkload(padding_idx=7, only_id=7),
+    "all of it": LookupsWorkload(padding_idx=7, only_id=7, some_empty=True),
+    "a single id": LookupsWorkload(shape=(), id_dtype=torch.int32),
+    "a column": LookupsWorkload(dim=1),
+}
+
+
+@pytest.mark.parametrize("workload", long_but(("all of it",), {name: (workload,) for name, workload in ODD.items()}))
+def test_odd_batches(workload: Workload) -> None:
+    case = Case("", 3, "adagrad")
+
+    _check(3, workload, case, {strategy: Way(strategy, steps=8) for strategy in EXCHANGES})
+
+
+NARROW = Cluster(bandwidth_bytes_per_ms=1.0, latency_ms=0.0)
+"""Links on which bytes alone count."""
+
+
+@pytest.mark.parametrize(
+    ("scheme", "world_size", "cluster"),
+    [
+        ("balanced", 3, NARROW),
+        ("hierarchical", 3, None),
+        pytest.param("balanced", 4, NARROW, marks=pytest.mark.long),
+        pytest.param("hierarchical", 4, None, marks=pytest.mark.long),
+    ],
+)
+def test_both_schemes_of_zen(scheme: str, world_size: int, cluster: Cluster | None) -> None:
+    workload = LookupsWorkload(some_empty=True)
+    case = Case("", world_size, "adagrad")
+
+    (found,) = _check(world_size, workload, case, {"zen": Way("zen", steps=8, cluster=cluster)})
+
+    assert found.plan["table.weight"].scheme == scheme
 
 
 class Pruned(nn.Module):

@@ -274,6 +274,52 @@ def test_a_sharded_table_under_autocast() -> None:
         assert_same(result.parameters, expected, torch.float32)
 
 
+class Summed(nn.Module):
+    """One row many times: each of its gradients is 100, their sum 100,000."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, _weight=torch.full((10, 4), 1e-3))
+        self.linear = nn.Linear(4, 1, bias=False)
+        nn.init.constant_(self.linear.weight, 100.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.linear(self.table(ids)).float().sum()
+        return loss
+
+
+def sums_beyond_half_precision(rank: int, world_size: int) -> Tensor:
+    model = Summed()
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 1e-4), strategy="alltoall")
+    with torch.autocast("cpu", torch.float16):
+        loss = compiled(torch.zeros(1000, dtype=torch.long))
+    loss.backward()
+    compiled.optimizer.step()
+    return whole(compiled.named_parameters())["table.weight"][0]
+
+
+def test_a_rows_gradient_may_be_beyond_half_precision() -> None:
+    for row in run_ranks(2, sums_beyond_half_precision):
+        torch.testing.assert_close(row, torch.full((4,), 1e-3 - 10.0))
+
+
+def clips_half_precision(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """The norm of all gradients, and those left, of a model whose gradients' squares float16 does not hold."""
+    model = nn.Linear(8, 8, bias=False).half()
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
+    (compiled(torch.ones(2, 8, dtype=torch.float16)).sum() * 200).backward()
+    norm = compiled.clip_grad_norm_(1.0)
+    assert model.weight.grad is not None
+    return norm, model.weight.grad.clone()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_clipping_in_half_precision(world_size: int) -> None:
+    for norm, gradient in run_ranks(world_size, clips_half_precision):
+        assert norm.item() == pytest.approx(400 * 8, rel=1e-3)
+        torch.testing.assert_close(gradient.float(), torch.full((8, 8), 1 / 8), rtol=1e-2, atol=0.0)
+
+
 # -- strategies --------------------------------------------------------------------------------------------------------
 
 

@@ -156,6 +156,7 @@ def test_sparse_all_gather_falls_behind_dense_beyond_forty_ranks() -> None:
     first_behind = next(n for n in range(2, 200) if nmt_bytes("allgather", n) > nmt_bytes("allreduce", n))
 
     assert first_behind == 41 == int(1 / NMT_DENSITY) + 1
+    assert nmt_bytes("allgather", 128) > 3 * nmt_bytes("allreduce", 128)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 16, 40, 64, 128])
@@ -163,6 +164,21 @@ def test_balanced_parallelism_is_ahead_throughout(ranks: int) -> None:
     """Even where ranks share no more than chance would have it; of skewed ids, as Zen's are, much less travels."""
     assert nmt_bytes("zen", ranks) < nmt_bytes("allreduce", ranks)
     assert nmt_bytes("zen", ranks) < nmt_bytes("allgather", ranks) or ranks == 2
+
+
+GPUS = Cluster(3.125e6, 0.005, handling=Handling(1e9, 1e9, 1e9, 0.0, 0.0))
+"""25 Gb/s between machines as in Zen's testbed, and processors that take no time to speak of."""
+
+
+@pytest.mark.parametrize("ranks", [16, 128])
+def test_predicted_times_cross_where_bytes_do(ranks: int) -> None:
+    times_ms = {
+        strategy: predict(strategy, nmt(ranks), cluster=GPUS).time_ms(GPUS)
+        for strategy in ("allreduce", "allgather", "zen")
+    }
+
+    order = ("zen", "allgather", "allreduce") if ranks == 16 else ("zen", "allreduce", "allgather")
+    assert tuple(sorted(times_ms, key=times_ms.__getitem__)) == order
 
 
 @pytest.mark.parametrize("ranks", [16, 128])

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 import embrace_fx
+from embrace_fx.cost import Cluster
 from embrace_fx.exactness import RowUpdates
 from embrace_fx.passes.asked_strategies import Strategy
 from embrace_fx.plan import Decision
@@ -61,7 +62,7 @@ class Way:
     """How a model is trained, apart from what it computes.
 
     Attributes:
-        strategy, schedule, backend: as in `compile`.
+        strategy, schedule, backend, cluster: as in `compile`.
         lookahead: batches are read through the model's `lookahead`.
         steps: how many batches are trained on.
     """
@@ -71,6 +72,7 @@ class Way:
     lookahead: bool = True
     steps: int = STEPS
     backend: Literal["eager", "inductor"] = "eager"
+    cluster: Cluster | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def train_compiled(
         strategy=way.strategy,
         schedule=way.schedule,
         backend=way.backend,
+        cluster=way.cluster,
     )
     batches = [workload.batches(step, rank, SEED) for step in range(way.steps)]
     for batch in compiled.lookahead(batches) if way.lookahead else batches:

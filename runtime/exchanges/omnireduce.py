@@ -9,8 +9,9 @@ ranks, and the rounds of two streams overlap. One round of a stream:
     add     each aggregator, in the order of ranks; the lane's next block is the smallest any rank has next
     reply   AllGather: the mean, and the lane's next block
 
-So a block that no rank has is never sent nor spoken of, and no message says how long it is: who sends which block is
-known from the round before. Many lanes make first blocks dear and rounds few (`exchange_cost.streaming_of`).
+So a block that no rank has is never sent, and but for the first of a lane never spoken of; and no message says how long
+it is: who sends which block is known from the round before. Many lanes make first blocks dear and rounds few
+(`exchange_cost.streaming_of`).
 
     two ranks, one lane       rank 0 has blocks 0, 3    rank 1 has blocks 3, 7
     round 0                   sends block 0, next 3     (has announced 3: nothing)   reply: mean of 0, next 3
