@@ -259,11 +259,10 @@ class RowExchange:
         """
         if self.was_written():
             self.early_rows_stale = True
-        if self.stepped or self.table.has_gradient or not self.table.steps_as_one():
+        self.apply_delayed()
+        if self.table.has_gradient or not self.table.steps_as_one():
             with self._launcher.hurrying():  # rows of a forward to come may stand before the gradients
-                self.apply_delayed()
-                if self.table.has_gradient or not self.table.steps_as_one():
-                    self.materialise()
+                self.materialise()
         if not self.waiting:
             return False
         self._gradients[-1].options = hyperparameters(self.table.begin_step())

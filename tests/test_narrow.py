@@ -123,7 +123,9 @@ def test_rows_travel_in_the_dtype_of_the_casts(name: str) -> None:
 
     launches = [n for n in after.graph.nodes if str(n.target).startswith("embrace.all_to_all")]
     assert dtype.itemsize == 2
-    assert {n.meta["val"].dtype for n in launches} == {dtype}
+    # float16 does not hold what sums of its values are: gradients stay wide.
+    wide = {torch.float32} if dtype == torch.float16 else set()
+    assert {n.meta["val"].dtype for n in launches} == {dtype} | wide
 
 
 @pytest.mark.parametrize("forward", ILLEGAL.values(), ids=ILLEGAL)
