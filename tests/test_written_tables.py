@@ -12,6 +12,7 @@ from torch.optim import Adagrad
 
 import embrace_fx
 from embrace_fx.plan import Grid
+from tests.cases import long_but
 from tests.ranks import run_ranks
 from tests.reference import assert_same
 from tests.training import SEED, whole
@@ -78,14 +79,17 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+WRITTEN = {
+    f"{way}, {how}": (way, how)
+    for way in WAYS
+    for how in ("synchronized", "loaded", "before the step")
+    if not (way.startswith("grid") and how == "loaded")  # the plain model cannot put columns on a grid
+}
+
+
 @pytest.mark.parametrize(
     ("way", "how"),
-    [
-        (way, how)
-        for way in WAYS
-        for how in ("synchronized", "loaded", "before the step")
-        if not (way.startswith("grid") and how == "loaded")  # the plain model cannot put columns on a grid
-    ],
+    long_but(("alltoall, 2d, synchronized", "alltoall, 2d, loaded", "grid, 2d, before the step"), WRITTEN),
 )
 def test_a_table_may_be_written_where_nothing_of_it_is_pending(way: str, how: str) -> None:
     """Rows that left for the next batch before are read anew."""
@@ -101,7 +105,7 @@ def _refuse(rank: int, world_size: int, options: dict[str, Any]) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if "none" not in way])
+@pytest.mark.parametrize("way", long_but(("alltoall, 2d",), {way: (way,) for way in WAYS if "none" not in way}))
 def test_a_table_whose_update_is_pending_may_not(way: str) -> None:
     for message in run_ranks(2, _refuse, WAYS[way]):
         for part in ("expected parameters to be written only through the compiled model", "table", "synchronize()"):
