@@ -84,7 +84,7 @@ class Session:
         self._replicated = False
         itself = weakref.ref(self)  # the model must not keep its session alive
 
-        def before_state_dict(*_: Any) -> None:
+        def before_state(*_: Any) -> None:
             if (session := itself()) is not None:
                 session.parameters_may_change()
 
@@ -93,8 +93,8 @@ class Session:
                 with session._communicator.watching():
                     state_by_columns(state_dict, session._communicator.group)
 
-        model.register_state_dict_pre_hook(before_state_dict)
-        model.register_load_state_dict_pre_hook(before_state_dict)
+        model.register_state_dict_pre_hook(before_state)
+        model.register_load_state_dict_pre_hook(before_state)
         model.register_state_dict_post_hook(after_state_dict)
         self._kinds: dict[Any, Kind] = {}
 

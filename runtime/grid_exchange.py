@@ -66,7 +66,6 @@ class GridExchange(RowExchange):
             joined = flat.new_empty(shape) if joined is None else joined
             join_grid_into(joined, part.positions, flat, part.by_row, self._grid.columns)
         self._arriving = Arriving()
-        self.note_version()
         assert joined is not None
         return joined.view(-1)
 

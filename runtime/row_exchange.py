@@ -115,7 +115,7 @@ class RowExchange:
         self._routing: Routing | None = None  # of the batch whose forward runs or ran last
         self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
         self.early_rows_stale = False
-        self._version: int | None = None  # of the table, while rows that left early or a step's gradients are under way
+        self._version = 0  # of the table, as of the last lookup ahead, step or update of its own
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,6 @@ class RowExchange:
         assert arriving.routing is not None
         self._routing, self._split = arriving.routing, None
         arriving.rows.append(self._send_rows("rows", arriving.routing, arriving.late, dtype))
-        self.note_version()
 
     def rows(self) -> Tensor:
         """All columns of this rank's rows, flat (U * D,)."""
@@ -146,7 +145,6 @@ class RowExchange:
                 joined = flat.new_empty((self._routing.counts[self._communicator.rank], width))
             join_columns_into(joined, part.positions, flat, world_size)
         self._arriving = Arriving()
-        self.note_version()
         assert joined is not None
         return joined.view(-1)
 
@@ -239,13 +237,13 @@ class RowExchange:
 
     def was_written(self) -> bool:
         """Whether someone else has written the table since what is under way was looked up or stepped; told once."""
-        written = self._version is not None and self._version != self.table.version
+        written = bool(self._arriving.rows or self.stepped) and self._version != self.table.version
         self.note_version()
         return written
 
     def note_version(self) -> None:
         """The table as it is now is this exchange's own doing."""
-        self._version = self.table.version if self._arriving.rows or self.stepped else None
+        self._version = self.table.version
 
     @property
     def waiting(self) -> bool:
@@ -257,9 +255,8 @@ class RowExchange:
 
         Returns: false where tables have to be updated at once, from gradients that they hold themselves.
         """
-        if self.was_written():
-            self.early_rows_stale = True
         self.apply_delayed()
+        self.early_rows_stale |= self.was_written()
         if self.table.has_gradient or not self.table.steps_as_one():
             with self._launcher.hurrying():  # rows of a forward to come may stand before the gradients
                 self.materialise()
@@ -301,7 +298,6 @@ class RowExchange:
         """What was looked up early is not read: parameters may have been written since."""
         self._arriving = Arriving()
         self.early_rows_stale = False
-        self.note_version()
 
     def _apply(self, gradient: _Gradient, parts: Sequence[Part]) -> None:
         assert gradient.options is not None

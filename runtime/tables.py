@@ -32,12 +32,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def written(parameter: Tensor) -> int:
-    """Counts what is written into this rank's part of a tensor: a DTensor's own ops do not count as its part's."""
-    count: int = parameter._version
-    return count + (parameter._local_tensor._version if isinstance(parameter, DTensor) else 0)
-
-
 def shard_state(state: dict[str, Any], parameter: Tensor, group: dist.ProcessGroup | None) -> None:
     """Of optimizer state (V, D), whole or by columns, made before compile or loaded, keeps this rank's part, in place.
 
@@ -92,8 +86,9 @@ class RowTable:
 
     @property
     def version(self) -> int:
-        """Counts what is written into this rank's part."""
-        return written(self.parameter)
+        """Counts what is written into this rank's part; what a DTensor's own ops write, its part does not count."""
+        count: int = self.parameter._version
+        return count + (self.parameter._local_tensor._version if isinstance(self.parameter, DTensor) else 0)
 
     @property
     def has_gradient(self) -> bool:

@@ -58,15 +58,17 @@ CASES = (
 )
 
 
-def _check(world_size: int, workload: Workload, case: Case, ways: Mapping[str, Way]) -> list[Trained]:
+def _check(workload: Workload, case: Case, ways: Mapping[str, Way]) -> list[Trained]:
     """Trains on ranks in each way, strategy -> way, and compares with the reference; what rank 0 has of each."""
     __tracebackhide__ = True
     expected = expected_parameters(
-        world_size, workload, case.dtype, case.optimizer, case.row_updates, next(iter(ways.values())).steps
+        case.world_size, workload, case.dtype, case.optimizer, case.row_updates, next(iter(ways.values())).steps
     )
     of_rank_0 = []
     for strategy, way in ways.items():
-        by_rank = run_ranks(world_size, train_compiled, workload, case.dtype, case.optimizer, case.row_updates, way)
+        by_rank = run_ranks(
+            case.world_size, train_compiled, workload, case.dtype, case.optimizer, case.row_updates, way
+        )
         for found in by_rank:
             assert set(found.strategies.values()) == {strategy}
             assert_same(found.parameters, expected, case.dtype)
@@ -80,7 +82,7 @@ def test_training_equals_the_reference(case: Case) -> None:
     if case.vary:
         workload = replace(workload, vary=True)
 
-    _check(case.world_size, workload, case, {strategy: Way(strategy, case.schedule) for strategy in EXCHANGES})
+    _check(workload, case, {strategy: Way(strategy, case.schedule) for strategy in EXCHANGES})
 
 
 ODD = {
@@ -97,7 +99,7 @@ ODD = {
 def test_odd_batches(workload: Workload) -> None:
     case = Case("", 3, "adagrad")
 
-    _check(3, workload, case, {strategy: Way(strategy, steps=8) for strategy in EXCHANGES})
+    _check(workload, case, {strategy: Way(strategy, steps=8) for strategy in EXCHANGES})
 
 
 NARROW = Cluster(bandwidth_bytes_per_ms=1.0, latency_ms=0.0)
@@ -117,7 +119,7 @@ def test_both_schemes_of_zen(scheme: str, world_size: int, cluster: Cluster | No
     workload = LookupsWorkload(some_empty=True)
     case = Case("", world_size, "adagrad")
 
-    (found,) = _check(world_size, workload, case, {"zen": Way("zen", steps=8, cluster=cluster)})
+    (found,) = _check(workload, case, {"zen": Way("zen", steps=8, cluster=cluster)})
 
     assert found.plan["table.weight"].scheme == scheme
 
