@@ -88,7 +88,8 @@ class Candidate:
         scheme: of "zen": "balanced" or "hierarchical"; else "".
         sent_bytes_per_step: as of a `Decision`.
         predicted_ms: as of a `Decision`; what candidates are compared by.
-        memory_bytes: of parameter and gradient on one rank; an optimizer's state grows with the former.
+        memory_bytes: of parameter, gradient and what the exchange holds, on one rank; an optimizer's state grows with
+            the parameter.
         rejected: why it was not chosen, in a few words; "" for the one that was.
         grid: as of a `Decision`.
     """
@@ -130,6 +131,7 @@ class Decision:
         scheme: of "zen": "balanced" or "hierarchical"; else "".
         grid: of "alltoall", where the ranks are more than one row; else None.
         candidates: every strategy weighed, of which one was chosen; empty where there was nothing to choose.
+        measured: how a table's gradients lie on all ranks, in one line; "" where that is not known.
     """
 
     parameter: str
@@ -143,6 +145,7 @@ class Decision:
     scheme: str = ""
     grid: Grid | None = None
     candidates: tuple[Candidate, ...] = ()
+    measured: str = ""
 
     @property
     def name(self) -> str:
@@ -271,7 +274,8 @@ def render(plan: Plan) -> str:
 def explain(plan: Plan) -> str:
     """The candidates as a table: parameter by parameter, the chosen one marked, the others with what was against them.
 
-    Parameters that had no choice are left out.
+    Below a table's candidates stands how its gradients lie on all ranks (`embrace_fx.sparsity.Sparsity`). Parameters
+    that had no choice are left out.
     """
     text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s): what was weighed; one rank, one step")
     for column in ("parameter", "strategy", "sent", "ms", "memory", "", "against it"):
@@ -287,10 +291,14 @@ def explain(plan: Plan) -> str:
                 "" if candidate.rejected else "chosen",
                 candidate.rejected,
             )
+        if decision.candidates and decision.measured:
+            text.add_row("", "measured", "", "", "", "", decision.measured)
         if decision.candidates:
             text.add_section()
     told = [] if any(d.candidates for d in plan.decisions) else ["no parameter had a choice"]
-    if plan.world_size > 1:
+    if plan.world_size == 1:
+        told = ["a single rank exchanges nothing; embrace_fx.plan(model, batch, world_size=8) plans for more"]
+    else:
         told += [_links_text(plan), _handling_text(plan), *plan.history]
     text.caption = "\n".join(told)
     return _printed(text)

@@ -16,7 +16,8 @@ from embrace_fx.exactness import RowUpdates, row_update_blocker
 from embrace_fx.graph import Gradient, Parameter, Table, TrainingGraph
 from embrace_fx.options import Options
 from embrace_fx.passes.asked_strategies import Strategy
-from embrace_fx.passes.planner import ParameterFacts, decide
+from embrace_fx.passes.planner import decide
+from embrace_fx.passes.pricing import ParameterFacts
 from embrace_fx.passes.shard_cost import RowsAtHome
 from embrace_fx.passes.tables import extract_ids
 from embrace_fx.plan import Grid, LinksAre, Plan
@@ -298,11 +299,12 @@ def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> 
 
 @dataclass(frozen=True)
 class _Reported:
-    """What one rank tells of a table: unique rows, those with a gradient unless they are too many, and how many rows a
-    grid would have at home."""
+    """What one rank tells of a table: unique rows, those with a gradient unless they are too many, the ids that these
+    were found in, and how many rows a grid would have at home."""
 
     rows: int
     ids: Tensor | None
+    draws: int
     at_home: Mapping[int, int]
 
 
@@ -312,7 +314,8 @@ def _measure_reads(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]
     reported = {}
     for name, read in reads_of(setting.state, graph, leaves).items():
         ids = read.drawn.unique().cpu()
-        reported[name] = _Reported(read.rows, _narrow(ids) if ids.numel() <= limit else None, read.at_home(rank, ranks))
+        told = _narrow(ids) if ids.numel() <= limit else None
+        reported[name] = _Reported(read.rows, told, read.drawn.numel(), read.at_home(rank, ranks))
     return reported
 
 
@@ -322,11 +325,13 @@ def _narrow(ids: Tensor) -> Tensor:
 
 def _sparsity(table: Table, reported: Sequence[_Reported | None]) -> Sparsity | None:
     """How a table's gradients lie on all ranks, where all of them told their ids."""
-    ids = [own.ids.to(torch.int64) for own in reported if own is not None and own.ids is not None]
+    told = [own for own in reported if own is not None]
+    ids = [own.ids.to(torch.int64) for own in told if own.ids is not None]
     if len(ids) < len(reported):
         return None
     inside = [own[(own >= 0) & (own < table.num_rows)] for own in ids]  # the step itself reports the others
-    return measure(inside, table.num_rows, table.embedding_dim, table.dtype.itemsize)
+    draws = sum(own.draws for own in told)
+    return measure(inside, table.num_rows, table.embedding_dim, table.dtype.itemsize, draws)
 
 
 def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:

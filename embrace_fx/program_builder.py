@@ -159,6 +159,7 @@ class ProgramBuilder:
             self._buffers.before_forward(analysed, train=train),
             batch_check(self._setting, self._plan, analysed, self._calls, train=train),
             self.flow if train and reduce else None,
+            links=self._plan.links,
             regions=self._region_compiler(),
         )
 

@@ -36,6 +36,7 @@ class Sparsity:
         unions: units present on any of 1, 2, .. N ranks, the mean over neighbouring ranks; the last is U.
         push_imbalance: of all ranks' units, those in the fullest of N even ranges over the mean of the ranges.
         pull_imbalance: the same of the union (both as Zen, OSDI 2025, defines the imbalance ratio).
+        draws_per_unit: ids that a batch has for each of its units, all of which but one are duplicates.
     """
 
     num_units: int
@@ -45,6 +46,7 @@ class Sparsity:
     unions: tuple[float, ...]
     push_imbalance: float = 1.0
     pull_imbalance: float = 1.0
+    draws_per_unit: float = 1.0
 
     @property
     def world_size(self) -> int:
@@ -62,12 +64,36 @@ class Sparsity:
     def tensor_bytes(self) -> int:
         return self.num_units * self.width * self.itemsize
 
+    @property
+    def density(self) -> float:
+        """Of a rank's gradient, the mean."""
+        return self.mean_units / max(self.num_units, 1)
 
-def measure(ids_by_rank: Sequence[Tensor], num_units: int, width: int, itemsize: int) -> Sparsity:
+    def densification(self, ranks: int) -> float:
+        """g(n): how many times as many units n ranks have together as one has."""
+        return self.unions[ranks - 1] / max(self.mean_units, 1.0)
+
+    def __str__(self) -> str:
+        """In one line, of rows.
+
+        >>> str(independent(100, 8, 4, (20, 20)))
+        'density 20.00%, ids per row 1.0, overlap of two ranks 20%, g(2) 1.80, skew 1.0 (of the union 1.0)'
+        """
+        told = [f"density {self.density:.2%}", f"ids per row {self.draws_per_unit:.1f}"]
+        if self.world_size > 1 and self.mean_units:
+            told.append(f"overlap of two ranks {2 - self.densification(2):.0%}")
+            told += [f"g({n}) {self.densification(n):.2f}" for n in sorted({2, self.world_size})]
+        return f"{', '.join(told)}, skew {self.push_imbalance:.1f} (of the union {self.pull_imbalance:.1f})"
+
+
+def measure(
+    ids_by_rank: Sequence[Tensor], num_units: int, width: int, itemsize: int, draws: int | None = None
+) -> Sparsity:
     """The sparsity of gradients of which all ranks' units are known.
 
     Args:
         ids_by_rank: (K,) int64 from 0 to num_units - 1 of each rank, no two the same.
+        draws: ids that these were found in, of all ranks; None: as many.
     """
     world_size = len(ids_by_rank)
     first_ranks = range(0, world_size, math.ceil(world_size / NEIGHBOURHOODS))
@@ -81,6 +107,7 @@ def measure(ids_by_rank: Sequence[Tensor], num_units: int, width: int, itemsize:
         unions=tuple(fmean(of_size) for of_size in zip(*grown, strict=True)),
         push_imbalance=imbalance(everyone, num_units, world_size),
         pull_imbalance=imbalance(everyone.unique(), num_units, world_size),
+        draws_per_unit=draws / everyone.numel() if draws and everyone.numel() else 1.0,
     )
 
 
@@ -139,6 +166,7 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
         unions=tuple(min(float(num_units), scale * union(ranks)) for ranks in range(1, world_size + 1)),
         push_imbalance=fmean(imbalance(own.unique(), num_units, world_size) for own in ids_by_batch),
         pull_imbalance=float(filled.max() / filled.mean()),
+        draws_per_unit=draws / on_a_rank,
     )
 
 
@@ -169,6 +197,7 @@ def with_units(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
         unions=tuple(unions),
         push_imbalance=min(sparsity.push_imbalance, fullest),
         pull_imbalance=min(sparsity.pull_imbalance, fullest),
+        draws_per_unit=sparsity.draws_per_unit,
     )
 
 

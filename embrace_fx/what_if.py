@@ -121,5 +121,5 @@ def _sparsity(table: Table, reads: Sequence[Read], ranks: int) -> Sparsity:
     shape = (table.num_rows, table.embedding_dim, table.dtype.itemsize)
     unique = [ids.unique() for ids in drawn]
     if len(reads) == ranks:
-        return measure(unique, *shape)
+        return measure(unique, *shape, draws=sum(ids.numel() for ids in drawn))
     return extrapolate(drawn, *shape, world_size=ranks)

@@ -26,6 +26,7 @@ class Bindings:
     Args:
         buckets: what the graph reduces, in launch order; None: nothing.
         flow: launches the exchanges; None: they are launched on the spot.
+        links: those that exchanges are cut for.
 
     Attributes:
         by_op: op name -> what every node of that op calls, unless a phase's method says otherwise.
@@ -38,6 +39,7 @@ class Bindings:
         communicator: Communicator,
         buckets: tuple[tuple[str, ...], ...] | None,
         flow: Flow | None,
+        links: Cluster,
     ) -> None:
         self._state = state
         self._communicator = communicator
@@ -47,7 +49,7 @@ class Bindings:
         self._alone = solo.SoloRows(on) if on is not None and solo.fits(graph) else None
         self.by_op: dict[str, Callable[..., Any]] = {
             **communicator.launches(),
-            "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator),
+            "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
             **(_relaxed_ops(flow) if flow is not None else {}),
         }
 
@@ -113,12 +115,19 @@ def _relaxed_ops(flow: Flow) -> dict[str, Callable[..., Any]]:
 
 
 def _exchange_gradient_(
-    communicator: Communicator, flat: Tensor, rows: int, strategy: str, scheme: str, group: str, group_size: int
+    communicator: Communicator,
+    links: Cluster,
+    flat: Tensor,
+    rows: int,
+    strategy: str,
+    scheme: str,
+    group: str,
+    group_size: int,
 ) -> InFlight:
     """The op of that name where no launcher takes it: it has ended when this returns."""
     channel = Channel(communicator.process_group(group))
     with communicator.watching():
-        exchange_gradient_(flat, ExchangeKind(rows, strategy, scheme), channel, Cluster())
+        exchange_gradient_(flat, ExchangeKind(rows, strategy, scheme), channel, links)
     return InFlight(flat, None)
 
 

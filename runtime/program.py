@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from embrace_fx.cost import Cluster
 from embrace_fx.graph import BatchInput, Parameter, Result, Saved, Tangent, TrainingGraph, inputs_of, outputs_of
 from embrace_fx.runtime.ahead import Ahead
 from embrace_fx.runtime.bindings import Bindings
@@ -33,6 +34,7 @@ class Program:
         check: says what is wrong with a flattened batch, which the step then announces to all ranks.
         flow: launches the exchanges, and keeps what a relaxed graph leaves to the next step; None: they are
             launched on the spot.
+        links: those that exchanges are cut for.
         regions: what compiles the compute between communications; None: every op is called by itself.
 
     Attributes:
@@ -56,6 +58,7 @@ class Program:
         check: Callable[[Sequence[Any]], str | None] = lambda leaves: None,
         flow: Flow | None = None,
         *,
+        links: Cluster,
         regions: RegionCompiler | None = None,
     ) -> None:
         self.state = state
@@ -66,7 +69,7 @@ class Program:
         self.before_forward = before_forward
         self.check = check
         self.synchronised = buckets is not None
-        self._lower(graph, Bindings(graph, state, communicator, buckets, flow))
+        self._lower(graph, Bindings(graph, state, communicator, buckets, flow, links))
         self._note_communication(graph)
         self._note_results(graph)
         self._note_reads_of_backward(graph)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import embrace_fx
-from embrace_fx.passes.planner import CLEARLY
+from embrace_fx.passes.pricing import CLEARLY
 from embrace_fx.passes.shard_cost import FEWEST_RANKS, USEFUL_COLUMNS
 from embrace_fx.plan import Grid
 from tests.cases import long_but

@@ -9,6 +9,7 @@ import pytest
 
 from embrace_fx.cost import Cluster
 from embrace_fx.plan import Candidate, Decision, Plan, readable_bytes, render
+from embrace_fx.sparsity import Sparsity
 from tests.golden import check_golden
 
 MIB = 2**20
@@ -80,8 +81,10 @@ def test_candidates_are_explained() -> None:
         Candidate("allreduce", "", 88 * MIB, 30.0, 117 * MIB, "32.97 times the time"),
     )
 
-    check_golden("plan_explained", _with(2, candidates=candidates).explain())
+    lying = str(Sparsity(30_000, 512, 4, (600, 600), (600.0, 900.0), 2.0, 1.5, draws_per_unit=3.2))
+    check_golden("plan_explained", _with(2, candidates=candidates, measured=lying).explain())
     assert "no parameter had a choice" in PLAN.explain()
+    assert "a single rank exchanges nothing" in replace(PLAN, world_size=1).explain()
 
 
 def _with(position: int, **changes: object) -> Plan:

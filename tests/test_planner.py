@@ -18,7 +18,8 @@ from embrace_fx import cost
 from embrace_fx.graph import Gradient, Parameter, TrainingGraph
 from embrace_fx.passes.asked_strategies import Strategy, requested_strategies
 from embrace_fx.passes.bucketing import plan_buckets
-from embrace_fx.passes.planner import CLEARLY, ParameterFacts, decide, upkeep_of_replicas
+from embrace_fx.passes.planner import decide
+from embrace_fx.passes.pricing import CLEARLY, ParameterFacts, upkeep_of_replicas
 from embrace_fx.passes.shard_cost import UPDATE_PASSES, shard_exchange, shard_work
 from embrace_fx.plan import EXCHANGES, STRATEGIES, Decision, Grid, Plan
 from embrace_fx.sparsity import Sparsity

@@ -58,6 +58,17 @@ def test_independent_ranks_by_hand() -> None:
     assert random_sparsity(100, 8, 4, 0.5, 2).unions == pytest.approx((50.0, 75.0))
 
 
+def test_what_was_measured_in_one_line() -> None:
+    ids = [torch.tensor([0, 1, 2, 3]), torch.tensor([2, 3, 4, 7])]
+
+    found = str(measure(ids, 8, 4, 4, draws=20))
+
+    assert found == (
+        "density 50.00%, ids per row 2.5, overlap of two ranks 50%, g(2) 1.50, skew 1.5 (of the union 1.3)"
+    )
+    assert str(measure(ids[:1], 8, 4, 4)) == "density 50.00%, ids per row 1.0, skew 1.0 (of the union 1.0)"
+
+
 def test_rows_in_blocks() -> None:
     rows = independent(100, 8, 4, (20, 20))
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from embrace_fx.capture import capture
 from embrace_fx.graph import Table, TrainingGraph, inputs_of, outputs_of
-from embrace_fx.passes.planner import shard_blocker
+from embrace_fx.passes.pricing import shard_blocker
 from embrace_fx.passes.tables import FindTables, argument, draws_randomly, extract_ids, set_argument
 from tests.golden import check_golden
 from tests.graphs import BAG, IDS, OFFSETS, Tables, analysed, table_of, tables_model, text
