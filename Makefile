@@ -17,9 +17,9 @@ SOURCES := pyproject.toml $(shell find embrace_fx passes runtime -name __pycache
 # release with all of CUDA.
 TORCH := torch==2.13.0
 
-# Files side by side, each file's tests on one process: they share its ranks. A third process would be slower on two
-# cores, where most tests run several ranks.
-SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+# Two processes with half of the tests each, until one has none left: a process's tests share its ranks. A third one would
+# be slower on two cores, where most tests run several ranks.
+SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
 
 ##@ Use
 

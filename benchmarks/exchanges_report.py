@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.exchanges_cases import CASES, SYSTEMS, Case, least_bytes, picked
 from benchmarks.exchanges_rank import cluster_of
-from benchmarks.lab_results import Spread
+from benchmarks.lab_rounds import Spread
 
 DENSE = "allreduce"
 Cells = Mapping[tuple[int, str, str], Mapping[str, Any]]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from benchmarks.lab_results import ABLATION, OWN, REPLICAS, SHARDED, Row
+from benchmarks.lab_choice import OWN
+from benchmarks.lab_results import ABLATION, REPLICAS, SHARDED, Row
 
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 860, 210, 110, 20, 8, 44
 COMPUTE, EXPOSED, FLOOR, INK, FAINT = "#7a9cc6", "#e08a4f", "#b03a48", "#222", "#888"

@@ -8,9 +8,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.lab_choice import OWN
 from benchmarks.lab_kept import write_whole
 from benchmarks.lab_plots import pictures
-from benchmarks.lab_results import ABLATION, OWN, Row, Target, as_data
+from benchmarks.lab_results import ABLATION, Row, Target, as_data
 
 MIB = 2**20
 NONE = "-"

@@ -11,46 +11,29 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
+from benchmarks.lab_choice import CHOICE_TARGET, OWN, choice
 from benchmarks.lab_floors import dependences_ms, floor, ideal, step_graph
 from benchmarks.lab_kept import Kept, Opened, Round, versions
+from benchmarks.lab_rounds import Rounds, Spread, paired
 from benchmarks.lab_settings import FORCED, Block, Setting
 from benchmarks.models import MODELS
 from benchmarks.models.base import on_meta, sizes
 from benchmarks.peers import SYSTEMS
 
-OWN = "embrace_2d"
 LARGER = "embrace_2d_rows10"
 REPLICAS = ("ddp", "ddp_sparse", "horovod", "horovod_sparse")
 SHARDED = ("torchrec_column", "torchrec_row", "torchrec_planner", "ours_parameter_server", "ours_parallax")
 ABLATION = ("embrace_none", "embrace_vertical", "embrace_horizontal", "embrace_2d")
 
-LIMIT_TARGET, ROWS_TARGET, CHOICE_TARGET, PREDICTION_TARGET = 1.15, 1.05, 1.05, 0.2
+LIMIT_TARGET, ROWS_TARGET, PREDICTION_TARGET = 1.15, 1.05, 0.2
 REPLICAS_TARGET, SHARDED_TARGET = {"lm": 2.41}, {"lm": 1.5}
 OTHER_REPLICAS_TARGET, OTHER_SHARDED_TARGET = 1.3, 1.2
 
 FLOOR_BATCHES = 8
 """Batches of each rank whose rows are counted."""
-
-Rounds = Mapping[int, Round]
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median over rounds, with the smallest and the largest."""
-
-    median: float
-    min: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread | None:
-        return cls(median(values), min(values), max(values)) if values else None
-
-    def text(self, digits: int = 0) -> str:
-        return f"{self.median:,.{digits}f} ({self.min:,.{digits}f} to {self.max:,.{digits}f})"
 
 
 @dataclass(frozen=True)
@@ -153,51 +136,6 @@ def summarize(cells: Mapping[str, Rounds], openings: Mapping[str, Opened], shape
     return rows
 
 
-def paired(rounds: Rounds, others: Rounds, combine: Callable[[float, float], float]) -> Spread | None:
-    """Over the rounds that both have of one run."""
-    both = [(rounds[r], others[r]) for r in rounds if r in others]
-    return Spread.of([combine(own.step_ms, other.step_ms) for own, other in both if own.is_with(other)])
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What the planner chose, beside what can be forced.
-
-    Attributes:
-        twins: forced systems whose plan is the chosen one: further measurements of it.
-        twin: the fastest of them, and `to_twin`, `OWN`'s step over its own: what two measurements of one plan differ
-            by. None without twins.
-        other: the fastest system of another plan, and `to_other`, a step of the chosen plan, the mean over `OWN` and
-            twins, over its own.
-    """
-
-    twins: tuple[str, ...]
-    twin: str | None
-    to_twin: Spread | None
-    other: str | None
-    to_other: Spread | None
-
-
-def choice(cells: Mapping[str, Rounds], openings: Mapping[str, Opened]) -> Choice:
-    """Of `OWN` and the forced systems among `cells`."""
-    own, forced = cells[OWN], [system for system in cells if system.startswith("forced_")]
-    twins = tuple(system for system in forced if openings[system].plan == openings[OWN].plan)
-
-    def fastest(systems: Sequence[str]) -> str | None:
-        return min(systems, key=lambda s: median(each.step_ms for each in cells[s].values()), default=None)
-
-    twin, other = fastest(twins), fastest([system for system in forced if system not in twins])
-    ratios = []
-    for number, measured in own.items():
-        of_round = {system: cells[system].get(number) for system in (*twins, other) if system}
-        together = {system: each for system, each in of_round.items() if each and each.is_with(measured)}
-        if other in together:
-            chosen = [measured, *(each for system, each in together.items() if system != other)]
-            ratios.append(mean(each.step_ms for each in chosen) / together[other].step_ms)
-    to_twin = paired(own, cells[twin], lambda a, b: a / b) if twin else None
-    return Choice(twins, twin, to_twin, other, Spread.of(ratios))
-
-
 def _predicted(predicted_ms: float | None, rounds: Rounds) -> Spread | None:
     return Spread.of([predicted_ms / each.step_ms for each in rounds.values()]) if predicted_ms else None
 
@@ -237,7 +175,7 @@ def _of_block(setting: Setting, kept: Kept, block: Block) -> dict[str, Any]:
         "sizes": asdict(sizes(on_meta(MODELS[block.model][setting.size]))),
         "floors": floors,
         "rows": rows,
-        "choice": choice(cells, {s: kept.opening(block, s) for s in cells})
+        "choice": choice(cells, {s: kept.opening(block, s).plan for s in cells})
         if block.group == FORCED and OWN in cells
         else None,
         "failures": failures,

@@ -159,9 +159,9 @@ def _travelling(
         start_ups_ms = max((whole[name].priced["alltoall"].start_ups_ms for name in joining), default=0.0)
         if len(joining) < len(stack.tables) or sum(gains_ms[name] for name in joining) > start_ups_ms:
             for name in joining:
-                choice = whole[name]
-                sharing = f"shares start-ups with {len(stack.tables) - 1} others; {choice.may_travel}"
-                travelling[name] = replace(choice, chosen=choice.priced["alltoall"], reason=sharing)
+                priced, read = whole[name].priced, whole[name].may_travel
+                sharing = f"shares start-ups with {len(stack.tables) - 1} others; {read}"
+                travelling[name] = _Choice(priced["alltoall"], sharing, priced)
     return travelling
 
 

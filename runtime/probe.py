@@ -58,8 +58,9 @@ BURST_SHARE = 0.1
 """How much less than the largest size's own rate the bandwidth may be, for a burst that passed at once: 5 of `LONG_MS`.
 The slope alone may be far off, where one of few runs met a busy core."""
 
-HANDLED_MS = 30.0
-"""For each thing that is handled, at least: several turns of the scheduler where ranks share a core."""
+HANDLED_MS, HANDLED_SPANS = 30.0, 3
+"""For each thing that is handled: of how many spans the median is taken, and what each takes at least, several turns of
+the scheduler where ranks share a core. One alone told of memory ten times slower than another did."""
 
 CPU = torch.device("cpu")
 
@@ -123,6 +124,13 @@ def probe_handling(communicator: Communicator, device: torch.device = CPU) -> Ha
 def together_ms(communicator: Communicator, run: Callable[[], None], device: torch.device = CPU) -> float:
     """Milliseconds of a run while all ranks are at theirs, the mean over ranks."""
     run()
+    spans_ms = [_span_ms(communicator, run, device) for _ in range(HANDLED_SPANS)]
+    own_ms = torch.tensor(median(spans_ms), dtype=torch.float64, device=device)
+    return communicator.reduce_scalar(own_ms, dist.ReduceOp.SUM).item() / communicator.world_size
+
+
+def _span_ms(communicator: Communicator, run: Callable[[], None], device: torch.device) -> float:
+    """Milliseconds of a run, the mean over a span."""
     _meet(communicator, device)
     start_s = time.perf_counter()
     runs, elapsed_ms = 0, 0.0
@@ -131,8 +139,7 @@ def together_ms(communicator: Communicator, run: Callable[[], None], device: tor
         _finish(device)
         runs += 1
         elapsed_ms = (time.perf_counter() - start_s) * 1e3
-    own_ms = torch.tensor(elapsed_ms / runs, dtype=torch.float64, device=device)
-    return communicator.reduce_scalar(own_ms, dist.ReduceOp.SUM).item() / communicator.world_size
+    return elapsed_ms / runs
 
 
 _PROBED: WeakKeyDictionary[dist.ProcessGroup, dict[str, Cluster]] = WeakKeyDictionary()

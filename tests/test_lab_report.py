@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -16,7 +15,7 @@ from benchmarks.lab_kept import Kept, Opened, Round
 from benchmarks.lab_plots import Group, grouped_bars, pictures, step_times
 from benchmarks.lab_report import markdown, write
 from benchmarks.lab_results import as_data, results, summarize
-from benchmarks.lab_settings import FORCED, SETTINGS, Block
+from benchmarks.lab_settings import SETTINGS, Block
 from benchmarks.network import Links, Reached
 from benchmarks.peers.base import Recorded
 from embrace_fx.schedule import Dependence, Operation, StepGraph
@@ -156,59 +155,6 @@ def test_targets_say_which_are_met(kept: Kept) -> None:
     assert found["step / limit, pair"].value.median == pytest.approx(20.5 / 28.5)
     assert "step with 10 x the rows / step" not in found  # it has not been measured
     assert found["exposed ms, 4 ranks less 2"].met  # both are the same numbers
-
-
-ZEN, SHARDED = {"tables.a": "zen, balanced", "bias": "allreduce"}, {"tables.a": "alltoall", "bias": "allreduce"}
-
-
-def of_choice(
-    kept: Kept, steps_ms: Mapping[str, tuple[float, ...]], plans: Mapping[str, dict[str, str]]
-) -> dict[str, Any]:
-    """What is said of a block of forced strategies; predictions are three quarters of the first round."""
-    block = Block("lm", 4, 200.0, FORCED)
-    kept.network(block, Reached(Links(4, 200.0), True, "", (191.0,)))
-    for system, rounds_ms in steps_ms.items():
-        kept.opened(block, system, Opened(1.5, (3.0,), "as it likes", rounds_ms[0] * 0.75, plans[system]))
-        for number, step_ms in enumerate(rounds_ms):
-            kept.measured(block, system, number, {"run": "one"}, (measured(step_ms),))
-    setting = replace(SETTING, groups={FORCED: SETTINGS["strategies"].groups[FORCED]}, elsewhere=())
-    return results(setting, kept)
-
-
-def test_the_choice_is_compared_with_the_best_that_was_forced(kept: Kept) -> None:
-    steps_ms = {"embrace_2d": (21.0,), "forced_zen": (20.0,), "forced_ps": (50.0,)}
-    plans = {"embrace_2d": SHARDED, "forced_zen": ZEN, "forced_ps": {"tables.a": "ps", "bias": "ps"}}
-
-    found = of_choice(kept, steps_ms, plans)
-
-    chosen, prediction = [t for t in found["targets"] if t.model == "lm, 4 ranks, 200 Mb/s"]
-    assert chosen.what == "embrace_2d / best of another plan (forced_zen)"
-    assert chosen.value is not None
-    assert chosen.value.median == pytest.approx(1.05)
-    assert prediction.value is not None
-    assert prediction.value.median == pytest.approx(0.25)
-    assert not prediction.met
-    page = markdown(found, {})
-    assert "| 0.75 |" in page
-    assert "What embrace_2d chose: alltoall for tables.a; allreduce for 1 that are no tables." in page
-
-
-def test_a_forced_strategy_with_the_chosen_plan_measures_that_plan_again(kept: Kept) -> None:
-    steps_ms = {"embrace_2d": (30.0, 24.0), "forced_alltoall": (20.0, 20.0), "forced_zen": (25.0, 20.0)}
-    plans = {"embrace_2d": SHARDED, "forced_alltoall": SHARDED, "forced_zen": ZEN}
-
-    found = of_choice(kept, steps_ms, plans)
-
-    chosen, twin, _ = [t for t in found["targets"] if t.model == "lm, 4 ranks, 200 Mb/s"]
-    assert chosen.what == "embrace_2d and forced_alltoall / best of another plan (forced_zen)"
-    assert chosen.value is not None
-    assert asdict(chosen.value) == pytest.approx({"median": 1.05, "min": 1.0, "max": 1.1})
-    assert twin.what == "embrace_2d / forced_alltoall, the same plan"
-    assert twin.value is not None
-    assert asdict(twin.value) == pytest.approx({"median": 1.35, "min": 1.2, "max": 1.5})
-    assert twin.met is None
-    assert "| embrace_2d / forced_alltoall, the same plan | - | 1.35 (1.20 to 1.50) | - |" in markdown(found, {})
-    json.dumps(as_data(found))
 
 
 def test_the_page_says_what_is_missing_and_which_losses_differ(kept: Kept) -> None:

@@ -22,6 +22,7 @@ from embrace_fx.runtime import launcher, streams
 from embrace_fx.runtime.recorded_streams import RecordedStreams
 from embrace_fx.schedule import BETWEEN, END, IN_FLIGHT, SCHEDULES, ScheduleName
 from embrace_fx.stream_program import HostRead, Launch, Step, StreamProgram, Wait
+from tests.cases import long_but
 from tests.models import MODELS, Workload
 from tests.question_answering import QuestionAnsweringWorkload
 from tests.ranks import run_ranks
@@ -145,7 +146,7 @@ def _train(compiled: embrace_fx.CompiledModel, batches: Iterable[tuple[Tensor, .
 _MARK = "done: "
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", long_but(("none", "2d"), {each: (each,) for each in SCHEDULES}))
 @pytest.mark.parametrize("model", MODELS_RECORDED)
 def test_a_training_on_streams(model: str, schedule: ScheduleName) -> None:
     """Ordered by events, as predicted, the same on all ranks; with the parameters of a training on the CPU.

@@ -261,7 +261,13 @@ def backward_operands(forward: Sequence[Any]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(
     ("cell", "gates", "projected"),
-    [("lstm", 4, False), ("lstm", 4, True), ("gru", 3, False), ("rnn_tanh", 1, False), ("rnn_relu", 1, False)],
+    [
+        ("lstm", 4, False),
+        ("lstm", 4, True),
+        ("gru", 3, False),
+        pytest.param("rnn_tanh", 1, False, marks=pytest.mark.long),
+        pytest.param("rnn_relu", 1, False, marks=pytest.mark.long),
+    ],
 )
 def test_loop_ops_pass_opcheck(cell: str, gates: int, projected: bool, packed: bool, reverse: bool) -> None:
     forward = (*operands(cell, gates, projected=projected, packed=packed), reverse, "loop", True)

@@ -33,6 +33,7 @@ from embrace_fx.runtime.routing import Routing, RowSplitter, Selection, chunks_o
 from embrace_fx.runtime.row_exchange import RowExchange
 from embrace_fx.runtime.tables import RowTable
 from embrace_fx.schedule import Lane
+from tests.cases import long_but
 from tests.ranks import run_ranks
 
 V = 7
@@ -302,7 +303,13 @@ def trains_at_random(rank: int, world_size: int, columns: int) -> int:
     return split
 
 
-@pytest.mark.parametrize("columns", [6, 5, 2], ids=["even columns", "uneven columns", "a rank without columns"])
+@pytest.mark.parametrize(
+    "columns",
+    long_but(
+        ("uneven columns", "a rank without columns"),
+        {"even columns": (6,), "uneven columns": (5,), "a rank without columns": (2,)},
+    ),
+)
 def test_rows_are_read_after_their_last_update_and_updated_once_per_step(columns: int) -> None:
     split = run_ranks(3, trains_at_random, columns)
 

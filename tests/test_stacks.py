@@ -262,7 +262,7 @@ def _train(rank: int, size: int, act: str, schedule: Any, kind: type[Optimizer])
 @pytest.mark.parametrize(
     ("act", "kind"),
     long_but(
-        ("reload-Adam", "move_group-Adam", "swap-Adagrad", "accumulate-Adagrad"),
+        ("reload-Adam", "move_group-Adam"),
         {f"{act}-{kind.__name__}": (act, kind) for act in ACTS for kind in (Adagrad, Adam)},
     ),
 )

@@ -369,6 +369,7 @@ model(torch.arange(3)).sum().backward()
 """
 
 
+@pytest.mark.long
 def test_graphs_and_plan_reach_torchs_structured_trace(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCH_TRACE": str(tmp_path)}
 

@@ -74,7 +74,7 @@ VARYING: tuple[tuple[str, int, str, RowUpdates, dict[str, str]], ...] = (
 
 @pytest.mark.parametrize(
     ("name", "world_size", "optimizer", "row_updates", "strategies"),
-    long_but(("two_table_lm", "bag_recommender"), {name: (name, *rest) for name, *rest in VARYING}),
+    long_but(("bag_recommender",), {name: (name, *rest) for name, *rest in VARYING}),
 )
 def test_batch_sizes_and_lengths_differ_by_step_and_by_rank(
     name: str, world_size: int, optimizer: str, row_updates: RowUpdates, strategies: dict[str, str]

@@ -165,7 +165,7 @@ def assert_predicted(by_rank: list[Sent]) -> None:
     assert mean(sent.measured_bytes for sent in by_rank) == pytest.approx(by_rank[0].predicted_bytes, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_bytes_of_a_sharded_table_do_not_depend_on_its_rows(world_size: int) -> None:
     small = OneTableWorkload(num_rows=1000)
     large = replace(small, num_rows=10 * small.num_rows)
@@ -237,7 +237,7 @@ def _train_ddp(rank: int, world_size: int, workload: Workload) -> float:
     return bytes_per_step(step, sent_by_connection)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_ddp_sends_what_the_plan_says_of_it(world_size: int) -> None:
     workload = TwoTableLMWorkload(2000, 64, 48, 16, 20, 100)
 
