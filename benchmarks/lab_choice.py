@@ -106,10 +106,7 @@ def _read(file: Path) -> dict[str, _Measurement]:
 
 def _rounds(rounds: Mapping[str, Mapping[str, Any]]) -> Rounds:
     return {
-        int(number): Round(
-            {"run": each["run"]},
-            tuple(Measured(**{**rank, "each_step_ms": tuple(rank["each_step_ms"])}) for rank in each["ranks"]),
-        )
+        int(number): Round({"run": each["run"]}, tuple(Measured.of(rank) for rank in each["ranks"]))
         for number, each in rounds.items()
     }
 

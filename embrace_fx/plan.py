@@ -295,10 +295,10 @@ def explain(plan: Plan) -> str:
             text.add_row("", "measured", "", "", "", "", decision.measured)
         if decision.candidates:
             text.add_section()
-    told = [] if any(d.candidates for d in plan.decisions) else ["no parameter had a choice"]
     if plan.world_size == 1:
         told = ["a single rank exchanges nothing; embrace_fx.plan(model, batch, world_size=8) plans for more"]
     else:
+        told = [] if any(d.candidates for d in plan.decisions) else ["no parameter had a choice"]
         told += [_links_text(plan), _handling_text(plan), *plan.history]
     text.caption = "\n".join(told)
     return _printed(text)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer
@@ -21,45 +19,18 @@ import embrace_fx
 from embrace_fx.capture.errors import CaptureError
 from tests.ranks import run_ranks
 from tests.reference import assert_same, train_reference
-
-NUM_WORDS, DIM, NUM_CLASSES = 20, 6, 3
-LATE_LENGTH, UNTRACEABLE_LENGTH = 5, 7
-"""Batches of these lengths take another path through `Words`."""
-
-Batch = tuple[Tensor, Tensor, Tensor]
-
-
-class Words(nn.Module):
-    """A bag of words, with two lengths of input that cannot be trained on after others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(NUM_WORDS, DIM)
-        self.linear = nn.Linear(DIM, NUM_CLASSES)
-        self.late = nn.Linear(DIM, DIM)
-
-    def forward(self, ids_BL: Tensor, labels_B: Tensor, scale: Tensor) -> Tensor:
-        x_BD = self.table(ids_BL).mean(1)
-        if ids_BL.shape[1] == LATE_LENGTH:
-            x_BD = self.late(x_BD)
-        if ids_BL.shape[1] == UNTRACEABLE_LENGTH and scale.item() > 0:
-            x_BD = -x_BD
-        return F.cross_entropy(self.linear(x_BD), labels_B) * scale
-
-
-class Sentences(Words):
-    """Another model with the same parameters."""
-
-
-def _model(kind: type[nn.Module] = Words) -> nn.Module:
-    torch.manual_seed(0)
-    return kind().double()
-
-
-def _batch(step: int, rank: int, length: int = 3) -> Batch:
-    random = torch.Generator().manual_seed(100 * step + rank)
-    ids = torch.randint(NUM_WORDS, (4, length), generator=random)
-    return ids, torch.randint(NUM_CLASSES, (4,), generator=random), torch.ones((), dtype=torch.float64)
+from tests.words import (
+    DIM,
+    LATE_LENGTH,
+    NUM_CLASSES,
+    NUM_WORDS,
+    UNTRACEABLE_LENGTH,
+    Batch,
+    Sentences,
+    Words,
+    words_batch,
+    words_model,
+)
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -91,7 +62,7 @@ FAULTS = (
     Fault("id too large", ("PeerFailure", "ids from 0 to 19", "table.weight", "found 20", "look at the batch")),
     Fault("negative id", ("PeerFailure", "ids from 0 to 19", "table.weight", "found -1", "look at the batch")),
     Fault("nan loss", ("FloatingPointError", "in backward()", "skip the batch")),
-    Fault("cannot be captured", ("Words", "test_bad_input.py:", "in forward", "Rewrite that line")),
+    Fault("cannot be captured", ("Words", "words.py:", "in forward", "Rewrite that line")),
     Fault("evaluates", ("PeerFailure", "rank 0", "training", "evaluating")),
 )
 TRAINS_ANOTHER_PARAMETER = Fault("trains another parameter", ("PeerFailure", "late.weight", "Begin with"))
@@ -123,12 +94,12 @@ def _snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _train_with_a_fault(rank: int, world_size: int, does: str, at_step: int, strategy: str) -> dict[str, Any]:
-    plain = _model()
+    plain = words_model()
     optimizer = Adagrad(plain.parameters(), lr=0.1, eps=1e-3)
     model = embrace_fx.compile(plain, optimizer=optimizer, strategy=strategy)
     found: dict[str, Any] = {}
     for step in range(3):
-        batch = _batch(step, rank)
+        batch = words_batch(step, rank)
         if step != at_step:
             model(*batch).backward()
             optimizer.step()
@@ -154,8 +125,10 @@ def _train_with_a_fault(rank: int, world_size: int, does: str, at_step: int, str
 )
 def test_a_fault_of_one_rank_is_an_error_on_all_and_changes_nothing(fault: Fault, at_step: int, strategy: str) -> None:
     good_steps = [step for step in range(3) if step != at_step]
-    batches = [[_batch(step, rank) for step in good_steps] for rank in range(2)]
-    expected = train_reference(_model, lambda m: [Adagrad(m.parameters(), lr=0.1, eps=1e-3)], batches, len(good_steps))
+    batches = [[words_batch(step, rank) for step in good_steps] for rank in range(2)]
+    expected = train_reference(
+        words_model, lambda m: [Adagrad(m.parameters(), lr=0.1, eps=1e-3)], batches, len(good_steps)
+    )
 
     by_rank = run_ranks(2, _train_with_a_fault, fault.does, at_step, strategy)
 
@@ -193,7 +166,7 @@ def _train_with_a_bad_key(
     rank: int, world_size: int, options: dict[str, Any]
 ) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
     """The steps that failed, with what was said, and the parameters after the others."""
-    plain = _model(Mapped)
+    plain = words_model(Mapped)
     model = embrace_fx.compile(plain, optimizer=Adagrad(plain.parameters(), lr=0.1, eps=1e-3), **options)
     batches = [_mapped_batch(step, rank) for step in range(6)]
     if rank == 1:
@@ -220,7 +193,7 @@ def test_ids_that_cannot_be_computed_fail_at_their_turn_on_all_ranks(options: di
     good = [step for step in range(6) if step != BAD_STEP]
     batches = [[_mapped_batch(step, rank) for step in good] for rank in range(2)]
     expected = train_reference(
-        lambda: _model(Mapped), lambda m: [Adagrad(m.parameters(), lr=0.1, eps=1e-3)], batches, len(good)
+        lambda: words_model(Mapped), lambda m: [Adagrad(m.parameters(), lr=0.1, eps=1e-3)], batches, len(good)
     )
 
     for failed, parameters in run_ranks(2, _train_with_a_bad_key, options):
@@ -231,13 +204,14 @@ def test_ids_that_cannot_be_computed_fail_at_their_turn_on_all_ranks(options: di
 
 
 def test_a_forward_that_cannot_be_captured_names_the_users_line() -> None:
-    model = embrace_fx.compile(_model())
-    line = Words.forward.__code__.co_firstlineno + 4
+    model = embrace_fx.compile(words_model())
+    code = Words.forward.__code__
+    line = f"{code.co_filename}:{code.co_firstlineno + 4} in forward"
 
     with pytest.raises(CaptureError) as caught:
-        model(*_batch(0, 0, UNTRACEABLE_LENGTH))
+        model(*words_batch(0, 0, UNTRACEABLE_LENGTH))
 
-    assert_grammar(str(caught.value), f"{__file__}:{line} in forward", "no `.item()`, no `if tensor:`")
+    assert_grammar(str(caught.value), line, "no `.item()`, no `if tensor:`")
 
 
 # -- ranks that disagree -----------------------------------------------------------------------------------------------
@@ -245,7 +219,7 @@ def test_a_forward_that_cannot_be_captured_names_the_users_line() -> None:
 
 def _compile_another(rank: int, world_size: int, other: str) -> str:
     odd = rank == 1
-    model = _model(Sentences if odd and other == "model" else Words)
+    model = words_model(Sentences if odd and other == "model" else Words)
     if odd and other == "parameter":
         model.linear = nn.Linear(DIM, NUM_CLASSES + 1).double()
     if odd and other == "frozen parameter":
@@ -289,14 +263,14 @@ def test_an_unknown_option_value(option: str) -> None:
     options: dict[str, Any] = {option: "sloppy"}
 
     with pytest.raises(ValueError, match="in compile") as caught:
-        embrace_fx.compile(_model(), **options)
+        embrace_fx.compile(words_model(), **options)
 
     assert_grammar(str(caught.value), f"expected {option}", "'sloppy'")
 
 
 def _use_strategy(rank: int, world_size: int, strategy: dict[str, str]) -> str:
     try:
-        embrace_fx.compile(_model(), strategy=strategy)(*_batch(0, rank))
+        embrace_fx.compile(words_model(), strategy=strategy)(*words_batch(0, rank))
     except Exception as error:
         return _message(error)
     return "no error"
@@ -331,14 +305,14 @@ def test_a_model_without_a_table_says_so_in_its_report() -> None:
 
 def test_a_model_with_nothing_to_train() -> None:
     with pytest.raises(ValueError, match="at least one trainable parameter") as caught:
-        embrace_fx.compile(_model().requires_grad_(False))
+        embrace_fx.compile(words_model().requires_grad_(False))
 
     assert_grammar(str(caught.value), "in compile()", "Words", "call the model itself")
 
 
 @pytest.mark.parametrize("name", ["report", "plan", "graphs"])
 def test_nothing_to_see_before_the_first_call(name: str) -> None:
-    model = embrace_fx.compile(_model())
+    model = embrace_fx.compile(words_model())
 
     with pytest.raises(RuntimeError) as caught:
         model.report() if name == "report" else getattr(model, name)
@@ -346,89 +320,11 @@ def test_nothing_to_see_before_the_first_call(name: str) -> None:
     assert_grammar(str(caught.value), "the model to have been called", "Call the model once")
 
 
-# -- optimizers that no row update is known of -------------------------------------------------------------------------
-
-
-class OwnSGD(SGD):
-    """May do anything, as far as the compiler knows."""
-
-
-def _line_search(model: nn.Module) -> Optimizer:
-    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
-
-
-UNKNOWN_OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "OwnSGD": lambda model: OwnSGD(model.parameters(), lr=0.1),
-    "RAdam": lambda model: torch.optim.RAdam(model.parameters(), lr=0.1, eps=1e-3),
-    "LBFGS": _line_search,
-}
-
-
-def _losses(model: nn.Module, batches: Sequence[Batch]) -> list[Tensor]:
-    return [model(*batch) for batch in batches]
-
-
-def _closure(optimizer: Optimizer, losses: Callable[[], Sequence[Tensor]]) -> Callable[[], Any]:
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = torch.stack([*losses()]).mean()
-        loss.backward()
-        return loss
-
-    return closure
-
-
-def _train_with_unknown(rank: int, world_size: int, name: str) -> tuple[str, str, dict[str, Tensor]]:
-    plain = _model()
-    optimizer = UNKNOWN_OPTIMIZERS[name](plain)
-    model = embrace_fx.compile(plain, optimizer=optimizer)
-    for step in range(3):
-        batch = _batch(step, rank)
-        optimizer.step(_closure(optimizer, partial(_losses, model, [batch])))
-    decision = model.plan["table.weight"]
-    return decision.strategy, decision.reason, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("name", UNKNOWN_OPTIMIZERS)
-def test_the_tables_of_an_unknown_optimizer_stay_data_parallel(name: str) -> None:
-    model = _model()
-    optimizer = UNKNOWN_OPTIMIZERS[name](model)
-    for step in range(3):
-        batches = [_batch(step, rank) for rank in range(2)]
-        optimizer.step(_closure(optimizer, partial(_losses, model, batches)))
-    expected = {name: p.detach() for name, p in model.named_parameters()}
-
-    for strategy, reason, parameters in run_ranks(2, _train_with_unknown, name):
-        assert strategy == "allreduce"
-        assert reason == f"{name} is not known to update rows"
-        assert_same(parameters, expected, torch.float64)
-
-
-def _mean_loss(rank: int, world_size: int) -> tuple[float, float]:
-    plain = _model()
-    optimizer = SGD(plain.parameters(), lr=0.1)
-    model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall")
-    own: list[Tensor] = []
-
-    def losses() -> list[Tensor]:
-        own.append(model(*_batch(0, rank)))
-        return own
-
-    return optimizer.step(_closure(optimizer, losses)).item(), own[0].item()
-
-
-def test_the_loss_of_a_closure_is_the_mean_over_ranks() -> None:
-    found = run_ranks(2, _mean_loss)
-
-    mean = sum(own for _, own in found) / 2
-    assert [loss for loss, _ in found] == pytest.approx([mean, mean], rel=1e-12)
-
-
 # -- calls in the wrong order ------------------------------------------------------------------------------------------
 
 
 def test_a_second_lookahead_while_the_first_is_read() -> None:
-    model = embrace_fx.compile(_model())
+    model = embrace_fx.compile(words_model())
     first: Iterator[int] = model.lookahead([1, 2, 3])
     next(first)
 
@@ -440,7 +336,7 @@ def test_a_second_lookahead_while_the_first_is_read() -> None:
 
 
 def test_a_lookahead_after_one_that_was_finished_or_left() -> None:
-    model = embrace_fx.compile(_model())
+    model = embrace_fx.compile(words_model())
     for _ in model.lookahead([1, 2]):
         pass
     for _ in model.lookahead([1, 2]):
@@ -450,10 +346,10 @@ def test_a_lookahead_after_one_that_was_finished_or_left() -> None:
 
 
 def _backward_twice(rank: int, world_size: int) -> tuple[str, list[str]]:
-    plain = _model()
+    plain = words_model()
     optimizer = Adagrad(plain.parameters(), lr=0.1)
     model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall")
-    loss = model(*_batch(0, rank))
+    loss = model(*words_batch(0, rank))
     loss.backward(retain_graph=True)
     before = _snapshot(model, optimizer)
     try:
@@ -472,7 +368,7 @@ def test_a_second_backward_of_one_call() -> None:
 
 @pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_compiled_model_cannot_be_copied(clone: Callable[[nn.Module], object]) -> None:
-    model = embrace_fx.compile(_model())
+    model = embrace_fx.compile(words_model())
 
     with pytest.raises(TypeError) as caught:
         clone(model)
@@ -493,7 +389,7 @@ def test_a_compiled_model_cannot_be_copied(clone: Callable[[nn.Module], object])
 )
 def test_an_argument_of_another_kind(arguments: dict[str, Any], found: str) -> None:
     with pytest.raises(ValueError, match=found):
-        embrace_fx.compile(_model(), **arguments)
+        embrace_fx.compile(words_model(), **arguments)
 
 
 def test_a_function_is_no_model() -> None:
@@ -503,16 +399,16 @@ def test_a_function_is_no_model() -> None:
 
 def test_an_optimizer_of_another_model() -> None:
     with pytest.raises(ValueError, match=r"SGD to hold parameters of Words, .* holds none of them"):
-        embrace_fx.compile(_model(), optimizer=SGD(_model().parameters(), 0.1))
+        embrace_fx.compile(words_model(), optimizer=SGD(words_model().parameters(), 0.1))
 
 
 def _a_planner_that_breaks(rank: int, world_size: int) -> str:
-    model = _model()
+    model = words_model()
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("embrace_fx.planning.decide", lambda *_, **__: {"": 0}["cause"])
         with pytest.raises(ValueError, match="cause") as caught:
-            compiled(*_batch(0, rank))
+            compiled(*words_batch(0, rank))
     return str(caught.value)
 
 
@@ -530,21 +426,21 @@ def test_whatever_stops_the_planner_stops_every_rank() -> None:
     ids=["a hook", "a dtype", "frozen"],
 )
 def test_parameters_that_change_after_the_first_call(change: Callable[[nn.Module], object]) -> None:
-    model = _model()
+    model = words_model()
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
-    compiled(*_batch(0, 0)).backward()
+    compiled(*words_batch(0, 0)).backward()
     change(model)
     with pytest.raises(embrace_fx.PeerFailure, match="expected every parameter to stay as it was at compile"):
-        compiled(*_batch(0, 1))
+        compiled(*words_batch(0, 1))
 
 
 def _hooked_on_one_rank(rank: int, world_size: int) -> str:
-    model = _model()
+    model = words_model()
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
     if rank == 0:
         model.get_parameter("linear.weight").register_hook(lambda g: g)
     try:
-        compiled(*_batch(0, rank))
+        compiled(*words_batch(0, rank))
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -556,7 +452,7 @@ def test_parameters_that_change_on_one_rank_before_the_first_call() -> None:
 
 
 def test_a_batch_that_the_forward_does_not_take() -> None:
-    model = _model()
+    model = words_model()
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
     with pytest.raises(CaptureError, match=r"the forward fails on it: TypeError: .*missing") as caught:
         compiled()
