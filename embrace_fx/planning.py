@@ -70,6 +70,7 @@ class Findings:
     sparsity: Mapping[str, Sparsity]
     world_size: int
     strategy: Strategy
+    schedule: str
     rows_at_home: Mapping[str, RowsAtHome] = field(default_factory=dict)
 
     def plan(self, links: Cluster, links_are: LinksAre, current: Plan | None) -> Plan:
@@ -84,6 +85,7 @@ class Findings:
             sparsity=self.sparsity,
             rows_at_home=self.rows_at_home,
             current=current,
+            schedule=self.schedule,
         )
         return replace(planned, links_are=links_are)
 
@@ -191,7 +193,8 @@ def _findings(
         for name in everyone[0]["tables"]
         if all(name in own for own in reads)
     }
-    return Findings(graph, facts, rows, sparsity, ranks, setting.options.strategy, at_home)
+    options = setting.options
+    return Findings(graph, facts, rows, sparsity, ranks, options.strategy, options.schedule, at_home)
 
 
 def facts_of(

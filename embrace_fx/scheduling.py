@@ -19,7 +19,7 @@ from embrace_fx.graph import TrainingGraph
 from embrace_fx.passes.relax import RelaxDependences
 from embrace_fx.passes.scheduler import schedule
 from embrace_fx.passes.step_graph import Sizes, build, compute_durations, events
-from embrace_fx.plan import Plan, Stack
+from embrace_fx.plan import Plan
 from embrace_fx.planning import Setting
 from embrace_fx.runtime import streams
 from embrace_fx.runtime.bucket_updates import BucketUpdates
@@ -55,9 +55,7 @@ class Scheduling:
         self.looks_ahead = setting.options.schedule in ("vertical", "2d")
         self._cluster = plan.links.among(plan.world_size)
         self._bucket_chunks = [bucket_chunks(setting, plan, bucket, plan.links) for bucket in plan.buckets]
-        # A naive program, which leaves nothing to the next step, exchanges table by table.
-        self._stacks = plan.stacks if setting.options.schedule != "none" else ()
-        self._exchanged = _exchanged(plan, self._stacks)
+        self._exchanged = _exchanged(plan)
         self._delayed_chunks = {
             name: delayed_chunks(plan, tables, plan.links) if self.looks_ahead else 0
             for name, tables in self._exchanged.items()
@@ -79,7 +77,7 @@ class Scheduling:
         )
         flow = Flow(communicator, launcher, recorder, self.looks_ahead, warn, self._after_announcement, on)
         self._flow = flow
-        stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in self._stacks}
+        stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
         for name, tables in self._exchanged.items():
             kind = RowExchange if plan[tables[0]].grid is None else GridExchange
             exchange = kind(
@@ -166,7 +164,7 @@ class Scheduling:
         """The window of the graph under the schedule asked for."""
         plan, state, name = self._plan, self._setting.state, self._setting.options.schedule
         rank = self._setting.communicator.rank
-        relaxed = RelaxDependences(plan.buckets, True, self._stacks, rank)(self._graph)
+        relaxed = RelaxDependences(plan.buckets, True, plan.stacks, rank)(self._graph)
         durations = profiled.compute_ms if profiled else compute_durations(relaxed, self._cluster)
         itemsizes = [state.parameter(bucket[0]).element_size() for bucket in plan.buckets]
         sizes = Sizes(
@@ -202,9 +200,9 @@ def bucket_chunks(setting: Setting, plan: Plan, bucket: tuple[str, ...], cluster
     return [min(size, elements - start) for start in range(0, elements, size)]
 
 
-def _exchanged(plan: Plan, stacks: Sequence[Stack]) -> dict[str, tuple[str, ...]]:
+def _exchanged(plan: Plan) -> dict[str, tuple[str, ...]]:
     """What has an exchange of its own, sharded tables and stacks of them -> the tables that it serves."""
-    stacked = {table: stack for stack in stacks for table in stack.tables}
+    stacked = {table: stack for stack in plan.stacks for table in stack.tables}
     found: dict[str, tuple[str, ...]] = {}
     for table in plan.sharded:
         stack = stacked.get(table)

@@ -23,6 +23,7 @@ from embrace_fx.passes.planner import decide
 from embrace_fx.plan import Plan
 from embrace_fx.planning import Read, facts_of, grid_rows, reads_of, used_parameters
 from embrace_fx.runtime.model_state import ModelState
+from embrace_fx.schedule import ScheduleName
 from embrace_fx.sparsity import Sparsity, extrapolate, measure
 
 
@@ -34,6 +35,7 @@ def plan(
     cluster: Cluster = Cluster(),
     optimizer: Optimizers = None,
     strategy: Strategy = "auto",
+    schedule: ScheduleName = "2d",
     row_updates: RowUpdates = "exact",
 ) -> Plan:
     """The plan that `compile` would make on `world_size` ranks of a cluster. Needs one process and no network.
@@ -49,13 +51,13 @@ def plan(
             that a batch has once stand for those it lacks (`embrace_fx.sparsity.extrapolate`).
         world_size: number of ranks; None: as many as batches.
         cluster: the links between ranks.
-        optimizer, strategy, row_updates: as `compile` takes them.
+        optimizer, strategy, schedule, row_updates: as `compile` takes them.
 
     Raises:
         CaptureError: the forward cannot be captured.
         ValueError: an option that does not exist; a compiled model; fewer ranks than batches, or fewer than 1.
     """
-    Options(strategy, "2d", row_updates, "eager", None, cluster).check("plan()")
+    Options(strategy, schedule, row_updates, "eager", None, cluster).check("plan()")
     if isinstance(model, CompiledModel):
         raise ValueError("expected a plain model, in plan(), found a compiled one, which has a plan: read model.plan.")
     batches = list(batch) if isinstance(batch, list) else [batch]
@@ -91,6 +93,7 @@ def plan(
         cluster=cluster,
         sparsity=sparsity,
         rows_at_home=at_home,
+        schedule=schedule,
     )
     return replace(planned, links_are="assumed" if cluster == Cluster() else "given")
 

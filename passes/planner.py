@@ -69,6 +69,7 @@ def decide(  # noqa: PLR0913
     sparsity: Mapping[str, Sparsity] | None = None,
     rows_at_home: Mapping[str, RowsAtHome] | None = None,
     current: Plan | None = None,
+    schedule: str = "2d",
 ) -> Plan:
     """The plan for a graph.
 
@@ -84,13 +85,15 @@ def decide(  # noqa: PLR0913
             there at random.
         current: the plan in use: a table's strategy stays unless the best one takes less than `CLEARLY` of its time,
             and shards stay as they lie.
+        schedule: that will be followed. Under "none" each table's rows travel alone, so that gradients can be summed in
+            the order of the reference.
 
     Raises:
         ValueError: a strategy that does not exist, a pattern that nothing matches, or a grid of other ranks.
     """
     in_use = {d.parameter: d for d in current} if current is not None else {}
-    pricing = Pricing(graph, world_size, cluster, sparsity or {}, rows_at_home or {}, in_use)
     tables = {table.parameter: table for table in graph.tables}
+    pricing = Pricing(graph, world_size, cluster, sparsity or {}, rows_at_home or {}, in_use, schedule)
     wanted = requested_strategies(strategy, tuple(tables), tuple(fact.name for fact in facts if fact.trainable))
     choices: dict[str, _Choice] = {}
     watched = []
@@ -106,7 +109,8 @@ def decide(  # noqa: PLR0913
                 watched.append(fact.name)
         else:
             choices[fact.name] = _of_dense(pricing, fact, wanted[fact.name])
-    choices |= _travelling(graph, tables, facts, choices, pricing)
+    if schedule != "none":
+        choices |= _travelling(graph, tables, facts, choices, pricing)
     decisions = tuple(_decision(fact, choices[fact.name], fact.name in tables, pricing) for fact in facts)
     replicas = {d.parameter: d.strategy for d in decisions if d.strategy in ("allreduce", *EXCHANGES)}
     reduced = set(replicas) if world_size > 1 else set()
@@ -115,7 +119,8 @@ def decide(  # noqa: PLR0913
     renormed = tuple(t.parameter for t in graph.tables if t.max_norm and world_size > 1)
     buckets = plan_buckets(graph, reduced, sizes, cluster, world_size, alone)
     sharded = [fact for fact in facts if world_size > 1 and _by_columns(choices[fact.name])]
-    stacks = plan_stacks(graph, [_stackable(tables[fact.name], fact, world_size) for fact in sharded])
+    fit = [_stackable(tables[fact.name], fact, world_size) for fact in sharded if schedule != "none"]
+    stacks = plan_stacks(graph, fit)
     return Plan(world_size, decisions, buckets, renormed, cluster, watched=tuple(watched), stacks=stacks)
 
 
@@ -167,7 +172,7 @@ def _travelling(
 
 def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
     """What a step saves by shards that share start-ups; what is in use has to be clearly slower to be changed."""
-    whole_ms, sharded_ms = choice.chosen.alone_ms, choice.priced["alltoall"].alone_ms
+    whole_ms, sharded_ms = choice.chosen.sharing_ms, choice.priced["alltoall"].sharing_ms
     if in_use is None:
         return whole_ms - sharded_ms
     return whole_ms - CLEARLY * sharded_ms if in_use.strategy == "alltoall" else CLEARLY * whole_ms - sharded_ms
@@ -222,7 +227,7 @@ def _of_table(
     if pricing.world_size == 1:
         cheaper = blocker is None and share < 0.5
     else:
-        cheaper = blocker is None and sharded.predicted_ms < allreduce.predicted_ms
+        cheaper = blocker is None and sharded.added_ms < allreduce.added_ms
     best = _sparsely(pricing, priced) or ("alltoall" if cheaper else "allreduce")
     in_use = pricing.in_use[fact.name].strategy if fact.name in pricing.in_use else best
     may_travel = what if pricing.world_size > 1 and blocker is None and sharded.grid is None else ""
@@ -246,7 +251,7 @@ def _depends_on_rows(pricing: Pricing, table: Table, fact: ParameterFacts) -> bo
 
 
 def _worth_a_change(in_use: Priced, best: Priced) -> bool:
-    return in_use.blocker is not None or best.predicted_ms < CLEARLY * in_use.predicted_ms
+    return in_use.blocker is not None or best.added_ms < CLEARLY * in_use.added_ms
 
 
 def _sparsely(pricing: Pricing, priced: Mapping[str, Priced]) -> str | None:
@@ -255,8 +260,8 @@ def _sparsely(pricing: Pricing, priced: Mapping[str, Priced]) -> str | None:
         return None
     cheapest = min((priced[name] for name in EXCHANGES), key=lambda each: each.predicted_ms)
     others = [p for p in priced.values() if p.strategy not in EXCHANGES and p.blocker is None]
-    limits_ms = (each.alone_ms * (CLEARLY if each.strategy == "alltoall" else 1.0) for each in others)
-    return cheapest.strategy if cheapest.alone_ms < min(limits_ms) else None
+    limits_ms = (each.sharing_ms * (CLEARLY if each.strategy == "alltoall" else 1.0) for each in others)
+    return cheapest.strategy if cheapest.added_ms < min(limits_ms) else None
 
 
 def _slower(other: Priced, chosen: Priced) -> str:

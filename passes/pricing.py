@@ -57,15 +57,16 @@ class Priced:
     """A strategy with its price.
 
     Attributes:
-        alone_ms: what it adds to a step: without start-ups where those are shared, of an AllReduce with its bucket and
-            of an AlltoAll with all tables of its stack.
+        predicted_ms: of a step that has nothing else to exchange.
+        sharing_ms: the same where start-ups are shared, of an AllReduce with its bucket and of an AlltoAll with all
+            tables of its stack.
         blocker: why it is not legal, or None.
     """
 
     strategy: str
     exchange: cost.Exchange
     predicted_ms: float
-    alone_ms: float
+    sharing_ms: float
     memory_bytes: int
     scheme: str = ""
     blocker: str | None = None
@@ -74,7 +75,12 @@ class Priced:
     @property
     def start_ups_ms(self) -> float:
         """What it need not add where it shares them."""
-        return self.predicted_ms - self.alone_ms
+        return self.predicted_ms - self.sharing_ms
+
+    @property
+    def added_ms(self) -> float:
+        """What it adds to a step: buckets there are in any case, other tables' shards there may not be."""
+        return self.predicted_ms if self.strategy == "alltoall" else self.sharing_ms
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,7 @@ class Pricing:
         rows_at_home: table -> which of each rank's rows its own row of a grid has; of others, the share that falls
             there at random.
         in_use: parameter -> what the plan in use decided of it.
+        schedule: that will be followed.
     """
 
     graph: TrainingGraph
@@ -94,6 +101,7 @@ class Pricing:
     sparsity: Mapping[str, Sparsity]
     rows_at_home: Mapping[str, RowsAtHome]
     in_use: Mapping[str, Decision]
+    schedule: str
 
     @property
     def cluster(self) -> cost.Cluster:
@@ -129,12 +137,12 @@ class Pricing:
             if strategy == "zen" and scheme == "balanced":
                 held += INDEX_BYTES * rows.num_units  # every server's index set, kept from step to step
             others_ms = around.time_ms(self.cluster) + upkeep.time_ms(self.cluster, "all_reduce")
-            alone = replace(found, critical=replace(found.critical, messages=0)) if strategy == "allreduce" else found
+            shared = replace(found, critical=replace(found.critical, messages=0)) if strategy == "allreduce" else found
             priced[strategy] = self._priced(
                 strategy,
                 found.mean + upkeep,
                 found.time_ms(self.cluster) + others_ms,
-                alone.time_ms(self.cluster) + others_ms,
+                shared.time_ms(self.cluster) + others_ms,
                 2 * fact.nbytes + held,
                 scheme if strategy == "zen" else "",
             )
@@ -166,13 +174,14 @@ class Pricing:
         grid = grid if grid is not None and grid.rows > 1 else None
         itemsize = exchange_dtype(self.graph, table).itemsize
         at_home = self.rows_at_home.get(fact.name, {}).get(grid.rows) if grid is not None else None
-        exchange = shard_exchange(table, rows, itemsize, self.world_size, grid, at_home)
-        work_ms = shard_work(table, rows, itemsize, self.world_size, grid).time_ms(self.cluster)
+        exchange = shard_exchange(table, rows, itemsize, self.world_size, grid, at_home, self.schedule)
+        work = shard_work(table, rows, itemsize, self.world_size, grid, self.schedule)
+        shared_ms = replace(exchange, messages=0).time_ms(self.cluster, "all_to_all")
         return self._priced(
             "alltoall",
             exchange,
-            exchange.time_ms(self.cluster, "all_to_all") + work_ms,
-            replace(exchange, messages=0).time_ms(self.cluster, "all_to_all") + work_ms,
+            exchange.time_ms(self.cluster, "all_to_all") + work.time_ms(self.cluster),
+            shared_ms + replace(work, rounds=0.0).time_ms(self.cluster),
             fact.nbytes // self.world_size + 2 * exchange.sent_bytes,
             blocker=shard_blocker(table) or fact.row_update_blocker,
             grid=grid,
@@ -183,14 +192,14 @@ class Pricing:
         strategy: str,
         exchange: cost.Exchange,
         predicted_ms: float,
-        alone_ms: float,
+        sharing_ms: float,
         memory_bytes: int,
         scheme: str = "",
         blocker: str | None = None,
         grid: Grid | None = None,
     ) -> Priced:
         """A single rank exchanges nothing, in no time."""
-        times_ms = (predicted_ms, alone_ms) if self.world_size > 1 else (0.0, 0.0)
+        times_ms = (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
         return Priced(strategy, exchange, *times_ms, memory_bytes, scheme, blocker, grid)
 
     def _sparsity_of(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:

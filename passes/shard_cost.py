@@ -19,6 +19,14 @@ ROUTED_BYTES = 128
 UPDATE_PASSES = 8
 """Of an optimizer over parameters, gradients and state: SGD makes 3, Adagrad 11, Adam 14; the planner is told none."""
 
+ONE_WAY = {"none": 1, "horizontal": 1, "vertical": 2, "2d": 2}
+"""Schedule -> AlltoAlls in which a table's rows travel, and as many for their gradients: early and late rows, prior and
+delayed gradients, where the next batch is known."""
+
+ROUNDS = 7.0
+"""Of handling (`Handling.round_ms`), for a launch of a table's: rows or gradients are selected, cut, handed over to the
+thread that launches, waited for and put together (`python -m benchmarks.table_rounds`)."""
+
 RowsAtHome = Mapping[int, tuple[int, ...]]
 """Rows of a grid -> how many of the rows that each rank reads are in its own one."""
 
@@ -31,6 +39,11 @@ def widest_useful(table: Table, world_size: int) -> Grid:
     return Grid(world_size // columns, columns)
 
 
+def launches_of(schedule: str) -> int:
+    """In a step, of a table that is sharded: ids, rows, gradients."""
+    return 1 + 2 * ONE_WAY[schedule]
+
+
 def shard_exchange(
     table: Table,
     rows_by_rank: tuple[int, ...],
@@ -38,6 +51,7 @@ def shard_exchange(
     world_size: int,
     grid: Grid | None = None,
     at_home: tuple[int, ...] | None = None,
+    schedule: str = "2d",
 ) -> cost.Exchange:
     """Mean over ranks of what one rank sends per step for a sharded table: ids, rows, gradients.
 
@@ -45,6 +59,7 @@ def shard_exchange(
         itemsize: bytes of an element on the wire.
         grid: on which it lies; None: by columns.
         at_home: how many of its rows each rank's own row of the grid has; None: as many as any other.
+        schedule: which cuts rows and gradients in two, or does not.
     """
     if world_size == 1 or not rows_by_rank:
         return cost.Exchange(0, 0)
@@ -59,18 +74,24 @@ def shard_exchange(
             first, last = own_columns(table.embedding_dim, grid.columns, grid.place(rank)[1])
             own_rows = at_home[rank] if at_home is not None else rows / grid.rows
             sent_bytes += 2 * itemsize * (rows * table.embedding_dim - own_rows * (last - first))
-    both_ways = cost.Exchange(round(sent_bytes / world_size), 2 * (world_size - 1))
+    both_ways = cost.Exchange(round(sent_bytes / world_size), 2 * ONE_WAY[schedule] * (world_size - 1))
     return both_ways + cost.gather_ids(rows_by_rank, table.num_rows)
 
 
 def shard_work(
-    table: Table, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int, grid: Grid | None = None
+    table: Table,
+    rows_by_rank: tuple[int, ...],
+    itemsize: int,
+    world_size: int,
+    grid: Grid | None = None,
+    schedule: str = "2d",
 ) -> cost.Work:
     """What a rank's processor does per step for a sharded table: the rank that reads most rows.
 
     Own columns of all ranks' rows are looked up, its own rows joined; gradients split by columns, those of own columns
     cleared and added up, and these rows updated. Ids are sorted twice: in the union of what a rank reads, and in that
-    of all ranks; on a grid only those that the rank's row of it has, once all have been searched for them.
+    of all ranks; on a grid only those that the rank's row of it has, once all have been searched for them. Each
+    AlltoAll and the AllGather of ids are prepared, and what came with them is taken.
     """
     if world_size == 1 or not rows_by_rank:
         return cost.Work()
@@ -81,7 +102,8 @@ def shard_work(
     units = cost.Work(units=everyone / (grid.rows if grid is not None else 1) + most)
     routed = cost.passes_over(everyone * ROUTED_BYTES if grid is not None else 0)
     passed_bytes = (3 + UPDATE_PASSES) * own_columns_bytes + 2 * most * row_bytes
-    return cost.passes_over(passed_bytes) + arriving + units + routed
+    rounds = cost.Work(rounds=ROUNDS * launches_of(schedule))
+    return cost.passes_over(passed_bytes) + arriving + units + routed + rounds
 
 
 def replica_work(nbytes: int) -> cost.Work:

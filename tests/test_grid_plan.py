@@ -71,7 +71,7 @@ class Language(nn.Module):
         return loss
 
 
-def _planned(ranks: int, dim: int = 512, strategy: Any = "auto", ids: int = 1000) -> Any:
+def _planned(ranks: int, dim: int = 512, strategy: Any = "auto", ids: int = 3000) -> Any:
     model = Language(dim)
     optimizer = SGD(model.parameters(), 0.1)
     batch = torch.randint(ROWS_OF_MANY, (ids,), generator=torch.Generator().manual_seed(0))

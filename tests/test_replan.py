@@ -352,7 +352,7 @@ def _drift() -> Drift:
     facts = facts_of(make(), [], {}, "exact", used_parameters(graph))
     legal = tuple(replace(fact, row_update_blocker=None) for fact in facts)
     rows = {TABLE: (8, 8), OTHER: (6, 6)}
-    findings = Findings(graph, legal, rows, {}, 2, "auto")
+    findings = Findings(graph, legal, rows, {}, 2, "auto", "2d")
     return Drift(findings.plan(LINKS, "given", None), findings)
 
 

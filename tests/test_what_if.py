@@ -36,10 +36,12 @@ def batch(rank: int) -> Tensor:
     return (torch.rand(16, 20, generator=random) ** 4 * 20_000).long()
 
 
-def made_by_ranks(rank: int, world_size: int, cluster: Cluster | None, rows: int = 20_000) -> Plan:
+def made_by_ranks(
+    rank: int, world_size: int, cluster: Cluster | None, rows: int = 20_000, schedule: Any = "none"
+) -> Plan:
     torch.manual_seed(0)
     model = Words(rows)
-    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1), schedule="none", cluster=cluster)
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1), schedule=schedule, cluster=cluster)
     compiled(batch(rank) % rows).backward()
     return compiled.plan
 
@@ -48,11 +50,13 @@ SLOW = Cluster(1e6, 50.0)
 """So slow to start that one AllReduce of a whole table is sooner over than the three exchanges of a sharded one."""
 
 
+@pytest.mark.parametrize("schedule", ["none", "2d"])
 @pytest.mark.parametrize(("cluster", "links_are"), [(None, "probed"), (SLOW, "given")])
-def test_it_is_the_plan_that_ranks_make(cluster: Cluster | None, links_are: str) -> None:
-    first, second = run_ranks(2, made_by_ranks, cluster)
+def test_it_is_the_plan_that_ranks_make(cluster: Cluster | None, links_are: str, schedule: Any) -> None:
+    first, second = run_ranks(2, made_by_ranks, cluster, 20_000, schedule)
     model = Words()
-    expected = embrace_fx.plan(model, [batch(0), batch(1)], optimizer=SGD(model.parameters(), 0.1), cluster=first.links)
+    optimizer = SGD(model.parameters(), 0.1)
+    expected = embrace_fx.plan(model, [batch(0), batch(1)], optimizer=optimizer, schedule=schedule, cluster=first.links)
 
     assert first == second
     assert first.decisions == expected.decisions
