@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def checksum(rows: Tensor) -> Tensor:
 
 
 def as_data(cluster: Cluster) -> dict[str, Any]:
-    links = {name: (link.bandwidth_bytes_per_ms, link.latency_ms) for name, link in cluster.links}
+    links = {name: astuple(link) for name, link in cluster.links}
     link = (cluster.bandwidth_bytes_per_ms, cluster.latency_ms)
     return {"link": link, "links": links, "handling": asdict(cluster.handling)}
 

@@ -40,13 +40,27 @@ glibc's malloc keeps smaller ones (M_MMAP_THRESHOLD grows up to 32 MiB)."""
 class Link:
     """What a collective reaches of a rank's connection.
 
+    Start-up is mostly threads being woken, which goes on while bytes are on their way: of messages in a row, those that
+    are large enough hide it. Without `least_ms` it is the alpha of the formulas above, whatever the size.
+
     Attributes:
         bandwidth_bytes_per_ms: what one rank can send per millisecond.
-        latency_ms: start-up of one message.
+        latency_ms: start-up of one message that its bytes do not hide.
+        least_ms: of a message, however few its bytes.
     """
 
     bandwidth_bytes_per_ms: float
     latency_ms: float
+    least_ms: float = 0.0
+
+    @property
+    def start_up_ms(self) -> float:
+        """Of a message of no bytes."""
+        return max(self.latency_ms, self.least_ms)
+
+    def transfer_ms(self, sent_bytes: float, messages: int) -> float:
+        """Time in which a rank sends `sent_bytes` in `messages` messages one after the other."""
+        return max(messages * self.least_ms, sent_bytes / self.bandwidth_bytes_per_ms + messages * self.latency_ms)
 
 
 @dataclass(frozen=True)
@@ -157,7 +171,7 @@ class Cluster:
             )
         own = Link(self.bandwidth_bytes_per_ms, self.latency_ms)
         for link in (own, *(link for _, link in self.links), *((self.inside,) if self.inside else ())):
-            if not (link.bandwidth_bytes_per_ms > 0 and link.latency_ms >= 0):
+            if not (link.bandwidth_bytes_per_ms > 0 and min(link.latency_ms, link.least_ms) >= 0):
                 raise ValueError(f"expected a positive bandwidth and no negative latency, in Cluster, found {link}.")
 
     def link(self, collective: Collective | None = None) -> Link:
@@ -182,7 +196,8 @@ class Cluster:
         far = world_size - 1 - near
         if not far:
             inside = self.inside
-            return Cluster(inside.bandwidth_bytes_per_ms, inside.latency_ms, handling=self.handling)
+            of_all = tuple((collective, inside) for collective in COLLECTIVES)
+            return Cluster(inside.bandwidth_bytes_per_ms, inside.latency_ms, of_all, handling=self.handling)
         links: list[tuple[Collective, Link]] = []
         for collective in COLLECTIVES:
             outside = self.link(collective)
@@ -190,19 +205,20 @@ class Cluster:
                 link = Link(
                     min(outside.bandwidth_bytes_per_ms, self.inside.bandwidth_bytes_per_ms),
                     max(outside.latency_ms, self.inside.latency_ms),
+                    max(outside.least_ms, self.inside.least_ms),
                 )
             else:
                 sharing = self.ranks_per_machine / outside.bandwidth_bytes_per_ms
                 ms_per_byte = (near / self.inside.bandwidth_bytes_per_ms + far * sharing) / (near + far)
                 latency_ms = (near * self.inside.latency_ms + far * outside.latency_ms) / (near + far)
-                link = Link(1 / ms_per_byte, latency_ms)
+                least_ms = (near * self.inside.least_ms + far * outside.least_ms) / (near + far)
+                link = Link(1 / ms_per_byte, latency_ms, least_ms)
             links.append((collective, link))
         return Cluster(self.bandwidth_bytes_per_ms, self.latency_ms, tuple(links), handling=self.handling)
 
     def transfer_ms(self, sent_bytes: float, messages: int, collective: Collective | None = None) -> float:
         """Time in which a rank sends `sent_bytes` in `messages` messages one after the other."""
-        link = self.link(collective)
-        return sent_bytes / link.bandwidth_bytes_per_ms + messages * link.latency_ms
+        return self.link(collective).transfer_ms(sent_bytes, messages)
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ def streaming_of(
     if slots:
         return Streaming(max(1, min(STREAMS * slots, of_aggregator)), slots)
     link = cluster.link("messages")
-    message_bytes = START_UP_SHARE * link.latency_ms * link.bandwidth_bytes_per_ms
+    message_bytes = START_UP_SHARE * link.start_up_ms * link.bandwidth_bytes_per_ms
     slots = max(1, round(message_bytes / record_bytes(num_blocks, width, itemsize)))
     present = of_aggregator * (1 - (1 - TYPICAL_DENSITY) ** world_size)
 
@@ -200,7 +200,7 @@ def streaming_of(
         streaming = Streaming(lanes, slots)
         rounds = _rounds(num_blocks, world_size, streaming, present)
         first_bytes = lanes * place_bytes(places_of_lane(num_blocks, world_size, lanes))
-        return rounds * link.latency_ms + first_bytes / link.bandwidth_bytes_per_ms
+        return rounds * link.start_up_ms + first_bytes / link.bandwidth_bytes_per_ms
 
     halvings = range(max(1, of_aggregator).bit_length())
     return Streaming(min((max(1, of_aggregator >> k) for k in halvings), key=time_ms), slots)

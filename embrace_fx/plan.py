@@ -311,11 +311,13 @@ def _links_text(plan: Plan) -> str:
         link = plan.links.link(name)
         if name is None or link != plan.links.link():
             rate = readable_bytes(link.bandwidth_bytes_per_ms * 1e3)
-            reached.append(f"{name or 'a rank'} {rate}/s, {link.latency_ms:.3f} ms per message")
+            reached.append(f"{name or 'a rank'} {rate}/s, {link.start_up_ms:.3f} ms per message")
     if plan.links.inside is not None:
         inside = plan.links.inside
         rate = readable_bytes(inside.bandwidth_bytes_per_ms * 1e3)
-        reached.append(f"{plan.links.ranks_per_machine} ranks per machine, inside {rate}/s, {inside.latency_ms:.3f} ms")
+        reached.append(
+            f"{plan.links.ranks_per_machine} ranks per machine, inside {rate}/s, {inside.start_up_ms:.3f} ms"
+        )
     return f"links {plan.links_are}: {'; '.join(reached)}"
 
 

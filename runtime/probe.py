@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from math import ceil
 from statistics import median
 from weakref import WeakKeyDictionary
 
@@ -45,15 +46,17 @@ OUTWEIGHS = 6.0
 """Times the start-up that the largest size takes: it hides behind the bytes more or less, and not to know how much then
 is an error of the bandwidth by a sixth at most."""
 LONG_MS = 50.0
-"""What the largest size takes at least: a token bucket or a socket lets some milliseconds' bytes pass at once."""
+"""What the largest size's row takes at least: a token bucket or a socket lets some milliseconds' bytes pass at once."""
 MOST_BYTES = 4 * 2**20
 """On links that carry it in less, the processors are what is measured."""
 SHARE_MS = 200.0
 """Of the median of each size's runs: about how long they take together."""
 FEWEST_RUNS, MOST_RUNS = 2, 3
+MOST_IN_ROW = 8
+"""Launches that a run is the mean of: fewer of a size that takes long."""
 FIRST_ROW, FIRST_MS, MOST_FIRST_RUNS = 4, 120.0, 40
-"""Of the first size: launches that a run is the mean of, about how long the runs take together, and how many they are
-at most. Start-up, a matter of when the scheduler wakes which thread, is the noisiest, and chunks are so many of it."""
+"""Of the first size: launches in a row, about how long the runs take together, and how many they are at most. Start-up,
+a matter of when the scheduler wakes which thread, is the noisiest, and chunks are so many of it."""
 BURST_SHARE = 0.1
 """How much less than the largest size's own rate the bandwidth may be, for a burst that passed at once: 5 of `LONG_MS`.
 The slope alone may be far off, where one of few runs met a busy core."""
@@ -94,14 +97,15 @@ def probe(communicator: Communicator, device: torch.device = CPU) -> Cluster:
     links = [fit(_measure(communicator, collective, IN_FLIGHT, device)) for collective in COLLECTIVES]
     alone = _first(communicator, _launch(communicator, "all_reduce", FIRST_BYTES, device), 1, device)
     sent = exchange("all_reduce", FIRST_BYTES, communicator.world_size)
-    links.append(_link(links[0].bandwidth_bytes_per_ms, Sample(sent, alone)))
+    bandwidth = links[0].bandwidth_bytes_per_ms
+    links.append(Link(bandwidth, max(alone - sent.sent_bytes / bandwidth, 0.0) / sent.messages))
     handling = probe_handling(communicator, device)
     figures = torch.tensor(
         [*(value for link in links for value in astuple(link)), *astuple(handling)], dtype=torch.float64, device=device
     )
     communicator.broadcast([figures])
     values = iter(figures.tolist())
-    *in_a_row, own = (Link(next(values), next(values)) for _ in links)
+    *in_a_row, own = (Link(next(values), next(values), next(values)) for _ in links)
     by_name = tuple(zip(COLLECTIVES, in_a_row, strict=True))
     return Cluster(own.bandwidth_bytes_per_ms, own.latency_ms, by_name, handling=Handling(*values))
 
@@ -167,8 +171,9 @@ def fit(samples: Sequence[Sample]) -> Link:
     """The alpha-beta link that explains the times.
 
     The bandwidth is the slope between the two largest sizes, of which what passes in a burst is no part, within what
-    the largest alone permits: start-up may hide behind the bytes, or come on top of them. The start-up is what the
-    smallest size takes; 0 where larger sizes do not take longer.
+    the largest alone permits: start-up may hide behind the bytes, or come on top of them. The smallest size is what
+    any takes at least; what sizes whose bytes take longer than that take beside their bytes is not hidden. No start-up
+    is known of where larger sizes do not take longer.
 
     Args:
         samples: of one collective, of at least two sizes.
@@ -186,32 +191,35 @@ def fit(samples: Sequence[Sample]) -> Link:
     most = last.sent.sent_bytes / max(last.time_ms - first.time_ms, 1e-9)
     slower_ms = max(last.time_ms - before.time_ms, 1e-9)
     slope = (last.sent.sent_bytes - before.sent.sent_bytes) / slower_ms
-    return _link(min(max(slope, own_rate * (1 - BURST_SHARE)), most), first)
-
-
-def _link(bandwidth_bytes_per_ms: float, first: Sample) -> Link:
-    """Of this bandwidth, and with the start-up that a small size tells."""
-    start_up_ms = first.time_ms - first.sent.sent_bytes / bandwidth_bytes_per_ms
-    return Link(bandwidth_bytes_per_ms, max(start_up_ms, 0.0) / first.sent.messages)
+    bandwidth = min(max(slope, own_rate * (1 - BURST_SHARE)), most)
+    beside_ms = [
+        sample.time_ms - sample.sent.sent_bytes / bandwidth
+        for sample in ascending
+        if sample is last or sample.sent.sent_bytes / bandwidth > first.time_ms
+    ]
+    latency_ms = min(max(median(beside_ms), 0.0), first.time_ms)
+    return Link(bandwidth, latency_ms / last.sent.messages, first.time_ms / first.sent.messages)
 
 
 def _measure(communicator: Communicator, collective: Collective, in_flight: int, device: torch.device) -> list[Sample]:
     samples: list[Sample] = []
-    own_bytes, runs = FIRST_BYTES, MOST_RUNS
+    own_bytes, row, runs = FIRST_BYTES, FIRST_ROW, MOST_RUNS
     while True:
         launch = _launch(communicator, collective, own_bytes, device)
         if not samples:
             _time_ms(communicator, launch, 1, 1, device)  # connects the ranks
             time_ms = _first(communicator, launch, in_flight, device)
         else:
-            time_ms = _median_ms(communicator, launch, runs, 1, in_flight, device)
+            time_ms = _median_ms(communicator, launch, runs, row, in_flight, device)
         samples.append(Sample(exchange(collective, own_bytes, communicator.world_size), time_ms))
         start_up_ms = samples[0].time_ms
-        told = time_ms > max(OUTWEIGHS * start_up_ms, LONG_MS)
+        told = time_ms > OUTWEIGHS * start_up_ms and row * time_ms > LONG_MS
         if (told or own_bytes >= MOST_BYTES) and len(samples) > 1:
             return samples
-        own_bytes = min(own_bytes * (GROWTH if time_ms < 2 * start_up_ms else LAST_GROWTH), MOST_BYTES)
-        runs = min(max(int(SHARE_MS / (LAST_GROWTH * time_ms)), FEWEST_RUNS), MOST_RUNS)
+        growth = GROWTH if time_ms < 2 * start_up_ms else LAST_GROWTH
+        own_bytes, expected_ms = min(own_bytes * growth, MOST_BYTES), growth * time_ms
+        row = min(ceil(LONG_MS / expected_ms), MOST_IN_ROW)
+        runs = min(max(int(SHARE_MS / (row * expected_ms)), FEWEST_RUNS), MOST_RUNS)
 
 
 def _first(communicator: Communicator, launch: Callable[[], InFlight], in_flight: int, device: torch.device) -> float:

@@ -69,6 +69,16 @@ def test_time_is_the_start_ups_and_the_bytes() -> None:
     assert Exchange(0, 0).time_ms(cluster) == 0.0
 
 
+def test_large_messages_hide_start_up() -> None:
+    link = Link(1000.0, 0.1, least_ms=2.0)
+    cluster = Cluster(links=(("all_reduce", link),))
+
+    assert Exchange(3_000, 4).time_ms(cluster, "all_reduce") == 4 * 2.0
+    assert Exchange(30_000, 4).time_ms(cluster, "all_reduce") == pytest.approx(30 + 4 * 0.1)
+    assert link.start_up_ms == 2.0
+    assert Link(1000.0, 0.5).start_up_ms == 0.5
+
+
 def test_the_default_link_is_25_gigabits_per_second() -> None:
     assert Exchange(25 * 10**9 // 8, 0).time_ms(Cluster()) == pytest.approx(1000.0)
 
@@ -116,6 +126,7 @@ def test_a_collective_has_its_own_link_or_the_clusters() -> None:
         ((("all_reduce", Link(1.0, 0.0)), ("all_reduce", Link(2.0, 0.0))), "found .'all_reduce', 'all_reduce'"),
         ((("all_reduce", Link(0.0, 0.0)),), "positive bandwidth"),
         ((("all_reduce", Link(1.0, -1.0)),), "no negative latency"),
+        ((("all_reduce", Link(1.0, 0.0, -1.0)),), "no negative latency"),
     ],
 )
 def test_links_that_make_no_sense_are_refused(links: tuple[tuple[Collective, Link], ...], found: str) -> None:
@@ -178,6 +189,15 @@ def test_pairwise_messages_are_split_by_where_they_go() -> None:
 
     assert launch_ms(MACHINES, "all_to_all", 8000, 8) == pytest.approx(expected)
     assert launch_ms(MACHINES, "all_gather", 1000, 8) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("ranks", "least_ms"), [(4, 2.0), (8, (3 * 2.0 + 4 * 1.0) / 7)])
+def test_what_a_message_takes_at_least_is_that_of_the_links_it_uses(ranks: int, least_ms: float) -> None:
+    outside = tuple((collective, Link(1000.0, 0.0, 1.0)) for collective in COLLECTIVES)
+    machines = Cluster(1000.0, 0.5, outside, ranks_per_machine=4, inside=Link(8000.0, 0.0, 2.0))
+
+    assert machines.among(ranks).link("all_to_all").least_ms == pytest.approx(least_ms)
+    assert machines.among(ranks).link("all_reduce").least_ms == 2.0
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

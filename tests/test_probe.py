@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.network import Links, network, obstacle
-from embrace_fx.cost import COLLECTIVES, Cluster, Exchange, exchange
+from embrace_fx.cost import COLLECTIVES, Cluster, Exchange, Link, exchange
 from embrace_fx.runtime import probe as measuring
 from embrace_fx.runtime.communicator import Communicator
 from embrace_fx.runtime.probe import Sample, fit, probe
@@ -44,6 +44,10 @@ dist.destroy_process_group()
 # -- the fit -----------------------------------------------------------------------------------------------------------
 
 
+def as_cluster(link: Link) -> Cluster:
+    return Cluster(links=tuple((collective, link) for collective in COLLECTIVES))
+
+
 SIZES = (7_000, 57_000, 460_000, 3_670_000)
 """What one of eight ranks sends in AllReduces of 4 KiB, 32 KiB, ..."""
 
@@ -59,7 +63,12 @@ def test_start_up_that_hides_behind_the_bytes_is_no_bandwidth() -> None:
     found = fit([Sample(Exchange(sent, 14), max(13, sent / 37_500)) for sent in SIZES])
 
     assert found.bandwidth_bytes_per_ms == pytest.approx(37_500, rel=0.02)
-    assert found.latency_ms == pytest.approx(13 / 14, rel=0.02)
+    assert found.least_ms == pytest.approx(13 / 14, rel=0.02)
+    assert found.latency_ms < 0.1 * found.least_ms
+    for sent in SIZES:
+        assert Exchange(sent, 14).time_ms(as_cluster(found), "all_reduce") == pytest.approx(
+            max(13, sent / 37_500), rel=0.1
+        )
 
 
 @given(
@@ -200,4 +209,4 @@ def test_the_bandwidth_of_hosts_whose_limit_is_known() -> None:
     assert bandwidths["all_reduce"] == pytest.approx(limit_bytes_per_ms, rel=0.2)
     for collective in ("all_to_all", "all_gather"):
         assert 0.3 * limit_bytes_per_ms < bandwidths[collective] < 1.2 * limit_bytes_per_ms
-    assert elapsed_s < 3.0  # about 1 s on cores that are free
+    assert elapsed_s < 5.0  # 2 to 4
