@@ -1,6 +1,7 @@
-"""What the planner chose, beside each strategy forced: in one measurement, and in two.
+"""What the planner chose, beside each strategy forced: in one measurement, in two, and in the latest of several.
 
     python -m benchmarks.lab_choice FIRST.json SECOND.json      two results of `python -m benchmarks.lab strategies`
+    python -m benchmarks.lab_choice --latest A.json B.json ..   of each setting, the last of the files that has it
 
 Of several plans that take about as long, the fastest of a measurement is so by chance as well: what the chosen one is
 behind it by is more than it would be another time. So the fastest other plan of each measurement is looked at in the
@@ -23,7 +24,7 @@ from benchmarks.lab_kept import Round
 from benchmarks.lab_rounds import Rounds, Spread, paired
 
 OWN = "embrace_2d"
-CHOICE_TARGET = 1.05
+CHOICE_TARGET, PREDICTION_TARGET = 1.05, 0.2
 
 Plans = Mapping[str, Mapping[str, str]]
 """System -> parameter -> strategy."""
@@ -75,10 +76,15 @@ def to_other(cells: Mapping[str, Rounds], twins: Sequence[str], other: str) -> S
 
 @dataclass(frozen=True)
 class _Measurement:
-    """One setting of one file of results."""
+    """One setting of one file of results.
+
+    Attributes:
+        predicted: of `OWN`, over its measured step.
+    """
 
     cells: Mapping[str, Rounds]
     plans: Plans
+    predicted: float
 
     @property
     def choice(self) -> Choice:
@@ -98,6 +104,7 @@ def _read(file: Path) -> dict[str, _Measurement]:
         f"{block['model']}, {block['ranks']} ranks, {block['rate_mbit']:g} Mb/s": _Measurement(
             {system: _rounds(rounds) for system, rounds in block["rounds"].items()},
             {row["system"]: row["plan"] for row in block["rows"]},
+            next(row["predicted"]["median"] for row in block["rows"] if row["system"] == OWN),
         )
         for block in found["blocks"]
         if block["choice"] is not None
@@ -128,7 +135,7 @@ def compared(first: Path, second: Path) -> str:
         both = (two.over(here), one.over(there)) if same else (None, None)
         crossed = sqrt(both[0] * both[1]) if both[0] is not None and both[1] is not None else None
         judged = crossed if crossed is not None else two.over(there)
-        met = "-" if judged is None else "yes" if judged <= CHOICE_TARGET else "**no**"
+        met = "-" if judged is None else _met(judged <= CHOICE_TARGET)
         told = _text(crossed) if same else "another plan was chosen"
         lines.append(
             f"| {title} | {here} | {_text(one.over(here))} | {there} | {_text(two.over(there))} | {told} | {met} |"
@@ -136,9 +143,50 @@ def compared(first: Path, second: Path) -> str:
     return "\n".join(lines)
 
 
+def latest(files: Sequence[Path]) -> str:
+    """Every setting of the files, from the last one that has it, as a table."""
+    found = {title: (file, each) for file in files for title, each in _read(file).items()}
+    missed = {"ratio": 0, "prediction": 0}
+    within = f"within {PREDICTION_TARGET:.0%}"
+    lines = [
+        "Each setting from the last of these files that has it: "
+        + ", ".join(f"({number}) `{file.name}`" for number, file in enumerate(files, 1))
+        + ". The chosen plan's step over that of the fastest other plan, and `auto`'s predicted step over its own.",
+        "",
+        f"| setting | file | fastest other | ratio | at most {CHOICE_TARGET} | predicted | {within} |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for title in sorted(found, key=_order):
+        file, each = found[title]
+        other = each.choice.other
+        ratio = each.over(other)
+        fast, close = ratio is None or ratio <= CHOICE_TARGET, abs(each.predicted - 1) <= PREDICTION_TARGET
+        missed["ratio"] += not fast
+        missed["prediction"] += not close
+        lines.append(
+            f"| {title} | {files.index(file) + 1} | {other} | {_text(ratio)} | {_met(fast)} | {each.predicted:.2f} | "
+            f"{_met(close)} |"
+        )
+    fast_ones, close_ones = (f"{len(found) - number} of {len(found)}" for number in missed.values())
+    return "\n".join([*lines, "", f"At most {CHOICE_TARGET} times: {fast_ones}; predicted {within}: {close_ones}."])
+
+
+def _order(title: str) -> tuple[float, int, str]:
+    """Of "lm, 8 ranks, 200 Mb/s": by rate, ranks and model."""
+    model, ranks, rate = title.split(", ")
+    return float(rate.split()[0]), -int(ranks.split()[0]), model
+
+
+def _met(met: bool) -> str:
+    return "yes" if met else "**no**"
+
+
 def _text(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
 if __name__ == "__main__":
-    print(compared(*map(Path, sys.argv[1:3])))
+    if sys.argv[1] == "--latest":
+        print(latest([Path(file) for file in sys.argv[2:]]))
+    else:
+        print(compared(*map(Path, sys.argv[1:3])))
