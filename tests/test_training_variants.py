@@ -330,7 +330,7 @@ def test_strategies_by_name() -> None:
     _check(2, WORKLOADS["two_table_lm"], "adagrad", "exact", strategies, asked)
 
 
-@pytest.mark.parametrize(("num_words", "chosen"), [(60, "allreduce"), (30_000, "alltoall")])
+@pytest.mark.parametrize(("num_words", "chosen"), [(60, "allreduce"), (300_000, "alltoall")])
 def test_auto_shards_a_table_that_is_large_for_what_a_batch_reads(num_words: int, chosen: str) -> None:
     workload = TwoTableLMWorkload(num_words=num_words)
     strategies = {"embedding.weight": chosen, "output.weight": chosen}
