@@ -6,9 +6,9 @@
 
 from embrace_fx.api import CompiledModel, compile
 from embrace_fx.capture.errors import CaptureError
-from embrace_fx.cost import Cluster, Link
-from embrace_fx.plan import Candidate, Decision, Grid, Plan
-from embrace_fx.runtime.failure import DeadRank, PeerFailure
+from embrace_fx.cost.links import Cluster, Link
+from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure
+from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan
 from embrace_fx.what_if import plan
 
 __all__ = [

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from embrace_fx.cost import Cluster
-from embrace_fx.exactness import RowUpdates
-from embrace_fx.options import Options
-from embrace_fx.passes.asked_strategies import Strategy
-from embrace_fx.plan import Plan
-from embrace_fx.schedule import ScheduleName
-from embrace_fx.session import Session
+from embrace_fx.cost.links import Cluster
+from embrace_fx.passes.planner.asked_strategies import Strategy
+from embrace_fx.session.session import Session
+from embrace_fx.setup.options import Options
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
+from embrace_fx.vocabulary.exactness import RowUpdates
+from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.schedule import ScheduleName
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
