@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, fx, nn
@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.session.session import Session
 from embrace_fx.setup.options import Options
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
+
+if TYPE_CHECKING:
+    from embrace_fx.session.session import Session
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -61,6 +63,8 @@ def compile(
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
             optimizer or option that differs between ranks. On every rank.
     """
+    from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
+
     options = Options(strategy, schedule, row_updates, backend, dynamic, cluster)
     optimizers = _as_tuple(optimizer)
     if process_group is None and dist.is_available() and dist.is_initialized():
