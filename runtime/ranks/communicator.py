@@ -64,13 +64,13 @@ class Communicator:
     Without torch.distributed, or in a group of one, there is nothing to send: launches return their own data.
 
     Args:
-        group: the ranks that train together; None: a single process.
+        group: the ranks that train together; None: a single process, which may join some later.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.world_size = dist.get_world_size(group) if group is not None else 1
-        self.rank = dist.get_rank(group) if group is not None else 0
+        self.group: dist.ProcessGroup | None = None
+        self.world_size = 1
+        self.rank = 0
         self.activity = 0
         self.failure: str | None = None  # found before the step's announcement, which reports it
         self.tables = 0  # how many tables exchange ids, once planned
@@ -82,7 +82,14 @@ class Communicator:
         self.meshes: dict[Any, Any] = {}  # of tables on a grid of these ranks (`embrace_fx.runtime.tables.layouts`)
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._roll_call: RollCall | None = None
-        if group is not None and self.world_size > 1:
+        if group is not None:
+            self.join(group)
+
+    def join(self, group: dist.ProcessGroup) -> None:
+        """Makes a single process, which has launched nothing yet, one of the ranks that train together. Collective."""
+        self.group = group
+        self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        if self.world_size > 1:
             if "nccl" in dist.get_backend_config(group):
                 self._open(CLASSES)
             else:  # every group of gloo has a thread that wakes a hundred times a second, on cores that compute
