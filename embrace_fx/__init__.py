@@ -6,18 +6,21 @@
 
 from embrace_fx.api import CompiledModel, compile, full_state_dict
 from embrace_fx.capture.errors import CaptureError
+from embrace_fx.cost.devices import DEVICES, Device
 from embrace_fx.cost.links import Cluster, Link
 from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure
 from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan
 from embrace_fx.what_if import plan
 
 __all__ = [
+    "DEVICES",
     "Candidate",
     "CaptureError",
     "Cluster",
     "CompiledModel",
     "DeadRank",
     "Decision",
+    "Device",
     "Grid",
     "Link",
     "PeerFailure",
