@@ -4,7 +4,7 @@
 `embrace_fx.plan(model, batch, ...)` tells beforehand what it would decide, on any cluster: see `embrace_fx.what_if`.
 """
 
-from embrace_fx.api import CompiledModel, compile
+from embrace_fx.api import CompiledModel, compile, full_state_dict
 from embrace_fx.capture.errors import CaptureError
 from embrace_fx.cost.devices import DEVICES, Device
 from embrace_fx.cost.links import Cluster, Link
@@ -26,5 +26,6 @@ __all__ = [
     "PeerFailure",
     "Plan",
     "compile",
+    "full_state_dict",
     "plan",
 ]
