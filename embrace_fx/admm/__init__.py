@@ -5,9 +5,11 @@
 """
 
 from embrace_fx.admm.api import train
+from embrace_fx.admm.asynchronous import Asynchronous, LateRank
+from embrace_fx.admm.consensus import Synchronous
 from embrace_fx.admm.lagrangian import Penalties
 from embrace_fx.admm.progress import Progress
 from embrace_fx.admm.state import State
 from embrace_fx.admm.stopping import Stopping
 
-__all__ = ["Penalties", "Progress", "State", "Stopping", "train"]
+__all__ = ["Asynchronous", "LateRank", "Penalties", "Progress", "State", "Stopping", "Synchronous", "train"]

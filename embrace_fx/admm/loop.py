@@ -29,9 +29,6 @@ class Ranks(Protocol):
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums over ranks, by place."""
 
-    def disagreement(self, state: State) -> float:
-        """Mean square over ranks of what their weights differ from the agreed ones by."""
-
 
 class Alone:
     """A single process: its weights are the agreed ones."""
@@ -44,9 +41,6 @@ class Alone:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         return list(values)
-
-    def disagreement(self, state: State) -> float:
-        return 0.0
 
 
 @dataclass(frozen=True)
@@ -79,16 +73,15 @@ def iterate(state: State, data: Data, run: Run, ranks: Ranks) -> None:
             state.weights, state.variables, ranks.pull(state), run.recorder.mark
         )
         ranks.agree(state)
-        splits = Splits.of(residuals, state.variables, data, state.penalties)
+        splits = Splits.of(residuals, state.variables, data, state.penalties, state.gap())
         scores = Scores.of(state.agreed, run.monitored)
         run.recorder.mark("figures")
         sums = ranks.sum([*astuple(scores), *astuple(splits)])
         state.iteration += 1
         progress = progress_of(
             state.iteration,
-            Scores(*sums[:3]),
-            Splits(*sums[3:]),
-            disagreement=ranks.disagreement(state),
+            Scores(*sums[: len(astuple(scores))]),
+            Splits(*sums[len(astuple(scores)) :]),
             staleness=0,
             elapsed_s=time.perf_counter() - start_s,
         )

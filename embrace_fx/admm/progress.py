@@ -25,7 +25,13 @@ class Scores:
 
 @dataclass(frozen=True)
 class Splits:
-    """How far the split problem is from the model, as sums: the Lagrangian and the squared residuals."""
+    """How far the split problem is from the model, as sums: the Lagrangian, the squared residuals, and ranks' weights.
+
+    Attributes:
+        states, outputs: numbers that the squares are summed over.
+        gap: mean square of the rank's weights less the agreed ones.
+        ranks: over which `gap` is summed.
+    """
 
     lagrangian: float
     sequences: float
@@ -34,13 +40,15 @@ class Splits:
     ro: float
     states: float
     outputs: float
+    gap: float
+    ranks: float = 1.0
 
     @classmethod
-    def of(cls, residuals: Residuals, variables: Variables, data: Data, penalties: Penalties) -> Splits:
+    def of(cls, residuals: Residuals, variables: Variables, data: Data, penalties: Penalties, gap: float) -> Splits:
         squared = [float(r.square().sum()) for r in (residuals.ra_NBH, residuals.rs_NBH, residuals.ro_MBC)]
         value = float(lagrangian_with(residuals, variables, data, penalties))
         counts = float(residuals.rs_NBH.numel()), float(residuals.ro_MBC.numel())
-        return cls(value, float(data.sequences), *squared, *counts)
+        return cls(value, float(data.sequences), *squared, *counts, gap)
 
 
 @dataclass(frozen=True)
@@ -78,9 +86,7 @@ class Progress:
         return cls(**{f.name: int(v) if f.name in whole else v for f, v in zip(fields(cls), row, strict=True)})
 
 
-def progress_of(
-    iteration: int, scores: Scores, splits: Splits, *, disagreement: float, staleness: int, elapsed_s: float
-) -> Progress:
+def progress_of(iteration: int, scores: Scores, splits: Splits, *, staleness: int, elapsed_s: float) -> Progress:
     """Sums over all ranks as figures."""
     return Progress(
         iteration=iteration,
@@ -90,7 +96,7 @@ def progress_of(
         ra=(splits.ra / splits.states) ** 0.5,
         rs=(splits.rs / splits.states) ** 0.5,
         ro=(splits.ro / splits.outputs) ** 0.5,
-        disagreement=disagreement,
+        disagreement=(splits.gap / splits.ranks) ** 0.5,
         staleness=staleness,
         elapsed_s=elapsed_s,
     )

@@ -59,6 +59,10 @@ class State:
     def elapsed_s(self) -> float:
         return self.history[-1].elapsed_s if self.history else 0.0
 
+    def gap(self) -> float:
+        """Mean square of the rank's weights less the agreed ones."""
+        return float((self.weights.flat() - self.agreed.flat()).square().mean())
+
     def advance(self, progress: Progress, stopping: Stopping) -> None:
         """Enters an iteration's figures, keeps the agreed weights if they are the best, and decides whether to stop."""
         self.history.append(progress)
