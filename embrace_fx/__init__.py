@@ -12,8 +12,9 @@ from importlib import import_module, metadata, util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from embrace_fx.api import CompiledModel, compile
+    from embrace_fx.api import CompiledModel, compile, full_state_dict
     from embrace_fx.capture.errors import CaptureError
+    from embrace_fx.cost.devices import DEVICES, Device
     from embrace_fx.cost.links import Cluster, Link
     from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure
     from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan
@@ -22,33 +23,39 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "DEVICES",
     "Candidate",
     "CaptureError",
     "Cluster",
     "CompiledModel",
     "DeadRank",
     "Decision",
+    "Device",
     "Grid",
     "Link",
     "PeerFailure",
     "Plan",
     "__version__",
     "compile",
+    "full_state_dict",
     "plan",
 ]
 
 _MODULES = {
+    "DEVICES": "cost.devices",
     "Candidate": "vocabulary.plan",
     "CaptureError": "capture.errors",
     "Cluster": "cost.links",
     "CompiledModel": "api",
     "DeadRank": "runtime.ranks.failure",
     "Decision": "vocabulary.plan",
+    "Device": "cost.devices",
     "Grid": "vocabulary.plan",
     "Link": "cost.links",
     "PeerFailure": "runtime.ranks.failure",
     "Plan": "vocabulary.plan",
     "compile": "api",
+    "full_state_dict": "api",
     "plan": "what_if",
 }
 
