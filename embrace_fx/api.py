@@ -45,8 +45,8 @@ def compile(
     Args:
         model: any `nn.Module`; on the meta device too, if its modules have `reset_parameters`.
         optimizer: the optimizer, or several, over the model's parameters. None: gradients are left in `.grad`.
-        process_group: the ranks that train together; None: the default group, or a single process where
-            torch.distributed is not initialised.
+        process_group: the ranks that train together; None: the default group as it is at the first call, or a single
+            process where torch.distributed is not initialised and nothing in the environment speaks of other ranks.
         strategy: "auto", one strategy for every table, or {parameter name pattern: strategy}. "alltoall" shards a
             table, an `embrace_fx.Grid` does by rows and columns; "allreduce", "allgather", "omnireduce", "zen" and "ps"
             exchange the gradient of replicas, of any parameter that a pattern names (docs/strategies.md).
@@ -69,8 +69,6 @@ def compile(
     """
     options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan)
     optimizers = _as_tuple(optimizer)
-    if process_group is None and dist.is_available() and dist.is_initialized():
-        process_group = dist.group.WORLD
     session = Session(model, optimizers, process_group, options)
     return CompiledModel(session, single=not isinstance(optimizer, list | tuple))
 

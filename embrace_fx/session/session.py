@@ -38,6 +38,7 @@ from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.programs import ProgramBuilder
 from embrace_fx.session.state_hooks import add_state_hooks
 from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up, is_hooked
+from embrace_fx.setup.group import check_group, check_still_alone, default_group
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.plan import Plan
@@ -67,7 +68,9 @@ class Session:
         self._timeline: Timeline | None = None
         self._warned = False
         self._graphs: Mapping[str, fx.GraphModule] = {}
-        self._communicator = Communicator(group)
+        self._given_group = group
+        self._communicator = Communicator(group if group is not None else default_group())
+        self._begun = False
         agree_on_set_up(self._communicator, model, optimizers, options)
         self._state = ModelState(model)
         self._compiled_for = self._parameters_are()
@@ -153,7 +156,21 @@ class Session:
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
+    def _begin(self) -> None:
+        """At the first call, the ranks are those of the default group at that moment. Collective."""
+        if self._given_group is None:
+            group = default_group()
+            check_group(group, self._communicator.group)
+            if self._communicator.group is None and group is not None:
+                self._communicator.join(group)
+                agree_on_set_up(self._communicator, self.model, self.optimizers, self.options)
+        self._begun = True
+
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._begun:
+            self._begin()
+        elif self._communicator.group is None:
+            check_still_alone(default_group())
         leaves, spec = pytree.tree_flatten((args, kwargs))
         train, communicator = torch.is_grad_enabled(), self._communicator
         communicator.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
