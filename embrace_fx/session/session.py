@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_links
+from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.placing import place, place_anew
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift, TrainingCalls, changes, story
 from embrace_fx.runtime.flow.ahead import Ahead
@@ -28,8 +28,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
-from embrace_fx.runtime.tables.layouts import state_by_columns
-from embrace_fx.runtime.tables.placement import broadcast_state, with_own_part
+from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.scheduling.timeline import gather_timeline
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Variant, kind_key
@@ -38,6 +37,7 @@ from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.programs import ProgramBuilder
+from embrace_fx.session.state_hooks import add_state_hooks
 from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up, is_hooked
 from embrace_fx.setup.group import check_group, check_still_alone, default_group
 from embrace_fx.setup.options import Options
@@ -89,25 +89,7 @@ class Session:
         self._buffers = BufferSharing(self._state, self._communicator)
         self._builder: ProgramBuilder | None = None  # of the plan in use
         self._replicated = False
-        itself = weakref.ref(self)  # the model must not keep its session alive
-
-        def before_state(*_: Any) -> None:
-            if (session := itself()) is not None:
-                session.parameters_may_change()
-
-        def after_load(*_: Any) -> None:
-            if (session := itself()) is not None:
-                session._watch.note_parameters()  # `assign=True` has put others in
-
-        def after_state_dict(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> None:
-            if (session := itself()) is not None:
-                with session._communicator.watching():
-                    state_by_columns(state_dict, session._communicator.group)
-
-        model.register_state_dict_pre_hook(before_state)
-        model.register_load_state_dict_pre_hook(before_state)
-        model.register_load_state_dict_post_hook(after_load)
-        model.register_state_dict_post_hook(after_state_dict)
+        add_state_hooks(self)
         self._kinds: dict[Any, Kind] = {}
 
     def _parameters_are(self) -> tuple[tuple[bool, torch.dtype, bool], ...]:
@@ -123,6 +105,19 @@ class Session:
                 "gradients enabled."
             )
         return self._plan
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The tables of which this rank holds a part."""
+        return () if self._plan is None or self._communicator.world_size == 1 else self._plan.sharded
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self._communicator.group
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Tells of a rank that dies in a collective inside."""
+        return self._communicator.watching()
 
     @property
     def graphs(self) -> Mapping[str, fx.GraphModule]:
@@ -314,7 +309,11 @@ class Session:
             give_up(self._communicator, failure)
         assert captured is not None
         if self._plan is None:
-            plan, findings = make_plan(self._setting, analysed, leaves)
+            given = self.options.given_plan
+            if given is None:
+                plan, findings = make_plan(self._setting, analysed, leaves)
+            else:
+                plan, findings = repeated(self._setting, analysed, given), None
             self._adopt(plan, findings)
             place(self._setting, analysed, plan)
             self._watch.note_parameters()
@@ -391,6 +390,10 @@ class Session:
         if self._flow is not None:
             self._flow.settle()
 
+    def parameters_were_loaded(self) -> None:
+        """Other parameters may stand in the place of those that were: `assign=True`."""
+        self._watch.note_parameters()
+
     def parameters_may_change(self) -> None:
         """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
         if self._flow is not None:
@@ -412,11 +415,6 @@ class Session:
         norm = clip_gradients(dense, tables, self._communicator, max_norm, norm_type)
         self._state.gradients.note(dense)
         return norm
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-        with self._communicator.watching():
-            own = with_own_part(self.model, state_dict, self._communicator.group)
-        return self.model.load_state_dict(own, strict, assign)
 
 
 def _drift(plan: Plan, findings: Findings | None) -> Drift | None:

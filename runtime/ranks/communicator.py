@@ -246,6 +246,18 @@ class Communicator:
         """A context in which the error of a broken collective names the ranks that are gone."""
         return self._roll_call.watching() if self._roll_call is not None else contextlib.nullcontext()
 
+    def host_group(self) -> dist.ProcessGroup:
+        """The group that carries tensors of the hosts, of at least two ranks."""
+        return self._hosts
+
+    def timeout(self) -> timedelta | None:
+        """The user's timeout of the ranks' messages; None in a single process, or where the back end does not tell."""
+        return _timeout(self.group) if self.group is not None else None
+
+    def missing_ranks(self) -> list[int]:
+        """The ranks that no longer answer, asked for once a message has failed."""
+        return self._roll_call.missing() if self._roll_call is not None else []
+
     # -- launches: the ops of the same names ---------------------------------------------------------------------------
 
     def all_gather_ids(

@@ -34,7 +34,7 @@ class Tagger(nn.Module):
             hidden = callback(hidden)
         for scale in self.config["scales"]:
             hidden = hidden * scale
-        if os.environ["SQUARED"] == "1":
+        if os.environ.get("SQUARED", "0") == "1":
             hidden = hidden * hidden
         found: Tensor = self.out(hidden).square().mean()
         return found
