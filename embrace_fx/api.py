@@ -148,8 +148,8 @@ class CompiledModel(nn.Module):
         session.parameters_may_change()
         if session.shards:
             raise TypeError(
-                f"expected a model with whole tables, in copy or pickle, found a compiled {type(session.model).__name__} "
-                f"whose {', '.join(session.shards)} are sharded. Save full_state_dict(), or copy model.module."
+                "expected a model with whole tables, in copy or pickle, found a compiled "
+                f"{type(session.model).__name__} whose {', '.join(session.shards)} are sharded. Save full_state_dict(), or copy model.module."
             )
         return _compiled_again, (session.model, session.options)
 
