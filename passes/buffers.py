@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from embrace_fx.graph import Buffer, Mutation, Result, TrainingGraph
+from embrace_fx.vocabulary.graph import Buffer, Mutation, Result, TrainingGraph
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
 _TRAINING = 5  # position of its argument `training`

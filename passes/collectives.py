@@ -17,8 +17,17 @@ from torch._ops import OpOverload
 from torch.fx.node import Argument
 from torch.utils import _pytree as pytree
 
-from embrace_fx.graph import Gradient, InputRole, OutputRole, Parameter, RowGradient, Saved, Shard, TrainingGraph
-from embrace_fx.ops import AWAITS, LAUNCHES, SUBMISSIONS
+from embrace_fx.vocabulary.graph import (
+    Gradient,
+    InputRole,
+    OutputRole,
+    Parameter,
+    RowGradient,
+    Saved,
+    Shard,
+    TrainingGraph,
+)
+from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS
 
 EQUAL_SHAPES: frozenset[str] = frozenset(
     {"_c10d_functional::all_reduce", "_c10d_functional::all_reduce_", "embrace::exchange_gradient_"}
@@ -55,7 +64,7 @@ class Collective:
 def collective_sequence(graph: TrainingGraph) -> tuple[Collective, ...]:
     """Every launch in the order in which it runs, the phases one after the other where the graph has any.
 
-    `graph` is to be legal (`embrace_fx.passes.verify`).
+    `graph` is to be legal (`embrace_fx.passes.verifier.invariants`).
     """
     nodes = [node for module in running_modules(graph) for node in module.graph.nodes]
     readers: dict[str, list[fx.Node]] = {}

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from embrace_fx.graph import TrainingGraph
 from embrace_fx.passes.rewriter import Rewriter, rewrite_each
+from embrace_fx.vocabulary.graph import TrainingGraph
 
 aten = torch.ops.aten
 

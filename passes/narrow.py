@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-import embrace_fx.ops  # noqa: F401  (declares the ops)
-from embrace_fx.graph import Table, TrainingGraph
+import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.passes.tables import LOOKUP_BACKWARDS
+from embrace_fx.vocabulary.graph import Table, TrainingGraph
 
 aten = torch.ops.aten
 embrace = torch.ops.embrace

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from embrace_fx.graph import Gradient, OutputRole, Parameter, TrainingGraph, set_outputs
 from embrace_fx.passes.rewriter import Rewriter, latest
+from embrace_fx.vocabulary.graph import Gradient, OutputRole, Parameter, TrainingGraph, set_outputs
 
 embrace = torch.ops.embrace
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce_.default

@@ -33,7 +33,12 @@ from operator import is_not
 import torch
 from torch import fx
 
-from embrace_fx.graph import (
+from embrace_fx.passes.narrow import JOINS
+from embrace_fx.passes.reduce import ALL_REDUCE, EXCHANGE
+from embrace_fx.passes.rewriter import Rewriter, first_user
+from embrace_fx.passes.shard import short_name
+from embrace_fx.passes.stack_rows import stack_rows
+from embrace_fx.vocabulary.graph import (
     Gradient,
     OutputRole,
     Parameter,
@@ -48,12 +53,7 @@ from embrace_fx.graph import (
     outputs_of,
     set_outputs,
 )
-from embrace_fx.passes.narrow import JOINS
-from embrace_fx.passes.reduce import ALL_REDUCE, EXCHANGE
-from embrace_fx.passes.rewriter import Rewriter, first_user
-from embrace_fx.passes.shard import short_name
-from embrace_fx.passes.stack_rows import stack_rows
-from embrace_fx.plan import Stack
+from embrace_fx.vocabulary.plan import Stack
 
 embrace = torch.ops.embrace
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from embrace_fx.graph import TrainingGraph
+from embrace_fx.vocabulary.graph import TrainingGraph
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _CAST = torch.ops.aten._to_copy.default

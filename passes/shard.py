@@ -38,9 +38,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import embrace_fx.ops  # noqa: F401  (declares the ops)
-from embrace_fx.graph import Gradient, OutputRole, Parameter, RowGradient, Shard, Table, TrainingGraph, set_outputs
-from embrace_fx.ops import own_columns
+import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders, first_user
 from embrace_fx.passes.tables import (
     LOOKUP_BACKWARDS,
@@ -50,7 +48,18 @@ from embrace_fx.passes.tables import (
     ids_cone,
     set_argument,
 )
-from embrace_fx.plan import Grid
+from embrace_fx.vocabulary.graph import (
+    Gradient,
+    OutputRole,
+    Parameter,
+    RowGradient,
+    Shard,
+    Table,
+    TrainingGraph,
+    set_outputs,
+)
+from embrace_fx.vocabulary.ops import own_columns
+from embrace_fx.vocabulary.plan import Grid
 
 aten = torch.ops.aten
 embrace = torch.ops.embrace

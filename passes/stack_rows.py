@@ -12,9 +12,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from embrace_fx.graph import PendingRows, Saved, inputs_of, outputs_of, set_outputs
 from embrace_fx.passes.rewriter import Rewriter, latest
-from embrace_fx.plan import Stack
+from embrace_fx.vocabulary.graph import PendingRows, Saved, inputs_of, outputs_of, set_outputs
+from embrace_fx.vocabulary.plan import Stack
 
 aten = torch.ops.aten
 embrace = torch.ops.embrace

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from embrace_fx.graph import (
+from embrace_fx.vocabulary.graph import (
     BatchInput,
     Gradient,
     Mutation,

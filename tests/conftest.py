@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests import golden, ranks
+from tests.support import golden, ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import HashStore, _create_work_from_future  # ty
 from torch.futures import Future
 
 from benchmarks.gpu.device import Device
-from embrace_fx.cost import Cluster, Collective, launch_ms
+from embrace_fx.cost.links import Cluster, Collective, launch_ms
 
 NAME = "emulated"
 _ProcessGroup: Any = dist.ProcessGroup

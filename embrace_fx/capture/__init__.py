@@ -23,10 +23,10 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.errors import CaptureError, explain
-from embrace_fx.capture.joint_graph import with_roles
+from embrace_fx.capture.read_values import ReadValues
+from embrace_fx.capture.roles import with_roles
 from embrace_fx.capture.routes import Traced, private_copies, quiet_dynamo, trace_direct, trace_dynamo
-from embrace_fx.graph import TrainingGraph
-from embrace_fx.read_values import ReadValues
+from embrace_fx.vocabulary.graph import TrainingGraph
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from embrace_fx.result_objects import open_objects
+from embrace_fx.capture.result_objects import open_objects
 
 
 class OpenResults(nn.Module):

@@ -32,8 +32,8 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.errors import CaptureError
 from embrace_fx.capture.model_forms import OpenResults, Untied
-from embrace_fx.read_values import ReadValues
-from embrace_fx.rnn_mode import KeepRnnWhole
+from embrace_fx.capture.read_values import ReadValues
+from embrace_fx.capture.rnn_mode import KeepRnnWhole
 
 _LOG_METHODS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
 """How methods that write to a log begin; libraries add their own to the class, `warning_once` say."""

@@ -5,7 +5,7 @@
     .svg    a still picture
     .dot    the step graph: what could overlap
 
-Drawing decides and measures nothing: all figures are those of `embrace_fx.schedule.diagnose`.
+Drawing decides and measures nothing: all figures are those of `embrace_fx.vocabulary.schedule.diagnose`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import overload
 
-from embrace_fx.schedule import Schedule, Timeline
 from embrace_fx.viz import dot, page, svg, table, trace
 from embrace_fx.viz.picture import Picture
+from embrace_fx.vocabulary.schedule import Schedule, Timeline
 
 __all__ = ["DrawnSchedule", "DrawnTimeline", "drawn", "save"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from embrace_fx.schedule import Operation, Schedule
 from embrace_fx.viz.palette import LIGHT, paint
 from embrace_fx.viz.picture import MIB
+from embrace_fx.vocabulary.schedule import Operation, Schedule
 
 
 def render(schedule: Schedule) -> str:

@@ -13,9 +13,9 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from embrace_fx.schedule import Span, Wait
 from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, Theme, paint
 from embrace_fx.viz.picture import Panel, Picture, labels
+from embrace_fx.vocabulary.schedule import Span, Wait
 
 _SCRIPTS = ("page.js", "drawing.js", "words.js", "input.js", "figures.js")
 """One script, in this order: the first has the state, the last begins."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from embrace_fx.schedule import Lane, Operation
+from embrace_fx.vocabulary.schedule import Lane, Operation
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from embrace_fx.schedule import Lane, Span, Wait
 from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, Theme, lane_paint, paint
 from embrace_fx.viz.picture import MIB, Panel, Phase, Picture, labels
+from embrace_fx.vocabulary.schedule import Lane, Span, Wait
 
 WIDTH = 900
 MOST_RANKS = 4

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from itertools import count, pairwise
 from typing import Any
 
-from embrace_fx.schedule import LANES, Lane, Span, Wait
 from embrace_fx.viz.palette import paint
 from embrace_fx.viz.picture import Panel, Picture
+from embrace_fx.vocabulary.schedule import LANES, Lane, Span, Wait
 
 Event = dict[str, Any]
 _NANOSECOND_US = 0.001

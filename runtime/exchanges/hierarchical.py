@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from embrace_fx.exchange_cost import paired_ranks
+from embrace_fx.cost.exchanges import paired_ranks
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
 from embrace_fx.runtime.exchanges.rounds import send

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.cost import Cluster
-from embrace_fx.runtime.communicator import InFlight
+from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges import allgather, omnireduce, ps, zen
 from embrace_fx.runtime.exchanges.blocks import write_blocks_
 from embrace_fx.runtime.exchanges.channel import Channel
@@ -28,6 +27,7 @@ from embrace_fx.runtime.exchanges.gradient import RowSet
 from embrace_fx.runtime.exchanges.options import Options
 from embrace_fx.runtime.exchanges.steps import Steps, run
 from embrace_fx.runtime.exchanges.strategies import STRATEGIES
+from embrace_fx.runtime.ranks.communicator import InFlight
 
 MEAN_PARTS: dict[str, Callable[[RowSet, Channel, Options], Steps[list[RowSet]]]] = {
     "allgather": allgather.mean_parts,

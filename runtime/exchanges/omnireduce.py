@@ -26,7 +26,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from embrace_fx.exchange_cost import (
+from embrace_fx.cost.exchanges import (
     STREAMS,
     cheapest_block,
     place_bytes,
@@ -34,7 +34,7 @@ from embrace_fx.exchange_cost import (
     record_bytes,
     streaming_of,
 )
-from embrace_fx.runtime.communicator import InFlight
+from embrace_fx.cost.sparsity import even_ranges
 from embrace_fx.runtime.exchanges.blocks import cut_blocks, cut_row_blocks, join_blocks, join_row_blocks
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, accumulate, join_parts
@@ -42,7 +42,7 @@ from embrace_fx.runtime.exchanges.options import Options
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 from embrace_fx.runtime.exchanges.steps import Steps
 from embrace_fx.runtime.exchanges.units import row_width
-from embrace_fx.sparsity import even_ranges
+from embrace_fx.runtime.ranks.communicator import InFlight
 
 
 def exchange(gradient: Gradient, channel: Channel, options: Options) -> Steps[Gradient]:

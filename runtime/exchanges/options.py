@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from embrace_fx.cost import Cluster
+from embrace_fx.cost.links import Cluster
 
 
 @dataclass(frozen=True)

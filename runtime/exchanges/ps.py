@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import torch
 
+from embrace_fx.cost.sparsity import even_ranges
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, join_parts, mean_by_id
 from embrace_fx.runtime.exchanges.options import Options
 from embrace_fx.runtime.exchanges.rounds import gather, push
 from embrace_fx.runtime.exchanges.steps import Steps
 from embrace_fx.runtime.exchanges.units import restore, units_of
-from embrace_fx.sparsity import even_ranges
 
 units = units_of
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from embrace_fx.runtime.communicator import InFlight
+from embrace_fx.runtime.ranks.communicator import InFlight
 
 T = TypeVar("T")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from embrace_fx.exchange_cost import Prediction, predict
+from embrace_fx.cost.exchanges import Prediction, predict
+from embrace_fx.cost.sparsity import Sparsity, measure
 from embrace_fx.runtime.exchanges import allgather, allreduce, omnireduce, ps, zen
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
 from embrace_fx.runtime.exchanges.options import Options
 from embrace_fx.runtime.exchanges.steps import Steps
-from embrace_fx.sparsity import Sparsity, measure
 
 
 @dataclass(frozen=True)

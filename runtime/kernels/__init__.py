@@ -1,6 +1,6 @@
 """Local kernels of the op vocabulary: in torch ops, for any device; on CUDA those of `gpu` that take the tensor.
 
-Worked examples: `embrace_fx/ops.py`.
+Worked examples: `embrace_fx/vocabulary/ops.py`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from embrace_fx.ops import own_columns
 from embrace_fx.runtime.kernels import gpu
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
+from embrace_fx.vocabulary.ops import own_columns
 
 
 def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:

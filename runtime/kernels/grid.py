@@ -1,7 +1,7 @@
 """Local kernels of a table on a grid of ranks: which of its rows are whose, and rows from blocks by rank and back.
 
 Blocks are in rank order: of each row of the grid, of each column chunk, the rows one after the other. Worked examples:
-`embrace_fx/ops.py`.
+`embrace_fx/vocabulary/ops.py`.
 
 Shape legend: as there; w columns of each chunk.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from embrace_fx.ops import own_columns
+from embrace_fx.vocabulary.ops import own_columns
 
 
 def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int) -> list[Tensor]:

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import embrace_fx
-from embrace_fx.schedule import ScheduleName
-from tests.models import Workload
-from tests.training import SEED, make_optimizers
+from embrace_fx.vocabulary.schedule import ScheduleName
+from tests.support.models import Workload
+from tests.support.training import SEED, make_optimizers
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

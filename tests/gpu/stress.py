@@ -11,12 +11,12 @@ import random
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.communicator import InFlight
-from embrace_fx.runtime.launcher import Ticket
-from embrace_fx.runtime.recorder import Recorder
-from embrace_fx.runtime.stream_launcher import StreamLauncher
-from embrace_fx.runtime.streams import CudaStreams
-from tests.test_launcher import NAMES, OF_FORWARD, ORDER
+from embrace_fx.runtime.launch.launcher import Ticket
+from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
+from embrace_fx.runtime.launch.streams import CudaStreams
+from embrace_fx.runtime.ranks.communicator import InFlight
+from tests.runtime.launch.test_launcher import NAMES, OF_FORWARD, ORDER
 
 WINDOWS, CYCLES = 150, 200_000
 

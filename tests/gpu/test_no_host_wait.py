@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from embrace_fx.runtime.backward_flags import launch_flags
-from embrace_fx.runtime.communicator import Communicator
-from embrace_fx.runtime.routing import Routing, RowSplitter
-from embrace_fx.runtime.split_ahead import SplitAhead, routed, unique_ids
-from embrace_fx.runtime.streams import streams_of
-from embrace_fx.schedule import ScheduleName
+from embrace_fx.runtime.flow.routing import Routing, RowSplitter
+from embrace_fx.runtime.flow.split_ahead import SplitAhead, routed, unique_ids
+from embrace_fx.runtime.launch.streams import streams_of
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.step.backward_flags import launch_flags
+from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.gpu.needs import gpus, trains_on_gpu
-from tests.models import MODELS
-from tests.ranks import run_ranks
+from tests.support.models import MODELS
+from tests.support.ranks import run_ranks
 
 STEADY = 13
 """From here on no step is profiled, and none is the first of its kind."""

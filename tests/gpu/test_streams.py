@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from embrace_fx.runtime.recorder import Recorder
-from embrace_fx.runtime.streams import CudaStreams
-from embrace_fx.schedule import LANES
+from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.launch.streams import CudaStreams
+from embrace_fx.vocabulary.schedule import LANES
 from tests.gpu.needs import gpus
 
 CYCLES = 10_000_000

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from embrace_fx.schedule import SCHEDULES, ScheduleName
+from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from tests.gpu.needs import STEPS, gpus, trains_on_gpu
-from tests.models import MODELS, Workload
-from tests.ranks import run_ranks
-from tests.reference import assert_same
-from tests.training import expected_parameters
+from tests.support.models import MODELS, Workload
+from tests.support.ranks import run_ranks
+from tests.support.reference import assert_same
+from tests.support.training import expected_parameters
 
 WORKLOADS: dict[str, Workload] = {
     "lstm": dict(MODELS)["two_table_lm"],

@@ -2,8 +2,8 @@
 
 Contract
     Every function here has a twin in torch ops, which is called for tensors on the CPU, and for what `takes` declines;
-    both are held to one float64 reference (`tests/kernel_cases.py`). Sums are made in float32 at least, in the order
-    in which the twin makes them, without floating-point atomics: equal inputs give equal bits.
+    both are held to one float64 reference (`tests/support/kernel_cases.py`). Sums are made in float32 at least, in
+    the order in which the twin makes them, without floating-point atomics: equal inputs give equal bits.
     Beside each kernel stands `*_bytes_moved`, the bytes that any implementation has to read and write: the floor that
     benchmarks divide by the bandwidth of a copy.
 

@@ -1,7 +1,7 @@
 """Rows to column blocks and back, for the AlltoAll of a sharded table (EmbRace, ICPP 2022, section 4.1).
 
-Shape legend: as in `embrace_fx/ops.py`. A block is what one rank owns of the columns, w = ceil(D / N) wide; the last
-may be narrower, and ranks beyond it own none.
+Shape legend: as in `embrace_fx/vocabulary/ops.py`. A block is what one rank owns of the columns,
+w = ceil(D / N) wide; the last may be narrower, and ranks beyond it own none.
 
     rows (U, D)    a0 a1 a2 a3        flat (U * D,), N = 2    a0 a1 b0 b1 | a2 a3 b2 b3
                    b0 b1 b2 b3

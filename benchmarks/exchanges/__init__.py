@@ -1,0 +1,1 @@
+"""Exchanges of sparse gradients, compared on ranks with limited links."""

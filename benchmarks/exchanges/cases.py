@@ -1,0 +1,178 @@
+"""What the benchmark of the exchanges runs: tensors and their zeros, systems, and the bytes none can go below.
+
+Legend: N ranks, V units in the tensor (blocks or rows) of s bytes, u units on a rank, U(k) in the union of k ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+import embrace_fx
+from embrace_fx.cost.exchanges import Prediction, Scheme, cheapest_block, paired_ranks, predict
+from embrace_fx.cost.links import Cluster
+from embrace_fx.cost.sparsity import Sparsity, in_blocks, measure
+
+Kind = Literal["blocks", "zipf"]
+
+ITEM_BYTES = 4
+SHAPES: dict[Kind, tuple[int, int]] = {"blocks": (102_400, 256), "zipf": (51_200, 512)}
+"""100 MiB of float32, in blocks as OmniReduce has them (SIGCOMM 2021: 256 elements), or rows as the LSTM of Zen has."""
+LSTM_DENSITY = 0.0113
+"""Of the LSTM's gradient on one rank (Zen, OSDI 2025)."""
+DENSITIES = (1.0, 0.8, 0.4, 0.2, 0.1, 0.08, 0.04, 0.02, 0.01)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Gradients of one tensor on all ranks.
+
+    Attributes:
+        kind: "blocks": as many on every rank, drawn at random. "zipf": the rows of as many words on every rank, drawn
+            from V with frequency 1/rank (Zipf), rows in the order of frequency as vocabularies have them; all of
+            them at density 1, which no number of words would promise.
+        density: the share of units that a rank has; of "zipf" the expected one.
+        divisor: makes the tensor so many times smaller, for tests.
+    """
+
+    kind: Kind
+    density: float
+    divisor: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.density:.4g}"
+
+    @property
+    def num_units(self) -> int:
+        return SHAPES[self.kind][0] // self.divisor
+
+    @property
+    def width(self) -> int:
+        return SHAPES[self.kind][1]
+
+    def ids(self, rank: int) -> Tensor:
+        """(u,) int64 ascending: the units that a rank has."""
+        random = torch.Generator().manual_seed(1000 * rank + round(self.density * 100_000))
+        if self.density == 1:
+            return torch.arange(self.num_units)
+        if self.kind == "blocks":
+            count = round(self.density * self.num_units)
+            return torch.randperm(self.num_units, generator=random)[:count].sort().values
+        return zipf_ids(self.num_units, self.density, random)
+
+    def sparsity(self, ranks: int) -> Sparsity:
+        return measure([self.ids(rank) for rank in range(ranks)], self.num_units, self.width, ITEM_BYTES)
+
+
+CASES = (
+    *(Case("blocks", density) for density in DENSITIES),
+    *(Case("zipf", density) for density in sorted((*DENSITIES, LSTM_DENSITY), reverse=True)),
+)
+
+
+def zipf_ids(num_words: int, density: float, random: torch.Generator) -> Tensor:
+    """(u,) int64 ascending: the distinct ones of words drawn with frequency 1/rank, so many that `density` of all are
+    expected.
+    """
+    drawn = torch.rand(words_of(num_words, density), generator=random, dtype=torch.float64)
+    words = torch.searchsorted(_frequency(num_words).cumsum(0), drawn).clamp_(max=num_words - 1)
+    distinct: Tensor = words.unique()
+    return distinct
+
+
+def _frequency(num_words: int) -> Tensor:
+    weights = torch.arange(1, num_words + 1, dtype=torch.float64).reciprocal()
+    return weights / weights.sum()
+
+
+@lru_cache
+def words_of(num_words: int, density: float) -> int:
+    """How many words one must draw to expect this share of them all."""
+    frequency, distinct = _frequency(num_words), density * num_words
+    low, high = 1, 2**40
+    while low < high:
+        middle = (low + high) // 2
+        if float((1 - (1 - frequency) ** middle).sum()) < distinct:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@dataclass(frozen=True)
+class System:
+    """A strategy with its scheme."""
+
+    name: str
+    strategy: str
+    scheme: Scheme | Literal[""] = ""
+
+    def predict(self, rows: Sparsity, cluster: Cluster) -> Prediction:
+        """As the planner does."""
+        scheme: Scheme = "hierarchical" if self.scheme == "hierarchical" else "balanced"
+        units = rows
+        if self.strategy == "omnireduce":
+            units = in_blocks(rows, cheapest_block(rows.width, rows.itemsize, cluster))
+        return predict(self.strategy, units, scheme=scheme, cluster=cluster)
+
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        System("allreduce", "allreduce"),
+        System("allgather", "allgather"),
+        System("omnireduce", "omnireduce"),
+        System("zen_balanced", "zen", "balanced"),
+        System("zen_hierarchical", "zen", "hierarchical"),
+        System("ps", "ps"),
+    )
+}
+
+
+def least_bytes(system: str, sparsity: Sparsity) -> float:
+    """What a rank must send, the mean over ranks: the values of its units, without any index, bitmap, count or header.
+
+    | system | bytes |
+    |---|---|
+    | allreduce | 2 (N-1)/N V s |
+    | allgather | (N-1) u s |
+    | zen_hierarchical | sum over k = 1, 2, 4, .. of U(k) s |
+    | the others | (N-1)/N (u + U) s |
+    """
+    ranks, unit_bytes = sparsity.world_size, sparsity.width * sparsity.itemsize
+    if system == "allreduce":
+        return 2 * (ranks - 1) / ranks * sparsity.tensor_bytes
+    if system == "allgather":
+        return (ranks - 1) * sparsity.mean_units * unit_bytes
+    if system == "zen_hierarchical":
+        if paired_ranks(ranks) != ranks:
+            raise ValueError(f"expected a power of two of ranks, in least_bytes, found {ranks}.")
+        return math.fsum(sparsity.unions[2**k - 1] for k in range(ranks.bit_length() - 1)) * unit_bytes
+    return (ranks - 1) / ranks * (sparsity.mean_units + sparsity.union) * unit_bytes
+
+
+class _Reads(nn.Module):
+    """A table of which an optimizer moves every row, so that it cannot be sharded."""
+
+    def __init__(self, num_units: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(num_units, width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        total: Tensor = self.table(ids).sum()
+        return total
+
+
+def picked(case: Case, ids_by_rank: Sequence[Tensor], cluster: Cluster) -> str:
+    """The system that the planner picks under "auto" for a replica whose gradients have these units."""
+    model = _Reads(case.num_units, case.width)
+    plan = embrace_fx.plan(model, list(ids_by_rank), cluster=cluster, optimizer=torch.optim.Adam(model.parameters()))
+    chosen = plan["table.weight"]
+    return f"zen_{chosen.scheme}" if chosen.strategy == "zen" else chosen.strategy

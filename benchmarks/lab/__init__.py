@@ -1,0 +1,1 @@
+"""Systems compared on ranks with limited links."""

@@ -1,0 +1,180 @@
+"""What the lab has measured so far: files under one folder, whose name changes with whatever they depend on.
+
+<fingerprint>/<model>-<ranks>-<rate>/network.json            the network of its last run
+                                     <system>.json           how it opened: first step, losses, what it decided
+                                     <system>-<round>.json   one turn, all ranks
+                                     <system>.failed         why it did not run, where it did not
+                                     timeline.json           what embrace_fx recorded of itself
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.lab.cell import Measured
+from benchmarks.lab.hosts import ROOT, CrewFailed, python_of
+from benchmarks.lab.settings import Block, Setting
+from benchmarks.network import Reached, obstacle
+from benchmarks.peers import ENVIRONMENTS
+from benchmarks.peers.base import Recorded
+
+MEASURED_SOURCES = (
+    "embrace_fx/**/*.py", "passes/**/*.py", "runtime/**/*.py", "benchmarks/models/*.py", "benchmarks/peers/*.py",
+    "benchmarks/network.py", "benchmarks/lab/cell.py", "benchmarks/lab/rank.py",
+)  # fmt: skip
+"""What a measurement depends on, besides the setting and the versions."""
+UNMEASURED_SOURCES = ("embrace_fx/viz/**/*",)
+VERSIONED = ("torch", "numpy", "torchrec", "fbgemm-gpu-cpu", "horovod")
+FREE = ("name", "models", "groups", "rounds", "ranks", "rates_mbit", "elsewhere", "together")
+"""Fields of a setting that a cell does not depend on, or that its folder and file name."""
+
+
+def versions() -> dict[str, dict[str, str]]:
+    """Environment -> package -> version, of those environments that have been made."""
+    found = {}
+    for environment in ENVIRONMENTS:
+        try:
+            prefix = python_of(environment).parents[1]
+        except CrewFailed:
+            continue
+        own = environment == "project"
+        paths = sys.path if own else [str(path) for path in prefix.glob("lib/python*/site-packages")]
+        packages = {
+            (d.metadata["Name"] or "").lower().replace("_", "-"): d.version
+            for d in importlib.metadata.distributions(path=paths)
+        }
+        found[environment] = {name: packages[name] for name in VERSIONED if name in packages}
+    return found
+
+
+def fingerprint(setting: Setting) -> str:
+    """Changes with whatever a measurement depends on."""
+    fields = {name: value for name, value in asdict(setting).items() if name not in FREE}
+    left_out = {file for pattern in UNMEASURED_SOURCES for file in ROOT.glob(pattern)}
+    files = sorted({file for pattern in MEASURED_SOURCES for file in ROOT.glob(pattern)} - left_out)
+    parts = [json.dumps(fields, sort_keys=True), json.dumps(versions()["project"], sort_keys=True), obstacle()]
+    parts += [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """How a system began.
+
+    Attributes:
+        first_step_s: the slowest rank's, model, capture and compilation included.
+        losses: of the warm-up steps, mean over ranks.
+        notes: what rank 0 decided.
+        predicted_ms: a step as rank 0 predicts it, once warm; None where it does not.
+        plan: parameter -> its strategy, once warm; empty where the system has none for each.
+    """
+
+    first_step_s: float
+    losses: tuple[float, ...]
+    notes: str
+    predicted_ms: float | None = None
+    plan: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A system's turn: which run it belongs to and when it was, and what each rank measured."""
+
+    conditions: dict[str, Any]
+    ranks: tuple[Measured, ...]
+
+    @cached_property
+    def step_ms(self) -> float:
+        return step_ms(self.ranks)
+
+    def is_with(self, other: Round) -> bool:
+        """Whether both were measured in one run."""
+        return bool(self.conditions["run"] == other.conditions["run"])
+
+
+def step_ms(ranks: tuple[Measured, ...]) -> float:
+    """Of a turn: the median over its ranks."""
+    return median(rank.step_ms for rank in ranks)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The measurements in a folder."""
+
+    folder: Path
+
+    def has(self, block: Block, system: str, round_: int) -> bool:
+        return self._turn_file(block, system, round_).exists()
+
+    def network(self, block: Block, reached: Reached) -> None:
+        self._write(block, "network.json", asdict(reached))
+
+    def opened(self, block: Block, system: str, found: Opened) -> None:
+        self._write(block, f"{system}.json", asdict(found))
+        (self.folder / block.stem / f"{system}.failed").unlink(missing_ok=True)
+
+    def measured(
+        self, block: Block, system: str, round_: int, conditions: dict[str, Any], ranks: tuple[Measured, ...]
+    ) -> None:
+        data = {"conditions": conditions, "ranks": [asdict(rank) for rank in ranks]}
+        self._write(block, self._turn_file(block, system, round_).name, data)
+
+    def recorded(self, block: Block, found: Recorded) -> None:
+        self._write(block, "timeline.json", asdict(found))
+
+    def failed(self, block: Block, system: str, reason: str) -> None:
+        self._write(block, f"{system}.failed", reason)
+
+    def rounds(self, block: Block, system: str) -> dict[int, Round]:
+        files = (self.folder / block.stem).glob(f"{system}-*.json")
+        found = {}
+        for file in files:
+            number = file.stem.removeprefix(f"{system}-")
+            if number.isdecimal():
+                data = json.loads(file.read_text(encoding="utf-8"))
+                found[int(number)] = Round(data["conditions"], tuple(Measured.of(rank) for rank in data["ranks"]))
+        return dict(sorted(found.items()))
+
+    def opening(self, block: Block, system: str) -> Opened:
+        data = self._read(block, f"{system}.json")
+        return Opened(data["first_step_s"], tuple(data["losses"]), data["notes"], data["predicted_ms"], data["plan"])
+
+    def failure(self, block: Block, system: str) -> str:
+        """Why a system did not run; empty where it did, or was not tried."""
+        found: str = self._read(block, f"{system}.failed") or ""
+        return found
+
+    def reached(self, block: Block) -> dict[str, Any]:
+        found: dict[str, Any] = self._read(block, "network.json")
+        return found
+
+    def timeline(self, block: Block) -> Recorded:
+        data = self._read(block, "timeline.json")
+        return Recorded(**data) if data else Recorded()
+
+    def _turn_file(self, block: Block, system: str, round_: int) -> Path:
+        return self.folder / block.stem / f"{system}-{round_}.json"
+
+    def _write(self, block: Block, name: str, data: Any) -> None:
+        folder = self.folder / block.stem
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / name, json.dumps(data))
+
+    def _read(self, block: Block, name: str) -> Any:
+        file = self.folder / block.stem / name
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def write_whole(file: Path, content: str) -> None:
+    """Whole or not at all."""
+    unfinished = file.with_name(f"{file.name}.unfinished")
+    unfinished.write_text(content, encoding="utf-8")
+    unfinished.rename(file)

@@ -1,0 +1,163 @@
+"""The lab's results as files: a page, every number as JSON, pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.lab.choice import OWN
+from benchmarks.lab.kept import write_whole
+from benchmarks.lab.plots import pictures
+from benchmarks.lab.results import ABLATION, Row, Target, as_data
+from benchmarks.records import write_record
+
+MIB = 2**20
+NONE = "-"
+FEW_TABLES = 4
+LOSS_TOLERANCE = 1e-3
+"""Largest relative difference of two systems' losses: they add gradients in other orders, and train few steps only."""
+
+
+def write(found: Mapping[str, Any], folder: Path) -> Path:
+    """Writes page, JSON and pictures, all named by setting and date; returns the page."""
+    stem = f"lab-{found['configuration']['name']}-{found['date']}"
+    drawn = pictures(found)
+    (folder / stem).mkdir(parents=True, exist_ok=True)
+    for name, picture in drawn.items():
+        write_whole(folder / stem / name, picture)
+    write_record(folder / stem, as_data(found))
+    page = folder / f"{stem}.md"
+    write_whole(page, markdown(found, {name: f"{stem}/{name}" for name in drawn}))
+    return page
+
+
+def markdown(found: Mapping[str, Any], plots: Mapping[str, str]) -> str:
+    """The results as a page; `plots`: name of a picture -> its file, seen from the page."""
+    setting = found["configuration"]
+    lines = [
+        f"# Lab, {setting['name']}, {found['date']}",
+        "",
+        f"Measured: models at size `{setting['size']}`, {setting['optimizer']}; systems take turns within a round, a "
+        f"turn is one step that does not count and {setting['fewest_steps']} to {setting['most_steps']} that do. "
+        f"{found['machine']}; {_versions(found['versions'])}. How to read this: README.md.",
+    ]
+    if found["missing"]:
+        lines += ["", f"**Partial:** not every round of every system has been measured of {_list(found['missing'])}."]
+    if found["targets"]:
+        lines += ["", "## Targets", "", *_targets(found["targets"])]
+    lines += [
+        f"\n![{name.removesuffix('.svg')}]({plots[name]})"
+        for name in ("speedup.svg", "scaling.svg", "ablation.svg")
+        if name in plots
+    ]
+    for block in found["blocks"]:
+        lines += ["", f"## {block['title']}", "", *_about(block), "", *_table(block["rows"], block["floors"])]
+        name = block["stem"]
+        if f"{name}.svg" in plots:
+            lines += ["", f"![{block['title']}: step times]({plots[f'{name}.svg']})"]
+        if f"{name}-timeline.svg" in plots:
+            lines += ["", *_timeline(block, plots[f"{name}-timeline.svg"])]
+        lines += [f"\n{system} did not run: {reason}" for system, reason in block["failures"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _versions(versions: Mapping[str, Mapping[str, str]]) -> str:
+    return "; ".join(
+        f"{environment}: " + ", ".join(f"{package} {version}" for package, version in packages.items())
+        for environment, packages in versions.items()
+    )
+
+
+def _list(titles: Sequence[str], most: int = 4) -> str:
+    shown = "; ".join(titles[:most])
+    return shown if len(titles) <= most else f"{shown} and {len(titles) - most} more"
+
+
+def _targets(targets: Sequence[Target]) -> list[str]:
+    lines = ["| model | figure | wanted | found | met |", "|---|---|---|---|---|"]
+    for target in targets:
+        value = target.value.text(2) if target.value else "not measured"
+        met = NONE if target.met is None else "yes" if target.met else "**no**"
+        wanted = NONE if target.wanted is None else f"{'at most' if target.at_most else 'at least'} {target.wanted:g}"
+        lines.append(f"| {target.model} | {target.what} | {wanted} | {value} | {met} |")
+    return lines
+
+
+def _about(block: Mapping[str, Any]) -> list[str]:
+    size, floors, network = block["sizes"], block["floors"], block["network"]
+    limited = (
+        f"Each rank on a host of its own (network namespaces), {block['rate_mbit']:g} Mb/s each way; a bare transfer "
+        f"reaches {median(network['transfer_mbit']):.0f} Mb/s."
+        if network["shaped"]
+        else f"On the loopback interface WITHOUT a limit, because: {network['reason']}"
+    )
+    share = size["table_bytes"] / size["total_bytes"]
+    return [
+        f"{limited} {size['total_bytes'] / MIB:,.1f} MiB of parameters, {size['table_bytes'] / MIB:,.1f} of them "
+        f"tables ({share:.1%}). Floors: compute alone {_ms(floors['compute_ms'])}; wire {_ms(floors['wire_ms'])} "
+        f"({floors['bytes_per_rank'] / 1e6:,.2f} MB per rank); dependences {_ms(floors['dependences_ms'])}. Limit "
+        f"{_ms(floors['limit_ms'])} ({floors['limited_by']})."
+    ]
+
+
+def _ms(value: float | None) -> str:
+    return "not known" if value is None else f"{value:,.0f} ms"
+
+
+def _table(rows: Sequence[Row], floors: Mapping[str, Any]) -> list[str]:
+    limit = floors["limit_ms"]
+    lines = [
+        f"| system | rounds | step ms | step / limit | step / {OWN} | exposed ms | CPU ms: main, other "
+        "| cores busy | predicted / step | sent MB | peak MiB (added) | first step s | loss differs |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.system} | {row.rounds} | {row.step_ms.text()} | "
+        f"{f'{row.step_ms.median / limit:.2f}' if limit else NONE} "
+        f"| {row.ratio.text(2) if row.ratio else NONE} "
+        f"| {row.exposed_ms.text() if row.exposed_ms else NONE} "
+        f"| {row.main_cpu_ms.median:,.0f}, {row.other_cpu_ms.median:,.0f} "
+        f"| {row.cores_busy.median:.0%} "
+        f"| {f'{row.predicted.median:.2f}' if row.predicted else NONE} | {row.sent_bytes.median / 1e6:,.2f} "
+        f"| {row.peak_bytes.median / MIB:,.0f} ({row.added_bytes.median / MIB:,.0f}) "
+        f"| {row.first_step_s:.1f} | {_agreement(row.loss_difference)} |"
+        for row in rows
+    ]
+    ablation = {row.system: row for row in rows if row.system in ABLATION}
+    if len(ablation) == len(ABLATION):
+        first = ablation[ABLATION[0]].step_ms.median
+        gains = [f"{name.removeprefix('embrace_')} {first / ablation[name].step_ms.median:.2f}" for name in ABLATION]
+        lines += ["", f"Ablation, times as fast as the hybrid alone: {', '.join(gains)}."]
+    plan = next((row.plan for row in rows if row.system == OWN), {})
+    return [*lines, "", f"What {OWN} chose: {_chosen(plan)}."] if plan else lines
+
+
+def _chosen(plan: Mapping[str, str]) -> str:
+    """Strategies, each with the tables that have it: a few by name; other parameters are counted."""
+    found = []
+    for strategy in dict.fromkeys(plan.values()):
+        names = [name for name, of_name in plan.items() if of_name == strategy]
+        tables = [name for name in names if name.startswith("tables.")]
+        having = tables if len(tables) <= FEW_TABLES else [f"{len(tables)} tables"]
+        if len(names) > len(tables):
+            having.append(f"{len(names) - len(tables)} that are no tables")
+        found.append(f"{strategy} for {' and '.join(having)}")
+    return "; ".join(found)
+
+
+def _timeline(block: Mapping[str, Any], file: str) -> list[str]:
+    measured, predicted = block["timeline"]["measured"], block["timeline"]["predicted"]
+    waits = ", ".join(f"{lane} {value:,.0f} ms" for lane, value in measured["exposed_ms"].items())
+    return [
+        f"Timeline of {OWN} ({block['timeline']['source']}): step {measured['step_ms']:,.0f} ms (predicted "
+        f"{predicted['step_ms']:,.0f}), compute {measured['compute_ms']:,.0f} (predicted "
+        f"{predicted['compute_ms']:,.0f}), waits for {waits}: [{Path(file).name}]({file})."
+    ]
+
+
+def _agreement(difference: float | None) -> str:
+    if difference is None:
+        return NONE
+    return f"{difference:.0e}" if difference <= LOSS_TOLERANCE else f"**{difference:.0e}**"

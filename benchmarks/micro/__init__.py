@@ -1,0 +1,1 @@
+"""One mechanism at a time, measured."""

@@ -1,0 +1,124 @@
+"""What a model returns, made fit for a graph's outputs.
+
+A model may return tensors in objects that pytree does not know, a cache of keys say.
+
+While the forward is traced, `open_objects` replaces each such object by a pytree node of its attributes; unflattening
+that node makes an object of the same class with the same attributes. So every call of the compiled model returns what
+the model itself would, with nothing registered for the user's classes.
+
+A model may also return tensors that share memory: two views of one tensor, or a parameter itself. `open_objects`
+copies them, so that each has a gradient of its own: autograd would take them for one value, or for an input.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+_CONSTANTS = (torch.dtype, torch.device, torch.layout, type, enum.Enum, types.FunctionType, types.ModuleType, nn.Module)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """An object with tensors inside, as its class and its attributes."""
+
+    kind: type
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class _Constant:
+    """A part of a result that is the same for every batch."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        # The forward is traced more than once, and its results must compare equal, which fresh objects do not.
+        return isinstance(other, _Constant) and type(self.value) is type(other.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+def open_objects(result: Any, inputs: Iterable[Any] = ()) -> Any:
+    """The result of a forward as a tree of tensors and numbers.
+
+    Args:
+        inputs: what the forward was called with, parameters included: no result that needs a gradient shares memory
+            with one of them, or with another result.
+    """
+    return _open(result, _sharing(pytree.tree_leaves(_open(result, frozenset())), inputs))
+
+
+def _open(result: Any, copied: frozenset[int]) -> Any:
+    """Opens a tree; `copied`: ids of the tensors to be copied."""
+    return pytree.tree_map(lambda leaf: _open_leaf(leaf, copied), result)
+
+
+def _open_leaf(leaf: Any, copied: frozenset[int]) -> Any:
+    if isinstance(leaf, _CONSTANTS):
+        return _Constant(leaf)
+    if id(leaf) in copied:
+        return leaf.clone()
+    if not _is_plain_object(leaf):
+        return leaf
+    if not _holds_tensors(leaf, set()):
+        return _Constant(leaf)
+    return _Opened(type(leaf), {name: _open(value, copied) for name, value in vars(leaf).items()})
+
+
+def _sharing(leaves: Iterable[Any], inputs: Iterable[Any]) -> frozenset[int]:
+    """The ids of results that share memory with another one, or with an input, and need a gradient."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    others = [_memory(each) for each in inputs if isinstance(each, Tensor) and each.requires_grad]
+    count = Counter([*map(_memory, tensors), *set(others)])
+    return frozenset(id(leaf) for leaf in tensors if leaf.requires_grad and count[_memory(leaf)] > 1)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether a value is nothing but its attributes: no tensor, number, container or class with slots."""
+    builtin = isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+    makes_itself: Any = type(value).__new__
+    return not builtin and makes_itself is object.__new__ and hasattr(value, "__dict__")
+
+
+def _holds_tensors(value: Any, seen: set[int]) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, _CONSTANTS) or not _is_plain_object(value) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    return any(_holds_tensors(leaf, seen) for leaf in pytree.tree_leaves(vars(value)))
+
+
+def _close(values: Any, context: Any) -> Any:
+    kind, names = context
+    made = kind.__new__(kind)
+    vars(made).update(zip(names, values, strict=True))
+    return made
+
+
+pytree.register_pytree_node(
+    _Opened,
+    lambda opened: (list(opened.attributes.values()), (opened.kind, tuple(opened.attributes))),
+    _close,
+    serialized_type_name="embrace_fx.capture.result_objects.Opened",
+)
+pytree.register_pytree_node(
+    _Constant,
+    lambda constant: ([], constant),
+    lambda values, constant: constant.value,
+    serialized_type_name="embrace_fx.capture.result_objects.Constant",
+)

@@ -1,0 +1,171 @@
+"""Keeps recurrent layers whole while a model is traced to ATen, which would otherwise unroll them in time.
+
+Under `KeepRnnWhole()` a call of `torch.lstm`, `gru`, `rnn_tanh` or `rnn_relu` (what `torch.nn.LSTM`, `GRU` and `RNN`
+call, in plain Python and in a Dynamo graph) becomes one `embrace::rnn_layer` per layer and direction, with torch's own
+dropout between the layers.
+
+rewrite: out, h, c = lstm(x, (h0, c0), weights of two layers, ..., batch_first=True)
+     ->  x_TBI = x.transpose(0, 1)
+         y, h1, c1, workspace1 = rnn_layer(x_TBI, h0[0], c0[0], weights[:4], None, "lstm", False, "mkldnn", True)
+         z, h2, c2, workspace2 = rnn_layer(dropout(y), h0[1], c0[1], weights[4:], None, "lstm", False, "mkldnn", True)
+         out, h, c = z.transpose(0, 1), stack([h1, h2]), stack([c1, c2])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import embrace_fx.vocabulary.rnn_ops  # noqa: F401  (declares the ops)
+
+_CELLS: dict[Callable[..., Any], str] = {
+    torch.lstm: "lstm",
+    torch.gru: "gru",
+    torch.rnn_tanh: "rnn_tanh",
+    torch.rnn_relu: "rnn_relu",
+}
+
+
+class KeepRnnWhole(TorchFunctionMode):
+    """While active, every recurrent network is one op per layer and direction; all other calls pass unchanged.
+
+    Args:
+        kernel: the kernel of every layer; None: the fastest for each, see `choose_kernel`. "loop" may compute any layer
+            and is the one to name where only shapes matter: Dynamo runs each call on fake tensors, cannot place what
+            has an unknown size inside of it (a fused kernel's workspace), and without this mode would unroll it.
+    """
+
+    def __init__(self, kernel: str | None = None) -> None:
+        super().__init__()
+        self._kernel = kernel
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        cell = _CELLS.get(func)
+        if cell is None:
+            return func(*args, **kwargs)
+        # Both overloads take nine arguments; the weights come third (padded) or fourth (packed).
+        packed = "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], list | tuple))
+        return (_packed if packed else _padded)(cell, self._kernel, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """What all layers of one recurrent network share."""
+
+    cell: str
+    kernel: str | None
+    num_layers: int
+    num_directions: int
+    dropout: float
+    batch_sizes: Tensor | None
+
+
+def _padded(
+    cell: str,
+    kernel: str | None,
+    input: Tensor,
+    hx: Tensor | Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    stack = _Stack(cell, kernel, num_layers, 1 + bidirectional, dropout if train else 0.0, None)
+    # The kernels need time first and contiguous; copying here, the backward reads the same copy.
+    input_TBI = input.transpose(0, 1).contiguous() if batch_first else input
+    output, *states = _layers(stack, input_TBI, hx, params)
+    return (output.transpose(0, 1) if batch_first else output, *states)
+
+
+def _packed(
+    cell: str,
+    kernel: str | None,
+    data: Tensor,
+    batch_sizes: Tensor,
+    hx: Tensor | Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+) -> tuple[Tensor, ...]:
+    return _layers(
+        _Stack(cell, kernel, num_layers, 1 + bidirectional, dropout if train else 0.0, batch_sizes), data, hx, params
+    )
+
+
+def _layers(
+    stack: _Stack, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Output, h_n and, of an LSTM, c_n of all layers."""
+    is_lstm = stack.cell == "lstm"
+    h0 = (hx[0] if is_lstm else hx).unbind(0)  # type: ignore[union-attr]
+    c0 = hx[1].unbind(0) if is_lstm else [None] * len(h0)
+    per_layer = len(params) // len(h0)
+    states: list[list[Tensor]] = []
+    for layer in range(stack.num_layers):
+        outputs = []
+        for direction in range(stack.num_directions):
+            index = layer * stack.num_directions + direction
+            weights = list(params[index * per_layer : (index + 1) * per_layer])
+            output, *state = _layer(stack, input, h0[index], c0[index], weights, reverse=direction == 1)
+            outputs.append(output)
+            states.append(state)
+        input = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+        if stack.dropout > 0 and layer < stack.num_layers - 1:
+            input = torch.dropout(input, stack.dropout, True)
+    return (input, *(torch.stack(state) for state in zip(*states, strict=True)))
+
+
+def _layer(
+    stack: _Stack, input: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor], reverse: bool
+) -> list[Tensor]:
+    """Output, h_n and, of an LSTM, c_n of one layer and direction."""
+    projected = len(weights) in (3, 5)
+    kernel = stack.kernel or choose_kernel(stack.cell, _autocast(input), projected, stack.batch_sizes is not None)
+    input, weights = _autocast(input), [_autocast(weight) for weight in weights]
+    # Eager autocast narrows what enters a matrix product or a fused kernel. A state that elementwise code carries from
+    # step to step stays as wide as it came: the cell of an LSTM, the hidden state of a GRU.
+    if kernel != "loop" or projected or stack.cell.startswith("rnn_"):
+        h0 = _autocast(h0)
+    if c0 is not None and kernel != "loop":
+        c0 = _autocast(c0)
+    save = torch.is_grad_enabled() and any(t.requires_grad for t in (input, h0, c0, *weights) if t is not None)
+    results: list[Tensor] = torch.ops.embrace.rnn_layer(
+        input, h0, c0, weights, stack.batch_sizes, stack.cell, reverse, kernel, save
+    )
+    return results[: 2 if c0 is None else 3]
+
+
+def choose_kernel(cell: str, input: Tensor, projected: bool, packed: bool) -> str:
+    """The fastest kernel that may compute this layer: "cudnn", "mkldnn" or "loop".
+
+    It depends on nothing that varies from batch to batch, so a captured graph keeps its kernel.
+    """
+    if input.is_cuda:
+        return "cudnn" if torch.backends.cudnn.enabled and torch.backends.cudnn.is_available() else "loop"
+    mkldnn = bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available()
+    if not mkldnn or not input.is_cpu or cell != "lstm" or projected or packed:
+        return "loop"
+    bfloat16 = input.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "mkldnn" if input.dtype == torch.float32 or bfloat16 else "loop"
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """The tensor as a matrix product under the active autocast would read it (autocast leaves float64 alone)."""
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))

@@ -1,0 +1,211 @@
+"""What AOTAutograd has traced -> a module whose inputs and outputs have roles, without what only autograd needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd import descriptors as aot
+from torch.utils import _pytree as pytree
+
+from embrace_fx.capture.errors import CaptureError
+from embrace_fx.vocabulary.graph import (
+    BatchInput,
+    Buffer,
+    Gradient,
+    InputRole,
+    Mutation,
+    OutputRole,
+    Parameter,
+    Result,
+    Tangent,
+    inputs_of,
+    outputs_of,
+)
+
+_IDENTITIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A traced graph whose inputs and outputs have roles.
+
+    Attributes:
+        constants: results that are not tensors, by their index among the flattened results.
+        batch: the placeholders of the batch's tensors, by their index among the flattened arguments.
+    """
+
+    module: fx.GraphModule
+    constants: Mapping[int, Any]
+    batch: Mapping[int, fx.Node]
+
+
+def with_roles(joint: fx.GraphModule, model: nn.Module, names: Mapping[str, str], leaves: Sequence[Any]) -> Joint:
+    """Gives a traced graph's inputs and outputs their roles, and readable names; drops what nothing reads.
+
+    Args:
+        names: the graph's names of parameters and buffers, where they are not the model's -> the model's.
+        leaves: the flattened arguments.
+
+    Raises:
+        CaptureError: an input or output has no role: views of each other, mutated parameters that are computed with.
+    """
+    first_names = _first_names(model)
+    module = _flat_module(joint)
+    batch: dict[int, fx.Node] = {}
+    for node in list(module.graph.nodes):
+        if node.op != "placeholder":
+            continue
+        if isinstance(node.meta["desc"], aot.TangentAOTInput) and not isinstance(
+            node.meta["desc"].output, aot.PlainAOTOutput
+        ):
+            _drop_zero_tangent(module, node)
+            continue
+        role = _input_role(node.meta["desc"], names, first_names)
+        node.meta["role"] = role
+        if isinstance(role, BatchInput) and not isinstance(leaves[role.index], Tensor):
+            module.graph.erase_node(node)  # a constant of the graph: other values lead to another capture
+        elif isinstance(role, BatchInput):
+            batch[role.index] = node
+    constants = _set_output_roles(module, names, first_names)
+    _drop_identities(module)
+    module.graph.eliminate_dead_code()
+    _drop_unread_state(module)
+    _rename(module)
+    module.recompile()
+    return Joint(module, constants, batch)
+
+
+def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
+    """Removes the gradient of a mutated parameter's new value (`max_norm`): zero, as nothing differentiates it."""
+    for user in list(tangent.users):
+        if user.target is torch.ops.aten.add.Tensor and not user.kwargs:
+            other = user.args[1] if user.args[0] is tangent else user.args[0]
+            assert isinstance(other, fx.Node)
+            user.replace_all_uses_with(other)
+            module.graph.erase_node(user)
+    if tangent.users:
+        raise CaptureError(
+            f"expected a parameter mutated by the forward to take part in no other computation, found {tangent.name} "
+            f"read by {', '.join(u.name for u in tangent.users)}. Mutate parameters outside of the forward."
+        )
+    module.graph.erase_node(tangent)
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first of its names (tied ones have several)."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for fqn, value in named:
+            names[fqn] = first.setdefault(id(value), fqn)
+    return names
+
+
+def _flat_module(joint: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with plain placeholders and one tuple of outputs, instead of (primals, tangents)."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in joint.graph.nodes:
+        if node.op == "output":
+            values = pytree.tree_leaves(node.args[0])
+            copied = tuple(env[v] if isinstance(v, fx.Node) else v for v in values)
+            output = graph.output(copied)
+            output.meta = dict(node.meta)
+            output.meta["desc"] = pytree.tree_leaves(node.meta["desc"])
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+            env[node].meta = dict(node.meta)
+    return fx.GraphModule(joint, graph)
+
+
+def _input_role(desc: Any, names: Mapping[str, str], first_names: Mapping[str, str]) -> InputRole:
+    match desc:
+        case aot.ParamAOTInput(target=target):
+            return Parameter(first_names[names.get(target, target)])
+        case aot.BufferAOTInput(target=target):
+            return Buffer(first_names[names.get(target, target)])
+        case aot.PlainAOTInput(idx=index):
+            return BatchInput(index)
+        case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
+            return Tangent(index)
+    raise CaptureError(
+        f"expected parameters, buffers, batch tensors and output gradients as graph inputs, found {desc}. "
+        "Return tensors that are not views of each other or of an argument (`.clone()` them)."
+    )
+
+
+def _set_output_roles(
+    module: fx.GraphModule, names: Mapping[str, str], first_names: Mapping[str, str]
+) -> dict[int, Any]:
+    output = module.graph.output_node()
+    values: list[fx.Node] = []
+    roles: list[OutputRole] = []
+    constants: dict[int, Any] = {}
+    for value, desc in zip(output.args[0], output.meta.pop("desc"), strict=True):  # type: ignore[arg-type]
+        if desc is None:  # the place of a gradient that does not exist: an integer input's
+            continue
+        role: OutputRole
+        match desc:
+            case aot.PlainAOTOutput(idx=index):
+                role = Result(index)
+            case aot.InputMutationAOTOutput(mutated_input=mutated):
+                of = _input_role(mutated, names, first_names)
+                assert isinstance(of, Parameter | Buffer | BatchInput)
+                role = Mutation(of)
+            case aot.GradAOTOutput(grad_of=grad_of):
+                source = _input_role(grad_of, names, first_names)
+                assert isinstance(source, Parameter | Buffer | BatchInput)
+                if value is None or isinstance(source, Buffer):
+                    continue
+                role = Gradient(source)
+            case _:
+                raise CaptureError(
+                    f"expected results, mutations and gradients as graph outputs, found {desc}. "
+                    "Return tensors that are not views of each other or of an argument (`.clone()` them)."
+                )
+        if isinstance(value, fx.Node):
+            values.append(value)
+            roles.append(role)
+        elif isinstance(role, Result):
+            constants[role.index] = value
+    output.args = (tuple(values),)
+    output.meta["roles"] = tuple(roles)
+    return constants
+
+
+def _drop_identities(module: fx.GraphModule) -> None:
+    """Removes nodes that only matter to autograd: the graph has its backward already."""
+    for node in list(module.graph.nodes):
+        if node.target in _IDENTITIES:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+
+
+def _drop_unread_state(module: fx.GraphModule) -> None:
+    """Removes parameters and buffers that nothing reads or writes: unused ones, and the second names of tied ones."""
+    kept = {value for value, _ in outputs_of(module)}
+    written = {role.of for _, role in outputs_of(module) if isinstance(role, Mutation)}
+    for node, role in list(inputs_of(module)):
+        if isinstance(role, Parameter | Buffer) and not node.users and node not in kept and role not in written:
+            module.graph.erase_node(node)
+
+
+def _rename(module: fx.GraphModule) -> None:
+    """Placeholders are named after what they are, so that a printed graph can be read."""
+    for node in module.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        match node.meta["role"]:
+            case Parameter(name) | Buffer(name):
+                wanted = re.sub(r"\W", "_", name)
+            case BatchInput(index):
+                wanted = f"batch_{index}"
+            case Tangent(index):
+                wanted = f"tangent_{index}"
+        node._rename(wanted)
+        node.target = node.name

@@ -1,0 +1,49 @@
+"""What exchanges and handling cost: bytes, messages, milliseconds. Plain arithmetic, nothing measured here.
+
+`links` has links and collectives, `devices` what computes at their ends, `sparsity` how gradients lie on all ranks,
+`exchanges` each sparse exchange.
+"""
+
+from embrace_fx.cost.links import (
+    Cluster,
+    Collective,
+    Compute,
+    Exchange,
+    Handling,
+    Link,
+    Work,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_gradients,
+    all_to_all_rows,
+    bucket_bytes,
+    chunk_bytes,
+    claim,
+    exchange,
+    gather_ids,
+    launch_ms,
+    passes_over,
+)
+
+__all__ = [
+    "Cluster",
+    "Collective",
+    "Compute",
+    "Exchange",
+    "Handling",
+    "Link",
+    "Work",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_gradients",
+    "all_to_all_rows",
+    "bucket_bytes",
+    "chunk_bytes",
+    "claim",
+    "exchange",
+    "gather_ids",
+    "launch_ms",
+    "passes_over",
+]

@@ -1,0 +1,410 @@
+"""What the exchanges of replicas' gradients cost before they run: sparsity in, bytes and time out.
+
+Legend of the formulas: N ranks, V units in the tensor (rows, elements or blocks) of s bytes, u units on a rank, U in
+the union of all ranks, i bytes of an index (4, or 8 from 2^31 on), r = i + s bytes of a unit with its index.
+
+| strategy | bytes that a rank sends, the mean over ranks |
+|---|---|
+| allreduce | 2 (N-1)/N V s |
+| allgather | (N-1) (8 + u r) |
+| ps | (N-1) (16 + (u + U) r / N) |
+| zen, balanced | (N-1) (8 + (u r + U s + V/8) / N) |
+| zen, hierarchical | sum over k = 1, 2, 4, .. of 8 + U(k) r |
+| omnireduce | (N-1) (2 p L + (u + U) r / N), L lanes of an aggregator, whose places take p bytes, 1 or 4 |
+
+and the passes that the rank with most to do makes over units, one after the other; p and q are the units that the
+fullest server adds up and the union of those, about u and U/N where servers are even:
+
+| strategy | searched | to send | to add up | to give out, receive and write | units | rounds |
+|---|---|---|---|---|---|---|
+| allreduce | | | | V, to divide | | |
+| allgather | V | 3 u | 2 N u + 2 U | U | N u | 2 |
+| ps | V | 2 u | 2 p + 2 q | 2 q + U | p | 4 |
+| zen, balanced | V | 3 u | 2 p + 2 q | q + U | p + u | 6, two of them for hashes and bitmaps |
+| zen, hierarchical | V | u | sum over k = 1, 2, 4, .. of 7 U(k) + 2 U(2k) | 2 U | sum of 2 U(k) | 2 log2 N |
+| omnireduce | V | 3 u | 2 p + 2 q | q + U | p + 3 N L | twice its own |
+
+What each of them does is told where it is done, in `embrace_fx.runtime.exchanges`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from embrace_fx.cost.links import Cluster, Collective, Exchange, Work, all_reduce, claim, passes_over
+from embrace_fx.cost.sparsity import Sparsity
+
+Scheme = Literal["balanced", "hierarchical"]
+
+COUNT_BYTES = 8
+"""An int64 that tells a peer how many records come."""
+
+STREAMS = 2
+"""Of `omnireduce`: while one stream's blocks are added up, the other's are on their way."""
+START_UP_SHARE = 32
+"""A reply's bytes take this many times its start-up, where there are blocks enough. The push has a start-up too, and of
+blocks that few ranks have, few bytes.
+"""
+UNITS_PER_LANE = 3
+"""Of `omnireduce`, what it takes to tell where a lane of an aggregator begins, in units handled."""
+PASSES_PER_BLOCK = 7
+"""From gathering it to writing its mean, over a block that no other rank has."""
+TYPICAL_DENSITY = 0.01
+"""Of a gradient that nothing is known about: the LSTM's in Zen (OSDI 2025) is 1.13 %."""
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one exchange will send, and what its ranks' processors do for it.
+
+    Attributes:
+        mean: what a rank sends, the mean over ranks.
+        critical: the chain of its rounds, in each the bytes of the rank with most to send or receive.
+        work: of the rank with most to do, before, between and after those rounds: in place, on a dense gradient.
+        collective: whose links it travels on.
+    """
+
+    mean: Exchange
+    critical: Exchange
+    work: Work
+    collective: Collective = "messages"
+
+    def time_ms(self, cluster: Cluster) -> float:
+        """Time of the exchange alone on idle links: the round's slowest rank makes the others wait."""
+        return self.critical.time_ms(cluster, self.collective) + self.work.time_ms(cluster)
+
+
+def predict(
+    strategy: str,
+    sparsity: Sparsity,
+    *,
+    scheme: Scheme = "balanced",
+    slots: int | None = None,
+    cluster: Cluster = Cluster(),
+) -> Prediction:
+    """What a strategy of replicas sends.
+
+    Args:
+        sparsity: in the strategy's own units; blocks of `omnireduce` (`embrace_fx.cost.sparsity.in_blocks`).
+        scheme: of "zen".
+        slots: of "omnireduce"; None: as `streaming_of` chooses.
+        cluster: what lanes and slots are chosen for.
+
+    Raises:
+        ValueError: a strategy that does not exchange gradients of replicas.
+    """
+    if strategy == "allreduce":
+        cost = all_reduce(sparsity.tensor_bytes, sparsity.world_size)
+        return Prediction(cost, cost, passes_over(sparsity.tensor_bytes), "all_reduce")
+    if strategy == "allgather":
+        return _all_gather(sparsity)
+    if strategy == "ps":
+        return _parameter_server(sparsity)
+    if strategy == "zen":
+        return _balanced(sparsity) if scheme == "balanced" else _hierarchical(sparsity)
+    if strategy == "omnireduce":
+        shape = sparsity.num_units, sparsity.width, sparsity.itemsize
+        return _streamed(sparsity, streaming_of(*shape, sparsity.world_size, cluster, slots))
+    raise ValueError(
+        f"expected a strategy that exchanges gradients of replicas, in predict, found {strategy!r}: use one of "
+        "allreduce, allgather, omnireduce, zen, ps."
+    )
+
+
+def index_bytes(limit: int) -> int:
+    """Bytes of an index from 0 to `limit` on the wire."""
+    return 4 if limit < 2**31 else 8
+
+
+def record_bytes(limit: int, width: int, itemsize: int) -> int:
+    """Bytes of a record: an index up to `limit` and `width` values of `itemsize` bytes."""
+    return index_bytes(limit) + width * itemsize
+
+
+def cheaper_scheme(sparsity: Sparsity, cluster: Cluster) -> Scheme:
+    """The scheme of "zen" with less predicted time; the paper measures a few steps, then decides so."""
+    balanced, hierarchical = (
+        predict("zen", sparsity, scheme=scheme).time_ms(cluster) for scheme in ("balanced", "hierarchical")
+    )
+    return "hierarchical" if hierarchical < balanced else "balanced"
+
+
+def cheapest_block(run: int, itemsize: int, cluster: Cluster) -> int:
+    """The block size, in elements, that moves gradients of `TYPICAL_DENSITY` in the least time.
+
+    Small blocks need more indices and more handling, large ones carry more zeros; the faster the link, the larger. An
+    index is at most an eighth of its block, for a gradient may be denser than assumed.
+
+    Args:
+        run: how many consecutive elements are non-zero together: a row's.
+        itemsize: bytes of an element.
+        cluster: for the links' bandwidth, and for how fast blocks are handled.
+    """
+
+    def time_ms_per_element(size: int) -> float:
+        density = 1 - (1 - TYPICAL_DENSITY) ** math.ceil(size / run)
+        bytes_per_block = record_bytes(0, size, itemsize)
+        handled = Work(passed_bytes=PASSES_PER_BLOCK * bytes_per_block, units=1)
+        return density * (handled.time_ms(cluster) + bytes_per_block / cluster.bandwidth_bytes_per_ms) / size
+
+    candidates = (size for size in sorted({run, *BLOCK_SIZES}) if size * itemsize >= 8 * index_bytes(0))
+    return min(candidates, key=time_ms_per_element)
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """How `omnireduce` deals out the blocks of an aggregator.
+
+    Attributes:
+        lanes: of an aggregator, each with one block at work.
+        slots: lanes of an aggregator in a stream, whose blocks travel in one message.
+    """
+
+    lanes: int
+    slots: int
+
+    def busy(self, present: float) -> float:
+        """Lanes of an aggregator that have any of `present` blocks, which lie at random."""
+        return self.lanes * -math.expm1(-present / self.lanes)
+
+    def streams(self, busy_lanes: float) -> int:
+        """Of an aggregator with so many lanes that have any block."""
+        return max(1, math.ceil(busy_lanes / self.slots))
+
+
+def streaming_of(
+    num_blocks: int, width: int, itemsize: int, world_size: int, cluster: Cluster, slots: int | None = None
+) -> Streaming:
+    """The streaming of a tensor in blocks.
+
+    Many lanes make dear to tell which block each begins with, few make many rounds. Without `slots`, lanes are what is
+    cheapest for gradients of `TYPICAL_DENSITY`, and slots so many that a round's bytes outweigh its start-ups.
+
+    Args:
+        num_blocks, width, itemsize: of the tensor.
+        slots: what was asked for; `STREAMS` times as many lanes.
+    """
+    of_aggregator = math.ceil(num_blocks / world_size)
+    if slots:
+        return Streaming(max(1, min(STREAMS * slots, of_aggregator)), slots)
+    link = cluster.link("messages")
+    message_bytes = START_UP_SHARE * link.start_up_ms * link.bandwidth_bytes_per_ms
+    slots = max(1, round(message_bytes / record_bytes(num_blocks, width, itemsize)))
+    present = of_aggregator * (1 - (1 - TYPICAL_DENSITY) ** world_size)
+
+    def time_ms(lanes: int) -> float:
+        streaming = Streaming(lanes, slots)
+        rounds = _rounds(num_blocks, world_size, streaming, present)
+        first_bytes = lanes * place_bytes(places_of_lane(num_blocks, world_size, lanes))
+        return rounds * link.start_up_ms + first_bytes / link.bandwidth_bytes_per_ms
+
+    halvings = range(max(1, of_aggregator).bit_length())
+    return Streaming(min((max(1, of_aggregator >> k) for k in halvings), key=time_ms), slots)
+
+
+def places_of_lane(num_blocks: int, world_size: int, lanes: int) -> int:
+    """Blocks of the longest lane, present or not."""
+    return math.ceil(math.ceil(num_blocks / world_size) / lanes)
+
+
+def place_bytes(places: int) -> int:
+    """Bytes that tell one of so many places of a lane, or none."""
+    return 1 if places < 2**8 else 4
+
+
+def _rounds(num_blocks: int, world_size: int, streaming: Streaming, present: float) -> float:
+    """Estimate of the rounds of all streams, for `present` blocks of an aggregator's range that lie at random: of each
+    stream as many as its longest lane has blocks.
+    """
+    per_lane = present / streaming.lanes
+    longest = per_lane + math.sqrt(2 * per_lane * math.log(world_size * streaming.lanes))
+    places = places_of_lane(num_blocks, world_size, streaming.lanes)
+    return streaming.streams(streaming.busy(present)) * math.ceil(min(longest, places))
+
+
+def paired_ranks(world_size: int) -> int:
+    """The largest power of two of ranks; the others hand their units in and get the result."""
+    return 1 << (world_size.bit_length() - 1)
+
+
+def _all_gather(sparsity: Sparsity) -> Prediction:
+    """The slowest rank is the one with most units."""
+    others, record = sparsity.world_size - 1, _record(sparsity)
+    most, everyone = max(sparsity.units_by_rank), sparsity.world_size * sparsity.mean_units
+    work = _found(sparsity, most, times=3) + _added(sparsity, everyone, sparsity.union) + _written(sparsity)
+    return _prediction(
+        others * (COUNT_BYTES + sparsity.mean_units * record),
+        others * (COUNT_BYTES + most * record),
+        2 * others,
+        work + claim(everyone * record) + Work(rounds=2),
+    )
+
+
+def _parameter_server(sparsity: Sparsity) -> Prediction:
+    """The fullest range's server sends and receives its share."""
+    others, record = sparsity.world_size - 1, _record(sparsity)
+    pushed, push_critical = _push_bytes(sparsity, record, sparsity.push_imbalance)
+    pulled, pull_critical = _pull_bytes(sparsity, record, sparsity.pull_imbalance)
+    counts = 2 * others * COUNT_BYTES
+    work = _served(sparsity, 2, sparsity.push_imbalance, sparsity.pull_imbalance, given_out=2)
+    return _prediction(
+        counts + pushed + pulled,
+        counts + push_critical + pull_critical,
+        4 * others,
+        work + claim(sparsity.union * record) + Work(rounds=4),
+    )
+
+
+def _balanced(sparsity: Sparsity) -> Prediction:
+    """Hashing leaves no server fuller than another; values come back without an index, with a bitmap."""
+    others, values = sparsity.world_size - 1, _values(sparsity)
+    pushed, push_critical = _push_bytes(sparsity, _record(sparsity), imbalance=1.0)
+    pulled, pull_critical = _pull_bytes(sparsity, values, imbalance=1.0)
+    fixed = others * (COUNT_BYTES + sparsity.num_units / sparsity.world_size / 8)
+    hashed = Work(units=max(sparsity.units_by_rank), rounds=2)
+    return _prediction(
+        fixed + pushed + pulled,
+        fixed + push_critical + pull_critical,
+        4 * others,
+        _served(sparsity, 3, 1.0, 1.0, given_out=1) + hashed + claim(sparsity.union * values) + Work(rounds=4),
+    )
+
+
+def _hierarchical(sparsity: Sparsity) -> Prediction:
+    """Recursive doubling; beyond a power of two, ranks hand in their units first and get the result last."""
+    world_size = sparsity.world_size
+    paired = paired_ranks(world_size)
+    extra = world_size - paired
+    record, values = _record(sparsity), _values(sparsity)
+
+    def sent_bytes(units: float) -> float:
+        return COUNT_BYTES + units * record
+
+    def largest_union(ranks: int) -> float:
+        """As if unions grew in proportion to the units of the ranks that have most; none is below its largest."""
+        most = sorted(sparsity.units_by_rank)[-ranks:]
+        grown = sparsity.unions[ranks - 1] * fmean(most) / max(sparsity.mean_units, 1.0)
+        return min(sparsity.union, max(grown, most[-1]))
+
+    def met(units: float, union: float) -> Work:
+        """Two ranks' units, as many on either: encoded, received, joined, added up."""
+        received, joined = claim(units * record), claim(2 * units * values)
+        return passes_over(3 * units * values) + received + joined + _added(sparsity, 2 * units, union)
+
+    mean = critical = 0.0
+    work = _found(sparsity, max(sparsity.units_by_rank), times=1)
+    distance = 1
+    while distance < paired:
+        # Groups of so many neighbours are one by now, with the ranks that handed in their units.
+        sizes = [distance + max(0, min(distance, extra - first)) for first in range(0, paired, distance)]
+        unions = [sent_bytes(sparsity.unions[size - 1]) for size in sizes]
+        mean += fmean(unions) * paired / world_size
+        critical += sent_bytes(largest_union(max(sizes)))
+        work += met(largest_union(max(sizes)), largest_union(min(2 * max(sizes), world_size)))
+        distance *= 2
+    rounds = distance.bit_length() - 1
+    if extra:
+        result = sent_bytes(sparsity.union)
+        mean += (sent_bytes(sparsity.mean_units) + result) * extra / world_size
+        critical += sent_bytes(largest_union(1)) + result
+        work += met(largest_union(1), largest_union(2)) + passes_over(sparsity.union * values)
+        rounds += 2
+    divided = passes_over(sparsity.union * values) + claim(sparsity.union * values)
+    return _prediction(mean, critical, 2 * rounds, work + divided + _written(sparsity) + Work(rounds=2 * rounds))
+
+
+def _streamed(blocks: Sparsity, streaming: Streaming) -> Prediction:
+    """The slowest is the aggregator of the fullest range, in what it sends or in what it receives.
+
+    With more than one stream, blocks come in while means go out; a single one adds up what came before it answers.
+    Means are kept until the last has come.
+    """
+    world_size, record = blocks.world_size, _record(blocks)
+    others = world_size - 1
+    pushed, push_critical = _push_bytes(blocks, record, blocks.push_imbalance)
+    pulled, pull_critical = _pull_bytes(blocks, record, blocks.pull_imbalance)
+    places = places_of_lane(blocks.num_units, world_size, streaming.lanes)
+    first = 2 * others * streaming.lanes * place_bytes(places)
+    present = blocks.pull_imbalance * blocks.union / world_size
+    rounds = _rounds(blocks.num_units, world_size, streaming, present)
+    critical = push_critical + pull_critical
+    if streaming.streams(streaming.busy(present)) > 1:
+        own_blocks = others / world_size * record * max(blocks.units_by_rank)
+        means_of_others = record * (blocks.union - min(present, blocks.union))
+        critical = max(own_blocks + pull_critical, push_critical + means_of_others)
+    lanes = Work(units=UNITS_PER_LANE * world_size * streaming.lanes, rounds=2 * 2 * (1 + rounds))
+    return _prediction(
+        first + pushed + pulled,
+        first + critical,
+        round(2 * others * (1 + rounds)),
+        _served(blocks, 3, blocks.push_imbalance, blocks.pull_imbalance, given_out=1)
+        + lanes
+        + claim(blocks.union * record),
+    )
+
+
+def _found(sparsity: Sparsity, units: float, times: float) -> Work:
+    """The tensor searched, and its units gathered and encoded in so many passes."""
+    return Work(scanned_bytes=sparsity.tensor_bytes) + passes_over(units * _values(sparsity), times)
+
+
+def _added(sparsity: Sparsity, units: float, union: float) -> Work:
+    """Units put together and added to a cleared tensor of their union, which is divided."""
+    added, total = units * _values(sparsity), union * _values(sparsity)
+    return Work(units=units) + passes_over(2 * added + 2 * total) + claim(total)
+
+
+def _written(sparsity: Sparsity) -> Work:
+    """The mean written into the gradient."""
+    return passes_over(sparsity.union * _values(sparsity))
+
+
+def _served(sparsity: Sparsity, to_send: float, push: float, pull: float, given_out: float) -> Work:
+    """Units sent to servers, where the fullest adds up its own, and their means received from all.
+
+    Args:
+        to_send: passes over a rank's units before they leave.
+        push, pull: imbalance of the servers.
+        given_out: passes over a server's means before they leave.
+    """
+    union = min(pull * sparsity.union / sparsity.world_size, sparsity.union)
+    return (
+        _found(sparsity, max(sparsity.units_by_rank), to_send)
+        + _added(sparsity, push * sparsity.mean_units, union)
+        + passes_over(union * _values(sparsity), given_out)
+        + _written(sparsity)
+    )
+
+
+def _values(sparsity: Sparsity) -> int:
+    return sparsity.width * sparsity.itemsize
+
+
+def _record(sparsity: Sparsity) -> int:
+    return record_bytes(sparsity.num_units, sparsity.width, sparsity.itemsize)
+
+
+def _prediction(mean_bytes: float, critical_bytes: float, messages: int, work: Work) -> Prediction:
+    return Prediction(Exchange(round(mean_bytes), messages), Exchange(round(critical_bytes), messages), work)
+
+
+def _push_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
+    """Every rank's units to N servers, each with `record` bytes: mean of a rank, and the slowest's.
+
+    The slowest is the rank with most units to send, or the server of the fullest range.
+    """
+    to_others = (sparsity.world_size - 1) / sparsity.world_size * record
+    return (
+        to_others * sparsity.mean_units,
+        to_others * max(*sparsity.units_by_rank, imbalance * sparsity.mean_units),
+    )
+
+
+def _pull_bytes(sparsity: Sparsity, record: int, imbalance: float) -> tuple[float, float]:
+    """Every server's share of the union to all other ranks: mean of a rank, and the slowest's."""
+    to_others = (sparsity.world_size - 1) / sparsity.world_size * record * sparsity.union
+    return to_others, to_others * imbalance

@@ -1,0 +1,249 @@
+"""How sparse a tensor's gradients are on all ranks: measured, extrapolated, or assumed.
+
+Contract
+    A `Sparsity` is in units of one size: rows, elements or blocks, each with an index of its own on the wire. What the
+    exchanges cost follows from it alone (`embrace_fx.cost.exchanges`).
+
+Legend of the formulas: N ranks, V units in the tensor (rows, elements or blocks) of w values and s bytes, u_r units on
+rank r, u their mean, U(n) units in the union of n ranks, U that of all.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+NEIGHBOURHOODS = 8
+"""Ranks from which unions are measured: with many ranks their mean is as good, and all would take N squared time."""
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """How sparse one tensor's gradients are on all ranks, in units of one size.
+
+    Attributes:
+        num_units: V, present or not.
+        width: values per unit.
+        itemsize: bytes of a value.
+        units_by_rank: u_r, present on each rank.
+        unions: units present on any of 1, 2, .. N ranks, the mean over neighbouring ranks; the last is U.
+        push_imbalance: of all ranks' units, those in the fullest of N even ranges over the mean of the ranges.
+        pull_imbalance: the same of the union (both as Zen, OSDI 2025, defines the imbalance ratio).
+        draws_per_unit: ids that a batch has for each of its units, all of which but one are duplicates.
+    """
+
+    num_units: int
+    width: int
+    itemsize: int
+    units_by_rank: tuple[int, ...]
+    unions: tuple[float, ...]
+    push_imbalance: float = 1.0
+    pull_imbalance: float = 1.0
+    draws_per_unit: float = 1.0
+
+    @property
+    def world_size(self) -> int:
+        return len(self.units_by_rank)
+
+    @property
+    def mean_units(self) -> float:
+        return fmean(self.units_by_rank)
+
+    @property
+    def union(self) -> float:
+        return self.unions[-1]
+
+    @property
+    def tensor_bytes(self) -> int:
+        return self.num_units * self.width * self.itemsize
+
+    @property
+    def density(self) -> float:
+        """Of a rank's gradient, the mean."""
+        return self.mean_units / max(self.num_units, 1)
+
+    def densification(self, ranks: int) -> float:
+        """g(n): how many times as many units n ranks have together as one has."""
+        return self.unions[ranks - 1] / max(self.mean_units, 1.0)
+
+    def __str__(self) -> str:
+        """In one line, of rows.
+
+        >>> str(independent(100, 8, 4, (20, 20)))
+        'density 20.00%, ids per row 1.0, overlap of two ranks 20%, g(2) 1.80, skew 1.0 (of the union 1.0)'
+        """
+        told = [f"density {self.density:.2%}", f"ids per row {self.draws_per_unit:.1f}"]
+        if self.world_size > 1 and self.mean_units:
+            told.append(f"overlap of two ranks {2 - self.densification(2):.0%}")
+            told += [f"g({n}) {self.densification(n):.2f}" for n in sorted({2, self.world_size})]
+        return f"{', '.join(told)}, skew {self.push_imbalance:.1f} (of the union {self.pull_imbalance:.1f})"
+
+
+def measure(
+    ids_by_rank: Sequence[Tensor], num_units: int, width: int, itemsize: int, draws: int | None = None
+) -> Sparsity:
+    """The sparsity of gradients of which all ranks' units are known.
+
+    Args:
+        ids_by_rank: (K,) int64 from 0 to num_units - 1 of each rank, no two the same.
+        draws: ids that these were found in, of all ranks; None: as many.
+    """
+    world_size = len(ids_by_rank)
+    first_ranks = range(0, world_size, math.ceil(world_size / NEIGHBOURHOODS))
+    grown = [_unions([*ids_by_rank[first:], *ids_by_rank[:first]], num_units) for first in first_ranks]
+    everyone = torch.cat(list(ids_by_rank))
+    return Sparsity(
+        num_units,
+        width,
+        itemsize,
+        units_by_rank=tuple(ids.numel() for ids in ids_by_rank),
+        unions=tuple(fmean(of_size) for of_size in zip(*grown, strict=True)),
+        push_imbalance=imbalance(everyone, num_units, world_size),
+        pull_imbalance=imbalance(everyone.unique(), num_units, world_size),
+        draws_per_unit=draws / everyone.numel() if draws and everyone.numel() else 1.0,
+    )
+
+
+def _unions(ids_by_rank: Sequence[Tensor], num_units: int) -> list[int]:
+    """Units of the first rank, of the first two, ..."""
+    seen = torch.zeros(num_units, dtype=torch.bool, device=ids_by_rank[0].device)
+    sizes, size = [], 0
+    for ids in ids_by_rank:
+        size += ids.numel() - int(seen[ids].sum())
+        seen[ids] = True
+        sizes.append(size)
+    return sizes
+
+
+def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, itemsize: int, world_size: int) -> Sparsity:
+    """The sparsity of N ranks that draw as many ids as a batch has, independently, as often as the batches have them.
+
+    Batches do not have all ids that others will: those they have once stand for those they lack (Good and Turing: the
+    next id is a new one as probably as one here is single), any of which is as likely as another. Unions are then as
+    many times a batch's own units as they are expected to be.
+
+    Args:
+        ids_by_batch: (T,) int64 from 0 to num_units - 1 of each batch measured, as often as it has them.
+        world_size: N.
+    """
+    ids = torch.cat(list(ids_by_batch))
+    on_a_rank = fmean(own.unique().numel() for own in ids_by_batch)
+    if not ids.numel():
+        return Sparsity(num_units, width, itemsize, (0,) * world_size, (0.0,) * world_size)
+    units, times = ids.unique(return_counts=True)
+    lacking = num_units - units.numel()
+    new = min(float((times == 1).sum()), ids.numel() - 1.0) / ids.numel() if lacking else 0.0
+    often = times.double() * (1 - new) / ids.numel()
+    draws = ids.numel() / len(ids_by_batch)
+
+    def present(ranks: int) -> tuple[Tensor, float]:
+        """How probably any of so many ranks has each of `units`, and how probably each of those lacking."""
+        return 1 - (1 - often) ** (draws * ranks), 1 - math.pow(1 - new / max(lacking, 1), draws * ranks)
+
+    def union(ranks: int) -> float:
+        known, other = present(ranks)
+        return float(known.sum() + lacking * other)
+
+    known, other = present(world_size)
+    ranges = range_index(units, num_units, world_size)
+    starts = torch.tensor([*even_ranges(num_units, world_size), num_units])
+    lacking_by_range = starts.diff() - torch.bincount(ranges, minlength=world_size)
+
+    filled = torch.bincount(ranges, weights=known, minlength=world_size) + other * lacking_by_range
+    scale = on_a_rank / union(1)
+    return Sparsity(
+        num_units,
+        width,
+        itemsize,
+        units_by_rank=(round(on_a_rank),) * world_size,
+        unions=tuple(min(float(num_units), scale * union(ranks)) for ranks in range(1, world_size + 1)),
+        push_imbalance=fmean(imbalance(own.unique(), num_units, world_size) for own in ids_by_batch),
+        pull_imbalance=float(filled.max() / filled.mean()),
+        draws_per_unit=draws / on_a_rank,
+    )
+
+
+def independent(num_units: int, width: int, itemsize: int, units_by_rank: tuple[int, ...]) -> Sparsity:
+    """Each rank has so many units, any of them with the same probability, independently."""
+    absent = accumulate((1.0 - units / max(num_units, 1) for units in units_by_rank), operator.mul)
+    unions = tuple(num_units * (1.0 - probability) for probability in absent)
+    return Sparsity(num_units, width, itemsize, units_by_rank, unions)
+
+
+def with_units(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
+    """The same tensor with other numbers of units, which ranks have in common as much as here.
+
+    As much: unions lie as far on the way from those of equal ranks to those of independent ones.
+    """
+    drawn = independent(sparsity.num_units, sparsity.width, sparsity.itemsize, units_by_rank)
+    once = independent(sparsity.num_units, sparsity.width, sparsity.itemsize, sparsity.units_by_rank)
+    here, there = sparsity.mean_units, drawn.mean_units
+    unions = []
+    for ranks, (found, apart, apart_there) in enumerate(
+        zip(sparsity.unions, once.unions, drawn.unions, strict=True), start=1
+    ):
+        way = (found - here) / (apart - here) if ranks > 1 and apart > here else 1.0
+        unions.append(min(max(there + way * (apart_there - there), there), ranks * there, sparsity.num_units))
+    fullest = max(1.0, sparsity.num_units / max(there, 1.0))  # a range has no more units than that
+    return replace(
+        drawn,
+        unions=tuple(unions),
+        push_imbalance=min(sparsity.push_imbalance, fullest),
+        pull_imbalance=min(sparsity.pull_imbalance, fullest),
+        draws_per_unit=sparsity.draws_per_unit,
+    )
+
+
+def random_sparsity(num_units: int, width: int, itemsize: int, density: float, world_size: int) -> Sparsity:
+    """Every unit present on every rank with the same probability, independently."""
+    return independent(num_units, width, itemsize, (round(num_units * density),) * world_size)
+
+
+def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
+    """The same gradients in blocks of `block_size` consecutive values.
+
+    A row longer than a block is so many blocks. Blocks of several rows are counted as if rows lay at random: of rows
+    that lie together there are fewer.
+    """
+    values = sparsity.num_units * sparsity.width
+    num_blocks = math.ceil(values / block_size)
+    per_unit = max(1.0, sparsity.width / block_size)
+    units_per_block = max(1.0, block_size / sparsity.width)
+
+    def blocks(units: float) -> float:
+        absent = 1 - units / max(sparsity.num_units, 1)
+        return min(units * per_unit, num_blocks * (1 - math.pow(absent, units_per_block)))
+
+    return replace(
+        sparsity,
+        num_units=num_blocks,
+        width=block_size,
+        units_by_rank=tuple(round(blocks(units)) for units in sparsity.units_by_rank),
+        unions=tuple(blocks(units) for units in sparsity.unions),
+    )
+
+
+def even_ranges(num_units: int, ranges: int) -> list[int]:
+    """Where each of N even ranges of consecutive units begins."""
+    return [index * num_units // ranges for index in range(ranges)]
+
+
+def range_index(ids: Tensor, num_units: int, ranges: int) -> Tensor:
+    """Which of N even ranges each id lies in."""
+    starts = torch.tensor(even_ranges(num_units, ranges)[1:], dtype=torch.int64, device=ids.device)
+    return torch.bucketize(ids, starts, right=True)
+
+
+def imbalance(ids: Tensor, num_units: int, ranges: int) -> float:
+    """Ids in the fullest of N even ranges, over the mean of the ranges."""
+    if ids.numel() == 0:
+        return 1.0
+    counts = torch.bincount(range_index(ids, num_units, ranges), minlength=ranges)
+    return float(counts.max()) * ranges / ids.numel()

@@ -1,0 +1,263 @@
+"""What a plan is decided on: what every rank reports of its batch, and the plan that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, SparseAdam
+
+from embrace_fx.cost.links import Cluster
+from embrace_fx.cost.sparsity import Sparsity, measure, with_units
+from embrace_fx.passes.planner.asked_strategies import Strategy
+from embrace_fx.passes.planner.decide import decide
+from embrace_fx.passes.planner.pricing import ParameterFacts
+from embrace_fx.passes.planner.shard_cost import RowsAtHome
+from embrace_fx.planning.reads import grid_rows, reads_of, used_parameters
+from embrace_fx.runtime.probe.probe import probed_links
+from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.setup.agreement import failure_text
+from embrace_fx.setup.setting import Setting
+from embrace_fx.vocabulary.exactness import RowUpdates, row_update_blocker
+from embrace_fx.vocabulary.graph import Table, TrainingGraph
+from embrace_fx.vocabulary.plan import LinksAre, Plan
+
+MOST_GATHERED_IDS = 2**22
+"""Ids of one table, of all ranks together, that every rank may receive at set-up: 16 MiB."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a plan is decided on: rank 0's, of what every rank reported.
+
+    Attributes:
+        rows: table -> unique rows that each rank reads.
+        sparsity: table -> how its gradients lie on all ranks, where all of them told their ids.
+        rows_at_home: table -> which of each rank's rows its own row of a grid has, of `rows` as they were measured.
+    """
+
+    graph: TrainingGraph
+    facts: tuple[ParameterFacts, ...]
+    rows: Mapping[str, tuple[int, ...]]
+    sparsity: Mapping[str, Sparsity]
+    world_size: int
+    strategy: Strategy
+    schedule: str
+    rows_at_home: Mapping[str, RowsAtHome] = field(default_factory=dict)
+
+    def plan(self, links: Cluster, links_are: LinksAre, current: Plan | None) -> Plan:
+        """The plan for these links; `current`: the one in use, if any."""
+        planned = decide(
+            self.graph,
+            self.facts,
+            self.rows,
+            world_size=self.world_size,
+            strategy=self.strategy,
+            cluster=links,
+            sparsity=self.sparsity,
+            rows_at_home=self.rows_at_home,
+            current=current,
+            schedule=self.schedule,
+        )
+        return replace(planned, links_are=links_are)
+
+    def with_rows(self, rows: Mapping[str, tuple[int, ...]]) -> Findings:
+        """The same with other numbers of rows, of some tables."""
+        lying = {
+            name: with_units(found, rows[name]) if name in rows else found for name, found in self.sparsity.items()
+        }
+        at_home = {name: found for name, found in self.rows_at_home.items() if name not in rows}
+        return replace(self, rows={**self.rows, **rows}, sparsity=lying, rows_at_home=at_home)
+
+
+def make_plan(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> tuple[Plan, Findings | None]:
+    """The plan for a training batch: measured on every rank, decided on rank 0, the same everywhere.
+
+    Returns: the plan, and on rank 0 what it was decided on.
+
+    Raises:
+        PeerFailure: a rank's batch is bad, on every rank.
+        ValueError: the strategy asked for does not fit the model, on every rank.
+    """
+    findings = find(setting, graph, leaves, frozenset())
+    return plan_on_links(setting, findings, None), findings
+
+
+def plan_on_links(setting: Setting, findings: Findings | None, current: Plan | None) -> Plan:
+    """Rank 0's plan for the links given, or probed where a step sends enough for it to matter. Collective.
+
+    Args:
+        findings: rank 0's alone.
+        current: the plan in use, if any.
+
+    Raises:
+        ValueError: the strategy asked for does not fit the model, on every rank.
+    """
+    if setting.options.cluster is not None:
+        return _agree_on_plan(setting, findings, (setting.options.cluster, "given"), current)
+    if current is not None and current.links_are == "probed":
+        return _agree_on_plan(setting, findings, (current.links, "probed"), current)
+    plan = _agree_on_plan(setting, findings, (Cluster(), "assumed"), current)
+    probed = _probed(setting, plan)
+    return plan if probed is None else _agree_on_plan(setting, findings, (probed, "probed"), current)
+
+
+def find(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], used: Collection[str]) -> Findings | None:
+    """What a batch is on all ranks, for rank 0. Collective.
+
+    Args:
+        used: parameters that earlier batches gave a gradient.
+
+    Raises:
+        PeerFailure: a rank's batch is bad, on every rank.
+    """
+    own: dict[str, Any] = {"used": used_parameters(graph), "tables": [t.parameter for t in graph.tables]}
+    try:
+        own["reads"] = _measure_reads(setting, graph, leaves)
+    except Exception as error:  # the batch may be bad, on this rank alone
+        own["failure"] = failure_text(error)
+    everyone = setting.communicator.gather_objects(own)
+    if failures := {rank: report["failure"] for rank, report in enumerate(everyone) if "failure" in report}:
+        raise PeerFailure(failures)
+    return _findings(setting, graph, everyone, used) if setting.communicator.rank == 0 else None
+
+
+def _probed(setting: Setting, plan: Plan) -> Cluster | None:
+    """The links between the ranks, where a step sends enough to be cut. Collective."""
+    devices = {parameter.device for parameter in setting.model.parameters() if parameter.device.type != "meta"}
+    device = devices.pop() if len(devices) == 1 else torch.get_default_device()
+    return probed_links(setting.communicator, plan.sent_bytes_per_step, device)
+
+
+def _agree_on_plan(
+    setting: Setting, findings: Findings | None, links: tuple[Cluster, LinksAre], current: Plan | None
+) -> Plan:
+    """Rank 0's plan, on every rank."""
+    plan: Plan | str | None = None
+    if findings is not None:
+        try:
+            plan = findings.plan(*links, current)
+        except Exception as error:  # whatever it is, the other ranks wait for it
+            plan = str(error) if isinstance(error, ValueError) else failure_text(error)
+    plan = setting.communicator.gather_objects(plan)[0]
+    if isinstance(plan, str):
+        raise ValueError(plan)
+    assert plan is not None
+    return plan
+
+
+def _findings(
+    setting: Setting, graph: TrainingGraph, everyone: list[dict[str, Any]], used: Collection[str]
+) -> Findings:
+    """What follows from everything that the ranks reported."""
+    used = set(used).union(*(report["used"] for report in everyone))
+    reads = [report["reads"] for report in everyone]
+    rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in everyone[0]["tables"]}
+    facts = facts_of(setting.model, setting.optimizers, setting.classes, setting.options.row_updates, used)
+    sparsity = {
+        table.parameter: found
+        for table in graph.tables
+        if (found := _sparsity(table, [own.get(table.parameter) for own in reads])) is not None
+    }
+    ranks = setting.communicator.world_size
+    at_home = {
+        name: {each: tuple(own[name].at_home[each] for own in reads) for each in grid_rows(ranks)}
+        for name in everyone[0]["tables"]
+        if all(name in own for own in reads)
+    }
+    options = setting.options
+    return Findings(graph, facts, rows, sparsity, ranks, options.strategy, options.schedule, at_home)
+
+
+def facts_of(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    classes: Mapping[int, type[Optimizer]],
+    row_updates: RowUpdates,
+    used: Collection[str],
+) -> tuple[ParameterFacts, ...]:
+    """What the planner needs to know of every parameter.
+
+    Args:
+        classes: id of an optimizer -> the class that defines its update.
+        used: parameters to which a forward gives a gradient.
+    """
+    every = enumerate(group for optimizer in optimizers for group in optimizer.param_groups)
+    groups = {id(parameter): k for k, group in every for parameter in group["params"]}
+    return tuple(
+        ParameterFacts(
+            name,
+            tuple(parameter.shape),
+            parameter.element_size(),
+            parameter.requires_grad,
+            name in used,
+            *row_updates_of(optimizers, classes, row_updates, parameter),
+            groups.get(id(parameter), -1),
+        )
+        for name, parameter in model.named_parameters()
+    )
+
+
+def row_updates_of(
+    optimizers: Sequence[Optimizer],
+    classes: Mapping[int, type[Optimizer]],
+    row_updates: RowUpdates,
+    parameter: nn.Parameter,
+) -> tuple[str | None, bool]:
+    """Why a table cannot be updated by rows, or None; whether it must be, whatever its size."""
+    if not optimizers:
+        return "no optimizer was given: whole gradients are left in .grad", False
+    holders = [
+        (optimizer, group)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        if any(p is parameter for p in group["params"])
+    ]
+    if not holders:
+        return "no optimizer given holds it", False
+    if len(holders) > 1:
+        return f"{len(holders)} optimizers hold it, and rows are updated by one", False
+    optimizer, group = holders[0]
+    kind = classes[id(optimizer)]
+    blocker = row_update_blocker(optimizer, group, row_updates, kind=kind)
+    return blocker, kind is SparseAdam or (row_updates == "lazy" and blocker is None)
+
+
+@dataclass(frozen=True)
+class _Reported:
+    """What one rank tells of a table: unique rows, those with a gradient unless they are too many, the ids that these
+    were found in, and how many rows a grid would have at home."""
+
+    rows: int
+    ids: Tensor | None
+    draws: int
+    at_home: Mapping[int, int]
+
+
+def _measure_reads(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, _Reported]:
+    rank, ranks = setting.communicator.rank, setting.communicator.world_size
+    limit = MOST_GATHERED_IDS // ranks
+    reported = {}
+    for name, read in reads_of(setting.state, graph, leaves).items():
+        ids = read.drawn.unique().cpu()
+        told = _narrow(ids) if ids.numel() <= limit else None
+        reported[name] = _Reported(read.rows, told, read.drawn.numel(), read.at_home(rank, ranks))
+    return reported
+
+
+def _narrow(ids: Tensor) -> Tensor:
+    return ids.to(torch.int32) if ids.numel() and int(ids.max()) < 2**31 else ids
+
+
+def _sparsity(table: Table, reported: Sequence[_Reported | None]) -> Sparsity | None:
+    """How a table's gradients lie on all ranks, where all of them told their ids."""
+    told = [own for own in reported if own is not None]
+    ids = [own.ids.to(torch.int64) for own in told if own.ids is not None]
+    if len(ids) < len(reported):
+        return None
+    inside = [own[(own >= 0) & (own < table.num_rows)] for own in ids]  # the step itself reports the others
+    draws = sum(own.draws for own in told)
+    return measure(inside, table.num_rows, table.embedding_dim, table.dtype.itemsize, draws)

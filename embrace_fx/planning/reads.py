@@ -1,0 +1,66 @@
+"""What one batch reads of each table, counted on its own rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embrace_fx.passes.tables import extract_ids
+from embrace_fx.runtime.kernels import unique_ids
+from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.step.phases import reader
+from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
+from embrace_fx.vocabulary.plan import Grid
+
+
+@dataclass(frozen=True)
+class Read:
+    """What one batch reads of one table.
+
+    Attributes:
+        rows: unique rows, the padding row included: it travels between shards whether or not the batch holds it.
+        drawn: (T,) ids as often as the batch has them, without those that get no gradient.
+        unique: (rows,) those rows.
+    """
+
+    rows: int
+    drawn: Tensor
+    unique: Tensor
+
+    def at_home(self, rank: int, ranks: int) -> dict[int, int]:
+        """How many of its rows a rank's own row of a grid has, by the grid's rows."""
+        sizes = {each: Grid(each, ranks // each) for each in grid_rows(ranks)}
+        return {each: int((self.unique % each == grid.place(rank)[0]).sum()) for each, grid in sizes.items()}
+
+
+def grid_rows(ranks: int) -> list[int]:
+    """How many rows a grid of so many ranks can have, beyond one."""
+    return [each for each in range(2, ranks + 1) if ranks % each == 0]
+
+
+def used_parameters(graph: TrainingGraph) -> set[str]:
+    """Parameters to which the graph gives a gradient."""
+    return {r.of.name for _, r in graph.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
+
+
+def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, Read]:
+    """What a batch reads, by table: the extracted id function, run on the batch itself."""
+    tables = [t for t in graph.tables if all(use.ids_from_batch for use in t.uses)]
+    if not tables:
+        return {}
+    run = reader(extract_ids(graph, tables), state)
+    with torch.random.fork_rng(), torch.no_grad():  # a model that draws ids must draw the same ones afterwards
+        ids = iter(run(leaves))
+    reads = {}
+    for table in tables:
+        of_uses = [next(ids) for _ in table.uses]
+        unique = unique_ids(of_uses, table.num_rows, table.uses[0].padding_idx)[0]
+        drawn = [
+            own[own != use.padding_idx] for own, use in zip((i.reshape(-1) for i in of_uses), table.uses, strict=True)
+        ]
+        reads[table.parameter] = Read(unique.numel(), torch.cat(drawn).to(torch.int64), unique)
+    return reads

@@ -1,0 +1,268 @@
+"""From a plan to a flow: which launches a window has, in which order, and in how many chunks.
+
+Chunks are cut once, for the links as they were probed. The first order comes from the cost model. A few steps later,
+with durations profiled on every rank, rank 0 computes the order that is kept, and all ranks take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from statistics import mean, median
+
+from torch import Tensor
+
+from embrace_fx import cost
+from embrace_fx.passes.relax import RelaxDependences
+from embrace_fx.passes.scheduler.launch_order import schedule
+from embrace_fx.passes.scheduler.step_graph import Sizes, build, compute_durations, events
+from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.in_place import ExchangeKind, ExchangeThread, exchange_at_once
+from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
+from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.grid_exchange import GridExchange
+from embrace_fx.runtime.flow.row_exchange import RowExchange
+from embrace_fx.runtime.launch import streams
+from embrace_fx.runtime.launch.launcher import Launcher
+from embrace_fx.runtime.launch.recorder import Recorder, Recording, compute_spans
+from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
+from embrace_fx.runtime.ranks.communicator import InFlight
+from embrace_fx.runtime.tables.stacks import StackedTable
+from embrace_fx.setup.setting import Setting
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.schedule import Lane, Schedule, StepGraph
+
+PROFILED_AFTER, PROFILED = 5, 6
+"""Steps that warm up, and steps that are measured. A median of six outlives a disturbed one or two."""
+
+
+class Scheduling:
+    """The schedule of one compiled model, and the flow that follows it.
+
+    Args:
+        graph: the first training batch's, partitioned, not relaxed.
+    """
+
+    def __init__(self, setting: Setting, plan: Plan, graph: TrainingGraph) -> None:
+        self._setting = setting
+        self._plan = plan
+        self._graph = graph
+        self._steps, self._profiled = 0, False
+        self._recording: Recording | None = None
+        self.looks_ahead = setting.options.schedule in ("vertical", "2d")
+        self._cluster = plan.links.among(plan.world_size)
+        self._bucket_chunks = [bucket_chunks(setting, plan, bucket, plan.links) for bucket in plan.buckets]
+        self._exchanged = _exchanged(plan)
+        self._delayed_chunks = {
+            name: delayed_chunks(plan, tables, plan.links) if self.looks_ahead else 0
+            for name, tables in self._exchanged.items()
+        }
+        self.schedule = self._order(None)
+        self._flow: Flow | None = None
+
+    def start(self, warn: Callable[[], None]) -> Flow:
+        """Makes what follows the schedule. Collective."""
+        communicator, state, plan = self._setting.communicator, self._setting.state, self._plan
+        device = next(self._setting.model.parameters()).device
+        communicator.open_lanes(device)
+        on = streams.streams_of(device)
+        recorder = Recorder(on.clock() if on is not None else None)
+        order = launches(self.schedule, self.looks_ahead)
+        of_forward = ["ids", *(f"{name} rows" for name in self._exchanged)]
+        launcher = (
+            Launcher(order, of_forward, recorder) if on is None else StreamLauncher(order, of_forward, recorder, on)
+        )
+        flow = Flow(communicator, launcher, recorder, self.looks_ahead, warn, self._after_announcement, on)
+        self._flow = flow
+        stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
+        for name, tables in self._exchanged.items():
+            kind = RowExchange if plan[tables[0]].grid is None else GridExchange
+            exchange = kind(
+                stacks.get(name) or state.tables[name], communicator, launcher, self._delayed_chunks[name], flow.wait
+            )
+            flow.exchanges[name] = exchange
+            flow.of_table |= dict.fromkeys(tables, exchange)
+        flow.buckets = BucketUpdates(
+            plan.buckets,
+            self._bucket_chunks,
+            state.parameter,
+            communicator,
+            launcher,
+            flow.wait,
+            state.gradients.note,
+            self._exchanges(on_streams=on is not None),
+        )
+        return flow
+
+    def _exchanges(self, on_streams: bool) -> dict[int, Callable[[Tensor], InFlight]]:
+        """What starts the exchange of a bucket, for those that are not AllReduced. Collective.
+
+        Args:
+            on_streams: each runs to its end where it is launched, on the stream of its class.
+        """
+        plan, state = self._plan, self._setting.state
+        found: dict[int, Callable[[Tensor], InFlight]] = {}
+        if not plan.exchanged:
+            return found
+        group = self._setting.communicator.open_group("exchanges")
+        start: Callable[..., InFlight]
+        if on_streams:
+            start = partial(exchange_at_once, channel=Channel(group), cluster=plan.links)
+        else:
+            start = ExchangeThread(group, plan.links).start
+        for k, bucket in enumerate(plan.buckets):
+            if bucket[0] in plan.exchanged:
+                decision = plan[bucket[0]]
+                rows = next(iter(state.parameter(bucket[0]).shape), 1)
+                found[k] = partial(start, kind=ExchangeKind(rows, decision.strategy, decision.scheme))
+        return found
+
+    def _after_announcement(self) -> None:
+        """Every rank goes on with this step: the place where all can do the same thing once."""
+        assert self._flow is not None
+        if self._profiled:
+            return
+        self._steps += 1
+        recorder = self._flow.recorder
+        if self._steps == PROFILED_AFTER:
+            if recorder.recording is None:
+                self._recording = recorder.start()
+        elif self._steps == PROFILED_AFTER + PROFILED + 1:
+            if recorder.recording is not None and recorder.recording is self._recording:
+                self._follow(self._flow, profile(recorder.stop()))
+            else:
+                self._steps = 0  # the user records these steps: once more
+
+    def _follow(self, flow: Flow, own: Profile) -> None:
+        """Orders by what was measured, on all ranks, from the next window on."""
+        communicator = self._setting.communicator
+        everyone: list[Profile] = communicator.gather_objects(own)
+        self.schedule = self._order(agree_on_profile(everyone))
+        flow.launcher.reorder(launches(self.schedule, self.looks_ahead))
+        self._profiled = True
+
+    def _order(self, profiled: Profile | None) -> Schedule:
+        """The schedule that rank 0 computes, on every rank."""
+        communicator, found = self._setting.communicator, None
+        if communicator.rank == 0:
+            found = schedule(
+                self._step_graph(profiled), self._setting.options.schedule, "profile" if profiled else "cost model"
+            )
+        agreed: Schedule = communicator.gather_objects(found)[0]
+        return agreed
+
+    def _expected_bytes(self) -> dict[str, int]:
+        """What a rank sends in the launches whose bytes do not follow from their sizes."""
+        plan = self._plan
+        exchanged = {k: bucket[0] for k, bucket in enumerate(plan.buckets) if bucket[0] in plan.exchanged}
+        return {f"bucket {k} [0]": plan[name].sent_bytes_per_step for k, name in exchanged.items()}
+
+    def _step_graph(self, profiled: Profile | None) -> StepGraph:
+        """The window of the graph under the schedule asked for."""
+        plan, state, name = self._plan, self._setting.state, self._setting.options.schedule
+        rank = self._setting.communicator.rank
+        relaxed = RelaxDependences(plan.buckets, True, plan.stacks, rank)(self._graph)
+        durations = profiled.compute_ms if profiled else compute_durations(relaxed, self._cluster)
+        itemsizes = [state.parameter(bucket[0]).element_size() for bucket in plan.buckets]
+        sizes = Sizes(
+            tuple(
+                tuple(elements * itemsize for elements in chunks)
+                for chunks, itemsize in zip(self._bucket_chunks, itemsizes, strict=True)
+            ),
+            profiled.sent_bytes if profiled else self._expected_bytes(),
+            {
+                name: sum(plan[table].sent_bytes_per_step // 2 for table in tables)
+                for name, tables in self._exchanged.items()
+            },
+            self._delayed_chunks,
+            sum(_ids_bytes(plan, table) for table in plan.sharded),
+        )
+        backward, forward = (events(relaxed.phases[phase]) for phase in ("backward", "forward"))
+        return build(name, backward, forward, sizes, durations, self._cluster, plan.world_size)
+
+
+def bucket_chunks(setting: Setting, plan: Plan, bucket: tuple[str, ...], cluster: cost.Cluster) -> list[int]:
+    """Elements of each chunk of a bucket's AllReduce: equal ones, of about the size that the cost model wants.
+
+    A naive program, which nothing has to overtake, reduces whole buckets. An exchange, which sends in rounds, takes a
+    gradient as a whole.
+    """
+    parameters = [setting.state.parameter(name) for name in bucket]
+    elements = sum(parameter.numel() for parameter in parameters)
+    if setting.options.schedule == "none" or bucket[0] in plan.exchanged:
+        return [elements]
+    wanted = cost.chunk_bytes(cluster, setting.communicator.world_size) / parameters[0].element_size()
+    count = max(1, round(elements / wanted))
+    size = ceil(elements / count)
+    return [min(size, elements - start) for start in range(0, elements, size)]
+
+
+def _exchanged(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """What has an exchange of its own, sharded tables and stacks of them -> the tables that it serves."""
+    stacked = {table: stack for stack in plan.stacks for table in stack.tables}
+    found: dict[str, tuple[str, ...]] = {}
+    for table in plan.sharded:
+        stack = stacked.get(table)
+        found |= {table: (table,)} if stack is None else {stack.name: stack.tables}
+    return found
+
+
+def delayed_chunks(plan: Plan, tables: Sequence[str], cluster: cost.Cluster) -> int:
+    """In how many pieces the delayed gradients of tables travel, if all of the first batch's rows were delayed."""
+    sent = sum(plan[table].sent_bytes_per_step for table in tables) / 2  # rows one way, their gradients the other
+    own = sent * plan.world_size / (plan.world_size - 1)
+    return max(1, round(own / cost.chunk_bytes(cluster, plan.world_size, "all_to_all")))
+
+
+def _ids_bytes(plan: Plan, table: str) -> int:
+    """About what a rank's ids of a table take, 4 bytes for each row that the plan expects to travel."""
+    rows_bytes = plan[table].sent_bytes_per_step / 2 * plan.world_size / (plan.world_size - 1)
+    return round(rows_bytes / plan[table].shape[1])
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a few steps took on one rank: medians.
+
+    Attributes:
+        compute_ms: by compute operation.
+        sent_bytes: by communication.
+    """
+
+    compute_ms: dict[str, float]
+    sent_bytes: dict[str, int]
+
+
+def profile(recording: Recording) -> Profile:
+    """The medians over the windows of a recording, of which the first and the last are cut off."""
+    windows = range(recording.window)
+    spans: dict[str, list[float]] = {}
+    for span in compute_spans(recording):
+        if span.window in windows:  # what waits cut into pieces counts as a whole
+            of_windows = spans.setdefault(span.name, [0.0] * len(windows))
+            of_windows[span.window] += (span.ended_s - span.started_s) * 1e3
+    sent: dict[str, list[int]] = {}
+    for transfer in recording.transfers:
+        sent.setdefault(transfer.name, []).append(transfer.sent_bytes)
+    return Profile(
+        {name: median(values) for name, values in spans.items()},
+        {name: round(median(values)) for name, values in sent.items()},
+    )
+
+
+def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
+    """One profile for all ranks: the compute of the slowest, the mean of what is sent."""
+    slowest = max(everyone, key=lambda each: sum(each.compute_ms.values()))
+    names = {name for each in everyone for name in each.sent_bytes}
+    sent = {name: round(mean(each.sent_bytes.get(name, 0) for each in everyone)) for name in names}
+    return Profile(slowest.compute_ms, sent)
+
+
+def launches(schedule: Schedule, looks_ahead: bool) -> tuple[tuple[str, Lane], ...]:
+    """What the launcher launches of a schedule: not the ids of a batch that is not looked ahead to, which the calling
+    thread gathers."""
+    lanes = {operation.name: operation.lane for operation in schedule.steps.communications}
+    return tuple((name, lanes[name]) for name in schedule.launch_order if looks_ahead or lanes[name] != "ids")

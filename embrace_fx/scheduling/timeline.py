@@ -1,0 +1,69 @@
+"""The measured timeline: recordings of all ranks, on one clock."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+from embrace_fx.runtime.launch.recorder import Recording, compute_spans
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.vocabulary.schedule import Operation, Span, StepGraph, Timeline, Wait
+
+ROUNDS = 9
+"""Exchanges of clocks: a median of nine outlives a few that were held up."""
+
+
+def gather_timeline(communicator: Communicator, recording: Recording, steps: StepGraph) -> Timeline:
+    """All ranks' recordings as one timeline, the same on every rank. Collective.
+
+    Only whole windows are kept. Times start with the first window of rank 0.
+    """
+    offset_s = _clock_offset(communicator)
+    everyone: list[tuple[Recording, float]] = communicator.gather_objects((recording, offset_s))
+    complete = min(each.window for each, _ in everyone)  # the last one begun may be cut off
+    marks = everyone[0][0].marks
+    zero_s = next((when for name, window, when in marks if not name and window == 0), 0.0) - everyone[0][1]
+    spans: list[Span] = []
+    waits: list[Wait] = []
+    for rank, (each, offset) in enumerate(everyone):
+        found, stood = _of_rank(rank, each, steps, zero_s + offset)
+        spans += [span for span in found if span.window < complete]
+        waits += [wait for wait in stood if wait.window < complete]
+    return Timeline(tuple(spans), tuple(waits), communicator.world_size, steps.dependences)
+
+
+def _of_rank(rank: int, recording: Recording, steps: StepGraph, zero_s: float) -> tuple[list[Span], list[Wait]]:
+    known = {operation.name: operation for operation in steps.operations}
+
+    def ms(seconds: float) -> float:
+        return (seconds - zero_s) * 1e3
+
+    spans = [
+        Span(
+            known.get(span.name) or Operation(span.name, "forward", "compute", 0.0),
+            span.window,
+            rank,
+            ms(span.started_s),
+            ms(span.ended_s),
+        )
+        for span in compute_spans(recording)
+    ]
+    for transfer in recording.transfers:
+        operation = known.get(transfer.name) or Operation(transfer.name, "lookups", transfer.lane, 0.0)
+        spans.append(Span(operation, transfer.window, rank, ms(transfer.started_s), ms(transfer.ended_s)))
+    waits = [
+        Wait(launch, lane, window, rank, ms(start), ms(end))
+        for launch, lane, window, start, end in recording.waits
+        if window >= 0
+    ]
+    return spans, waits
+
+
+def _clock_offset(communicator: Communicator) -> float:
+    """Seconds by which this rank's clock is ahead of rank 0's: medians over moments at which all ranks are released."""
+    clocks: list[list[float]] = []
+    now = 0.0
+    for _ in range(ROUNDS + 1):
+        clocks.append(communicator.gather_objects(now))
+        now = time.perf_counter()
+    return median(round_[communicator.rank] - round_[0] for round_ in clocks[1:])

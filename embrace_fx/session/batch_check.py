@@ -1,0 +1,52 @@
+"""What each step looks at in its batch, ahead of the announcement: ids outside of tables, and rows read of some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from embrace_fx.passes.tables import draws_randomly, extract_ids
+from embrace_fx.planning.replanning import SAMPLED_EVERY, TrainingCalls
+from embrace_fx.runtime.kernels import unique_ids
+from embrace_fx.runtime.ranks.communicator import bad_id_report, unreadable
+from embrace_fx.runtime.step.phases import reader
+from embrace_fx.setup.setting import Setting
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.plan import Plan
+
+
+def batch_check(
+    setting: Setting, plan: Plan, graph: TrainingGraph, calls: TrainingCalls, *, train: bool
+) -> Callable[[Sequence[Any]], str | None]:
+    """What looks at the ids of data-parallel tables, ahead of the announcement; it tells those of shards anyway.
+
+    An id outside its table is a failure. Of tables that are watched, every few steps, the rows read are counted.
+    """
+    exchanged = (*plan.sharded, *plan.renormed)
+    tables = [t for t in graph.tables if t.parameter not in exchanged and all(u.ids_from_batch for u in t.uses)]
+    tables = [t for t in tables if not draws_randomly(extract_ids(graph, [t]))]
+    communicator = setting.communicator
+    if not tables or communicator.world_size == 1:
+        return lambda leaves: None
+    read_ids = reader(extract_ids(graph, tables), setting.state)
+    uses = [(t.parameter, t.num_rows) for t in tables for _ in t.uses]
+    watched = [t for t in tables if t.parameter in plan.watched] if train else []
+
+    def look(leaves: Sequence[Any]) -> str | None:
+        with torch.no_grad():
+            try:
+                ids = read_ids(leaves)
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                return unreadable(error)
+            found = (bad_id_report(each, *use) for each, use in zip(ids, uses, strict=True))
+            failure = next((report for report in found if report is not None), None)
+            if failure is None and calls.count % SAMPLED_EVERY == 0:
+                for table in watched:
+                    own = [each for each, (name, _) in zip(ids, uses, strict=True) if name == table.parameter]
+                    rows = unique_ids(own, table.num_rows, table.uses[0].padding_idx)[0].numel()
+                    communicator.rows_seen[table.parameter] = rows
+            return failure
+
+    return look

@@ -1,0 +1,56 @@
+"""Calls of a model, told apart: which of them one capture may stand for, and the programs they run on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from embrace_fx.capture import Captured
+from embrace_fx.runtime.step.program import Program
+from embrace_fx.vocabulary.graph import TrainingGraph
+
+
+@dataclass
+class Variant:
+    """A program and the batches it is valid for."""
+
+    captured: Captured
+    analysed: TrainingGraph
+    train: bool
+    program: Program | None = None  # built when first needed under the plan in use
+    accumulating: Program | None = None  # for backwards under no_sync, built when first needed
+
+
+@dataclass
+class Kind:
+    """Calls that differ in shapes alone: structure, dtypes, constants, training mode and autocast are the same."""
+
+    variants: list[Variant] = field(default_factory=list)
+    shapes: list[dict[int, tuple[int, ...]]] = field(default_factory=list)
+
+
+def kind_key(model: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
+    """What calls of one kind have in common."""
+    signature = tuple(
+        (leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else _constant(leaf)
+        for leaf in leaves
+    )
+    modes = tuple(module.training for module in model.modules())
+    autocast = tuple(
+        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    )
+    return spec, signature, train, modes, autocast
+
+
+def _constant(leaf: Any) -> Any:
+    """A non-tensor argument as part of the key; one that cannot be hashed is told apart by its text."""
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf), repr(leaf)
+    return type(leaf), leaf

@@ -1,0 +1,62 @@
+"""Captures of one model's batches: how many there may be, and which sizes are symbolic in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from embrace_fx.capture import Captured, capture
+from embrace_fx.capture.errors import CaptureError
+from embrace_fx.runtime.tables.placement import whole_parameters
+from embrace_fx.session.calls import Kind
+from embrace_fx.setup.setting import Setting
+
+MAX_CAPTURES = 32
+"""Captures of one model before it is refused another: each costs seconds, and shapes that never repeat would cost
+them at every step. Torch's own limit of recompilations is of this order."""
+
+
+class Captures:
+    """The captures of one model."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self.count = 0
+
+    def capture(
+        self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
+    ) -> Captured:
+        """Captures a batch, its sizes symbolic where they have varied among the calls of its kind.
+
+        Raises:
+            CaptureError: the model cannot be captured, or has been too often.
+        """
+        if self.count >= MAX_CAPTURES:
+            raise CaptureError(
+                "expected batches whose shapes repeat or vary in ways one graph can take, and whose numbers repeat, in "
+                f"forward(), found that {MAX_CAPTURES} captures do not suffice. Pad batches to a few lengths, pass "
+                "dynamic=True, or pass numbers that change, attributes of the model too, as tensors."
+            )
+        self.count += 1
+        kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+        whole = {name: table.parameter.shape for name, table in self._setting.state.tables.items()}
+        model, dynamic = self._setting.model, _varying(kind, self._setting.options.dynamic)
+        with whole_parameters(model, whole):
+            captured = capture(model, args, kwargs, train=train, dynamic=dynamic)
+        return replace(captured, read=captured.read.unchanged())
+
+
+def _varying(kind: Kind, dynamic: bool | None) -> frozenset[tuple[int, int]]:
+    """Which sizes of the last call may vary, (index among its arguments, dimension): all, none, or those that have."""
+    current = kind.shapes[-1]
+    if dynamic is False:
+        return frozenset()
+    return frozenset(
+        (index, dim)
+        for index, shape in current.items()
+        for dim, size in enumerate(shape)
+        if dynamic or any(seen[index][dim] != size for seen in kind.shapes)
+    )

@@ -1,0 +1,116 @@
+"""The data loader read one batch ahead, and the next batch found from how the model was called with this one."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class Lookahead:
+    """What a training loop reads its batches through.
+
+    Args:
+        at_end: called when a loop has read its last batch and comes back for more, or is left: no batch is known then.
+    """
+
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        self._at_end = at_end
+        self._active: Callable[[], Any] = lambda: None
+        self._current: Any = None
+        self._coming: Any = None
+        self._known = False
+
+    @property
+    def known(self) -> bool:
+        """Whether the next batch is."""
+        return self._known
+
+    @property
+    def active(self) -> bool:
+        """Whether a loop is reading."""
+        active = self._active()
+        return active is not None and active.gi_frame is not None
+
+    def over(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The same batches in the same order, one ahead.
+
+        Raises:
+            RuntimeError: another loop is still reading.
+        """
+        if self.active:
+            raise RuntimeError(
+                "expected one lookahead at a time, in lookahead(), found an earlier one that is not exhausted; two "
+                "would disagree on which batch is next. Finish that loop, or `close()` its iterator, before starting "
+                "another."
+            )
+        iterator = self._one_ahead(loader)
+        self._active = weakref.ref(iterator)  # a loop that was left drops its iterator
+        return iterator
+
+    def _one_ahead(self, loader: Iterable[Any]) -> Iterator[Any]:
+        iterator = iter(loader)
+        try:
+            self._current = next(iterator)
+        except StopIteration:
+            return
+        versions = _versions(self._current)
+        try:
+            for self._coming in iterator:
+                _check_apart(self._current, versions, self._coming)
+                versions = _versions(self._coming)
+                self._known = True
+                yield self._current
+                self._current = self._coming
+            self._known = False
+            self._coming = None
+            yield self._current
+        finally:
+            self._known, self._current, self._coming = False, None, None
+            if not sys.is_finalizing():  # else the ranks have parted, and tensors are being taken down
+                self._at_end()
+
+    def following(self, leaves: Sequence[Any]) -> list[Any] | None:
+        """The flattened arguments of the next call, if the batches differ in nothing but their tensors.
+
+        Args:
+            leaves: flattened arguments of this call.
+
+        Returns: None where the next batch is not known, or this call's tensors are not those of the batch.
+        """
+        if not self._known:
+            return None
+        current, spec = pytree.tree_flatten(self._current)
+        coming, coming_spec = pytree.tree_flatten(self._coming)
+        if spec != coming_spec:
+            return None
+        position: dict[int, int] = {}
+        for k, leaf in enumerate(current):
+            if isinstance(leaf, Tensor):
+                position.setdefault(id(leaf), k)
+        if any(isinstance(leaf, Tensor) and id(leaf) not in position for leaf in leaves):
+            return None
+        return [coming[position[id(leaf)]] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _versions(batch: Any) -> dict[int, int]:
+    return {id(leaf): leaf._version for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)}
+
+
+def _check_apart(current: Any, versions: dict[int, int], coming: Any) -> None:
+    """Raises where a loader has written the next batch into the one that is still to be trained on.
+
+    Raises:
+        RuntimeError: it yields the same tensor each time, with other values.
+    """
+    same = {id(leaf) for leaf in pytree.tree_leaves(coming)} & versions.keys()
+    if any(versions[id(leaf)] != leaf._version for leaf in pytree.tree_leaves(current) if id(leaf) in same):
+        raise RuntimeError(
+            "expected a loader that yields each batch in tensors of its own, in lookahead(), found that the next batch "
+            "was written into the one before, which is still to be trained on. Let it yield copies, or train without "
+            "lookahead()."
+        )

@@ -1,0 +1,100 @@
+"""From a captured graph and a plan to a program: the pipeline of passes, and what happens between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from embrace_fx.capture import Captured
+from embrace_fx.passes.dropout import EagerDropout
+from embrace_fx.passes.narrow import NarrowExchange
+from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.reduce import ReduceGradients
+from embrace_fx.passes.relax import RelaxDependences
+from embrace_fx.passes.replicas import GlobalFrequency
+from embrace_fx.passes.shard import ShardTables
+from embrace_fx.passes.tables import FindTables
+from embrace_fx.passes.verifier.invariants import verify
+from embrace_fx.vocabulary.graph import TrainingGraph, results_behind
+from embrace_fx.vocabulary.plan import Plan
+
+Pass = Callable[[TrainingGraph], TrainingGraph]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The graph after the last pass, and a snapshot after each."""
+
+    graph: TrainingGraph
+    graphs: dict[str, fx.GraphModule]
+
+
+def analyse(captured: Captured) -> TrainingGraph:
+    """The captured graph with its tables found: what the planner reads."""
+    return replace(FindTables()(captured.graph), results_behind=results_behind(captured.graph))
+
+
+def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: bool = True) -> tuple[Pass, ...]:
+    """The pipeline, in order.
+
+    Args:
+        present: tables the graph reads; an evaluation may read fewer than the training does.
+        reduce: false for a backward under `no_sync`, and for a forward alone.
+    """
+    sharded = tuple(name for name in plan.sharded if name in present)
+    renormed = tuple(name for name in plan.renormed if name in present)
+    return (
+        EagerDropout(),  # on the CPU: the noise eager would draw, one multiplication
+        ShardTables(sharded, renormed, rank, plan.world_size, plan.grids),  # tables -> shards, rows by AlltoAll
+        NarrowExchange(),  # rows travel in the narrow dtype of an autocast region
+        GlobalFrequency(plan.world_size),  # scale_grad_by_freq: counts over all ranks
+        # dense gradients -> buckets, AllReduce or a sparse exchange
+        ReduceGradients(
+            plan.buckets if reduce else (),
+            plan.world_size,
+            {name: (plan[name].strategy, plan[name].scheme) for name in plan.exchanged},
+        ),
+        Partition(),  # one graph -> unique, ids, forward, backward
+    )
+
+
+def relaxing_passes(plan: Plan, schedule: str, rank: int) -> tuple[Pass, ...]:
+    """What follows on `training_passes` where communication runs into the next step.
+
+    Args:
+        schedule: one of `embrace_fx.vocabulary.schedule.SCHEDULES`.
+        rank: this one's.
+    """
+    if schedule == "none":
+        return ()
+    return (RelaxDependences(plan.buckets, schedule in ("horizontal", "2d"), plan.stacks, rank),)
+
+
+def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled | None = None) -> Compiled:
+    """Runs the passes; verifies and snapshots after each.
+
+    Args:
+        done: what earlier passes have made of `analysed`; None: nothing yet.
+
+    Raises:
+        VerificationError: a pass broke an invariant.
+    """
+    graph = done.graph if done else analysed
+    graphs = {**done.graphs} if done else {"captured": analysed.module}
+    for name in graph.phases:
+        del graphs[name]  # they come last
+    for each in passes:
+        before, graph = graph, each(graph)
+        name = type(each).__name__
+        if graph is not before:
+            verify(graph, after=name, captured=analysed, previous=before)
+        graphs[_snake(name)] = graph.module
+    graphs.update(graph.phases)
+    return Compiled(graph, graphs)
+
+
+def _snake(name: str) -> str:
+    """`ShardTables` -> `shard_tables`."""
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")

@@ -1,0 +1,171 @@
+"""Programs for captured graphs under one plan: passes, the agreement on what they launch, the flow between steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from embrace_fx.capture.structured_trace import log_graph
+from embrace_fx.passes.collectives import sequence_hash
+from embrace_fx.planning.replanning import TrainingCalls
+from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.step.program import Program
+from embrace_fx.scheduling.scheduling import Scheduling
+from embrace_fx.session.batch_check import batch_check
+from embrace_fx.session.buffer_sharing import BufferSharing
+from embrace_fx.session.calls import Variant
+from embrace_fx.session.pipeline import Compiled, relaxing_passes, run_passes, training_passes
+from embrace_fx.setup.agreement import agree_on_sequence, give_up
+from embrace_fx.setup.setting import Setting
+from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
+from embrace_fx.vocabulary.plan import Plan
+
+if TYPE_CHECKING:
+    from embrace_fx.runtime.lower.inductor import RegionCompiler
+
+
+class ProgramBuilder:
+    """Builds one model's programs while a plan is in use.
+
+    Args:
+        on_other_batch: called when the batch that was looked ahead to does not come.
+
+    Attributes:
+        flow: what runs from one step into the next; None before the first training program, and on one rank.
+        scheduling: the schedule that the flow follows.
+        graphs: of the last training program, after each pass.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        plan: Plan,
+        calls: TrainingCalls,
+        buffers: BufferSharing,
+        on_other_batch: Callable[[], None],
+    ) -> None:
+        self.flow: Flow | None = None
+        self.scheduling: Scheduling | None = None
+        self.graphs: Mapping[str, fx.GraphModule] = {}
+        self._setting = setting
+        self._plan = plan
+        self._calls = calls
+        self._buffers = buffers
+        self._on_other_batch = on_other_batch
+        self._communicator = setting.communicator
+        self._sequence: str | None = None  # hash of what every training program launches
+
+    def build(self, variant: Variant) -> None:
+        """Makes a variant's program. The first training program's is collective.
+
+        Raises:
+            PeerFailure: a rank could not build its own; on every rank.
+            RuntimeError: the ranks' programs launch different collectives; on every rank.
+        """
+        compiled, failure = None, None
+        try:
+            compiled = self._compile(variant.analysed, reduce=variant.train)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        if variant.train and self._sequence is None:
+            graph = None if compiled is None else compiled.graph
+            self._sequence = agree_on_sequence(self._communicator, graph, failure)
+        elif failure is not None:
+            give_up(self._communicator, failure)
+        assert compiled is not None
+        if variant.train:
+            self._check_gradients(variant.analysed)
+            self._check_sequence(compiled)
+            compiled = self._relax(compiled, variant.analysed)
+            self.graphs = compiled.graphs
+            for name, module in compiled.graphs.items():
+                log_graph(name, module)
+        variant.program = self._program(compiled, variant, reduce=variant.train)
+        self._narrow(variant)
+
+    def build_accumulating(self, variant: Variant) -> None:
+        """Makes the program of the same graph with its dense gradients left as they are."""
+        compiled = self._compile(variant.analysed, reduce=False)
+        variant.accumulating = self._program(compiled, variant, reduce=False)
+        self._narrow(variant)
+
+    def _narrow(self, variant: Variant) -> None:
+        """What compiling regions has found out about the batches that they are valid for holds for the variant."""
+        if self._setting.options.backend == "inductor":
+            variant.captured = variant.captured.guarded_again()
+
+    def _compile(self, analysed: TrainingGraph, *, reduce: bool) -> Compiled:
+        present = {table.parameter for table in analysed.tables}
+        return run_passes(analysed, training_passes(self._plan, present, self._communicator.rank, reduce=reduce))
+
+    def _check_gradients(self, analysed: TrainingGraph) -> None:
+        """A gradient that the plan does not know of would stay this rank's own."""
+        trained = {r.of.name for _, r in analysed.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
+        late = [d.parameter for d in self._plan if d.strategy == "unused" and d.parameter in trained]
+        if late and self._communicator.world_size > 1:
+            give_up(
+                self._communicator,
+                RuntimeError(
+                    "expected a batch to train only parameters that the first batch trained on some rank, in "
+                    f"backward(), found gradients of {', '.join(late)} too. Begin with a batch that uses every "
+                    "parameter."
+                ),
+            )
+
+    def _check_sequence(self, compiled: Compiled) -> None:
+        """A batch of other shapes launches what the first one did."""
+        if sequence_hash(compiled.graph) != self._sequence:
+            give_up(
+                self._communicator,
+                RuntimeError(
+                    "expected a batch of other shapes to launch the same collectives as the first, after the last "
+                    "pass, found others: the forward took another path. Make it read the same tables and parameters "
+                    "for every batch"
+                ),
+            )
+
+    def _relax(self, compiled: Compiled, analysed: TrainingGraph) -> Compiled:
+        """Lets communication run into the next step, as the schedule says. Collective the first time."""
+        if self._communicator.world_size == 1:
+            return compiled
+        schedule = self._setting.options.schedule
+        devices = {parameter.device for parameter in self._setting.model.parameters()}
+        if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+            warnings.warn(
+                f"expected a model on the CPU or on one GPU for schedule={schedule!r}, found one on "
+                f"{', '.join(sorted(map(str, devices)))}: its communication is launched and waited for within each "
+                "step. Pass schedule='none' to say so.",
+                stacklevel=2,
+            )
+            return compiled
+        if self.flow is None:
+            self.scheduling = Scheduling(self._setting, self._plan, compiled.graph)
+            self.flow = self.scheduling.start(self._on_other_batch)
+            for stepping in self._setting.stepping.values():
+                stepping.flow = self.flow
+        return run_passes(analysed, relaxing_passes(self._plan, schedule, self._communicator.rank), compiled)
+
+    def _program(self, compiled: Compiled, variant: Variant, *, reduce: bool) -> Program:
+        analysed, train = variant.analysed, variant.train
+        return Program(
+            compiled.graph,
+            self._setting.state,
+            self._communicator,
+            self._plan.buckets if reduce else None,
+            variant.captured.result_constants,
+            self._buffers.before_forward(analysed, train=train),
+            batch_check(self._setting, self._plan, analysed, self._calls, train=train),
+            self.flow if train and reduce else None,
+            links=self._plan.links,
+            regions=self._region_compiler(),
+        )
+
+    def _region_compiler(self) -> RegionCompiler | None:
+        if self._setting.options.backend == "eager":
+            return None
+        from embrace_fx.runtime.lower.inductor import RegionCompiler  # noqa: PLC0415  (takes seconds to import)
+
+        return RegionCompiler()

@@ -1,0 +1,405 @@
+"""One compiled model's life: agree, capture, plan, place, run, capture again where batches differ, plan again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from embrace_fx.capture.structured_trace import log_text
+from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_links
+from embrace_fx.planning.given_plan import repeated
+from embrace_fx.planning.placing import place, place_anew
+from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift, TrainingCalls, changes, story
+from embrace_fx.runtime.flow.ahead import Ahead
+from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.optimizer.clipping import clip_gradients
+from embrace_fx.runtime.optimizer.stepping import Stepping, attach
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.step.program import Program
+from embrace_fx.runtime.step.step import run_step
+from embrace_fx.runtime.tables.placement import broadcast_state
+from embrace_fx.scheduling.timeline import gather_timeline
+from embrace_fx.session.buffer_sharing import BufferSharing
+from embrace_fx.session.calls import Kind, Variant, kind_key
+from embrace_fx.session.captures import Captures
+from embrace_fx.session.lookahead import Lookahead
+from embrace_fx.session.pipeline import analyse
+from embrace_fx.session.programs import ProgramBuilder
+from embrace_fx.session.state_hooks import add_state_hooks
+from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up, is_hooked
+from embrace_fx.setup.group import check_group, check_still_alone, default_group
+from embrace_fx.setup.options import Options
+from embrace_fx.setup.setting import Setting
+from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.schedule import Schedule, Timeline
+
+logger = logging.getLogger(__name__)
+
+_TRAINING, _ACCUMULATING, _EVALUATING = range(3)
+
+
+class Session:
+    """What stands behind a `CompiledModel`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: tuple[Optimizer, ...],
+        group: dist.ProcessGroup | None,
+        options: Options,
+    ) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self.options = options
+        self.synchronised = True
+        self.lookahead = Lookahead(at_end=self._end_lookahead)
+        self._flow: Flow | None = None
+        self._timeline: Timeline | None = None
+        self._warned = False
+        self._graphs: Mapping[str, fx.GraphModule] = {}
+        self._given_group = group
+        self._communicator = Communicator(group if group is not None else default_group())
+        self._begun = False
+        agree_on_set_up(self._communicator, model, optimizers, options)
+        self._state = ModelState(model)
+        self._compiled_for = self._parameters_are()
+        stepping = {
+            id(optimizer): Stepping(communicator=self._communicator, gradients=self._state.gradients)
+            for optimizer in optimizers
+        }
+        classes = {id(optimizer): attach(optimizer, stepping[id(optimizer)]) for optimizer in optimizers}
+        self._setting = Setting(model, optimizers, classes, stepping, self._state, self._communicator, options)
+        self._plan: Plan | None = None
+        self._drift: Drift | None = None  # of rank 0, where anything may drift
+        self._calls = TrainingCalls()
+        self._captures = Captures(self._setting)
+        self._buffers = BufferSharing(self._state, self._communicator)
+        self._builder: ProgramBuilder | None = None  # of the plan in use
+        self._replicated = False
+        add_state_hooks(self)
+        self._kinds: dict[Any, Kind] = {}
+
+    def _parameters_are(self) -> tuple[tuple[bool, torch.dtype, bool], ...]:
+        """What of each parameter must not change."""
+        return tuple((each.requires_grad, each.dtype, is_hooked(each)) for each in self._state.parameters())
+
+    @property
+    def plan(self) -> Plan:
+        if self._plan is None:
+            raise RuntimeError(
+                "expected the model to have been called, before its plan, report or graphs are read, found that it has "
+                "not been called for training: the graph is captured with the first batch. Call the model once, with "
+                "gradients enabled."
+            )
+        return self._plan
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The tables of which this rank holds a part."""
+        return () if self._plan is None or self._communicator.world_size == 1 else self._plan.sharded
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self._communicator.group
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Tells of a rank that dies in a collective inside."""
+        return self._communicator.watching()
+
+    @property
+    def graphs(self) -> Mapping[str, fx.GraphModule]:
+        assert self.plan is not None  # raises before the first call
+        return self._graphs
+
+    def report(self) -> str:
+        return str(self.plan)
+
+    @property
+    def schedule(self) -> Schedule:
+        assert self.plan is not None  # raises before the first call
+        if self._builder is None or self._builder.scheduling is None:
+            raise RuntimeError(_NOTHING_SENT.format("schedule"))
+        return self._builder.scheduling.schedule
+
+    @property
+    def timeline(self) -> Timeline:
+        if self._timeline is None:
+            raise RuntimeError(
+                "expected steps to have been recorded, before the timeline is read, found none. Train a few steps "
+                "under `with model.record():`."
+            )
+        return self._timeline
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[None]:
+        assert self.plan is not None  # raises before the first call
+        scheduling = self._builder.scheduling if self._builder is not None else None
+        if self._flow is None or scheduling is None:
+            raise RuntimeError(_NOTHING_SENT.format("timeline"))
+        self._flow.recorder.start()
+        try:
+            yield
+        finally:
+            recording = self._flow.recorder.stop()
+        self._timeline = gather_timeline(self._communicator, recording, scheduling.schedule.steps)
+
+    # -- calling -------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """At the first call, the ranks are those of the default group at that moment. Collective."""
+        if self._given_group is None:
+            group = default_group()
+            check_group(group, self._communicator.group)
+            if self._communicator.group is None and group is not None:
+                self._communicator.join(group)
+                agree_on_set_up(self._communicator, self.model, self.optimizers, self.options)
+        self._begun = True
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._begun:
+            self._begin()
+        elif self._communicator.group is None:
+            check_still_alone(default_group())
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        train, communicator = torch.is_grad_enabled(), self._communicator
+        communicator.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
+        if self._parameters_are() != self._compiled_for:
+            if self._plan is None:  # the other ranks make no announcements yet
+                agree_on_first_call(communicator, _CHANGED_PARAMETERS)
+            give_up(communicator, _CHANGED_PARAMETERS)
+        kind = self._kinds.setdefault(kind_key(self.model, leaves, spec, train), Kind())
+        if self._plan is None and not train:
+            return self._evaluate_plainly(args, kwargs)
+        variant = self._variant(kind, leaves, args, kwargs, train)
+        if communicator.asked_to_plan:
+            self._plan_again(variant, leaves)
+        variant, program = self._runs(variant, kind, leaves, args, kwargs, train)
+        following = self._following(kind, program, leaves, spec) if program.flow is not None else None
+        if self._flow is not None and program.flow is None:
+            self._flow.leave()
+        calls = self._calls
+        calls.count += train
+        results = run_step(program, leaves, train=train, following=following)
+        if self._drift is not None and train and calls.count % SAMPLED_EVERY == 0:
+            self._drift.observe(communicator.rows_read)
+            communicator.asks_to_plan = self._drift.wants_plan
+        return pytree.tree_unflatten(results, variant.captured.result_spec)
+
+    def _variant(
+        self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
+    ) -> Variant:
+        """A capture that is valid for a batch."""
+        found = next((v for v in kind.variants if v.captured.accepts(leaves)), None)
+        return self._capture(kind, leaves, args, kwargs, train) if found is None else found
+
+    def _runs(
+        self,
+        variant: Variant,
+        kind: Kind,
+        leaves: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        train: bool,
+    ) -> tuple[Variant, Program]:
+        """What a batch runs on."""
+        accumulates = train and not self.synchronised
+        compiles = variant.program is None or (accumulates and variant.accumulating is None)
+        if variant.program is None:
+            self._build(variant)
+        if accumulates and variant.accumulating is None:
+            assert self._builder is not None
+            self._builder.build_accumulating(variant)
+        program = variant.accumulating if accumulates else variant.program
+        if compiles and not variant.captured.accepts(leaves):  # compiling has narrowed what the variant takes
+            return self._runs(self._variant(kind, leaves, args, kwargs, train), kind, leaves, args, kwargs, train)
+        assert program is not None
+        return variant, program
+
+    def _following(self, kind: Kind, program: Program, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ahead | None:
+        """The next batch, where it is known and a program for it exists."""
+        coming = self.lookahead.following(leaves)
+        if coming is None and self.lookahead.known and program.flow is not None and program.flow.looks_ahead:
+            self._warn_of_other_batch()
+        if coming is None or self._kinds.get(kind_key(self.model, coming, spec, True)) is not kind:
+            return None
+        variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
+        if variant is None or variant.program is None:
+            return None
+        try:
+            return variant.program.ahead(coming)
+        except Exception:  # what is wrong with it, its own call will tell all ranks
+            return None
+
+    def _end_lookahead(self) -> None:
+        """No batch is expected any more, and everything is applied."""
+        if self._flow is not None:
+            self._flow.expect_no_batch()
+            self._flow.settle()
+
+    def _warn_of_other_batch(self) -> None:
+        if not self._warned:
+            warnings.warn(
+                "expected the batch that lookahead() yielded, as it was, in the model's call, found another one, or "
+                "one that was moved or written since. The step is exact, but its communication is not hidden. Let the "
+                "loader itself move and prepare batches.",
+                stacklevel=2,
+            )
+        self._warned = True
+
+    def _evaluate_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before the first training call there is no plan, and no table is sharded: the user's own forward runs."""
+        agree_on_first_call(self._communicator, None)
+        if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
+            raise RuntimeError(
+                "expected a training call before the first evaluation, in forward(), found a model on the meta device, "
+                "and how its tables are sharded is decided with the first training batch. Call it once with gradients "
+                "enabled."
+            )
+        if not self._replicated and self._communicator.group is not None:
+            broadcast_state(self.model, frozenset(), self._communicator)
+        self._replicated = True
+        return self.model(*args, **kwargs)
+
+    def _capture(
+        self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
+    ) -> Variant:
+        failure, captured = None, None
+        try:
+            captured = self._captures.capture(kind, leaves, args, kwargs, train)
+            analysed = analyse(captured)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        if self._plan is None:
+            agree_on_first_call(self._communicator, failure)
+        elif failure is not None:
+            give_up(self._communicator, failure)
+        assert captured is not None
+        if self._plan is None:
+            given = self.options.given_plan
+            if given is None:
+                plan, findings = make_plan(self._setting, analysed, leaves)
+            else:
+                plan, findings = repeated(self._setting, analysed, given), None
+            self._adopt(plan, findings)
+            place(self._setting, analysed, plan)
+        variant = Variant(captured, analysed, train)
+        self._build(variant)
+        kind.variants.append(variant)
+        return variant
+
+    def _build(self, variant: Variant) -> None:
+        """Makes a variant's program under the plan in use."""
+        assert self._builder is not None
+        self._builder.build(variant)
+        self._flow = self._builder.flow
+        if variant.train:
+            self._graphs = self._builder.graphs
+
+    # -- planning again ------------------------------------------------------------------------------------------------
+
+    def _adopt(self, plan: Plan, findings: Findings | None) -> None:
+        """Puts a plan in use, of which nothing is built yet."""
+        self._plan = plan
+        self._drift = _drift(plan, findings)
+        self._flow = None
+        self._builder = ProgramBuilder(self._setting, plan, self._calls, self._buffers, self._warn_of_other_batch)
+        log_text("plan", str(plan))
+
+    def _plan_again(self, variant: Variant, leaves: Sequence[Any]) -> None:
+        """Another plan, as rank 0 asked for in the last announcement, if this is a moment for it. Collective.
+
+        Raises:
+            PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
+        """
+        everyone = self._communicator.announce([self._may_plan_again(variant)])
+        if not all(may for (may,) in everyone):
+            return
+        old, used = self.plan, {d.parameter for d in self.plan if d.strategy not in ("frozen", "unused")}
+        findings = find(self._setting, variant.analysed, leaves, used)
+        if findings is not None and self._drift is not None:
+            findings = findings.with_rows(self._drift.rows)
+        new = plan_on_links(self._setting, findings, old)
+        self._communicator.asks_to_plan = False
+        if not changes(old, new):
+            self._drift = _drift(old, findings)
+            return
+        if self._flow is not None:
+            self._flow.close()
+        place_anew(self._setting, variant.analysed, old, new)
+        told = story(self._calls.count, old, new)
+        self._adopt(replace(new, history=(*old.history, told)), findings)
+        for stepping in self._setting.stepping.values():
+            stepping.flow = None
+        for kind in self._kinds.values():
+            for each in kind.variants:
+                each.program = each.accumulating = None
+        if self._communicator.rank == 0:
+            logger.info("planned again %s", told)
+
+    def _may_plan_again(self, variant: Variant) -> bool:
+        """Whether this rank can do without the plan in use: no backward is to come, no sum half made, no recording."""
+        tables = {decision.parameter for decision in self.plan if decision.is_table}
+        return (
+            variant.train
+            and not self._state.unreduced
+            and not self._state.awaiting_backward
+            and (self._flow is None or self._flow.recorder.recording is None)
+            and {table.parameter for table in variant.analysed.tables} == tables
+        )
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Applies every update that an optimizer has stepped. Waits for nothing that other ranks are still to do."""
+        if self._flow is not None:
+            self._flow.settle()
+
+    def parameters_may_change(self) -> None:
+        """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
+        if self._flow is not None:
+            self._flow.parameters_may_change()
+
+    def clear_row_gradients(self) -> None:
+        self._state.gradients.take()
+        self._state.unreduced.clear()
+        for name, table in self._state.tables.items():
+            table.clear_gradient()
+            if self._flow is not None:
+                self._flow.of_table[name].discard()
+
+    def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
+        if self._flow is not None:
+            self._flow.materialise()
+        dense = [p for name, p in self.model.named_parameters() if name not in self._state.tables]
+        tables = list(self._state.tables.values())
+        norm = clip_gradients(dense, tables, self._communicator, max_norm, norm_type)
+        self._state.gradients.note(dense)
+        return norm
+
+
+def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
+    """What follows the plan's tables, where there are any to follow, on rank 0."""
+    return Drift(plan, findings) if findings is not None and plan.watched else None
+
+
+_NOTHING_SENT = (
+    "expected at least two ranks, before the {} is read, found one: nothing is sent, so nothing is scheduled. Start "
+    "the program with torchrun on more ranks."
+)
+
+_CHANGED_PARAMETERS = RuntimeError(
+    "expected every parameter to stay as it was at compile(), in the model's call, found that requires_grad or the "
+    "dtype of one has changed, or that it has got a gradient hook: what is exchanged was decided by the first two, and "
+    "a hook would not run. Freeze, thaw or convert parameters before compile(), and change gradients after backward()"
+)

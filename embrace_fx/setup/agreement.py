@@ -1,0 +1,215 @@
+"""What all ranks must have in common to train together, and how a rank that cannot go on tells the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from embrace_fx.capture.errors import CaptureError
+from embrace_fx.passes.collectives import sequence_hash
+from embrace_fx.runtime.ranks.communicator import Communicator, check_activities
+from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.setup.options import Options
+from embrace_fx.vocabulary.graph import TrainingGraph
+
+
+def agree_on_set_up(
+    communicator: Communicator, model: nn.Module, optimizers: tuple[Optimizer, ...], options: Options
+) -> None:
+    """Checks the arguments of all ranks together: a rank that failed alone would leave the others waiting.
+
+    Raises:
+        ValueError: some rank's arguments are bad, or differ from rank 0's; on every rank.
+    """
+    own: dict[str, Any] | str
+    try:
+        check_arguments(model, optimizers)
+        options.check()
+        if options.backend == "inductor":
+            from embrace_fx.runtime.lower.inductor import check_toolchain  # noqa: PLC0415  (takes seconds to import)
+
+            check_toolchain({parameter.device.type for parameter in model.parameters()})
+        check_trainable(model)
+        refuse_hooks(model)
+        own = describe(model, optimizers, options)
+    except ValueError as error:
+        own = str(error)
+    check_agreement(communicator.gather_objects(own))
+
+
+def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> dict[str, Any]:
+    """A rank's model, optimizers and options, as comparable text by aspect."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, Any] = {"model": type(model).__name__}
+    for name, parameter in model.named_parameters():
+        frozen = "" if parameter.requires_grad else ", frozen"
+        found[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype}{frozen}"
+    for name, buffer in model.named_buffers():
+        found[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+    for k, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            settings = {key: _plain(value) for key, value in group.items() if key != "params"}
+            held = [names.get(id(parameter), "not of the model") for parameter in group["params"]]
+            found[f"optimizer {k}, param group {g}"] = f"{type(optimizer).__name__} {settings} over {held}"
+    found["options"] = options.agreed()
+    return found
+
+
+def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raises `ValueError` where a model or an optimizer is none, or they have nothing to do with each other."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"expected model to be an nn.Module, in compile(), found {_what(model)}. Put the function into the forward "
+            "of a module that holds its parameters."
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"expected optimizer to be a torch.optim.Optimizer, or several, in compile(), found {_what(optimizer)}."
+                " Make it over the model's parameters first: torch.optim.Adagrad(model.parameters(), lr=0.01)."
+            )
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"expected {type(optimizer).__name__} to hold parameters of {type(model).__name__}, in compile(), "
+                "found that it holds none of them: its steps would leave the model as it is. Make it over this model's "
+                "parameters()."
+            )
+
+
+def _what(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} of type {type(value).__name__}"
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raises `ValueError` where a model has nothing to train."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "expected a model with at least one trainable parameter, in compile(), found none in "
+            f"{type(model).__name__}. There is nothing to train or to communicate; call the model itself."
+        )
+
+
+def check_agreement(reports: Sequence[dict[str, Any] | str]) -> None:
+    """Raises where a rank differs from rank 0, or has not come as far as to describe itself.
+
+    Args:
+        reports: what `describe` returned on each rank, or what is wrong with the rank's own arguments.
+
+    Raises:
+        ValueError: naming the rank, and what is wrong with its arguments, or the first aspect in which it differs from
+            rank 0 with both versions of it; on every rank.
+    """
+    failures = [report for report in reports if isinstance(report, str)]
+    if failures == list(reports) and len(set(failures)) == 1:
+        raise ValueError(failures[0])
+    if failures:
+        found = (f"rank {rank}: {report}" for rank, report in enumerate(reports) if isinstance(report, str))
+        raise ValueError("; ".join(found))
+    described = [report for report in reports if isinstance(report, dict)]
+    first = described[0]
+    for rank, other in enumerate(described):
+        for aspect in [*first, *(a for a in other if a not in first)]:
+            expected, found = first.get(aspect, "nothing"), other.get(aspect, "nothing")
+            if expected != found:
+                raise ValueError(
+                    "expected the same model, optimizer and options on every rank, in compile(), found on rank "
+                    f"{rank}: {aspect} is {found}, on rank 0: {expected}. Build all of them from the same code on "
+                    "every rank."
+                )
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raises where a parameter has gradient hooks: gradients do not pass through autograd's accumulation here.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if is_hooked(parameter):
+            raise ValueError(
+                f"expected parameters without gradient hooks, in compile(), found hooks on {name}: gradients are "
+                "reduced and delivered whole, and a hook would not run. Remove the hook, and change gradients after "
+                "backward()."
+            )
+
+
+def is_hooked(parameter: Tensor) -> bool:
+    """Whether a parameter has gradient hooks."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def failure_text(failure: Exception) -> str:
+    """A failure as other ranks are to read it; the library's own errors need no type."""
+    return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
+
+
+def agree_on_first_call(communicator: Communicator, failure: Exception | None) -> None:
+    """Before there is a plan, and with it announcements: all ranks do the same, and none has failed to capture.
+
+    Args:
+        failure: why this rank could not capture its batch, or None.
+
+    Raises:
+        CaptureError: a rank could not; on every rank.
+    """
+    own = (communicator.activity, None if failure is None else failure_text(failure))
+    everyone: list[tuple[int, str | None]] = communicator.gather_objects(own)
+    check_activities([activity for activity, _ in everyone])
+    for rank, (_, report) in enumerate(everyone):
+        if report is not None:
+            text = report if len(everyone) == 1 else f"the capture failed on rank {rank}: {report}"
+            raise CaptureError(text) from failure
+
+
+def agree_on_sequence(communicator: Communicator, graph: TrainingGraph | None, failure: Exception | None) -> str:
+    """Every rank launches the same collectives in the same order, or none goes on.
+
+    Args:
+        graph: what this rank is to run, after the last pass; None where a pass failed.
+        failure: why.
+
+    Returns:
+        The hash of what is launched.
+
+    Raises:
+        PeerFailure: a pass failed on some rank; on every rank.
+        RuntimeError: the ranks would launch different collectives; on every rank.
+    """
+    own = ("" if graph is None else sequence_hash(graph), None if failure is None else failure_text(failure))
+    everyone: list[tuple[str, str | None]] = communicator.gather_objects(own)
+    if failures := {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}:
+        raise PeerFailure(failures) from failure
+    others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
+    if others:
+        raise RuntimeError(
+            "expected every rank's graph to launch the same collectives, after the last pass, found that ranks "
+            f"{others} differ from rank 0: their batches led the forward along another path. Make the forward read "
+            "the same tables and parameters on every rank."
+        )
+    return own[0]
+
+
+def give_up(communicator: Communicator, failure: Exception) -> NoReturn:
+    """Reports a failure in place of a step, so that the other ranks do not wait for this one.
+
+    Raises:
+        CaptureError: the failure itself, if it is one; the other ranks raise PeerFailure.
+        PeerFailure: any other failure, on every rank.
+    """
+    report = None
+    try:
+        communicator.announce((), failure_text(failure))
+    except PeerFailure as raised:
+        report = raised
+    assert report is not None  # what is announced is raised, on every rank
+    if isinstance(failure, CaptureError):
+        raise failure
+    raise report from failure

@@ -1,0 +1,369 @@
+"""The plan: the strategy of every parameter, with its reason and its predicted cost. Plain data, equal on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table as TextTable
+
+from embrace_fx.cost.links import COLLECTIVES, Cluster
+from embrace_fx.vocabulary.json_files import read_json, write_json
+
+STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps")
+"""What keeps a parameter consistent: "alltoall" is column shards and AlltoAll of rows, of tables only; all others
+exchange the gradient of replicas, "allreduce" densely."""
+EXCHANGES = ("allgather", "omnireduce", "zen", "ps")
+"""The strategies of replicas whose exchange is sparse (`embrace_fx.runtime.exchanges`)."""
+
+LinksAre = Literal["assumed", "given", "probed"]
+"""How the links that a plan is made for are known: the default `Cluster`, the user's, or measured between the ranks."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """N = `rows` x `columns` ranks over one sharded table: rank r * columns + c owns rows r, r + rows, r + 2 rows, ..
+    and of these the columns in chunk c of `columns` (torch.chunk layout).
+
+    One row of N columns is the plain layout of column shards. Rows go round the grid one by one and not in ranges:
+    vocabularies are sorted by frequency, and the first range would be read by far the most.
+
+    >>> Grid(2, 4).place(6)
+    (1, 2)
+    """
+
+    rows: int
+    columns: int
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """A rank's row and column of the grid."""
+        return divmod(rank, self.columns)
+
+    def own_rows(self, num_rows: int, rank: int) -> slice:
+        """Which rows of a table of `num_rows` a rank owns; row id is its row id // `rows`."""
+        return slice(self.place(rank)[0], num_rows, self.rows)
+
+    def takes(self, num_rows: int) -> bool:
+        """Whether torch's placements can say which rows are whose: chunks of `rows` rows, one row to each.
+
+        Not for a few tables of up to rows * (rows - 1) rows, whose equal chunks are smaller than that.
+        """
+        return num_rows <= self.rows or -(-num_rows // -(-num_rows // self.rows)) == self.rows
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.columns} grid"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Sharded tables of one width, below each other as one table: their rows and gradients travel together.
+
+    Attributes:
+        tables: parameter names, in the order of their rows.
+        first_rows: the row of the stack in which each one begins.
+    """
+
+    tables: tuple[str, ...]
+    first_rows: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """What launches and updates of the stack are called.
+
+        >>> Stack(("user.weight", "item.weight", "shop.weight"), (0, 10, 30)).name
+        'user.weight and 2 more'
+        """
+        return f"{self.tables[0]} and {len(self.tables) - 1} more"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One strategy that was weighed for one parameter.
+
+    Attributes:
+        strategy: one of `STRATEGIES`.
+        scheme: of "zen": "balanced" or "hierarchical"; else "".
+        sent_bytes_per_step: as of a `Decision`.
+        predicted_ms: as of a `Decision`; what candidates are compared by.
+        memory_bytes: of parameter, gradient and what the exchange holds, on one rank; an optimizer's state grows with
+            the parameter.
+        rejected: why it was not chosen, in a few words; "" for the one that was.
+        grid: as of a `Decision`.
+    """
+
+    strategy: str
+    scheme: str
+    sent_bytes_per_step: int
+    predicted_ms: float
+    memory_bytes: int
+    rejected: str
+    grid: Grid | None = None
+
+    @property
+    def name(self) -> str:
+        """The strategy, and which kind of it."""
+        return _name(self.strategy, self.scheme, self.grid)
+
+
+def _name(strategy: str, scheme: str, grid: Grid | None) -> str:
+    kind = scheme or str(grid or "")
+    return f"{strategy}, {kind}" if kind else strategy
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one parameter is kept consistent.
+
+    Attributes:
+        parameter: its name in the user's model.
+        shape: its whole shape.
+        is_table: whether a lookup reads it.
+        strategy: one of `STRATEGIES`, "frozen" (no gradient) or "unused" (no rank's forward reads it).
+        reason: why, in one line.
+        sent_bytes_per_step: predicted payload that one rank sends per step, the mean over ranks: without the frames of
+            the transport (gloo adds 144 bytes per message, TCP and Ethernet 66 per packet).
+        ddp_bytes_per_step: what DDP's dense AllReduce sends for it.
+        predicted_ms: time of the exchange alone on an idle link; a table's with what processors do for it in a step,
+            the update of its rows included.
+        scheme: of "zen": "balanced" or "hierarchical"; else "".
+        grid: of "alltoall", where the ranks are more than one row; else None.
+        candidates: every strategy weighed, of which one was chosen; empty where there was nothing to choose.
+        measured: how a table's gradients lie on all ranks, in one line; "" where that is not known.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    is_table: bool
+    strategy: str
+    reason: str
+    sent_bytes_per_step: int
+    ddp_bytes_per_step: int
+    predicted_ms: float
+    scheme: str = ""
+    grid: Grid | None = None
+    candidates: tuple[Candidate, ...] = ()
+    measured: str = ""
+
+    @property
+    def name(self) -> str:
+        """The strategy, and which kind of it."""
+        return _name(self.strategy, self.scheme, self.grid)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions and buckets.
+
+    Attributes:
+        world_size: number of ranks.
+        decisions: one per parameter, in the model's order.
+        buckets: parameters whose gradients are reduced together, in launch order; one of `exchanged` is alone in its.
+        renormed: data-parallel tables with `max_norm`, whose replicas must rescale the same rows.
+        links: what strategies are compared on, and buckets and the blocks of exchanges cut for.
+        links_are: how these are known.
+        watched: tables whose strategy follows the rows that ranks read: another one may be planned for them.
+        history: what earlier plans were replaced for, one line each.
+        stacks: tables of `sharded` whose rows travel together wherever a step leaves communication to the next one.
+    """
+
+    world_size: int
+    decisions: tuple[Decision, ...]
+    buckets: tuple[tuple[str, ...], ...]
+    renormed: tuple[str, ...] = ()
+    links: Cluster = Cluster()
+    links_are: LinksAre = "assumed"
+    watched: tuple[str, ...] = ()
+    history: tuple[str, ...] = ()
+    stacks: tuple[Stack, ...] = ()
+
+    @property
+    def sharded(self) -> tuple[str, ...]:
+        """Tables whose columns, or rows and columns, are spread over the ranks."""
+        return tuple(d.parameter for d in self.decisions if d.strategy == "alltoall")
+
+    @property
+    def grids(self) -> dict[str, Grid]:
+        """Of `sharded`, those whose rows are spread too."""
+        return {d.parameter: d.grid for d in self.decisions if d.grid is not None}
+
+    @property
+    def exchanged(self) -> tuple[str, ...]:
+        """Replicas whose gradients are exchanged sparsely."""
+        return tuple(d.parameter for d in self.decisions if d.strategy in EXCHANGES)
+
+    @property
+    def sent_bytes_per_step(self) -> int:
+        """Predicted payload that one rank sends per step, the mean over ranks."""
+        return sum(d.sent_bytes_per_step for d in self.decisions)
+
+    def __getitem__(self, parameter: str) -> Decision:
+        for decision in self.decisions:
+            if decision.parameter == parameter:
+                return decision
+        raise KeyError(
+            f"expected a parameter of the model, found {parameter!r}; it has {[d.parameter for d in self.decisions]}"
+        )
+
+    def __iter__(self) -> Iterator[Decision]:
+        return iter(self.decisions)
+
+    def digest(self) -> str:
+        """A hash of everything the ranks must agree on."""
+        agreed = [(d.parameter, d.shape, d.strategy, d.scheme, d.grid) for d in self.decisions]
+        everything = (self.world_size, agreed, self.buckets, self.renormed, self.links, self.stacks)
+        return hashlib.sha256(repr(everything).encode()).hexdigest()
+
+    def explain(self) -> str:
+        """Every strategy weighed for each parameter: what it was predicted to cost, and why it was not chosen."""
+        return explain(self)
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON: `compile(plan=path)` repeats it."""
+        write_json(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """The plan in a file.
+
+        Raises:
+            ValueError: there is no such file, or it holds no plan.
+        """
+        try:
+            return read_json(cls, path)
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"expected a plan as plan.save(path) writes it, in {path}, found: {error}. Save it anew, from a model "
+                "that has been called."
+            ) from error
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def check_grid(grid: Grid, parameter: str, shape: tuple[int, ...], world_size: int) -> None:
+    """Raises `ValueError` where a table cannot lie on a grid that was asked for."""
+    num_rows, columns = shape
+    if grid.rows < 1 or grid.rows * grid.columns != world_size or grid.columns > columns or not grid.takes(num_rows):
+        raise ValueError(
+            f"expected a grid of {world_size} ranks, of at most {columns} columns and of no more rows than a table of "
+            f"{num_rows} fills evenly, for {parameter} in strategy, found {grid.rows} rows x {grid.columns} columns. "
+            "Pass Grid(rows, columns) with rows * columns ranks, or 'alltoall' to have it chosen."
+        )
+
+
+def render(plan: Plan) -> str:
+    """The plan as a table: tables first, then everything else, and the totals against DDP."""
+    text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s); bytes sent by one rank per step")
+    for column in ("parameter", "shape", "strategy", "predicted", "DDP", "ms", "reason"):
+        text.add_column(column, justify="right" if column in ("predicted", "DDP", "ms") else "left", overflow="fold")
+    for decision in sorted(plan.decisions, key=lambda d: not d.is_table):
+        text.add_row(
+            decision.parameter,
+            " x ".join(map(str, decision.shape)) or "scalar",
+            decision.strategy,
+            readable_bytes(decision.sent_bytes_per_step),
+            readable_bytes(decision.ddp_bytes_per_step),
+            f"{decision.predicted_ms:.3f}",
+            decision.reason,
+        )
+    ddp = sum(d.ddp_bytes_per_step for d in plan.decisions)
+    text.add_section()
+    text.add_row(
+        "total",
+        "",
+        "",
+        readable_bytes(plan.sent_bytes_per_step),
+        readable_bytes(ddp),
+        "",
+        f"{len(plan.buckets)} bucket(s)",
+    )
+    if plan.stacks:
+        text.caption = "\n".join(f"rows travel together: {', '.join(stack.tables)}" for stack in plan.stacks)
+    if not any(d.is_table for d in plan.decisions):
+        text.caption = "no tables: every gradient is reduced densely"
+    return _printed(text)
+
+
+def explain(plan: Plan) -> str:
+    """The candidates as a table: parameter by parameter, the chosen one marked, the others with what was against them.
+
+    Below a table's candidates stands how its gradients lie on all ranks (`embrace_fx.cost.sparsity.Sparsity`).
+    Parameters that had no choice are left out.
+    """
+    text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s): what was weighed; one rank, one step")
+    for column in ("parameter", "strategy", "sent", "ms", "memory", "", "against it"):
+        text.add_column(column, justify="right" if column in ("sent", "ms", "memory") else "left", overflow="fold")
+    for decision in plan.decisions:
+        for k, candidate in enumerate(decision.candidates):
+            text.add_row(
+                "" if k else decision.parameter,
+                candidate.name,
+                readable_bytes(candidate.sent_bytes_per_step),
+                f"{candidate.predicted_ms:.3f}",
+                readable_bytes(candidate.memory_bytes),
+                "" if candidate.rejected else "chosen",
+                candidate.rejected,
+            )
+        if decision.candidates and decision.measured:
+            text.add_row("", "measured", "", "", "", "", decision.measured)
+        if decision.candidates:
+            text.add_section()
+    if plan.world_size == 1:
+        told = ["a single rank exchanges nothing; embrace_fx.plan(model, batch, world_size=8) plans for more"]
+    else:
+        told = [] if any(d.candidates for d in plan.decisions) else ["no parameter had a choice"]
+        told += [_links_text(plan), _handling_text(plan), *plan.history]
+    text.caption = "\n".join(told)
+    return _printed(text)
+
+
+def _links_text(plan: Plan) -> str:
+    """The links that times are predicted for, in one line."""
+    reached = []
+    for name in (None, *COLLECTIVES):
+        link = plan.links.link(name)
+        if name is None or link != plan.links.link():
+            rate = readable_bytes(link.bandwidth_bytes_per_ms * 1e3)
+            reached.append(f"{name or 'a rank'} {rate}/s, {link.start_up_ms:.3f} ms per message")
+    if plan.links.inside is not None:
+        inside = plan.links.inside
+        rate = readable_bytes(inside.bandwidth_bytes_per_ms * 1e3)
+        reached.append(
+            f"{plan.links.ranks_per_machine} ranks per machine, inside {rate}/s, {inside.start_up_ms:.3f} ms"
+        )
+    return f"links {plan.links_are}: {'; '.join(reached)}"
+
+
+def _handling_text(plan: Plan) -> str:
+    """What processors are taken to handle, in one line."""
+    rates = plan.links.handling
+    searched, passed = (readable_bytes(each * 1e3) for each in (rates.scan_bytes_per_ms, rates.pass_bytes_per_ms))
+    units, round_ms = f"{rates.unit_ms * 1e6:.0f} ns per unit", f"{rates.round_ms:.3f} ms per round"
+    return f"a rank's processor searches {searched}/s, passes over {passed}/s; {units}, {round_ms}"
+
+
+def _printed(text: TextTable) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160, no_color=True).print(text)
+    return out.getvalue()
+
+
+def readable_bytes(count: float) -> str:
+    """Bytes with a binary unit.
+
+    >>> readable_bytes(1536)
+    '1.5 KiB'
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

@@ -1,0 +1,136 @@
+"""The stream program: what one host thread enqueues on a device's streams in a few steady steps, as plain data.
+
+    Launch(stream, op)      a collective, on the stream of its communication class
+    Compute(op)             kernels, on the stream of the model, or on one named
+    Record(event, stream)   the event passes when everything enqueued on the stream before has ended
+    Wait(event, stream)     what is enqueued on the stream from here on waits for the event; the host does not
+    HostRead(event, reads)  the host reads what was copied to pinned memory, and waits only if the event has not passed
+    Keep(value, stream)     the allocator is told that a stream uses a value (`Tensor.record_stream`)
+    Free(value, stream)     the last reference is gone: the allocator gives the memory to what is enqueued next on the
+                            stream that the value was allocated on
+
+Records stand in the order in which the host enqueues them. Streams run beside each other: only a stream's own order and
+the edges from an event's record to its waits order anything. `passes/scheduler/streams.py` predicts a program from a
+schedule, `runtime/launch/recorded_streams.py` records the one that the runtime executes,
+`passes/verifier/stream_order.py` proves either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from embrace_fx.vocabulary.schedule import LANES
+
+STREAMS = LANES
+"""The stream of the model's compute, and one for each communication class."""
+
+URGENT = ("ids", "embedding")
+"""Streams of high priority: what the next forward waits for first."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    stream: str
+    op: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Compute:
+    op: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    stream: str = "compute"
+
+
+@dataclass(frozen=True)
+class Record:
+    event: str
+    stream: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    event: str
+    stream: str
+
+
+@dataclass(frozen=True)
+class HostRead:
+    event: str
+    reads: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Keep:
+    value: str
+    stream: str
+
+
+@dataclass(frozen=True)
+class Free:
+    value: str
+    stream: str
+
+
+Step = Launch | Compute | Record | Wait | HostRead | Keep | Free
+
+
+@dataclass(frozen=True)
+class StreamProgram:
+    """A sequence of records, in the order in which the host enqueues them.
+
+    Attributes:
+        title: what it is the program of.
+        steps: the records; text between them is a heading.
+    """
+
+    title: str
+    steps: tuple[Step | str, ...]
+
+    def records(self) -> tuple[Step, ...]:
+        """The records without headings."""
+        return tuple(step for step in self.steps if not isinstance(step, str))
+
+    def launches(self) -> tuple[Launch, ...]:
+        return tuple(step for step in self.records() if isinstance(step, Launch))
+
+    def digest(self) -> dict[str, str]:
+        """By communication class: SHA-256 of its launches in order, which must be equal on all ranks."""
+        by_class: dict[str, list[str]] = {}
+        for launch in self.launches():
+            by_class.setdefault(launch.stream, []).append(launch.op)
+        return {stream: hashlib.sha256("\n".join(ops).encode()).hexdigest() for stream, ops in sorted(by_class.items())}
+
+
+def story(program: StreamProgram) -> str:
+    """The program as text, a line each: where, what, and which values it reads and writes."""
+    return "\n".join([program.title, *(_line(step) for step in program.steps)])
+
+
+def _line(step: Step | str) -> str:
+    if isinstance(step, str):
+        return f"-- {step} --"
+    match step:
+        case Launch(stream, op, reads, writes):
+            return f"{stream:<9}  launch   {op}{_values(reads, writes)}"
+        case Compute(op, reads, writes, stream):
+            return f"{stream:<9}  compute  {op}{_values(reads, writes)}"
+        case Record(event, stream):
+            return f"{stream:<9}    record   {event}"
+        case Wait(event, stream):
+            return f"{stream:<9}    wait     {event}"
+        case HostRead(event, reads):
+            return f"{'host':<9}    read     {', '.join(reads)}, once {event}"
+        case Keep(value, stream):
+            return f"{stream:<9}    keep     {value}"
+        case Free(value, stream):
+            return f"{stream:<9}    free     {value}"
+
+
+def _values(reads: Iterable[str], writes: Iterable[str]) -> str:
+    read, written = ", ".join(reads), ", ".join(writes)
+    return f"   ({read} -> {written})" if read or written else ""

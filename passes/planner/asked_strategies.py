@@ -1,0 +1,66 @@
+"""What the user asks of strategies: one for all tables, or by patterns of parameters' names."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+
+from embrace_fx.vocabulary.plan import STRATEGIES, Grid
+
+Strategy = str | Grid | Mapping[str, str | Grid]
+"""A name of `STRATEGIES`, "auto", or a grid for "alltoall"; for all tables, or by patterns of parameters' names."""
+
+
+def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
+    """Raises `ValueError` where a strategy is no name, or no mapping of names, or one that does not exist.
+
+    Args:
+        where: the call that the error names.
+    """
+    if not isinstance(strategy, str | Grid | Mapping):
+        raise ValueError(
+            f"expected strategy to be a name or a mapping from parameter name patterns to names, in {where}, found "
+            f"{strategy!r}. Pass 'auto', or leave it out, to have it chosen."
+        )
+    for pattern, name in _patterns(strategy).items():
+        if not isinstance(name, Grid) and name not in (*STRATEGIES, "auto"):
+            raise ValueError(
+                f"expected strategy, in {where}, to be 'auto' or one of {', '.join(STRATEGIES)} for {pattern!r}, found "
+                f"{name!r}. Choose one of these, or leave it to 'auto'."
+            )
+
+
+def _patterns(strategy: Strategy) -> Mapping[str, str | Grid]:
+    return {"*": strategy} if isinstance(strategy, str | Grid) else strategy
+
+
+def requested_strategies(
+    strategy: Strategy, tables: tuple[str, ...], parameters: tuple[str, ...] = ()
+) -> dict[str, str | Grid]:
+    """Table or other parameter -> the strategy or grid asked for ("auto" where nothing was).
+
+    One strategy for all is one for all tables. A pattern may name any trainable parameter, but tables only for
+    "alltoall" and for a grid.
+
+    Raises:
+        ValueError: a strategy that does not exist, or a pattern that nothing matches.
+    """
+    check_strategy(strategy)
+    chosen: dict[str, str | Grid] = dict.fromkeys((*tables, *parameters), "auto")
+    for pattern, name in _patterns(strategy).items():
+        tables_only = not isinstance(strategy, Mapping) or name == "alltoall" or isinstance(name, Grid)
+        matched = fnmatch.filter(tables if tables_only else chosen, pattern)
+        if isinstance(strategy, Mapping) and not matched:
+            raise ValueError(_no_match(pattern, tables, parameters, tables_only=tables_only))
+        chosen.update(dict.fromkeys(matched, name))
+    return chosen
+
+
+def _no_match(pattern: str, tables: tuple[str, ...], parameters: tuple[str, ...], *, tables_only: bool) -> str:
+    what = "table" if tables_only else "table or another trainable parameter"
+    names = tables if tables_only else tuple(dict.fromkeys((*tables, *parameters)))
+    return (
+        f"expected the pattern {pattern!r} of strategy to match a {what}, found none among "
+        f"{', '.join(names) or 'no tables'}. "
+        f"Use a {'table' if tables_only else 'parameter'}'s name, or a pattern such as '*.embedding.weight'."
+    )

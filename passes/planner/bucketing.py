@@ -1,0 +1,55 @@
+"""Cuts dense parameters into the buckets whose gradients travel together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from embrace_fx import cost
+from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
+
+
+def plan_buckets(
+    graph: TrainingGraph,
+    reduced: set[str],
+    sizes: Mapping[str, int],
+    cluster: cost.Cluster,
+    world_size: int,
+    alone: Collection[str] = (),
+) -> tuple[tuple[str, ...], ...]:
+    """Blocks of consecutive parameters, the last block first: about the order in which the backward yields gradients.
+
+    Parameters are cut in the order in which the forward reads them, so that what is reduced and updated together is
+    also needed together. A bucket is of one dtype, and of the size that the cost model wants; what is exchanged
+    sparsely has one of its own.
+
+    Args:
+        reduced: replicas with a gradient.
+        alone: those of them that have a bucket of their own.
+    """
+    position = {node: k for k, node in enumerate(graph.graph.nodes)}
+    produced = {
+        role.of.name: node
+        for node, role in graph.outputs()
+        if isinstance(role, Gradient)
+        and isinstance(role.of, Parameter)
+        and role.of.name in reduced
+        and node is not None
+    }
+    read = {
+        role.name: min((position[user] for user in node.users), default=len(position))
+        for node, role in graph.inputs()
+        if isinstance(role, Parameter) and role.name in produced
+    }
+    limit = cost.bucket_bytes(cluster, world_size, sum(sizes[name] for name in produced if name not in alone))
+    buckets: list[list[str]] = []
+    filled, dtype = 0, None
+    for name in sorted(produced, key=lambda n: (read[n], n)):
+        apart = name in alone or (bool(buckets) and buckets[-1][-1] in alone)
+        if not buckets or apart or filled + sizes[name] > limit or produced[name].meta["val"].dtype != dtype:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(name)
+        filled += sizes[name]
+        dtype = produced[name].meta["val"].dtype
+    elsewhere = tuple(sorted(reduced - set(produced)))  # read by other ranks' first batches only
+    return tuple(tuple(bucket) for bucket in reversed(buckets)) + tuple((name,) for name in elsewhere)

@@ -1,0 +1,298 @@
+"""Decides the strategy of every parameter and the buckets. Deciding only: the passes apply what the plan says.
+
+Contract
+    A pure function of the captured graph, the first batches' rows on all ranks, the optimizer's blockers and the
+    cluster: one rank computes the plan, the others receive it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+from embrace_fx import cost
+from embrace_fx.cost.sparsity import Sparsity
+from embrace_fx.passes.planner.asked_strategies import Strategy, requested_strategies
+from embrace_fx.passes.planner.bucketing import plan_buckets
+from embrace_fx.passes.planner.pricing import CLEARLY, ParameterFacts, Priced, Pricing, nothing_sent
+from embrace_fx.passes.planner.shard_cost import RowsAtHome
+from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
+from embrace_fx.vocabulary.graph import Table, TrainingGraph
+from embrace_fx.vocabulary.plan import EXCHANGES, Candidate, Decision, Grid, Plan
+
+SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
+"""Of a table's rows, read by each rank: at these it is tried out whether its strategy depends on them."""
+
+
+DENSELY = 0.5
+"""Of a table's rows: read by each rank at every step, AllReduce of them all sends about as much as AlltoAll. Below it,
+what links a probe happens to find must not decide between strategies that are nearly as fast: shards win unless whole
+tables are clearly faster."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A strategy out of several, with the reason in one line.
+
+    Attributes:
+        priced: strategy -> price, of all that were weighed; empty where there was nothing to choose.
+        against: what spoke against the others, where it was not the time.
+        may_travel: the reason that shards of a whole table would have, were they to share another one's start-ups; ""
+            where something besides start-ups keeps it whole.
+        sparsely_read: less than `DENSELY` of its rows are.
+    """
+
+    chosen: Priced
+    reason: str
+    priced: Mapping[str, Priced] = field(default_factory=dict)
+    against: str = ""
+    may_travel: str = ""
+    sparsely_read: bool = False
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """What was weighed, with what spoke against the others."""
+        return tuple(
+            Candidate(
+                each.strategy,
+                each.scheme,
+                each.exchange.sent_bytes,
+                each.predicted_ms,
+                each.memory_bytes,
+                "" if each is self.chosen else each.blocker or self.against or _slower(each, self.chosen),
+                each.grid,
+            )
+            for each in sorted(self.priced.values(), key=lambda each: each.predicted_ms)
+        )
+
+
+def decide(  # noqa: PLR0913
+    graph: TrainingGraph,
+    facts: tuple[ParameterFacts, ...],
+    rows_by_rank: Mapping[str, tuple[int, ...]],
+    *,
+    world_size: int,
+    strategy: Strategy = "auto",
+    cluster: cost.Cluster = cost.Cluster(),
+    sparsity: Mapping[str, Sparsity] | None = None,
+    rows_at_home: Mapping[str, RowsAtHome] | None = None,
+    current: Plan | None = None,
+    schedule: str = "2d",
+) -> Plan:
+    """The plan for a graph.
+
+    Args:
+        graph: the captured graph with its tables found.
+        facts: every parameter of the model.
+        rows_by_rank: table -> unique rows that each rank's first batch reads.
+        strategy: "auto", one strategy or grid for every table, or {name pattern: strategy or grid}.
+        cluster: the links that strategies are compared on, and buckets and blocks cut for.
+        sparsity: table -> how its gradients lie on all ranks, in rows; of others it is assumed, rows being drawn at
+            random as often as `rows_by_rank` says.
+        rows_at_home: table -> which of each rank's rows its own row of a grid has; of others, the share that falls
+            there at random.
+        current: the plan in use: a table's strategy stays unless the best one takes less than `CLEARLY` of its time,
+            and shards stay as they lie.
+        schedule: that will be followed. Under "none" each table's rows travel alone, so that gradients can be summed in
+            the order of the reference.
+
+    Raises:
+        ValueError: a strategy that does not exist, a pattern that nothing matches, or a grid of other ranks.
+    """
+    in_use = {d.parameter: d for d in current} if current is not None else {}
+    tables = {table.parameter: table for table in graph.tables}
+    pricing = Pricing(graph, world_size, cluster, sparsity or {}, rows_at_home or {}, in_use, schedule)
+    wanted = requested_strategies(strategy, tuple(tables), tuple(fact.name for fact in facts if fact.trainable))
+    choices: dict[str, _Choice] = {}
+    watched = []
+    for fact in facts:
+        if not fact.trainable:
+            choices[fact.name] = _Choice(nothing_sent("frozen"), "takes no gradient")
+        elif not fact.used:
+            choices[fact.name] = _Choice(nothing_sent("unused"), "no rank's forward gives it a gradient")
+        elif fact.name in tables:
+            table, rows = tables[fact.name], rows_by_rank.get(fact.name, ())
+            choices[fact.name] = _of_table(pricing, table, fact, rows, wanted[fact.name])
+            if wanted[fact.name] == "auto" and _depends_on_rows(pricing, table, fact):
+                watched.append(fact.name)
+        else:
+            choices[fact.name] = _of_dense(pricing, fact, wanted[fact.name])
+    if schedule != "none":
+        choices |= _travelling(graph, tables, facts, choices, pricing)
+    decisions = tuple(_decision(fact, choices[fact.name], fact.name in tables, pricing) for fact in facts)
+    replicas = {d.parameter: d.strategy for d in decisions if d.strategy in ("allreduce", *EXCHANGES)}
+    reduced = set(replicas) if world_size > 1 else set()
+    alone = {name for name in reduced if replicas[name] in EXCHANGES}
+    sizes = {fact.name: fact.nbytes for fact in facts}
+    renormed = tuple(t.parameter for t in graph.tables if t.max_norm and world_size > 1)
+    buckets = plan_buckets(graph, reduced, sizes, cluster, world_size, alone)
+    sharded = [fact for fact in facts if world_size > 1 and _by_columns(choices[fact.name])]
+    fit = [_stackable(tables[fact.name], fact, world_size) for fact in sharded if schedule != "none"]
+    stacks = plan_stacks(graph, fit)
+    return Plan(world_size, decisions, buckets, renormed, cluster, watched=tuple(watched), stacks=stacks)
+
+
+def _decision(fact: ParameterFacts, choice: _Choice, is_table: bool, pricing: Pricing) -> Decision:
+    chosen, world_size = choice.chosen, pricing.world_size
+    return Decision(
+        fact.name,
+        fact.shape,
+        is_table,
+        chosen.strategy,
+        choice.reason,
+        chosen.exchange.sent_bytes,
+        cost.all_reduce(fact.nbytes, world_size).sent_bytes if fact.trainable else 0,
+        chosen.predicted_ms,
+        chosen.scheme,
+        chosen.grid,
+        choice.candidates() if world_size > 1 else (),  # on one rank nothing is sent: there is nothing to weigh
+        str(pricing.sparsity[fact.name]) if fact.name in pricing.sparsity else "",
+    )
+
+
+def _travelling(
+    graph: TrainingGraph,
+    tables: Mapping[str, Table],
+    facts: tuple[ParameterFacts, ...],
+    choices: Mapping[str, _Choice],
+    pricing: Pricing,
+) -> dict[str, _Choice]:
+    """Whole tables that are better off sharded where shards of a stack share their start-ups.
+
+    Those whose AlltoAll adds less than their AllReduce once neither pays a start-up: where one that is sharded anyway
+    is in their stack, or where together they save more than the start-ups of one.
+    """
+    whole = {fact.name: choices[fact.name] for fact in facts if choices[fact.name].may_travel}
+    gains_ms = {name: _gain_ms(choice, pricing.in_use.get(name)) for name, choice in whole.items()}
+    better = {name for name, gain_ms in gains_ms.items() if gain_ms > 0}
+    fit = [fact for fact in facts if fact.name in better or _by_columns(choices[fact.name])]
+    travelling = {}
+    for stack in plan_stacks(graph, [_stackable(tables[fact.name], fact, pricing.world_size) for fact in fit]):
+        joining = better.intersection(stack.tables)
+        start_ups_ms = max((whole[name].priced["alltoall"].start_ups_ms for name in joining), default=0.0)
+        if len(joining) < len(stack.tables) or sum(gains_ms[name] for name in joining) > start_ups_ms:
+            for name in joining:
+                priced, read = whole[name].priced, whole[name].may_travel
+                sharing = f"shares start-ups with {len(stack.tables) - 1} others; {read}"
+                travelling[name] = _Choice(priced["alltoall"], sharing, priced)
+    return travelling
+
+
+def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
+    """What a step saves by shards that share start-ups; near ties, and what is in use, count as the faster one."""
+    whole_ms, sharded_ms = choice.chosen.sharing_ms, choice.priced["alltoall"].sharing_ms
+    if in_use is None:
+        return whole_ms - _near(choice.sparsely_read) * sharded_ms
+    return whole_ms - CLEARLY * sharded_ms if in_use.strategy == "alltoall" else CLEARLY * whole_ms - sharded_ms
+
+
+def _near(sparsely_read: bool) -> float:
+    """Times what shards take: what whole tables must stay below to be chosen."""
+    return CLEARLY if sparsely_read else 1.0
+
+
+def _by_columns(choice: _Choice) -> bool:
+    return choice.chosen.strategy == "alltoall" and choice.chosen.grid is None
+
+
+def _stackable(table: Table, fact: ParameterFacts, world_size: int) -> Stackable:
+    return Stackable(table, fact.param_group, ceil(fact.nbytes / world_size))
+
+
+def _of_dense(pricing: Pricing, fact: ParameterFacts, wanted: str | Grid) -> _Choice:
+    """A parameter that no lookup reads: nothing is known of its gradient's zeros, but the user may know."""
+    priced = pricing.of_dense(fact, ("allreduce",) if wanted == "auto" else ("allreduce", *EXCHANGES))
+    assert isinstance(wanted, str)  # grids are for tables
+    if wanted == "auto":
+        return _Choice(priced["allreduce"], "dense gradient")
+    reason = "asked for" if wanted == "allreduce" else "asked for; predicted for a gradient without zeros"
+    return _Choice(priced[wanted], reason, priced, f"{wanted} was asked for")
+
+
+def _of_table(
+    pricing: Pricing, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid
+) -> _Choice:
+    """What is legal comes first, then what was asked for, then what is cheaper."""
+    priced = pricing.of_table(table, fact, rows, wanted)
+    sharded, allreduce = priced["alltoall"], priced["allreduce"]
+    wanted = "alltoall" if isinstance(wanted, Grid) else wanted
+    mean_rows = sum(rows) / max(len(rows), 1)
+    share = mean_rows / max(table.num_rows, 1)
+    grid = sharded.grid or Grid(1, pricing.world_size)
+    width = f"{-(-table.embedding_dim // grid.columns)} columns per rank"
+    read = f"{mean_rows:.0f} of {table.num_rows} rows read ({share:.2%})"
+    what = f"{read}, {grid}, {width}" if sharded.grid is not None else f"{read}, {width}"
+    blocker = sharded.blocker
+    asked = f"{wanted} was asked for"
+    if wanted in EXCHANGES:
+        return _Choice(priced[wanted], f"asked for; {read}", priced, asked)
+    if wanted == "alltoall":
+        if blocker is not None:
+            return _Choice(allreduce, blocker, priced, "alltoall was asked for")
+        return _Choice(sharded, f"asked for; {what}", priced, asked)
+    if wanted == "allreduce":
+        return _Choice(allreduce, blocker or "asked for", priced, asked)
+    if blocker is None and fact.updated_by_rows:
+        return _Choice(sharded, f"updated by rows; {what}", priced, "it is updated by rows")
+    constant = all(use.constant_ids for use in table.uses)
+    if blocker is None and constant:
+        return _Choice(allreduce, "its ids do not depend on the batch", priced, "its ids never change")
+    if pricing.world_size == 1:
+        cheaper = blocker is None and share < DENSELY
+    else:
+        cheaper = blocker is None and _near(share < DENSELY) * sharded.added_ms < allreduce.added_ms
+    best = _sparsely(pricing, priced) or ("alltoall" if cheaper else "allreduce")
+    in_use = pricing.in_use[fact.name].strategy if fact.name in pricing.in_use else best
+    may_travel = what if pricing.world_size > 1 and blocker is None and sharded.grid is None else ""
+    if best != in_use and not _worth_a_change(priced[in_use], priced[best]):
+        against = f"{in_use} is in use, {best} not clearly faster"
+        may_travel = may_travel if in_use == "allreduce" else ""
+        return _Choice(priced[in_use], f"in use; {what}", priced, against, may_travel, share < DENSELY)
+    if best in EXCHANGES:
+        return _Choice(priced[best], f"{blocker}; {read}" if blocker else read, priced)
+    if best == "alltoall":
+        near = pricing.world_size > 1 and sharded.added_ms > allreduce.added_ms
+        return _Choice(sharded, f"not clearly faster whole; {what}" if near else what, priced)
+    reason = blocker or _whole_because(pricing, sharded, allreduce, what)
+    return _Choice(allreduce, reason, priced, "", may_travel, share < DENSELY)
+
+
+def _whole_because(pricing: Pricing, sharded: Priced, allreduce: Priced, what: str) -> str:
+    """Why a table that could be sharded is whole."""
+    if pricing.world_size == 1:
+        return f"densely read: {what}"
+    return f"AllReduce adds {allreduce.added_ms:.3f} ms to a step, shards {sharded.added_ms:.3f} ms: {what}"
+
+
+def _depends_on_rows(pricing: Pricing, table: Table, fact: ParameterFacts) -> bool:
+    """Whether more or fewer rows read would make another strategy the best, by itself or with others."""
+    anywhere = replace(pricing, sparsity={}, in_use={})
+    rows = {ceil(table.num_rows * share) for share in SHARES}
+    choices = [_of_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]
+    best = {(c.chosen.strategy, bool(c.may_travel) and _gain_ms(c, None) > 0) for c in choices}
+    return pricing.world_size > 1 and len(best) > 1
+
+
+def _worth_a_change(in_use: Priced, best: Priced) -> bool:
+    return in_use.blocker is not None or best.added_ms < CLEARLY * in_use.added_ms
+
+
+def _sparsely(pricing: Pricing, priced: Mapping[str, Priced]) -> str | None:
+    """The cheapest sparse exchange of replicas, if AllReduce adds more to a step and AlltoAll clearly more."""
+    if pricing.world_size == 1:
+        return None
+    cheapest = min((priced[name] for name in EXCHANGES), key=lambda each: each.predicted_ms)
+    others = [p for p in priced.values() if p.strategy not in EXCHANGES and p.blocker is None]
+    limits_ms = (each.sharing_ms * (CLEARLY if each.strategy == "alltoall" else 1.0) for each in others)
+    return cheapest.strategy if cheapest.added_ms < min(limits_ms) else None
+
+
+def _slower(other: Priced, chosen: Priced) -> str:
+    """Why the time of one speaks for another."""
+    ratio = other.predicted_ms / max(chosen.predicted_ms, 1e-9)
+    times = f"{ratio:.2f} times the time"
+    if ratio > 1:
+        return times
+    if other.strategy in EXCHANGES and chosen.strategy == "alltoall":
+        return f"{times}, but not below {CLEARLY:.0%} without start-ups, and replicas hold every row"
+    return f"{times}, but not without the start-ups that {chosen.strategy} shares"

@@ -1,0 +1,257 @@
+"""What every strategy of a parameter would cost: time, bytes, memory, and what stands against it.
+
+Contract
+    Prices only: which strategy is chosen is the planner's. A table's shards are priced as they lie, once they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from embrace_fx import cost
+from embrace_fx.cost.exchanges import Scheme, cheaper_scheme, cheapest_block, predict
+from embrace_fx.cost.sparsity import Sparsity, in_blocks, independent
+from embrace_fx.passes.narrow import exchange_dtype
+from embrace_fx.passes.planner.shard_cost import (
+    FEWEST_RANKS,
+    RowsAtHome,
+    replica_work,
+    shard_exchange,
+    shard_work,
+    widest_useful,
+)
+from embrace_fx.vocabulary.graph import Table, TrainingGraph
+from embrace_fx.vocabulary.plan import EXCHANGES, Decision, Grid, check_grid
+
+CLEARLY = 0.8
+"""Of the predicted time of the strategy in use: what another one must stay below for a table to change. And of a legal
+AlltoAll's: what a sparse exchange of replicas must stay below, which needs the whole table on every rank; and of
+columns': what a grid must."""
+
+INDEX_BYTES = 8
+"""Of a unit in the index sets of Zen (`embrace_fx.runtime.exchanges.hashing.index_sets`)."""
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """What the planner needs to know of a parameter beyond the graph."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool
+    used: bool  # by the first batch of any rank
+    row_update_blocker: str | None
+    updated_by_rows: bool  # whatever the strategy: the user asked for SparseAdam, or for lazy updates
+    param_group: int = 0  # which one holds it, of all optimizers'
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A strategy with its price.
+
+    Attributes:
+        predicted_ms: of a step that has nothing else to exchange.
+        sharing_ms: the same where start-ups are shared, of an AllReduce with its bucket and of an AlltoAll with all
+            tables of its stack.
+        blocker: why it is not legal, or None.
+    """
+
+    strategy: str
+    exchange: cost.Exchange
+    predicted_ms: float
+    sharing_ms: float
+    memory_bytes: int
+    scheme: str = ""
+    blocker: str | None = None
+    grid: Grid | None = None
+
+    @property
+    def start_ups_ms(self) -> float:
+        """What it need not add where it shares them."""
+        return self.predicted_ms - self.sharing_ms
+
+    @property
+    def added_ms(self) -> float:
+        """What it adds to a step: buckets there are in any case, other tables' shards there may not be."""
+        return self.predicted_ms if self.strategy == "alltoall" else self.sharing_ms
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """What prices depend on besides the parameter; `cluster` is `links` as one rank per machine, for times.
+
+    Attributes:
+        sparsity: table -> how its gradients lie on all ranks, in rows; of others it is assumed.
+        rows_at_home: table -> which of each rank's rows its own row of a grid has; of others, the share that falls
+            there at random.
+        in_use: parameter -> what the plan in use decided of it.
+        schedule: that will be followed.
+    """
+
+    graph: TrainingGraph
+    world_size: int
+    links: cost.Cluster
+    sparsity: Mapping[str, Sparsity]
+    rows_at_home: Mapping[str, RowsAtHome]
+    in_use: Mapping[str, Decision]
+    schedule: str
+
+    @property
+    def cluster(self) -> cost.Cluster:
+        return self.links.among(self.world_size)
+
+    def of_table(
+        self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid = "auto"
+    ) -> dict[str, Priced]:
+        """Every strategy of replicas, and shards on the grid asked for, or the one in use, or the best."""
+        upkeep = upkeep_of_replicas(table, rows, self.world_size)
+        replicas = self._replicas(fact, self._sparsity_of(table, fact, rows), upkeep, replica_work(fact.nbytes))
+        return replicas | {"alltoall": self._laid_out(table, fact, rows, wanted)}
+
+    def of_dense(self, fact: ParameterFacts, strategies: Collection[str]) -> dict[str, Priced]:
+        """Of a parameter that no lookup reads, whose gradient counts as one without zeros."""
+        packed = cost.passes_over(fact.nbytes) + cost.claim(fact.nbytes)  # into its bucket
+        return self._replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0), packed, strategies)
+
+    def _replicas(
+        self,
+        fact: ParameterFacts,
+        rows: Sparsity,
+        upkeep: cost.Exchange,
+        around: cost.Work,
+        strategies: Collection[str] = ("allreduce", *EXCHANGES),
+    ) -> dict[str, Priced]:
+        """Strategies of replicas, and the `upkeep` and the work `around` the exchange that all of them need."""
+        priced = {}
+        for strategy in strategies:
+            scheme: Scheme = cheaper_scheme(rows, self.cluster) if strategy == "zen" else "balanced"
+            found = predict(strategy, self._units(rows, strategy), scheme=scheme, cluster=self.links)
+            held = 0 if strategy == "allreduce" else 2 * found.mean.sent_bytes
+            if strategy == "zen" and scheme == "balanced":
+                held += INDEX_BYTES * rows.num_units  # every server's index set, kept from step to step
+            others_ms = around.time_ms(self.cluster) + upkeep.time_ms(self.cluster, "all_reduce")
+            shared = replace(found, critical=replace(found.critical, messages=0)) if strategy == "allreduce" else found
+            priced[strategy] = self._priced(
+                strategy,
+                found.mean + upkeep,
+                found.time_ms(self.cluster) + others_ms,
+                shared.time_ms(self.cluster) + others_ms,
+                2 * fact.nbytes + held,
+                scheme if strategy == "zen" else "",
+            )
+        return priced
+
+    def _laid_out(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid) -> Priced:
+        """Shards as asked for, or as they lie; else by columns, or on a grid where that is clearly faster.
+
+        Bytes are the same. But by columns a rank handles a piece of every row that any rank reads, N u pieces of D / N
+        columns with u rows of each rank; on a grid of R rows those of its own row of ranks, N u / R of D / C
+        (`shard_work`). Of the grids with useful columns it is the one with most columns: they share the work evenly
+        whatever the ids, rows only as far as ids are spread.
+        """
+        if isinstance(wanted, Grid):
+            check_grid(wanted, fact.name, fact.shape, self.world_size)
+            return self._sharded(table, fact, rows, wanted)
+        used = self.in_use.get(fact.name)
+        if used is not None and used.strategy == "alltoall":
+            return self._sharded(table, fact, rows, used.grid)
+        by_columns = self._sharded(table, fact, rows, None)
+        grid = widest_useful(table, self.world_size)
+        if self.world_size < FEWEST_RANKS or grid.rows == 1 or table.num_rows < grid.rows**2:
+            return by_columns
+        on_grid = self._sharded(table, fact, rows, grid)
+        return on_grid if on_grid.predicted_ms < CLEARLY * by_columns.predicted_ms else by_columns
+
+    def _sharded(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], grid: Grid | None) -> Priced:
+        """Shards on a grid; None, or one row: by columns."""
+        grid = grid if grid is not None and grid.rows > 1 else None
+        itemsize = exchange_dtype(self.graph, table).itemsize
+        at_home = self.rows_at_home.get(fact.name, {}).get(grid.rows) if grid is not None else None
+        exchange = shard_exchange(table, rows, itemsize, self.world_size, grid, at_home, self.schedule)
+        work = shard_work(table, rows, itemsize, self.world_size, grid, self.schedule)
+        shared_ms = replace(exchange, messages=0).time_ms(self.cluster, "all_to_all")
+        return self._priced(
+            "alltoall",
+            exchange,
+            exchange.time_ms(self.cluster, "all_to_all") + work.time_ms(self.cluster),
+            shared_ms + replace(work, rounds=0.0).time_ms(self.cluster),
+            fact.nbytes // self.world_size + 2 * exchange.sent_bytes,
+            blocker=shard_blocker(table) or fact.row_update_blocker,
+            grid=grid,
+        )
+
+    def _priced(
+        self,
+        strategy: str,
+        exchange: cost.Exchange,
+        predicted_ms: float,
+        sharing_ms: float,
+        memory_bytes: int,
+        scheme: str = "",
+        blocker: str | None = None,
+        grid: Grid | None = None,
+    ) -> Priced:
+        """A single rank exchanges nothing, in no time."""
+        times_ms = (predicted_ms, sharing_ms) if self.world_size > 1 else (0.0, 0.0)
+        return Priced(strategy, exchange, *times_ms, memory_bytes, scheme, blocker, grid)
+
+    def _sparsity_of(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
+        """Of a table's gradient in rows; dense where it is, or where ids are only known in the forward."""
+        if table.use != "sparse" or not rows or not all(use.ids_from_batch for use in table.uses):
+            return _all_rows(fact, self.world_size)
+        assumed = independent(table.num_rows, table.embedding_dim, fact.itemsize, rows)
+        return self.sparsity.get(table.parameter, assumed)
+
+    def _units(self, rows: Sparsity, strategy: str) -> Sparsity:
+        if strategy != "omnireduce":
+            return rows
+        return in_blocks(rows, cheapest_block(rows.width, rows.itemsize, self.links))
+
+
+def shard_blocker(table: Table) -> str | None:
+    """Why a table's columns cannot be spread whatever the cost, or None."""
+    kinds = {use.kind for use in table.uses}
+    paddings = {use.padding_idx for use in table.uses}
+    if table.use != "sparse":
+        return f"also read densely ({', '.join(table.dense_users[:2])}): its gradient has every row"
+    if table.max_norm:
+        return "max_norm rescales whole rows at each lookup"
+    if "bag:max" in kinds:
+        return "an EmbeddingBag in max mode compares whole rows"
+    if len(paddings) > 1:
+        return f"its lookups disagree on padding_idx ({', '.join(map(str, sorted(paddings)))})"
+    if any(use.scale_grad_by_freq for use in table.uses):
+        return "scale_grad_by_freq needs every rank's counts of every id"
+    if not all(use.ids_from_batch for use in table.uses):
+        return "its ids depend on parameters, so they are not known before the forward"
+    return None
+
+
+def nothing_sent(strategy: str) -> Priced:
+    return Priced(strategy, cost.Exchange(0, 0), 0.0, 0.0, 0)
+
+
+def _all_rows(fact: ParameterFacts, world_size: int) -> Sparsity:
+    """A gradient without zeros."""
+    num_rows = fact.shape[0] if fact.shape else 1
+    return independent(num_rows, prod(fact.shape[1:]), fact.itemsize, (num_rows,) * world_size)
+
+
+def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:
+    """What one rank sends per step, beyond the gradient, so that the replicas of a whole table stay equal."""
+    upkeep = cost.Exchange(0, 0)
+    if world_size == 1 or not rows_by_rank:
+        return upkeep
+    if table.max_norm:  # `ShardTables.renormed`: all ranks rescale the rows that any rank reads
+        upkeep += cost.gather_ids(rows_by_rank, table.num_rows)
+    counted = {name for use in table.uses if use.scale_grad_by_freq for name in use.backward}
+    for _ in counted:  # `GlobalFrequency`: a count of int64 per row, for each backward
+        upkeep += cost.all_reduce(table.num_rows * 8, world_size)
+    return upkeep

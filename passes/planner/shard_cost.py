@@ -1,0 +1,114 @@
+"""What a table costs per step: bytes and work of its shards, by columns or on a grid; work of a whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from embrace_fx import cost
+from embrace_fx.vocabulary.graph import Table
+from embrace_fx.vocabulary.ops import own_columns
+from embrace_fx.vocabulary.plan import Grid
+
+USEFUL_COLUMNS = 128
+"""What shards on a grid have at least, where a table has as many: half a KiB of float32."""
+FEWEST_RANKS = 16
+"""From which on a grid is weighed: what a grid saves is predicted alone, and columns are what was measured on fewer."""
+ROUTED_BYTES = 128
+"""Of an id, in a step on a grid: `route_grid` makes eight passes over int64, for the rows and for their gradients."""
+
+UPDATE_PASSES = 8
+"""Of an optimizer over parameters, gradients and state: SGD makes 3, Adagrad 11, Adam 14; the planner is told none."""
+
+ONE_WAY = {"none": 1, "horizontal": 1, "vertical": 2, "2d": 2}
+"""Schedule -> AlltoAlls in which a table's rows travel, and as many for their gradients: early and late rows, prior and
+delayed gradients, where the next batch is known."""
+
+ROUNDS = 7.0
+"""Of handling (`Handling.round_ms`), for a launch of a table's: rows or gradients are selected, cut, handed over to the
+thread that launches, waited for and put together (`python -m benchmarks.micro.table_rounds`)."""
+
+RowsAtHome = Mapping[int, tuple[int, ...]]
+"""Rows of a grid -> how many of the rows that each rank reads are in its own one."""
+
+
+def widest_useful(table: Table, world_size: int) -> Grid:
+    """The grid with most columns of those whose shards have `USEFUL_COLUMNS`, or all that the table has."""
+    least = min(USEFUL_COLUMNS, table.embedding_dim)
+    divisors = (c for c in range(1, world_size + 1) if world_size % c == 0)
+    columns = max((c for c in divisors if table.embedding_dim // c >= least), default=1)
+    return Grid(world_size // columns, columns)
+
+
+def launches_of(schedule: str) -> int:
+    """In a step, of a table that is sharded: ids, rows, gradients."""
+    return 1 + 2 * ONE_WAY[schedule]
+
+
+def shard_exchange(
+    table: Table,
+    rows_by_rank: tuple[int, ...],
+    itemsize: int,
+    world_size: int,
+    grid: Grid | None = None,
+    at_home: tuple[int, ...] | None = None,
+    schedule: str = "2d",
+) -> cost.Exchange:
+    """Mean over ranks of what one rank sends per step for a sharded table: ids, rows, gradients.
+
+    Args:
+        itemsize: bytes of an element on the wire.
+        grid: on which it lies; None: by columns.
+        at_home: how many of its rows each rank's own row of the grid has; None: as many as any other.
+        schedule: which cuts rows and gradients in two, or does not.
+    """
+    if world_size == 1 or not rows_by_rank:
+        return cost.Exchange(0, 0)
+    sent_bytes = 0.0  # by all ranks
+    for rank, rows in enumerate(rows_by_rank):
+        if grid is None:
+            first, last = own_columns(table.embedding_dim, world_size, rank)
+            sent_bytes += cost.all_to_all_rows(rows_by_rank, last - first, itemsize, rank).sent_bytes
+            other_columns = table.embedding_dim - (last - first)
+            sent_bytes += cost.all_to_all_gradients(rows, other_columns, itemsize, world_size).sent_bytes
+        else:  # all that a rank reads arrives once and leaves once, but for what it owns itself
+            first, last = own_columns(table.embedding_dim, grid.columns, grid.place(rank)[1])
+            own_rows = at_home[rank] if at_home is not None else rows / grid.rows
+            sent_bytes += 2 * itemsize * (rows * table.embedding_dim - own_rows * (last - first))
+    both_ways = cost.Exchange(round(sent_bytes / world_size), 2 * ONE_WAY[schedule] * (world_size - 1))
+    return both_ways + cost.gather_ids(rows_by_rank, table.num_rows)
+
+
+def shard_work(
+    table: Table,
+    rows_by_rank: tuple[int, ...],
+    itemsize: int,
+    world_size: int,
+    grid: Grid | None = None,
+    schedule: str = "2d",
+) -> cost.Work:
+    """What a rank's processor does per step for a sharded table: the rank that reads most rows.
+
+    Own columns of all ranks' rows are looked up, its own rows joined; gradients split by columns, those of own columns
+    cleared and added up, and these rows updated. Ids are sorted twice: in the union of what a rank reads, and in that
+    of all ranks; on a grid only those that the rank's row of it has, once all have been searched for them. Each
+    AlltoAll and the AllGather of ids are prepared, and what came with them is taken.
+    """
+    if world_size == 1 or not rows_by_rank:
+        return cost.Work()
+    everyone, most = sum(rows_by_rank), max(rows_by_rank)
+    row_bytes = table.embedding_dim * itemsize
+    own_columns_bytes = everyone * row_bytes / world_size
+    arriving = cost.claim(own_columns_bytes) + cost.claim(most * row_bytes)
+    units = cost.Work(units=everyone / (grid.rows if grid is not None else 1) + most)
+    routed = cost.passes_over(everyone * ROUTED_BYTES if grid is not None else 0)
+    passed_bytes = (3 + UPDATE_PASSES) * own_columns_bytes + 2 * most * row_bytes
+    rounds = cost.Work(rounds=ROUNDS * launches_of(schedule))
+    return cost.passes_over(passed_bytes) + arriving + units + routed + rounds
+
+
+def replica_work(nbytes: int) -> cost.Work:
+    """What a rank's processor does per step for a whole table, whatever its exchange: its gradient has every row.
+
+    It is made, cleared, packed into its bucket, and the optimizer updates every row by it.
+    """
+    return cost.passes_over((2 + UPDATE_PASSES) * nbytes) + cost.claim(2 * nbytes)

@@ -1,0 +1,110 @@
+"""Finds sharded tables whose rows and gradients travel together: a model with 26 tables sends no 26 times the messages.
+
+Contract
+    Tables of a stack lie by columns, are of one width, dtype and param group, have no padding row, and get gradients
+    from the same results. Nothing is computed between their lookups, nor between their gradients: none waits for
+    another one longer than packing takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import fx
+
+from embrace_fx.passes.collectives import op_name
+from embrace_fx.passes.narrow import exchange_dtype
+from embrace_fx.vocabulary.graph import Table, TrainingGraph
+from embrace_fx.vocabulary.plan import Stack
+
+STACK_BYTES = 2**30
+"""Of a rank's part of a stack: what a rank holds twice for a moment, when its tables become one."""
+
+_COMPUTES = ("mm", "addmm", "bmm", "baddbmm", "conv", "rnn", "lstm", "gru", "attention")
+"""In the names of ops that take so long that a table's communication should not wait for them."""
+
+
+@dataclass(frozen=True)
+class Stackable:
+    """A sharded table, and what it must have in common with others.
+
+    Attributes:
+        param_group: of the optimizer that updates it.
+        part_bytes: of a rank's part, the largest.
+    """
+
+    table: Table
+    param_group: int
+    part_bytes: int
+
+
+def plan_stacks(graph: TrainingGraph, tables: Collection[Stackable]) -> tuple[Stack, ...]:
+    """The stacks of two or more tables, in the order of their lookups.
+
+    Args:
+        graph: the captured graph.
+        tables: those that are sharded by columns.
+    """
+    fit = [each for each in tables if all(use.padding_idx < 0 for use in each.table.uses)]
+    if len(fit) < 2:
+        return ()
+    order = _Order(graph)
+    runs: list[list[Stackable]] = []
+    for each in sorted(fit, key=lambda each: order.lookup(each.table)):
+        run = next((run for run in runs if order.follows(run[-1], each) and _room(run, each)), None)
+        if run is None:
+            runs.append([each])
+        else:
+            run.append(each)
+    return tuple(_stack([each.table for each in run]) for run in runs if len(run) > 1)
+
+
+def _room(run: list[Stackable], table: Stackable) -> bool:
+    return sum(each.part_bytes for each in run) + table.part_bytes <= STACK_BYTES
+
+
+def _stack(tables: list[Table]) -> Stack:
+    ends = list(accumulate(table.num_rows for table in tables))
+    return Stack(tuple(table.parameter for table in tables), (0, *ends[:-1]))
+
+
+class _Order:
+    """Where in a captured graph tables are read, get their gradients, and where it computes."""
+
+    def __init__(self, graph: TrainingGraph) -> None:
+        self._graph = graph
+        self._position = {node.name: k for k, node in enumerate(graph.graph.nodes)}
+        self._computes = [k for k, node in enumerate(graph.graph.nodes) if _computes(node)]
+
+    def lookup(self, table: Table) -> int:
+        """The position of the first one."""
+        return min(self._position[use.lookup] for use in table.uses)
+
+    def _gradient(self, table: Table) -> int:
+        """That of the last part of the gradient; of a table without any, -1."""
+        return max((self._position[name] for use in table.uses for name in use.backward), default=-1)
+
+    def follows(self, one: Stackable, other: Stackable) -> bool:
+        """Whether two tables can be neighbours in a stack."""
+        between = [sorted(map(where, (one.table, other.table))) for where in (self.lookup, self._gradient)]
+        return self._common(one) == self._common(other) and not any(
+            first < 0 or any(first < at < last for at in self._computes) for first, last in between
+        )
+
+    def _common(self, each: Stackable) -> tuple[object, ...]:
+        table = each.table
+        behind: Mapping[str, frozenset[int]] = self._graph.results_behind
+        return (
+            table.embedding_dim,
+            table.dtype,
+            exchange_dtype(self._graph, table),
+            each.param_group,
+            behind.get(table.parameter),
+        )
+
+
+def _computes(node: fx.Node) -> bool:
+    name = op_name(node).split("::")[-1]
+    return any(part in _COMPUTES for part in name.replace(".", "_").split("_")) or name.startswith("conv")

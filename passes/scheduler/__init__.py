@@ -1,0 +1,1 @@
+"""Decides the launch order of a window; rewrites nothing."""

@@ -1,0 +1,233 @@
+"""Orders a step's communication at compile time: one launch sequence, the same on all ranks.
+
+Contract
+    A pure function of the step's graph. A schedule never deadlocks, is by its own simulation never slower than the
+    order in which communication becomes ready, and is the same on every machine: ties are broken by name, and the
+    search is bounded by a count, not by time.
+
+    order(key)                while the link is free: of those that are ready, launch the one with the least key
+    policies                  readiness | paper | slack: three such keys
+    schedule                  the best policy's order, then moves and swaps that shorten the step
+
+Source: 2D communication scheduling, EmbRace (ICPP 2022, section 4), which runs a priority queue during training. Here
+the queue runs once, before, on a simulated machine (`link_machine.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from embrace_fx.passes.scheduler.launch_search import refine
+from embrace_fx.passes.scheduler.link_machine import WINDOWS, LinkMachine, Simulation
+from embrace_fx.vocabulary.schedule import SCHEDULES, Operation, Schedule, StepGraph
+
+_WARM_UP_WINDOWS = 3
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A communication that is ready while the link is free.
+
+    Attributes:
+        operation: itself.
+        ready_ms: when its dependences ended.
+        latest_ms: when it must start, were the link wide enough for all, if two windows are not to become longer.
+        needed_at: how many compute operations the program runs, from the window's start, before the first that needs
+            it; infinite where none does.
+    """
+
+    operation: Operation
+    ready_ms: float
+    latest_ms: float
+    needed_at: float
+
+
+Key = Callable[[Candidate], Any]
+"""A policy: the candidate with the least key is launched; of equal ones, the first by name."""
+
+
+def readiness(candidate: Candidate) -> float:
+    """First come, first served: the naive order."""
+    return candidate.ready_ms
+
+
+def paper(candidate: Candidate) -> tuple[int, float]:
+    """The embedding chain, then what the next forward needs first, then delayed rows (EmbRace, section 4)."""
+    classes = {"gradients": 0, "ids": 0, "lookups": 0, "delayed": 2}
+    return classes.get(candidate.operation.kind, 1), candidate.needed_at
+
+
+def slack(candidate: Candidate) -> float:
+    """The one that can least wait."""
+    return candidate.latest_ms
+
+
+POLICIES: tuple[Key, ...] = (paper, slack, readiness)
+"""In order of preference where two are equally fast."""
+
+
+def simulate(steps: StepGraph, launch_order: Sequence[str], windows: int = WINDOWS) -> Simulation:
+    """Runs windows in a row, at most `windows` (at least 2), until one repeats the one before it.
+
+    Raises:
+        ValueError: as `check_order`, or fewer than two windows.
+    """
+    if windows < 2:
+        raise ValueError(f"expected at least 2 windows, in simulate, found {windows}; the steady state needs them.")
+    machine = LinkMachine(steps)
+    order = machine.indices(launch_order)
+    return machine.picture(machine.run(order, windows), order)
+
+
+def check_order(steps: StepGraph, launch_order: Sequence[str]) -> None:
+    """Raises where a launch order cannot be executed.
+
+    Raises:
+        ValueError: it is not each communication once, or the head of the line would wait for a later launch, be it
+            through compute that comes first in the program.
+    """
+    machine = LinkMachine(steps)
+    machine.sequence(machine.indices(launch_order))
+
+
+def order(steps: StepGraph, key: Key = readiness) -> tuple[str, ...]:
+    """The launch order that a priority queue leads to in simulated time.
+
+    Raises:
+        ValueError: the step has no order at all.
+    """
+    machine = LinkMachine(steps)
+    return machine.names(_queue(machine, key))
+
+
+def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedule:
+    """The launch order of a step.
+
+    Args:
+        name: one of `SCHEDULES`; "none" is launched as it becomes ready.
+        source: where the durations of `steps` come from: "cost model" or "profile".
+
+    Raises:
+        ValueError: an unknown name, or a step that has no order at all.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"expected schedule to be one of {', '.join(SCHEDULES)}, found {name!r}. Choose one of these.")
+    machine = LinkMachine(steps)
+    naive = _queue(machine, readiness)
+    chosen = naive if name == "none" else refine(machine, [_queue(machine, key) for key in POLICIES])
+    picture = machine.picture(machine.run(chosen, WINDOWS), chosen)
+    return Schedule(name, machine.names(chosen), steps, picture.timeline, picture.critical_path, source)
+
+
+def story(schedule: Schedule, times: bool = True) -> str:
+    """One window as text: launches, compute and waits, a line each, in the order of their predicted start.
+
+    Args:
+        times: with start and length in milliseconds.
+    """
+    rank = {name: k for k, name in enumerate((*schedule.steps.compute_order, *schedule.launch_order))}
+    spans = [s for s in schedule.predicted.spans if s.window == 0]
+    waits = [w for w in schedule.predicted.waits if w.window == 0]
+    # What starts together: the wait, then compute, then launches.
+    rows = [((w.start_ms, 0, rank[w.launch]), w.end_ms, "wait", w.launch) for w in waits]
+    for span in spans:
+        on_link, sent = span.operation.is_communication, f"  {span.operation.sent_bytes:,} bytes"
+        name = span.operation.name
+        place = (span.start_ms, 1 + on_link, rank[name])
+        rows.append((place, span.end_ms, span.operation.lane, name + sent if on_link else name))
+    computed = [s.end_ms for s in spans if not s.operation.is_communication]
+    lines = [f"schedule {schedule.name}, from {schedule.source}: {len(schedule.launch_order)} launches"]
+    inside = bool(computed)
+    for (start, *_), end, lane, text in sorted(rows):
+        if inside and lane not in {"compute", "wait"} and start >= max(computed):
+            lines.append("-- during the next window --")
+            inside = False
+        clock = f"{start:10.3f} {end - start:9.3f} ms  " if times else ""
+        lines.append(f"{clock}{lane:<9}  {text}")
+    return "\n".join(lines)
+
+
+# -- list scheduling ---------------------------------------------------------------------------------------------------
+
+
+def _queue(machine: LinkMachine, key: Key) -> list[int]:
+    """`order`, in indices: several windows in a row, for what the last of them finds the link busy with."""
+    latest, needed = _urgency(machine)
+    finished: list[list[float]] = []
+    processor = link = 0.0
+    order: list[int] = []
+    for _ in range(_WARM_UP_WINDOWS):
+        ends: list[float | None] = [None] * len(machine.operations)
+        ran, order = 0, []
+        waiting = list(range(machine.count, len(machine.operations)))
+        begun = processor
+        while True:
+            while ran < machine.count:
+                ready = _ready(machine, ran, ends, finished)
+                if ready is None:
+                    break
+                ends[ran] = processor = max(processor, ready) + machine.durations[ran]
+                ran += 1
+            if not waiting:
+                break
+            times = {k: ready for k in waiting if (ready := _ready(machine, k, ends, finished)) is not None}
+            if not times:
+                machine.sequence([*order, *waiting])  # whatever stands first is blocked
+                raise AssertionError("expected a blocked order to be refused")
+            link = max(link, min(times.values()))
+            chosen = min(
+                (k for k, ready in times.items() if ready <= link),
+                key=lambda k: (
+                    key(Candidate(machine.operations[k], times[k] - begun, latest[k], needed[k])),
+                    machine.operations[k].name,
+                ),
+            )
+            ends[chosen] = link = link + machine.durations[chosen]
+            waiting.remove(chosen)
+            order.append(chosen)
+        finished.append([end for end in ends if end is not None])
+    return order
+
+
+def _ready(machine: LinkMachine, k: int, ends: list[float | None], finished: list[list[float]]) -> float | None:
+    """When its dependences end; None while one of them has no end yet."""
+    ready = 0.0
+    for distance, before in machine.dependences(k):
+        if distance > len(finished):
+            continue
+        end = finished[-distance][before] if distance else ends[before]
+        if end is None:
+            return None
+        ready = max(ready, end)
+    return ready
+
+
+def _urgency(machine: LinkMachine) -> tuple[list[float], list[float]]:
+    """Of each operation: its latest start in the first of two windows, and `Candidate.needed_at`."""
+    windows = max(2, machine.reach + 1)
+    size, sequence = len(machine.operations), machine.any_sequence()
+    causes = [machine.dependences(k) for k in range(size)]
+    for k in range(1, machine.count):
+        causes[k].append((0, k - 1))
+    if machine.count:
+        causes[0].append((1, machine.count - 1))
+    ends = [[0.0] * size for _ in range(windows)]
+    for window in range(windows):
+        for k in sequence:
+            start = max((ends[window - d][p] for d, p in causes[k] if d <= window), default=0.0)
+            ends[window][k] = start + machine.durations[k]
+    length = max(ends[-1], default=0.0)
+    latest = [[length] * size for _ in range(windows)]  # ends
+    needed = [[float("inf")] * size for _ in range(windows)]
+    for window in reversed(range(windows)):
+        for k in reversed(sequence):
+            begins = latest[window][k] - machine.durations[k]
+            reader = float(window * machine.count + k) if k < machine.count else needed[window][k]
+            for distance, before in causes[k]:
+                if distance <= window:
+                    row = window - distance
+                    latest[row][before] = min(latest[row][before], begins)
+                    needed[row][before] = min(needed[row][before], reader)
+    return [end - duration for end, duration in zip(latest[0], machine.durations, strict=True)], needed[0]

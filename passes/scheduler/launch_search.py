@@ -1,0 +1,126 @@
+"""Local search: from some launch orders of a step to a faster one.
+
+Contract
+    The order returned is legal and no slower than the best of those given. The search is bounded by a count, not by
+    time, and draws the same numbers everywhere: its result is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from embrace_fx.passes.scheduler.link_machine import TOLERANCE, LinkMachine, Run
+
+SEARCH_STARTS = 500_000
+"""So many starts of operations may the search compute: less than half a second of one core."""
+SHAKES = 8
+"""It ends after so many shaken orders in a row that lead to none better."""
+
+
+def refine(machine: LinkMachine, orders: list[list[int]]) -> list[int]:
+    """The fastest of the orders, then local search: moves that take a critical launch out of others' way, then any
+    move; then the same from a shaken order, until the budget is spent or no order can be faster.
+    """
+    search = _Search(machine)
+    step_ms, _, best = min((search.step_ms(order), k, order) for k, order in enumerate(orders))
+    current, current_ms = best, step_ms
+    fruitless = 0
+    while len(best) > 1 and step_ms > search.bound_ms and fruitless <= SHAKES and search.starts_left > 0:
+        current, current_ms = search.descend(current, current_ms)
+        fruitless += 1
+        if current_ms < step_ms * (1 - TOLERANCE):
+            best, step_ms, fruitless = current, current_ms, 0
+        current = search.shaken(best)
+        current_ms = search.step_ms(current)
+    return best
+
+
+class _Search:
+    """Evaluates orders until so many starts of operations are computed."""
+
+    def __init__(self, machine: LinkMachine) -> None:
+        self.machine = machine
+        self.starts_left = SEARCH_STARTS
+        lanes = (machine.durations[: machine.count], machine.durations[machine.count :])
+        self.bound_ms = max(map(sum, lanes)) * (1 + TOLERANCE)  # neither lane can be faster than without any gap
+        self._draw = random.Random(0).random  # the same numbers on every machine and version, which its others are not
+
+    def run(self, order: list[int]) -> Run | None:
+        """None: the order deadlocks."""
+        found = self.machine.run_if_legal(order)
+        self.starts_left -= len(order) if found is None else len(found.ends) * len(found.ends[0])
+        return found
+
+    def step_ms(self, order: list[int]) -> float:
+        run = self.run(order)
+        return run.step_ms if run is not None else float("inf")
+
+    def descend(self, order: list[int], step_ms: float) -> tuple[list[int], float]:
+        """Takes moves that shorten the step until none does."""
+        better = True
+        while better and step_ms > self.bound_ms:
+            better = False
+            for neighbour in self._neighbours(order):
+                if self.starts_left <= 0:
+                    return order, step_ms
+                found_ms = self.step_ms(neighbour)
+                if found_ms < step_ms * (1 - TOLERANCE):
+                    order, step_ms, better = neighbour, found_ms, True
+                    break
+        return order, step_ms
+
+    def shaken(self, order: list[int]) -> list[int]:
+        """A legal order a few moves away, or the order itself."""
+        for _ in range(3):
+            moved = _moved(order, self._below(len(order)), self._below(len(order)))
+            if self.machine.blocked(moved) is None:
+                order = moved
+        return order
+
+    def _neighbours(self, order: list[int]) -> Iterator[list[int]]:
+        run = self.run(order)
+        assert run is not None
+        for first, last in _critical_blocks(self.machine.critical(run, order), order):
+            # A block of launches without a gap is left sooner only if another of them is its first, or its last.
+            for k in range(last, first, -1):
+                yield _moved(order, k, first)
+            for k in range(first, last):
+                yield _moved(order, k, last)
+        size = len(order)
+        moves = [(source, target) for source in range(size) for target in range(size) if source != target]
+        for k in range(len(moves)):
+            other = k + self._below(len(moves) - k)
+            moves[k], moves[other] = moves[other], moves[k]
+            source, target = moves[k]
+            yield _moved(order, source, target)
+            if source < target:
+                swapped = list(order)
+                swapped[source], swapped[target] = swapped[target], swapped[source]
+                yield swapped
+
+    def _below(self, bound: int) -> int:
+        return int(self._draw() * bound)
+
+
+def _moved(order: list[int], source: int, target: int) -> list[int]:
+    moved = list(order)
+    moved.insert(target, moved.pop(source))
+    return moved
+
+
+def _critical_blocks(path: list[tuple[int, int]], order: list[int]) -> Iterator[tuple[int, int]]:
+    """First and last position of launches that directly follow each other on a critical path, once each."""
+    position = {launch: k for k, launch in enumerate(order)}
+    seen = set()
+    block: list[tuple[int, int]] = []  # (window, position)
+    for window, k in [*path, (-1, -1)]:
+        here = (window, position.get(k, -1))
+        if block and here != (block[-1][0], block[-1][1] + 1):
+            found = (block[0][1], block[-1][1])
+            if found[0] < found[1] and found not in seen:
+                seen.add(found)
+                yield found
+            block = []
+        if here[1] >= 0:
+            block.append(here)

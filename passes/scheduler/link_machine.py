@@ -1,0 +1,332 @@
+"""The machine on which launch orders are tried: one processor and one link, simulated.
+
+Contract
+    One processor runs the compute operations in the program's order; one link carries the communications strictly in
+    launch order, so that the head of the line, until its dependences have ended, blocks those behind it. Windows follow
+    each other; all launches of one leave before those of the next. An order in which the head of the line would wait
+    for one behind it is refused, never simulated.
+
+    Operations are numbers: compute is 0 to C - 1 in the program's order, communications follow, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from embrace_fx.vocabulary.schedule import BETWEEN, Operation, Span, StepGraph, Timeline, Wait
+
+WINDOWS = 8
+"""At most so many are simulated in a row until one repeats the one before it."""
+TOLERANCE = 1e-9
+"""Relative: smaller differences of times are rounding."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a launch order leads to.
+
+    Attributes:
+        step_ms: from one window to the next, in the steady state.
+        timeline: the last two windows, as on one rank.
+        critical_path: (window, name) of the operations of `timeline` that determine its length, in order.
+    """
+
+    step_ms: float
+    timeline: Timeline
+    critical_path: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Starts and ends by window and operation's index; the windows simulated."""
+
+    starts: list[list[float]]
+    ends: list[list[float]]
+    step_ms: float
+
+
+class LinkMachine:
+    """One step on the machine.
+
+    A simulation needs few of the dependences: between compute operations the program's order says it all, and so does
+    the launch order between communications; of the compute operations that a communication needs, the last decides.
+    """
+
+    def __init__(self, steps: StepGraph) -> None:
+        by_name = {o.name: o for o in steps.operations}
+        self.steps = steps
+        self.compute = _compute_operations(steps, by_name)
+        self.launches = sorted(steps.communications, key=lambda o: o.name)
+        self.operations = [*self.compute, *self.launches]
+        self.count = len(self.compute)
+        self.durations = [o.duration_ms for o in self.operations]
+        self.index = {o.name: k for k, o in enumerate(self.operations)}
+        self.reach = max((d.distance for d in steps.dependences), default=0)
+        size = len(self.operations)
+        self.needs: list[list[int]] = [[] for _ in range(size)]  # of the same window
+        self.needs_earlier: list[list[tuple[int, int]]] = [[] for _ in range(size)]  # (distance, operation)
+        self.needs_launches: list[list[tuple[int, int]]] = [[] for _ in range(size)]  # communications of communications
+        released = [-self.count * (self.reach + 1)] * size  # the last compute operation, counted from the window's
+        for d in sorted(steps.dependences, key=lambda d: (d.distance, d.before, d.after)):
+            self._add(d.before, d.after, d.distance, released)
+        for launch in range(self.count, size):
+            later, before = divmod(released[launch], max(self.count, 1))
+            if self.count and later == 0:
+                self.needs[launch].append(before)
+            elif self.count and -later <= self.reach:
+                self.needs_earlier[launch].append((-later, before))
+        self._put_backward_first(released)
+
+    def _put_backward_first(self, released: list[int]) -> None:
+        """Within a class, launches of the forward come after all of the backward.
+
+        A class is launched in one order, whatever happens. Gradients may be asked for before the forward has submitted
+        anything (to clip them, or because the next batch is not the one looked ahead to): were one behind a launch of
+        the forward, it would never leave.
+        """
+        between = self.index.get(BETWEEN)
+        if between is None:
+            return
+        launches = range(self.count, len(self.operations))
+        for later in (k for k in launches if released[k] >= between):
+            lane = self.operations[later].lane
+            earlier = (k for k in launches if released[k] < between and self.operations[k].lane == lane)
+            self.needs_launches[later].extend((0, k) for k in earlier)
+
+    def _add(self, before: str, after: str, distance: int, released: list[int]) -> None:
+        for name in (before, after):
+            if name not in self.index:
+                raise ValueError(
+                    f"expected dependences between operations of the step, found {before!r} -> {after!r}, and no "
+                    f"operation {name!r}; it has {sorted(self.index)}."
+                )
+        if distance < 0:
+            raise ValueError(f"expected no dependence on a later window, found {before!r} -> {after!r}, {distance}.")
+        first, second = self.index[before], self.index[after]
+        if first < self.count and second < self.count:
+            if distance == 0 and first >= second:
+                raise ValueError(
+                    f"expected {before!r} before {after!r} in the compute order, for {after!r} depends on it, found it "
+                    "after. Put the compute in an order in which it can run."
+                )
+        elif first < self.count:
+            released[second] = max(released[second], first - distance * self.count)
+        elif second >= self.count:
+            self.needs_launches[second].append((distance, first))
+        elif distance == 0:
+            self.needs[second].append(first)
+        else:
+            self.needs_earlier[second].append((distance, first))
+
+    def indices(self, launch_order: Sequence[str]) -> list[int]:
+        expected = {o.name for o in self.launches}
+        for name in launch_order:
+            if name not in expected:
+                raise ValueError(
+                    f"expected a launch order of the step's communications, found {name!r}; it has {sorted(expected)}."
+                )
+        if len(launch_order) != len(expected) or set(launch_order) != expected:
+            missing = sorted(expected - set(launch_order))
+            repeated = sorted({n for n in launch_order if list(launch_order).count(n) > 1})
+            raise ValueError(
+                f"expected each communication of the step once in the launch order, found missing {missing}, "
+                f"repeated {repeated}."
+            )
+        return [self.index[name] for name in launch_order]
+
+    def names(self, order: Sequence[int]) -> tuple[str, ...]:
+        return tuple(self.operations[k].name for k in order)
+
+    def blocked(self, order: Sequence[int]) -> tuple[int, int] | None:
+        """The first launch that waits for one that is not launched before it, and that one; None: legal.
+
+        Only dependences inside a window matter: windows are launched one after the other.
+        """
+        found = self._sequence(order)
+        return found if isinstance(found, tuple) else None
+
+    def sequence(self, order: Sequence[int]) -> list[int]:
+        """All operations of a window, each after what it waits for.
+
+        Raises:
+            ValueError: there is no such sequence.
+        """
+        found = self._sequence(order)
+        if isinstance(found, list):
+            return found
+        head, later = (self.operations[k].name for k in found)
+        if head == later:
+            raise ValueError(
+                f"expected a step whose compute order can run, found {head!r} to wait for a compute operation that "
+                "itself waits for it. Move that compute, or drop the dependence."
+            )
+        raise ValueError(
+            f"expected {later!r} before {head!r} in the launch order, for {head!r} waits for it, found it after: all "
+            "ranks would wait for ever. Launch it before."
+        )
+
+    def _sequence(self, order: Sequence[int]) -> list[int] | tuple[int, int]:
+        done = [False] * len(self.operations)
+        sequence: list[int] = []
+        ran = 0
+        for launch in order:
+            for distance, before in self.needs_launches[launch]:
+                if distance == 0 and not done[before]:
+                    return launch, before
+            for last in self.needs[launch]:
+                while ran <= last:
+                    for before in self.needs[ran]:
+                        if not done[before]:
+                            return launch, before
+                    sequence.append(ran)
+                    ran += 1
+            done[launch] = True
+            sequence.append(launch)
+        sequence.extend(range(ran, self.count))
+        return sequence
+
+    def run(self, order: Sequence[int], windows: int) -> Run:
+        """Raises ValueError where the order deadlocks."""
+        return self._time(self.sequence(order), windows)
+
+    def run_if_legal(self, order: Sequence[int]) -> Run | None:
+        found = self._sequence(order)
+        return self._time(found, WINDOWS) if isinstance(found, list) else None
+
+    def _time(self, sequence: list[int], windows: int) -> Run:
+        count, durations, needs, needs_earlier = self.count, self.durations, self.needs, self.needs_earlier
+        starts: list[list[float]] = []
+        ends: list[list[float]] = []
+        clocks = [(0.0, 0.0)]
+        processor = link = 0.0
+        repeats = 0
+        for window in range(windows):
+            started, ended = [0.0] * len(durations), [0.0] * len(durations)
+            ends.append(ended)
+            starts.append(started)
+            for k in sequence:
+                start = processor if k < count else link
+                for before in needs[k]:
+                    end = ended[before]
+                    start = end if end > start else start
+                for distance, before in needs_earlier[k]:
+                    if distance <= window:
+                        end = ends[window - distance][before]
+                        start = end if end > start else start
+                started[k] = start
+                ended[k] = end = start + durations[k]
+                if k < count:
+                    processor = end
+                else:
+                    link = end
+            clocks.append((processor, link))
+            if window and _shifted(ends[-2], ended):
+                repeats += 1
+                if repeats >= max(self.reach, 1) and window > self.reach:
+                    return Run(starts, ends, ended[0] - ends[-2][0] if ended else 0.0)
+            else:
+                repeats = 0
+        # No repetition: windows that alternate, or a link that falls behind compute that nothing makes wait for it.
+        middle = windows // 2
+        rates = [(last - first) / (windows - middle) for first, last in zip(clocks[middle], clocks[-1], strict=True)]
+        return Run(starts, ends, max(rates))
+
+    def critical(self, run: Run, order: Sequence[int]) -> list[tuple[int, int]]:
+        """(window, operation) of the last two windows, walked back from the last compute operation."""
+        first = len(run.ends) - 2
+        previous = {after: (0, before) for before, after in pairwise((*range(self.count),))}
+        previous |= {after: (0, before) for before, after in pairwise(order)}
+        if self.count:
+            previous[0] = (1, self.count - 1)
+        if order:
+            previous[order[0]] = (1, order[-1])
+        path: list[tuple[int, int]] = []
+        window, k = first + 1, self.count - 1 if self.count else order[-1]
+        while window >= first:
+            path.append((window, k))
+            start = run.starts[window][k]
+            # The lane itself comes first: had the others been earlier, it would have started no sooner.
+            causes = [previous[k], *((0, p) for p in self.needs[k]), *self.needs_earlier[k]]
+            decisive = [(d, p) for d, p in causes if d <= window and run.ends[window - d][p] == start]
+            if not decisive:
+                break
+            window, k = window - decisive[0][0], decisive[0][1]
+        return path[::-1]
+
+    def picture(self, run: Run, order: Sequence[int]) -> Simulation:
+        first = len(run.ends) - 2
+        waits = []
+        for window in (first, first + 1):
+            for k in range(self.count):
+                idle = run.ends[window][k - 1] if k else (run.ends[window - 1][-1 + self.count] if window else 0.0)
+                start = run.starts[window][k]
+                if start > idle:
+                    causes = [(0, p) for p in self.needs[k]] + self.needs_earlier[k]
+                    launch = next(p for d, p in causes if d <= window and run.ends[window - d][p] == start)
+                    waits.append((launch, window - first, idle, start))
+        begins = [min(run.starts[first], default=0.0), min(run.starts[first + 1], default=0.0)]
+        origin = min(begins + [idle for _, _, idle, _ in waits])
+        spans = tuple(
+            Span(operation, window, 0, run.starts[first + window][k] - origin, run.ends[first + window][k] - origin)
+            for window in (0, 1)
+            for k, operation in enumerate(self.operations)
+        )
+        shown = tuple(
+            Wait(self.operations[k].name, self.operations[k].lane, window, 0, idle - origin, start - origin)
+            for k, window, idle, start in waits
+        )
+        path = tuple((window - first, self.operations[k].name) for window, k in self.critical(run, order))
+        return Simulation(run.step_ms, Timeline(spans, shown, 1, self.steps.dependences), path)
+
+    def dependences(self, k: int) -> list[tuple[int, int]]:
+        """(distance, operation) of what an operation waits for, apart from its lane."""
+        return [*((0, p) for p in self.needs[k]), *self.needs_launches[k], *self.needs_earlier[k]]
+
+    def any_sequence(self) -> list[int]:
+        """A window's operations, each after what it depends on, whatever the launch order."""
+        done = [False] * len(self.operations)
+        sequence: list[int] = []
+        ran, waiting = 0, list(range(self.count, len(self.operations)))
+        while True:
+            before = len(sequence)
+            while ran < self.count and all(done[p] for p in self.needs[ran]):
+                done[ran] = True
+                sequence.append(ran)
+                ran += 1
+            for k in list(waiting):
+                if all(done[p] for p in self.needs[k]) and all(done[p] for d, p in self.needs_launches[k] if d == 0):
+                    done[k] = True
+                    sequence.append(k)
+                    waiting.remove(k)
+            if len(sequence) == before:
+                break
+        if waiting:
+            self.sequence([*(k for k in sequence if k >= self.count), *waiting])
+        return sequence
+
+
+def _shifted(before: list[float], after: list[float]) -> bool:
+    """Whether a window is the one before it, later by one length."""
+    if not after:
+        return True
+    shift = after[0] - before[0]
+    tolerance = TOLERANCE * max(after)
+    return all(abs(new - old - shift) <= tolerance for old, new in zip(before, after, strict=True))
+
+
+def _compute_operations(steps: StepGraph, by_name: dict[str, Operation]) -> list[Operation]:
+    if len(by_name) != len(steps.operations):
+        names = [o.name for o in steps.operations]
+        raise ValueError(
+            f"expected each operation's name once in a step, found {sorted({n for n in names if names.count(n) > 1})} "
+            "more often."
+        )
+    expected = sorted(o.name for o in steps.operations if not o.is_communication)
+    if sorted(steps.compute_order) != expected:
+        raise ValueError(
+            f"expected compute_order to hold each compute operation of the step once, {expected}, found "
+            f"{sorted(steps.compute_order)}."
+        )
+    return [by_name[name] for name in steps.compute_order]

@@ -1,0 +1,424 @@
+"""The verifier that runs between passes: eleven invariants of a training graph, each a function of its own.
+
+Contract
+    `verify` reads graphs and changes nothing, neither the graph nor the symbols and guards of its fake tensors.
+    The invariants run in the order of `_OF_A_MODULE`, then `_OF_THE_GRAPH`: an invariant may rely on those before it.
+    The first broken one is raised, by the name of its function.
+
+A graph that has been partitioned has several modules: the joint one, kept for reading, and the phases, which run. Each
+must be legal by itself; what the whole graph yields is counted over the modules that run.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from embrace_fx.passes.collectives import (
+    EQUAL_SHAPES,
+    Collective,
+    aliased_inputs,
+    collective_sequence,
+    group_of,
+    is_launch,
+    is_relaxed,
+    is_wait,
+    launch_options,
+    op_name,
+    running_modules,
+)
+from embrace_fx.passes.verifier.fake_values import disagreement, fake_mode_of, nothing_recorded, unchanged
+from embrace_fx.vocabulary.graph import (
+    Gradient,
+    InputRole,
+    Mutation,
+    OutputRole,
+    Parameter,
+    PendingGradients,
+    PendingRows,
+    Result,
+    RowGradient,
+    Saved,
+    Tangent,
+    TrainingGraph,
+    outputs_of,
+    source_of,
+)
+from embrace_fx.vocabulary.ops import LAUNCHES
+
+_SYM_OPS: frozenset[Callable[..., object]] = frozenset(
+    {
+        *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod, operator.pow),
+        *(operator.neg, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
+        *(operator.and_, operator.or_, math.ceil, math.floor, math.trunc),
+        *(torch.sym_int, torch.sym_float, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite, torch.sym_sum),
+    }
+)
+"""Python functions that compute sizes: they take and give numbers, never tensors."""
+
+
+class VerificationError(RuntimeError):
+    """A pass left a graph that breaks an invariant: a defect of the pass, not of the user's model."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One place where an invariant does not hold; `node` is None where no single node is to blame."""
+
+    node: fx.Node | None
+    expected: str
+    found: str
+    remedy: str
+
+
+def verify(
+    graph: TrainingGraph,
+    *,
+    after: str,
+    captured: TrainingGraph | None = None,
+    previous: TrainingGraph | None = None,
+) -> None:
+    """Checks every invariant of `graph`.
+
+    Args:
+        after: the pass that made `graph`, for the message.
+        captured: the graph the pipeline started from; it says which parameters train, and which results and mutations
+            the forward has. None: `graph` stands for itself.
+        previous: a graph that has been verified and whose fake values `graph` may share; nodes unchanged since then
+            are not derived again.
+
+    Raises:
+        VerificationError: naming the first broken invariant, the pass, the node and the user's source line.
+    """
+    verified = _by_name(previous.module) if previous else {}
+    handed_on: frozenset[str] = frozenset()
+    for phase, module in {"joint": graph.module, **graph.phases}.items():
+        scope = Scope(phase, module, verified, handed_on)
+        for of_a_module in _OF_A_MODULE:
+            _raise_first(of_a_module(scope), of_a_module.__name__, f"pass {after}, {phase} graph")
+        # A phase is made of nodes of the joint graph, which are verified by now.
+        verified = verified | _by_name(module)
+        handed_on |= {role.name for _, role in outputs_of(module) if isinstance(role, Saved)}
+    for of_the_graph in _OF_THE_GRAPH:
+        _raise_first(of_the_graph(graph, captured or graph), of_the_graph.__name__, f"pass {after}")
+
+
+# ---- invariants of one module ----
+
+
+@dataclass(frozen=True)
+class Scope:
+    """One module of a graph, and what is known when its turn comes.
+
+    Attributes:
+        phase: "joint", or the name of the phase.
+        verified: nodes whose values are known to be right, by name.
+        handed_on: names of the values that earlier phases save.
+    """
+
+    phase: str
+    module: fx.GraphModule
+    verified: Mapping[str, fx.Node]
+    handed_on: frozenset[str]
+
+
+def definitions_before_uses(scope: Scope) -> Iterator[Violation]:
+    """Every input of a node is a node of this graph and stands before it; one output node, the last."""
+    defined: set[fx.Node] = set()
+    nodes = list(scope.module.graph.nodes)
+    for node in nodes:
+        for value in node.all_input_nodes:
+            if value not in defined:
+                found = "a node of another graph" if value.graph is not node.graph else "one defined later, or erased"
+                yield Violation(node, f"input {value.name} to be defined before its use", found, "move it up")
+        defined.add(node)
+    outputs = [node for node in nodes if node.op == "output"]
+    if len(outputs) != 1 or nodes[-1].op != "output":
+        found = f"{len(outputs)} of {len(nodes)} nodes"
+        yield Violation(None, "one output node, the last of all", found, "end the graph in its output")
+
+
+def known_targets(scope: Scope) -> Iterator[Violation]:
+    """Nodes call dispatcher ops, `getitem` and size arithmetic only: of opaque Python nothing could be known."""
+    for node in scope.module.graph.nodes:
+        if node.op not in {"placeholder", "get_attr", "call_function", "output"}:
+            yield Violation(node, "placeholder, get_attr, call_function or output", node.op, "inline the call")
+        elif node.op != "call_function" or isinstance(node.target, OpOverload) or node.target is operator.getitem:
+            continue
+        elif node.target not in _SYM_OPS or isinstance(node.meta.get("val"), Tensor):
+            found = f"Python function {getattr(node.target, '__name__', node.target)}"
+            remedy = "call an overload of torch.ops, declared with torch.library where torch has none"
+            yield Violation(node, "a dispatcher op, getitem, or arithmetic on sizes", found, remedy)
+
+
+def launches_and_waits_paired(scope: Scope) -> Iterator[Violation]:
+    """Every launch has exactly one wait, and every wait waits for a launch."""
+    for node in scope.module.graph.nodes:
+        if is_launch(node):
+            waits = [user.name for user in node.users if is_wait(user)]
+            if len(waits) != 1:
+                remedy = "let all readers share one wait" if waits else "insert a wait_tensor before the first reader"
+                yield Violation(node, "exactly one wait_tensor for this launch", f"{waits or 'none'}", remedy)
+        elif is_wait(node) and not is_launch(node.args[0]):
+            remedy = "remove the wait, or wait for the launch itself"
+            yield Violation(node, f"a launch to wait for, one of {sorted(LAUNCHES)}", f"{node.args[0]}", remedy)
+
+
+def in_flight_values_unread(scope: Scope) -> Iterator[Violation]:
+    """Nothing but its wait reads a launch; what is reduced in place is the launch's own, and unread from then on.
+
+    Reading the buffer after the wait would be as wrong as before it: the value depends on where the reader stands, and
+    nothing in the graph holds it there.
+    """
+    for launch in filter(is_launch, scope.module.graph.nodes):
+        for reader in launch.users:
+            if not is_wait(reader):
+                remedy = "read the value of its wait_tensor"
+                yield Violation(reader, f"no reader of {launch.name} in flight, but for its wait", "this one", remedy)
+    yield from _shared_buffers(scope.module)
+
+
+def values_agree(scope: Scope) -> Iterator[Violation]:
+    """`meta["val"]` of every node is what its op yields for the `meta["val"]` of its inputs: dtype, device, shape.
+
+    Sizes that depend on data get fresh symbols each time they are derived, so they agree up to a renaming, one to one.
+    """
+    mode = fake_mode_of(scope.module)
+    remedy = "compute the value by running the op on its inputs' values under the graph's fake mode"
+    changed = [node for node in scope.module.graph.nodes if not unchanged(node, scope.verified)]
+    with nothing_recorded(mode):  # nothing is yielded in here: the caller may never resume, and the mode would stay on
+        found = {node: disagreement(node, scope.module, mode) for node in changed}
+    yield from (Violation(node, *pair, remedy) for node, pair in found.items() if pair is not None)
+
+
+def values_have_roles(scope: Scope) -> Iterator[Violation]:
+    """Every placeholder has a role, no two the same; every output has one; earlier phases save what later ones read."""
+    seen: dict[InputRole, fx.Node] = {}
+    for node in scope.module.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        role = node.meta.get("role")
+        if not isinstance(role, InputRole):
+            yield Violation(node, 'an input role in meta["role"]', f"{role}", "set the role where the input is made")
+        elif role in seen:
+            yield Violation(node, f"one placeholder for {role}", f"{seen[role].name} too", "read the first one")
+        elif isinstance(role, Saved) and role.name not in scope.handed_on:
+            found = f"only {sorted(scope.handed_on)}"
+            yield Violation(node, f"an earlier phase that saves {role.name}", found, "save it in the phase that has it")
+        seen[role] = node
+    output = scope.module.graph.output_node()
+    values, roles = output.args[0], output.meta.get("roles", ())
+    if not isinstance(values, list | tuple) or len(values) != len(roles):
+        remedy = "change outputs with embrace_fx.vocabulary.graph.set_outputs"
+        yield Violation(output, "a tuple of values, a role for each", f"{values} and {roles}", remedy)
+        return
+    for value, role in zip(values, roles, strict=True):
+        exists = isinstance(value, fx.Node) or (value is None and isinstance(role, Gradient))
+        if not isinstance(role, OutputRole) or not exists:
+            yield Violation(output, "a node and its output role", f"{value} and {role}", "leave out what has no value")
+
+
+def forward_free_of_tangents(scope: Scope) -> Iterator[Violation]:
+    """No result, no mutation and nothing before the backward depends on a gradient that only the backward has."""
+    after_tangents: set[fx.Node] = set()
+    for node in scope.module.graph.nodes:
+        is_tangent = node.op == "placeholder" and isinstance(node.meta["role"], Tangent)
+        if is_tangent or not after_tangents.isdisjoint(node.all_input_nodes):
+            after_tangents.add(node)
+        if is_tangent and scope.phase not in {"joint", "backward"}:
+            yield Violation(node, f"no tangent in the {scope.phase} phase", "one", "move its readers to the backward")
+    for value, role in outputs_of(scope.module):
+        if value in after_tangents and isinstance(role, Result | Mutation):
+            yield Violation(value, f"{role} without tangents", "one among its inputs", "read the forward's own value")
+
+
+# ---- invariants of the whole graph ----
+
+
+def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+    """A parameter that trains has one dense gradient, or one pair of ids and rows; never both, never twice.
+
+    Those of the captured graph train, and those a pass gave a gradient (one that only other ranks' batches use).
+    """
+    found = _gradients(graph)
+    for name in _gradients(captured) | found:
+        parts = found.get(name, Counter())
+        if parts not in ({"dense": 1}, {"ids": 1, "rows": 1}, {"pending rows": 1}):
+            got = " and ".join(f"{count} x {part}" for part, count in sorted(parts.items())) or "none"
+            remedy = "keep one Gradient or pending output, or the two RowGradient outputs"
+            yield Violation(None, f"one gradient of {name}: 1 x dense, or 1 x ids and 1 x rows", got, remedy)
+
+
+def forward_kept(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+    """The results and mutations are those of the captured graph, once each, in its order."""
+    expected = [role for role in _output_roles(captured) if isinstance(role, Result | Mutation)]
+    found = [role for role in _output_roles(graph) if isinstance(role, Result | Mutation)]
+    if expected != found:
+        yield Violation(None, f"outputs {expected}", f"{found}", "keep the forward's outputs, and their order")
+
+
+def collectives_in_one_order(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+    """What is launched is the same on all ranks, and the phases launch what the joint graph does, group by group.
+
+    A rank does not see the others' graphs here. What it can see: that nothing in a launch's identity depends on its
+    own batch, that a group has one size, and that cutting the graph changed no group's order. That the identities are
+    equal on all ranks is for the runtime to compare, by `sequence_hash`.
+    """
+    sizes: dict[str, int] = {}
+    for module in (graph.module, *graph.phases.values()):
+        for launch in filter(is_launch, module.graph.nodes):
+            yield from _batch_dependence(launch)
+            group, size = group_of(launch), launch_options(launch).get("group_size")
+            if size is not None and sizes.setdefault(group, size) != size:
+                remedy = "give all launches of a group the same group_size"
+                yield Violation(launch, f"{sizes[group]} ranks in group {group}", f"{size}", remedy)
+    joint, run = (_by_group(collective_sequence(g)) for g in (TrainingGraph(graph.module), graph))
+    if is_relaxed(graph):
+        return  # its order is the schedule's; `handed_over_once` sees that nothing was lost
+    for group in sorted(joint | run):
+        if joint.get(group) != run.get(group):
+            expected = f"the phases to launch, in group {group}, {joint.get(group, 'nothing')}"
+            yield Violation(None, expected, f"{run.get(group, 'nothing')}", "keep each group's order in the partition")
+
+
+def handed_over_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+    """In a relaxed graph, each exchange of the joint graph is still there: as itself, or submitted, or awaited.
+
+    A stack's exchange is that of each of its tables.
+    """
+    if not is_relaxed(graph):
+        return
+    before = Counter(op_name(node) for node in graph.module.graph.nodes)
+    after: Counter[str] = Counter()
+    for module in graph.phases.values():
+        of_submitted = {value: role for value, role in outputs_of(module) if isinstance(role, PendingRows)}
+        for node in module.graph.nodes:
+            stacked = [len(user.args[1]) for user in node.users if op_name(user) == "embrace::unstack_rows"]
+            tables = len(of_submitted[node].tables) if node in of_submitted else sum(stacked) or 1
+            after[op_name(node)] += tables
+    for handed, launches in _HANDED_OVER.items():
+        expected_count, left = (sum(counts[launch] for launch in launches) for counts in (before, after))
+        if expected_count != left + after[handed]:
+            found = f"{left} and {after[handed]}"
+            expected = f"{expected_count} x {' or '.join(launches)} or {handed} in the phases"
+            yield Violation(None, expected, found, "hand each exchange over once")
+
+
+_HANDED_OVER = {
+    "embrace::submit_bucket": ("_c10d_functional::all_reduce_", "embrace::exchange_gradient_"),
+    "embrace::submit_rows": ("embrace::all_to_all_gradients",),
+    "embrace::await_rows": ("embrace::all_to_all_rows",),
+}
+"""What stands for an exchange of the joint graph in a relaxed one."""
+
+
+_OF_A_MODULE: tuple[Callable[[Scope], Iterator[Violation]], ...] = (
+    definitions_before_uses,
+    known_targets,
+    values_have_roles,
+    launches_and_waits_paired,
+    in_flight_values_unread,
+    forward_free_of_tangents,
+    values_agree,
+)
+
+_OF_THE_GRAPH: tuple[Callable[[TrainingGraph, TrainingGraph], Iterator[Violation]], ...] = (
+    parameters_updated_once,
+    forward_kept,
+    collectives_in_one_order,
+    handed_over_once,
+)
+
+
+# ---- how violations are told ----
+
+
+def _raise_first(violations: Iterator[Violation], invariant: str, where: str) -> None:
+    for v in violations:
+        # Without a source line, `source_of` gives the node's name: once is enough.
+        places = [where, *([] if v.node is None else dict.fromkeys((f"node {v.node.name}", source_of(v.node))))]
+        raise VerificationError(
+            f"{invariant}: expected {v.expected}; in {', '.join(places)}; found {v.found}. To mend it: {v.remedy}."
+        )
+
+
+# ---- reading graphs ----
+
+
+def _by_name(module: fx.GraphModule) -> dict[str, fx.Node]:
+    return {node.name: node for node in module.graph.nodes}
+
+
+def _output_roles(graph: TrainingGraph) -> Iterator[OutputRole]:
+    """The roles of the outputs that have a value."""
+    for module in running_modules(graph):
+        yield from (role for value, role in outputs_of(module) if value is not None)
+
+
+def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
+    """How often each part of a parameter's gradient is yielded: "dense", "ids", "rows", "pending rows"."""
+    found: dict[str, Counter[str]] = {}
+    for role in _output_roles(graph):
+        match role:
+            case Gradient(of=Parameter(name)):
+                found.setdefault(name, Counter())["dense"] += 1
+            case RowGradient(table, part):
+                found.setdefault(table, Counter())[part] += 1
+            case PendingGradients(parameters=names):
+                for name in names:
+                    found.setdefault(name, Counter())["dense"] += 1
+            case PendingRows():
+                for name in role.tables:
+                    found.setdefault(name, Counter())["pending rows"] += 1
+    return found
+
+
+# ---- buffers ----
+
+
+def _shared_buffers(module: fx.GraphModule) -> Iterator[Violation]:
+    in_place = ("_c10d_functional::all_reduce_", "embrace::exchange_gradient_", "embrace::submit_bucket")
+    launches = [node for node in module.graph.nodes if op_name(node) in in_place]
+    if not launches:
+        return
+    buffers: dict[fx.Node, set[fx.Node]] = {}
+    for node in module.graph.nodes:
+        # The launch starts a buffer anew: who reads through its wait reads the reduced value, as it should.
+        aliased = [] if node in launches else aliased_inputs(node)
+        buffers[node] = set().union(*(buffers[value] for value in aliased)) or {node}
+    for launch in launches:
+        (reduced,) = launch.all_input_nodes
+        for node in module.graph.nodes:
+            if node.op in {"placeholder", "get_attr"} and node in buffers[reduced]:
+                yield Violation(launch, "a buffer of its own to reduce in place", f"{node.name}", "reduce a copy")
+            elif launch < node and any(buffers[reduced] & buffers[value] for value in node.all_input_nodes):
+                expected = f"no reader of the memory that {launch.name} reduces in place, from its launch on"
+                yield Violation(node, expected, "this one", "read the value of its wait_tensor, or reduce a copy")
+
+
+# ---- collectives ----
+
+
+def _batch_dependence(launch: fx.Node) -> Iterator[Violation]:
+    remedy = "launch what is equal on all ranks: their batches are not"
+    for name, value in launch_options(launch).items():
+        if any(not isinstance(leaf, int | float | str) for leaf in pytree.tree_leaves(value)):
+            yield Violation(launch, f"a plain number or text as {name}", f"{value}", remedy)
+    shape = launch.meta["val"].shape
+    if op_name(launch) in EQUAL_SHAPES and not all(isinstance(size, int) for size in shape):
+        yield Violation(launch, "a shape that is equal on all ranks", f"{list(shape)}", remedy)
+
+
+def _by_group(sequence: Iterable[Collective]) -> dict[str, list[Collective]]:
+    groups: dict[str, list[Collective]] = {}
+    for collective in sequence:
+        groups.setdefault(collective.group, []).append(collective)
+    return groups

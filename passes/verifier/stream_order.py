@@ -1,0 +1,197 @@
+"""Proves a stream program: every use of a value on another stream than the one before it is ordered by events.
+
+Contract
+    Happens-before is what the device promises: a stream runs in the order in which it was enqueued, and what follows a
+    wait on a stream follows what preceded the event's record on its stream. Each record gets a vector clock; one record
+    happens before another exactly if its clock is part of the other's. Edges go from earlier to later records only, so
+    a program that passes has no cycle.
+
+    A value is one piece of memory: to write it is ordered after all earlier uses, to read it after the last write. Once
+    freed, its memory belongs to whatever is enqueued next on the stream it came from, so that all uses must happen
+    before that, unless the allocator was told of the other streams.
+
+Each check returns what it finds, in the grammar of errors; `verify_streams` raises with all of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from embrace_fx.vocabulary.stream_program import (
+    Compute,
+    Free,
+    HostRead,
+    Keep,
+    Launch,
+    Record,
+    Step,
+    StreamProgram,
+    Wait,
+)
+
+Clock = dict[str, int]
+"""By stream, how many of its records have certainly ended."""
+
+
+class StreamError(ValueError):
+    """A stream program in which something is not ordered."""
+
+
+@dataclass(frozen=True)
+class _Use:
+    stream: str
+    at: int  # its number on the stream
+    text: str
+
+    def before(self, clock: Clock) -> bool:
+        return clock.get(self.stream, 0) >= self.at
+
+
+@dataclass
+class _Memory:
+    """What is known of one value: its last write, and the reads since."""
+
+    write: _Use | None = None
+    reads: list[_Use] = field(default_factory=list)
+    kept: set[str] = field(default_factory=set)
+
+    def uses(self) -> list[_Use]:
+        return [*([self.write] if self.write else []), *self.reads]
+
+
+def verify_streams(
+    program: StreamProgram, in_flight: int | None = None, ordered: Collection[str] | None = None
+) -> None:
+    """Raises where something in the program is not ordered.
+
+    Args:
+        in_flight: also prove that a launch begins after the launch so many places before it has ended.
+        ordered: the launches of which that is to be proved; None: all.
+
+    Raises:
+        StreamError: with everything that was found.
+    """
+    found = hazards(program)
+    if in_flight is not None:
+        found += too_many_in_flight(program, in_flight, ordered)
+    if found:
+        raise StreamError(f"in {program.title}: " + "\n".join(found))
+
+
+def hazards(program: StreamProgram) -> list[str]:
+    """Uses of values that nothing orders, and events that are waited for before they are recorded."""
+    return _Run(program).found
+
+
+def too_many_in_flight(program: StreamProgram, limit: int, ordered: Collection[str] | None = None) -> list[str]:
+    """Launches of communication classes that may run beside more than `limit` - 1 launched before them."""
+    launched = [each for each in _Run(program).launched if ordered is None or each[0].op in ordered]
+    found = []
+    for place, (launch, began, _) in enumerate(launched):
+        if place >= limit and not launched[place - limit][2].before(began):
+            earlier = launched[place - limit][0]
+            found.append(
+                f"expected at most {limit} launches in flight, found that {launch.op!r} may begin before "
+                f"{earlier.op!r}, launched {limit} places earlier, has ended. Let its stream wait for that one's event."
+            )
+    return found
+
+
+def different_orders(programs: Sequence[StreamProgram]) -> list[str]:
+    """Communication classes whose launches are not the same, in the same order, on all ranks."""
+    digests = [program.digest() for program in programs]
+    classes = sorted(set().union(*digests))
+    return [
+        f"expected the launches of class {each!r} to be the same on all ranks, found that ranks "
+        f"{[r for r, d in enumerate(digests) if d.get(each) != digests[0].get(each)]} differ from rank 0: they would "
+        "wait for each other. Launch what all ranks have submitted, in one order."
+        for each in classes
+        if len({digest.get(each) for digest in digests}) > 1
+    ]
+
+
+class _Run:
+    """One pass over a program."""
+
+    def __init__(self, program: StreamProgram) -> None:
+        self.found: list[str] = []
+        self.launched: list[tuple[Launch, Clock, _Use]] = []  # with the clock at its beginning
+        self._clocks: dict[str, Clock] = defaultdict(dict)
+        self._events: dict[str, Clock] = {}
+        self._memory: dict[str, _Memory] = defaultdict(_Memory)
+        for step in program.records():
+            self._step(step)
+
+    def _step(self, step: Step) -> None:
+        match step:
+            case Launch(stream, op, reads, writes):
+                began = dict(self._clocks[stream])
+                use = self._enqueue(stream, f"launch {op!r} on stream {stream!r}")
+                self._access(use, self._clocks[stream], reads, writes)
+                if stream != "compute":
+                    self.launched.append((step, began, use))
+            case Compute(op, reads, writes, stream):
+                use = self._enqueue(stream, f"{op!r} on stream {stream!r}")
+                self._access(use, self._clocks[stream], reads, writes)
+            case Record(event, stream):
+                self._events[event] = dict(self._clocks[stream])
+            case Wait(event, stream):
+                clock = self._clocks[stream]
+                for other, at in self._passed(event, f"stream {stream!r}").items():
+                    clock[other] = max(clock.get(other, 0), at)
+            case HostRead(event, reads):
+                clock = self._passed(event, "the host")
+                for value in reads:
+                    self._check_read(value, f"the host's read after event {event!r}", clock)
+            case Keep(value, stream):
+                self._memory[value].kept.add(stream)
+            case Free(value, stream):
+                self._free(value, stream)
+
+    def _enqueue(self, stream: str, text: str) -> _Use:
+        clock = self._clocks[stream]
+        clock[stream] = clock.get(stream, 0) + 1
+        return _Use(stream, clock[stream], text)
+
+    def _passed(self, event: str, who: str) -> Clock:
+        if event not in self._events:
+            self.found.append(
+                f"expected event {event!r} to be recorded before {who} waits for it, found no record of it: CUDA takes "
+                "such a wait for nothing. Record it first."
+            )
+        return self._events.get(event, {})
+
+    def _access(self, use: _Use, clock: Clock, reads: Sequence[str], writes: Sequence[str]) -> None:
+        for value in reads:
+            if value not in writes:
+                self._check_read(value, use.text, clock)
+                self._memory[value].reads.append(use)
+        for value in writes:
+            memory = self._memory[value]
+            for earlier in memory.uses():
+                if not earlier.before(clock):
+                    self._report(value, "written", use.text, earlier)
+            memory.write, memory.reads = use, []
+
+    def _check_read(self, value: str, who: str, clock: Clock) -> None:
+        write = self._memory[value].write
+        if write is not None and not write.before(clock):
+            self._report(value, "read", who, write)
+
+    def _free(self, value: str, stream: str) -> None:
+        memory = self._memory.pop(value, _Memory())
+        for use in memory.uses():
+            if use.stream not in memory.kept and not use.before(self._clocks[stream]):
+                self.found.append(
+                    f"expected {value!r} to be freed to stream {stream!r} after its last use, found that nothing "
+                    f"orders {use.text} before what reuses the memory. Wait for that use's event first, or tell the "
+                    "allocator of the stream (Tensor.record_stream)."
+                )
+
+    def _report(self, value: str, what: str, who: str, earlier: _Use) -> None:
+        self.found.append(
+            f"expected {value!r} to be {what} by {who} after {earlier.text}, found no event that orders them. Record "
+            f"one on stream {earlier.stream!r} and wait for it."
+        )

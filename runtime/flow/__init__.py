@@ -1,0 +1,1 @@
+"""What runs from one step into the next: ids, rows, row gradients, buckets."""

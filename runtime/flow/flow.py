@@ -1,0 +1,327 @@
+"""What runs from one step into the next: ids of the batch to come, rows, row gradients, buckets.
+
+Contract
+    One `Flow` per compiled model, on every rank the same calls in the same order. Compute is the calling thread's, the
+    launcher's thread only sends. What the ranks must agree on to go on (is the batch the one looked ahead to, on all of
+    them?) rides along in the announcement at the head of each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from embrace_fx import cost
+from embrace_fx.runtime.flow.ahead import Ahead, AheadOfDevice, IdsProgram
+from embrace_fx.runtime.flow.bucket_updates import WRITTEN, BucketUpdates
+from embrace_fx.runtime.flow.routing import Routing
+from embrace_fx.runtime.flow.row_exchange import RowExchange
+from embrace_fx.runtime.launch.launcher import Launcher, Ticket
+from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.launch.streams import Streams
+from embrace_fx.runtime.ranks.communicator import Communicator, InFlight, bad_id_report, unreadable
+from embrace_fx.runtime.step.phases import Values
+from embrace_fx.vocabulary.schedule import BETWEEN, EARLY, END, START
+
+_FOUND, _OVERTOOK = 1, 2
+"""What a rank announces of its state: the batch is the one looked ahead to; launches of the last window have left out
+of turn, so that no rank's next ones may wait for them."""
+
+
+class Flow:
+    """Everything under way between two steps.
+
+    Args:
+        looks_ahead: whether prior and delayed rows are told apart.
+        warn: told that a batch was not the one looked ahead to.
+        after_announcement: called in each step when every rank is known to go on with it.
+        streams: of a device, which nothing in a steady step makes the host wait for; None: the model is on the CPU.
+
+    Attributes:
+        exchanges: by table, or by stack.
+        of_table: likewise, but by table alone: those of a stack have one exchange.
+        buckets: those of the plan.
+    """
+
+    buckets: BucketUpdates
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        launcher: Launcher,
+        recorder: Recorder,
+        looks_ahead: bool,
+        warn: Callable[[], None],
+        after_announcement: Callable[[], None],
+        streams: Streams | None = None,
+    ) -> None:
+        self.communicator = communicator
+        self.streams = streams
+        self.launcher = launcher
+        self.recorder = recorder
+        self.exchanges: dict[str, RowExchange] = {}
+        self.of_table: dict[str, RowExchange] = {}
+        self.looks_ahead = looks_ahead
+        self._warn = warn
+        self._after_announcement = after_announcement
+        self._ahead: Ahead | None = None
+        self._valid = True  # what was prefetched may be used
+        self._segment = START  # of the forward's compute, for the recorder
+
+    def look_at(self, program: IdsProgram, leaves: Sequence[Any]) -> Ahead:
+        """The next batch, as far as it can be known before its turn."""
+        if self.streams is None:
+            return Ahead(program, leaves, program.unique(leaves))
+        return AheadOfDevice.of(program, leaves, self.streams)
+
+    # -- the forward ---------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, program: IdsProgram, leaves: Sequence[Any], following: Ahead | None) -> Values:
+        """The values of the batch's unique and ids phases; has its rows on the way.
+
+        Args:
+            following: the next batch, where it is known.
+
+        Raises:
+            PeerFailure: a rank could not go on, on every rank.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and self.streams is not None:
+            ahead = self._route(ahead)  # a batch that holds a bad id is not what was looked ahead to, on any rank
+        failure = self._look_for_writes()
+        fresh = self._valid and not any(exchange.early_rows_stale for exchange in self.exchanges.values())
+        found = ahead is not None and ahead.is_batch(leaves) and ahead.program is program and fresh
+        expected = ahead is not None and fresh
+        if found:
+            assert ahead is not None
+            values = ahead.values
+        else:
+            values, bad = self._read(program, leaves)
+            failure = failure or bad
+        unique = program.rows_of_batch(values)
+        now = [rows.numel() for rows in unique]
+        coming = following.sizes() if following is not None and self.looks_ahead else [-1] * len(now)
+        state = found * _FOUND + (not self.launcher.took_turns()) * _OVERTOOK
+        with self.recorder.waiting("announcement", "ids"):
+            everyone = self.communicator.announce([state, *now, *coming], failure)
+        self.communicator.note_rows(program.tables, [row[1 : 1 + len(now)] for row in everyone])
+        self._after_announcement()
+        if any(row[0] & _OVERTOOK for row in everyone):
+            self.launcher.catch_up()
+        if not all(row[0] & _FOUND for row in everyone):
+            if expected and not found:  # on this rank
+                self._warn()
+            self._forget_rows()
+            self._bring_forward(stepped=True)
+            if program.tables:
+                sizes = [row[1 : 1 + len(now)] for row in everyone]
+                program.routing(values, self.communicator.gather_rows_read(unique, sizes, program.num_rows, "ids"))
+        else:
+            assert ahead is not None
+            self._route(ahead)
+        self._valid = True
+        self._bring_forward(stepped=False)
+        self.launcher.enter_forward()
+        sizes = [row[1 + len(now) :] for row in everyone]
+        if following is not None and program.routes and all(size >= 0 for row in sizes for size in row):
+            current = {route.table: Routing.of(values[route.ids], values[route.counts]) for route in program.routes}
+            following.ticket = self.launcher.submit(
+                "ids",
+                lambda: following.exchange(self.communicator, sizes, current, self.exchanges),
+                cost.gather_ids(tuple(map(sum, sizes)), max(following.program.num_rows)).sent_bytes,
+            )
+            self._ahead = following
+        else:
+            self.launcher.skip("ids")
+        self.recorder.mark(BETWEEN)
+        for route in program.routes:
+            self.exchanges[route.table].request(values[route.ids], values[route.counts], route.dtype)
+            self.recorder.mark(f"update {route.table}")
+        return values
+
+    def _read(self, program: IdsProgram, leaves: Sequence[Any]) -> tuple[Values, str | None]:
+        """The values of a batch's unique phase, and what is wrong with its ids.
+
+        Raises:
+            PeerFailure: they cannot be computed; on every rank.
+        """
+        try:
+            values = program.unique(leaves)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            self.communicator.announce((), unreadable(error))
+            raise
+        named = zip(program.rows_of_batch(values), program.tables, program.num_rows, strict=True)
+        reports = (bad_id_report(*each) for each in named)
+        return values, next((report for report in reports if report is not None), None)
+
+    def _look_for_writes(self) -> str | None:
+        """What is wrong where a table was written behind the model's back; rows that left early are read anew."""
+        failure = None
+        for exchange in self.exchanges.values():
+            if exchange.was_written():
+                failure = failure or (WRITTEN.format(f"table {exchange.table.name}") if exchange.stepped else None)
+                exchange.early_rows_stale = True
+        return failure
+
+    def _bring_forward(self, *, stepped: bool) -> None:
+        """Waits for gradients that the order has behind what this forward is still to submit.
+
+        Args:
+            stepped: also for those that a step has taken: any row may be looked up now.
+        """
+        late = [exchange for exchange in self.exchanges.values() if exchange.waiting or (stepped and self.looks_ahead)]
+        if late:
+            with self.launcher.hurrying():
+                for exchange in late:
+                    exchange.materialise()
+                    if stepped:
+                        exchange.apply_delayed()
+
+    def begin_plain_forward(self) -> None:
+        """The head of a forward that leaves nothing to the next step and has found nothing of the last one."""
+        self._after_announcement()
+        self.launcher.enter_forward()
+        self.recorder.mark(BETWEEN)
+
+    def _route(self, ahead: Ahead) -> Ahead | None:
+        """Runs the ids phase of a batch whose exchange of ids is under way; None: it is not to be used, on any rank."""
+        if not ahead.routed:
+            ahead.arrive(self.wait)
+            ahead.routed = True
+        return ahead if ahead.usable else None
+
+    def await_rows(self, table: str) -> Tensor:
+        self.recorder.mark(self._segment)
+        rows = self.exchanges[table].rows()
+        self.recorder.mark(f"rows {table}")
+        self._segment = f"forward {table}"
+        return rows
+
+    def await_update(self, bucket: int) -> None:
+        self.recorder.mark(self._segment)
+        self.buckets.await_update(bucket)
+        self.recorder.mark(f"update bucket {bucket}")
+        self._segment = f"forward bucket {bucket}"
+
+    def end_forward(self) -> None:
+        self.recorder.mark(self._segment)
+        self._segment = START
+
+    # -- the backward --------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, program: IdsProgram, values: Values) -> None:
+        """Opens the window; applies what is left of the last step, and sends the next batch's early rows.
+
+        Args:
+            values: those of the batch whose backward it is.
+        """
+        self.launcher.open_window()
+        self.recorder.window()
+        self.synchronize()
+        split = set()
+        if self._ahead is not None:
+            self._ahead = self._route(self._ahead)
+        ahead = self._ahead
+        if ahead is not None:
+            current = {route.table: values[route.ids] for route in program.routes}
+            for route in ahead.program.routes:
+                exchange = self.exchanges[route.table]
+                if exchange.can_split(current.get(route.table)):
+                    values_of = (ahead.values[route.ids], ahead.values[route.counts])
+                    exchange.look_ahead(*values_of, route.dtype, ahead.splits.get(route.table))
+                    split.add(route.table)
+        for table in self.exchanges.keys() - split:
+            self.exchanges[table].do_not_split()
+        self.recorder.mark(EARLY)
+
+    def end_backward(self) -> None:
+        self.recorder.mark(END)
+        self.launcher.leave_backward()
+
+    # -- between steps -------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """`synchronize` for a caller outside of a step: nothing that is still to be submitted holds it up."""
+        with self.launcher.hurrying():
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Applies every update that a step has taken. Waits only for what has been submitted."""
+        for exchange in self.exchanges.values():
+            exchange.apply_delayed()
+        self.buckets.apply()
+
+    def materialise(self) -> None:
+        """Makes the gradients on their way ordinary ones, for code that is about to read or change them."""
+        with self.launcher.hurrying():
+            self.buckets.materialise()
+            for exchange in self.exchanges.values():
+                exchange.materialise()
+
+    def discard(self) -> None:
+        """Forgets gradients that no step has taken."""
+        self.buckets.discard()
+        for exchange in self.exchanges.values():
+            exchange.discard()
+
+    def parameters_may_change(self) -> None:
+        """Rows that were sent early may be stale from now on."""
+        self.settle()
+        self._valid = False
+
+    def expect_no_batch(self) -> None:
+        """The next batch may be any."""
+        self._ahead = None
+
+    def leave(self) -> None:
+        """Before a call that runs without the flow: updates are applied, what was looked up ahead is forgotten."""
+        self.settle()
+        self._ahead = None
+        self._forget_rows()
+
+    def close(self) -> None:
+        """Ends it between two steps: updates are applied, gradients ordinary ones, whatever was sent has arrived."""
+        self.leave()
+        self.materialise()
+        with self.communicator.watching():
+            self.launcher.close()
+
+    def _forget_rows(self) -> None:
+        for exchange in self.exchanges.values():
+            exchange.forget_rows()
+
+    # -- exchanges that are waited for in the phase that launches them -------------------------------------------------
+
+    def launch_rows(self, table: str, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
+        """`all_to_all_rows` of a table."""
+        return self.exchanges[table].send_rows(columns, counts.tolist())
+
+    def launch_gradients(self, table: str, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object) -> Ticket:
+        """`all_to_all_gradients` of a table."""
+        self.recorder.mark(f"backward {table}")
+        return self.exchanges[table].send_gradients("prior", flat, counts.tolist(), embedding_dim)
+
+    def launch_bucket(self, bucket: int, flat: Tensor, *_: object) -> tuple[Tensor, list[Ticket]]:
+        """`all_reduce_` or `exchange_gradient_` of a bucket."""
+        self.recorder.mark(f"backward bucket {bucket}")
+        return flat, self.buckets.reduce(bucket, flat)
+
+    def wait_all(self, launch: tuple[Tensor, Sequence[Ticket]] | Ticket | InFlight) -> Tensor:
+        """The value of a launch: one that goes through the launcher, or one of the thread's own."""
+        if isinstance(launch, InFlight):
+            return self.communicator.wait(launch)
+        if isinstance(launch, Ticket):
+            return self.wait(launch)
+        flat, tickets = launch
+        for ticket in tickets:
+            self.wait(ticket)
+        return flat
+
+    def wait(self, ticket: Ticket) -> Tensor:
+        """A ticket's value; where that takes time, the recorder knows."""
+        if ticket.done:
+            return ticket.wait()
+        with self.communicator.watching(), self.recorder.waiting(ticket.name, ticket.lane):
+            return ticket.wait()

@@ -1,0 +1,172 @@
+"""Which rows of a table each rank reads for one batch, and how those of two batches in a row are cut.
+
+Shape legend: as in `embrace_fx/vocabulary/ops.py`; R rows of a routing, of all ranks; N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.kernels import coalesce, gpu
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which rows of a table each rank reads for one batch: `ids` (R,) in rank order, `counts[r]` of them rank r's."""
+
+    ids: Tensor
+    counts: tuple[int, ...]
+
+    @staticmethod
+    def of(ids: Tensor, counts: Tensor) -> Routing:
+        return Routing(ids, tuple(counts.tolist()))
+
+    def own(self, rank: int) -> slice:
+        start = sum(self.counts[:rank])
+        return slice(start, start + self.counts[rank])
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How rows of equal ids are summed, where that was found before they arrive.
+
+    Attributes:
+        ids: (K,) sorted and unique, without the padding row.
+        places: (R,) which of them each row is summed into; K: none, a padding row.
+    """
+
+    ids: Tensor
+    places: Tensor
+
+    def sum(self, flat: Tensor, columns: int, scale: float) -> tuple[Tensor, Tensor]:
+        """What `coalesce` yields, of flat (R * d,), without a size that the host would have to ask for."""
+        rows = flat.view(self.places.numel(), columns)
+        summed = rows.new_zeros((self.ids.numel() + 1, columns)).index_add_(0, self.places, rows, alpha=scale)
+        return self.ids, summed[:-1]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Some of a routing's rows, the same ones on all ranks.
+
+    Attributes:
+        positions: (K,) among the routing's rows, ascending.
+        counts: how many of them are whose.
+        merge: how their gradients are summed; None: found when they arrive.
+    """
+
+    positions: Tensor
+    counts: tuple[int, ...]
+    merge: Merge | None = None
+
+    @staticmethod
+    def of(routing: Routing, mask: Tensor) -> Selection:
+        """The rows that a mask (R,) bool selects."""
+        # One host read for all ranks: differences of a running sum at the ranks' bounds.
+        bounds = torch.tensor([0, *routing.counts]).cumsum(0)
+        sums = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
+        return Selection(mask.nonzero().view(-1), tuple(sums[bounds].diff().tolist()))
+
+    def own(self, routing: Routing, rank: int) -> Tensor:
+        """(k,) positions of the rank's rows, counted from its first."""
+        first = sum(self.counts[:rank])
+        return self.positions[first : first + self.counts[rank]] - sum(routing.counts[:rank])
+
+    def coalesce(
+        self, ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The op of that name, for gradients of the rows selected."""
+        if self.merge is not None:
+            return self.merge.sum(flat, columns, scale)
+        unique, rows = coalesce(ids, flat, columns, padding_idx, scale)
+        return unique, rows
+
+
+@dataclass(frozen=True)
+class Split:
+    """How this batch and the next one are cut (EmbRace, ICPP 2022, section 4.2).
+
+    Attributes:
+        following: the next batch's routing.
+        early, late: of its rows, those that this batch does not read and those it does.
+        prior: of this batch's rows, those the next one reads.
+        delayed: finds the others, in chunks.
+    """
+
+    following: Routing
+    early: Selection
+    late: Selection
+    prior: Selection
+    delayed: Callable[[], list[Selection]]
+
+
+class RowSplitter:
+    """Cuts routings of one table by what another batch reads. Keeps one mark per row of the table, and one for none.
+
+    Attributes:
+        no_row: stands for no row among ids.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.no_row = num_rows
+        self._marks = torch.zeros((num_rows + 1,), dtype=torch.bool, device=device)
+        self._stamps = 0  # on CUDA: marks that differ from this number are not erased
+
+    def among(self, ids: Tensor, others: Tensor) -> Tensor:
+        """Which of `ids` (R,) are among `others`: bool (R,)."""
+        if ids.is_cuda and gpu.available():
+            return self._stamped(ids, others)
+        self._marks.index_fill_(0, others, True)
+        found = self._marks.index_select(0, ids)
+        self._marks.index_fill_(0, others, False)
+        return found
+
+    def _stamped(self, ids: Tensor, others: Tensor) -> Tensor:
+        marks = self._marks.view(torch.uint8)
+        if self._stamps == gpu.STAMPS:
+            marks.zero_()
+            self._stamps = 0
+        self._stamps += 1
+        return gpu.split_prior_delayed(ids.contiguous(), others.contiguous(), marks, self._stamps)
+
+    def split(self, current: Routing, following: Routing, chunks: int) -> Split:
+        """Cuts two batches, reading the sizes of their parts.
+
+        Args:
+            chunks: in how many pieces delayed gradients travel.
+        """
+        late = self.among(following.ids, current.ids)
+        prior = self.among(current.ids, following.ids)
+        return Split(
+            following,
+            Selection.of(following, ~late),
+            Selection.of(following, late),
+            Selection.of(current, prior),
+            lambda: [Selection.of(current, mask) for mask in chunks_of(current.ids, ~prior, chunks)],
+        )
+
+
+def chunks_of(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
+    """Cuts the masked ids into `chunks` masks of about equal size; equal ids fall into the same one.
+
+    A row whose gradients came in two chunks would be updated twice.
+    """
+    if chunks == 1:
+        return [mask]
+    order = ids[mask].sort().values
+    cuts = [order[len(order) * k // chunks] for k in range(1, chunks)] if len(order) else []
+    if not cuts:
+        return [mask, *(torch.zeros_like(mask) for _ in range(chunks - 1))]
+    which = torch.bucketize(ids, torch.stack(cuts), right=True)
+    return [mask & (which == k) for k in range(chunks)]
+
+
+def by_rank(sizes: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+    """For `sizes[r]` rows of each rank: whose each one is, and its number among that rank's; (R,) int64 both."""
+    owner = torch.cat([like.new_full((size,), rank, dtype=torch.int64) for rank, size in enumerate(sizes)])
+    number = torch.cat([torch.arange(size, device=like.device) for size in sizes])
+    return owner, number

@@ -1,0 +1,317 @@
+"""One sharded table's communication, or one stack's, when it runs into the next step (EmbRace, ICPP 2022, section 4.2).
+
+    backward t      early rows   rows of batch t+1 that batch t does not read: looked up, sent
+                    prior rows   gradients of rows of batch t that batch t+1 reads, on any rank: sent first
+                    delayed rows the other gradients of batch t: sent last, in chunks
+    forward t+1     prior gradients applied -> late rows, which batch t touched, looked up, sent -> rows put together
+    backward t+1    delayed gradients applied, before anything of batch t+2 is looked up
+
+Contract
+    A row is looked up after its last update; each row is updated once per step, with the options of that step.
+    Every rank knows which rows every rank reads, so that all cut alike and no sizes are exchanged.
+
+Shape legend: as in `embrace_fx/vocabulary/ops.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.flow.bucket_updates import WRITTEN
+from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, Split
+from embrace_fx.runtime.kernels import (
+    coalesce,
+    join_columns,
+    join_columns_into,
+    lookup_as,
+    split_columns,
+    split_selected_columns,
+)
+from embrace_fx.runtime.launch.launcher import Launcher, Ticket
+from embrace_fx.runtime.optimizer.row_optimizers import hyperparameters
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.stacks import StackedTable
+
+Wait = Callable[[Ticket], Tensor]
+
+
+@dataclass
+class Part:
+    """Gradients of some rows, from all ranks, on their way to this rank's columns."""
+
+    ids: Tensor
+    ticket: Ticket
+    selection: Selection | None  # None: all of the routing's
+
+
+@dataclass
+class _Gradient:
+    """One step's row gradient.
+
+    Attributes:
+        parts: prior first, then delayed ones.
+        options: the optimizer's options at its step; None before it.
+    """
+
+    padding_idx: int
+    scale: float
+    parts: list[Part]
+    options: dict[str, Any] | None = None
+
+
+@dataclass
+class Rows:
+    """A batch's rows on their way to this rank: which of its rows, and their columns from all ranks."""
+
+    positions: Tensor | None  # None: all
+    ticket: Ticket
+
+
+@dataclass
+class Arriving:
+    """The rows of a batch on their way."""
+
+    rows: list[Rows] = field(default_factory=list)
+    routing: Routing | None = None
+    late: Selection | None = None  # of the batch to come: what is still to be looked up; None: all of it
+
+
+class RowExchange:
+    """The communication of one table, or of the tables of a stack.
+
+    Args:
+        table: the shard.
+        delayed_chunks: in how many pieces delayed gradients travel, where they are told apart.
+        wait: waits for a ticket (and takes the time of it).
+
+    Attributes:
+        splits_ahead: how two batches are cut may be found on a device, before the host knows the sizes.
+    """
+
+    splits_ahead = True
+
+    def __init__(
+        self,
+        table: RowTable | StackedTable,
+        communicator: Communicator,
+        launcher: Launcher,
+        delayed_chunks: int,
+        wait: Wait,
+    ) -> None:
+        self.table = table
+        self._communicator = communicator
+        self._launcher = launcher
+        self.delayed_chunks = delayed_chunks
+        self._wait = wait
+        self.splitter = RowSplitter(table.shape[0], table.local.device)
+        self._gradients: list[_Gradient] = []
+        self._arriving = Arriving()
+        self._routing: Routing | None = None  # of the batch whose forward runs or ran last
+        self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
+        self.early_rows_stale = False
+        self._version = 0  # of the table, as of the last lookup ahead, step or update of its own
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def request(self, ids: Tensor, counts: Tensor, dtype: torch.dtype) -> None:
+        """Applies what the batch's rows wait for, looks them up and sends them: late ones if early ones have left."""
+        self.apply_prior()
+        arriving = self._arriving
+        if arriving.routing is None or arriving.routing.ids is not ids:  # nothing has left early, or for another batch
+            self.apply_delayed()
+            self._arriving = arriving = Arriving(routing=Routing.of(ids, counts))
+        assert arriving.routing is not None
+        self._routing, self._split = arriving.routing, None
+        arriving.rows.append(self._send_rows("rows", arriving.routing, arriving.late, dtype))
+
+    def rows(self) -> Tensor:
+        """All columns of this rank's rows, flat (U * D,)."""
+        width = self.table.shape[1]
+        world_size = self._communicator.world_size
+        joined: Tensor | None = None
+        for part in self._arriving.rows:
+            flat = self._wait(part.ticket)
+            if part.positions is None:
+                joined = join_columns(flat, width, world_size)
+                continue
+            if joined is None:
+                assert self._routing is not None
+                joined = flat.new_empty((self._routing.counts[self._communicator.rank], width))
+            join_columns_into(joined, part.positions, flat, world_size)
+        self._arriving = Arriving()
+        assert joined is not None
+        return joined.view(-1)
+
+    def _send_rows(self, what: str, routing: Routing, selection: Selection | None, dtype: torch.dtype) -> Rows:
+        ids, counts, positions = routing.ids, routing.counts, None
+        if selection is not None:
+            ids, counts = ids.index_select(0, selection.positions), selection.counts
+            positions = selection.own(routing, self._communicator.rank)
+        columns = lookup_as(self.table.local, ids, dtype)
+        return Rows(positions, self.send_rows(columns, counts, what))
+
+    def send_rows(self, columns: Tensor, counts: Sequence[int], what: str = "rows") -> Ticket:
+        """Launches the AlltoAll of looked-up columns (R, d), `counts[r]` of them rank r's."""
+        width = self.table.shape[1]
+        return self._launcher.submit(
+            f"{self.table.name} {what}",
+            lambda: self._communicator.send_rows(columns, counts, width, "embedding lane"),
+            (sum(counts) - counts[self._communicator.rank]) * columns.shape[1] * columns.element_size(),
+        )
+
+    def send_gradients(self, what: str, flat: Tensor, counts: Sequence[int], width: int) -> Ticket:
+        """Launches the AlltoAll of gradients, flat (U * D,) by destination, `width` = D."""
+        lane = "delayed lane" if what.startswith("delayed") else "embedding lane"
+        away = width - self.table.local.shape[1]
+        return self._launcher.submit(
+            f"{self.table.name} {what}",
+            lambda: self._communicator.send_gradients(flat, counts, width, lane),
+            flat.numel() // max(width, 1) * away * flat.element_size(),
+        )
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def can_split(self, ids: Tensor | None) -> bool:
+        """Whether the gradient of the batch with these ids will be all that the coming step applies."""
+        return (
+            self._routing is not None and self._routing.ids is ids and not self.table.has_gradient and not self.waiting
+        )
+
+    def look_ahead(self, ids: Tensor, counts: Tensor, dtype: torch.dtype, split: Split | None = None) -> None:
+        """At the start of a backward, with the next batch's routing: cuts both batches, sends its early rows.
+
+        Args:
+            split: how they are cut, where that has been found already.
+        """
+        self.apply_delayed()
+        assert self._routing is not None
+        split = split or self.splitter.split(self._routing, Routing.of(ids, counts), self.delayed_chunks)
+        self._split = split
+        self._arriving = Arriving(routing=split.following, late=split.late)
+        self._arriving.rows.append(self._send_rows("early rows", split.following, split.early, dtype))
+        self.note_version()
+
+    def do_not_split(self) -> None:
+        """Instead of `look_ahead`: the whole gradient leaves at once, and no rows before their turn."""
+        for what in ("early rows", *(f"delayed [{k}]" for k in range(self.delayed_chunks))):
+            self._launcher.skip(f"{self.table.name} {what}")
+
+    def submit_gradient(self, rows: Tensor, ids: Tensor, counts: Tensor, padding_idx: int, scale: float) -> None:
+        """Sends the gradients (U, D) of this rank's rows of the batch: prior ones first, delayed ones in chunks."""
+        self.apply_delayed()
+        self.materialise()  # of an earlier backward: the step will want the sum
+        routing = self._routing
+        if routing is None or routing.ids is not ids:  # not the batch of the last forward
+            routing, self._split = Routing.of(ids, counts), None
+            self.early_rows_stale = True  # they were chosen for not being among that one's rows
+        if self._split is None:
+            parts = [self._send_gradient("prior", rows, routing, None)]
+        else:
+            parts = [self._send_gradient("prior", rows, routing, self._split.prior)]
+            for k, chunk in enumerate(self._split.delayed()):
+                parts.append(self._send_gradient(f"delayed [{k}]", rows, routing, chunk))
+        self._gradients.append(_Gradient(padding_idx, scale, parts))
+
+    def _send_gradient(self, what: str, rows: Tensor, routing: Routing, selection: Selection | None) -> Part:
+        ids, counts = routing.ids, routing.counts
+        if selection is None:
+            flat = split_columns(rows, self._communicator.world_size)
+        else:
+            own = selection.own(routing, self._communicator.rank)
+            flat = split_selected_columns(rows, own, self._communicator.world_size)
+            ids, counts = ids.index_select(0, selection.positions), selection.counts
+        return Part(ids, self.send_gradients(what, flat, counts, rows.shape[1]), selection)
+
+    # -- updates -------------------------------------------------------------------------------------------------------
+
+    @property
+    def stepped(self) -> bool:
+        """Whether there is a gradient that a step has taken."""
+        return any(gradient.options is not None for gradient in self._gradients)
+
+    def was_written(self) -> bool:
+        """Whether someone else has written the table since what is under way was looked up or stepped; told once."""
+        written = bool(self._arriving.rows or self.stepped) and self._version != self.table.version
+        self.note_version()
+        return written
+
+    def note_version(self) -> None:
+        """The table as it is now is this exchange's own doing."""
+        self._version = self.table.version
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is a gradient that no step has taken."""
+        return bool(self._gradients) and self._gradients[-1].options is None
+
+    def step(self) -> bool:
+        """The optimizer steps: its options of this moment are those of the gradient on its way.
+
+        Returns: false where tables have to be updated at once, from gradients that they hold themselves.
+        """
+        self.apply_delayed()
+        self.early_rows_stale |= self.was_written()
+        if self.table.has_gradient or not self.table.steps_as_one():
+            with self._launcher.hurrying():  # rows of a forward to come may stand before the gradients
+                self.materialise()
+        if not self.waiting:
+            return False
+        self._gradients[-1].options = hyperparameters(self.table.begin_step())
+        self.note_version()
+        return True
+
+    def apply_prior(self) -> None:
+        """Applies what the next batch may read, if the step has been taken; otherwise keeps the gradient for it."""
+        for gradient in self._gradients:
+            if gradient.options is None:
+                self.materialise()
+                return
+            self._apply(gradient, gradient.parts[:1])
+            del gradient.parts[:1]
+
+    def apply_delayed(self) -> None:
+        """Applies everything a step has taken."""
+        stepped = [gradient for gradient in self._gradients if gradient.options is not None]
+        for gradient in stepped:
+            self._apply(gradient, gradient.parts)
+        self._gradients = [gradient for gradient in self._gradients if gradient.options is None]
+
+    def materialise(self) -> None:
+        """Moves a gradient that no step has taken to where the table keeps those: it was asked for, or is summed up."""
+        for gradient in self._gradients:
+            if gradient.options is None:
+                for part in gradient.parts:
+                    self.table.add_gradient(*self._arrive(gradient, part))
+        self._gradients = [gradient for gradient in self._gradients if gradient.options is not None]
+
+    def discard(self) -> None:
+        """Forgets a gradient that no step has taken."""
+        self._gradients = [gradient for gradient in self._gradients if gradient.options is not None]
+
+    def forget_rows(self) -> None:
+        """What was looked up early is not read: parameters may have been written since."""
+        self._arriving = Arriving()
+        self.early_rows_stale = False
+
+    def _apply(self, gradient: _Gradient, parts: Sequence[Part]) -> None:
+        assert gradient.options is not None
+        if self.was_written():
+            raise RuntimeError(WRITTEN.format(f"table {self.table.name}"))
+        for part in parts:
+            self.table.apply(*self._arrive(gradient, part), gradient.options)
+        self.note_version()
+
+    def _arrive(self, gradient: _Gradient, part: Part) -> tuple[Tensor, Tensor]:
+        local = self.table.local
+        flat = self._wait(part.ticket).to(local.dtype)
+        how = (part.ids, flat, local.shape[1], gradient.padding_idx, gradient.scale)
+        if part.selection is not None:
+            return part.selection.coalesce(*how)
+        ids, rows = coalesce(*how)
+        return ids, rows

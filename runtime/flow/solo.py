@@ -1,0 +1,112 @@
+"""One process on a device: a sharded table's rows without their number, which the host reads when the backward is over.
+
+Contract
+    For a training step of a single process, whose ids go nowhere. The batch's unique rows are found in tensors as long
+    as the batch has ids, behind the rows zeros, which nothing reads: the forward computes with them as they are. Where
+    the gradients of the rows go to the optimizer, their number is needed, and has been copied to the host long before.
+    An id outside the table reads some other row; its number of rows is -1, and the backward raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from embrace_fx.runtime.flow.split_ahead import unique_ids
+from embrace_fx.runtime.launch.streams import Streams
+from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
+
+_READERS = frozenset(
+    {
+        *("embrace.all_gather_ids.default", "embrace.lookup.default", "embrace.coalesce.default"),
+        *("embrace.all_to_all_rows.default", "embrace.all_to_all_gradients.default"),
+    }
+)
+"""What may read unique rows, or their counts, as long as the batch has ids."""
+
+
+class SoloRows:
+    """The unique rows of one process's batches, and how many they are."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._counts: Any = WeakTensorKeyDictionary()
+
+    def kernel(self, node: fx.Node) -> Callable[..., Any] | None:
+        """What a node of the ids' phases, or of the backward, is to call instead."""
+        match str(node.target):
+            case "embrace.unique_ids.default":
+                return self.unique_ids
+            case "embrace.all_gather_ids.default":
+                tables: tuple[str, ...] = node.meta["tables"]
+
+                def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], *_: object) -> list[Tensor]:
+                    for rows, *of_table in zip(unique, tables, num_rows, strict=True):
+                        self._counts[rows] = (*self._counts[rows], *of_table)
+                    return list(unique)
+
+                return all_gather_ids
+            case "_c10d_functional.wait_tensor.default" if _is(node.all_input_nodes[0], "all_gather_ids"):
+                return lambda unique: unique
+            case "embrace.unpack_ids.default":
+                return lambda unique, *_: [t for rows in unique for t in (rows, torch.tensor([rows.numel()]))]
+            case "embrace.coalesce.default":
+                return self.coalesce
+        return None
+
+    def unique_ids(self, ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
+        """The op, in tensors whose sizes the host knows."""
+        rows, count, where = unique_ids(ids, num_rows, padding_idx)
+        copy = self._streams.to_host(count.view(1))
+        self._counts[rows] = (copy, self._streams.record("rows counted"))
+        return [rows, *where]
+
+    def coalesce(self, ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -> list[Tensor]:
+        """The op, for ids that are unique: cuts off what is no row, and the padding row, which comes first.
+
+        Raises:
+            PeerFailure: the batch holds an id outside the table.
+        """
+        copy, counted, table, num_rows = self._counts.pop(ids)
+        (count,) = self._streams.read(counted, copy)
+        if count < 0:
+            raise PeerFailure(
+                {
+                    0: f"expected ids from 0 to {num_rows - 1}, in a lookup of {table} ({num_rows} rows), found one "
+                    "outside; look at the batch, or give the table more rows"
+                }
+            )
+        first = int(padding_idx >= 0)
+        rows = flat.view(ids.numel(), columns)[first:count]
+        return [ids[first:count], rows if scale == 1.0 else rows * scale]
+
+
+def fits(graph: TrainingGraph) -> bool:
+    """Whether nothing in a graph needs to know how many unique rows there are, but what takes their gradients."""
+    phases = graph.phases
+    if "backward" not in phases or not any(_is(n, "unpack_ids") for n in phases["ids"].graph.nodes):
+        return False
+    names = {n.name for p in ("unique", "ids") for n in phases[p].graph.nodes if _is_rows(n)}
+    readers = [
+        user
+        for module in phases.values()
+        for node, role in inputs_of(module)
+        if isinstance(role, Saved) and role.name in names
+        for user in node.users
+    ]
+    return all(str(user.target) in _READERS for user in readers)
+
+
+def _is_rows(node: fx.Node) -> bool:
+    """Unique rows, or what `unpack_ids` makes of them."""
+    source = node.all_input_nodes[0] if node.all_input_nodes else node
+    return _is(source, "unpack_ids") or (_is(source, "unique_ids") and node.args[1:] == (0,))
+
+
+def _is(node: fx.Node, op: str) -> bool:
+    return str(node.target) == f"embrace.{op}.default"

@@ -1,0 +1,1 @@
+"""Launches collectives in the schedule's order, and records them."""

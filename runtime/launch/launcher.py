@@ -1,0 +1,317 @@
+"""The launcher: one thread that issues a rank's collectives in the schedule's order, while the model computes.
+
+Contract
+    Everything submitted in a window is launched in the schedule's total order, the same on all ranks, with at most
+    `IN_FLIGHT` launches on the way, so that an urgent transfer never queues behind more than what has already left.
+    Each communication class has a process group of its own, used by this thread alone.
+    The order between classes is for speed. Within a class it is what makes ranks meet, and never changes; but where
+    nothing moves for `STANDSTILL_S` (a rank saves a checkpoint while the others train on), classes overtake each
+    other. So whatever has been submitted on all ranks completes, and no rank waits for a launch that is still to come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from embrace_fx.runtime.launch.recorder import Recorder, Transfer
+from embrace_fx.runtime.ranks.communicator import InFlight
+from embrace_fx.vocabulary.schedule import IN_FLIGHT, Lane
+
+STANDSTILL_S = 0.5
+
+_FAREWELL_S = 5.0
+_POLL_S = 0.001
+
+Launch = Callable[[], InFlight]
+
+
+@dataclass
+class Ticket:
+    """A submitted launch.
+
+    Attributes:
+        window: counts the recorder's windows, -1 outside.
+        started_s, ended_s: `time.perf_counter` when it was launched and when it had completed.
+    """
+
+    name: str
+    lane: Lane
+    launch: Launch | None
+    sent_bytes: int = 0
+    window: int = -1
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    value: Tensor | None = None
+    work: Any = None
+    measured: Callable[[], int] | None = None
+    state: _State = field(default=None)  # type: ignore[assignment]
+
+    @property
+    def done(self) -> bool:
+        return self.ended_s > 0.0
+
+    def wait(self) -> Tensor:
+        """The value, once the collective has completed.
+
+        Raises:
+            RuntimeError: the collective, or an earlier one, failed.
+        """
+        if not self.done:
+            with self.state.changed:
+                self.state.changed.wait_for(lambda: self.done or self.state.error is not None)
+        if self.state.error is not None:
+            raise self.state.error
+        assert self.value is not None
+        return self.value
+
+
+class _Window:
+    """The launches of one window: what has been submitted, by its place in the order."""
+
+    def __init__(self, order: tuple[tuple[str, Lane], ...], number: int = 0) -> None:
+        self.order = order
+        self.number = number
+        self.waiting: dict[str, Ticket] = {}  # submitted, and not launched
+        self.expected = {name for name, _ in order}  # may still be submitted
+        self.in_forward = False
+
+
+class _State:
+    """What the thread and its users share, under one lock. The thread must not hold the launcher itself alive."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.changed = threading.Condition()
+        self.windows: deque[_Window] = deque()
+        self.in_flight: deque[Ticket] = deque()
+        self.error: BaseException | None = None
+        self.stopped = False
+        self.hurried = 0
+        self.moved_s = time.perf_counter()
+        self.callbacks: weakref.WeakSet[Any] = weakref.WeakSet()  # of collectives, run and dropped by threads of theirs
+
+    # -- everything below is called with the lock held
+
+    def next(self) -> Ticket | None:
+        """What is to be launched now, or None."""
+        standing_still = time.perf_counter() - self.moved_s > STANDSTILL_S
+        if len(self.in_flight) >= IN_FLIGHT and not standing_still:
+            return None
+        while len(self.windows) > 1 and not self.windows[0].waiting:
+            self.windows.popleft()
+        passed_over: set[Lane] = set()
+        for window in self.windows:
+            for name, lane in window.order:
+                ticket = window.waiting.get(name)
+                if ticket is not None and lane not in passed_over:
+                    return window.waiting.pop(name)
+                if ticket is None and name not in window.expected:
+                    continue
+                if not standing_still and not self.hurried:
+                    return None
+                passed_over.add(lane)
+        return None
+
+    def under_way(self) -> bool:
+        """Whether anything has been submitted that has not completed."""
+        return bool(self.in_flight) or any(window.waiting for window in self.windows)
+
+
+class Launcher:
+    """Hands launches to the thread.
+
+    Args:
+        order: the launch order of a window, with the class of each launch.
+        of_forward: those of them that the forward submits; all others are the backward's.
+        recorder: told of every launch that completes.
+    """
+
+    def __init__(self, order: Iterable[tuple[str, Lane]], of_forward: Iterable[str], recorder: Recorder) -> None:
+        self._order = tuple(order)
+        self._lanes = dict(self._order)
+        self._of_forward = frozenset(of_forward)
+        self._state = _State(recorder)
+        self._state.windows.append(_Window(self._order))
+        self._start()
+
+    def _start(self) -> None:
+        """Begins to launch what is submitted."""
+        thread = threading.Thread(target=_run, args=(self._state,), name="embrace_fx launcher", daemon=True)
+        thread.start()
+        self._stop = weakref.finalize(self, _stop, self._state, thread)
+
+    def close(self) -> None:
+        """Waits until everything submitted has completed, and ends the thread.
+
+        Raises:
+            RuntimeError: a collective failed.
+        """
+        with self.hurrying(), self._state.changed:
+            self._state.changed.wait_for(lambda: self._state.error is not None or not self._state.under_way())
+        self._stop()
+        if self._state.error is not None:
+            raise self._state.error
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[_Window]:
+        """Within, the current window may be changed; whatever is due then is launched."""
+        with self._state.changed:
+            yield self._state.windows[-1]
+            self._state.changed.notify_all()
+
+    def reorder(self, order: Iterable[tuple[str, Lane]]) -> None:
+        """Another order, from the next window on."""
+        self._order = tuple(order)
+
+    def open_window(self) -> None:
+        """Ends the current window, whose unsubmitted launches are not coming any more, and begins the next one."""
+        with self._changing() as window:
+            window.expected.clear()
+            self._state.windows.append(_Window(self._order, window.number + 1))
+            self._lanes = dict(self._order)
+
+    def leave_backward(self) -> None:
+        """What the window's backward has not submitted is not coming any more."""
+        with self._changing() as window:
+            window.expected &= self._of_forward
+
+    def enter_forward(self) -> None:
+        """Makes sure that there is a window for what a forward submits, also where no backward came before it."""
+        if self._state.windows[-1].in_forward:
+            self.open_window()
+        self._state.windows[-1].in_forward = True
+        self.leave_backward()
+
+    def skip(self, name: str) -> None:
+        """A launch of the current window is not coming."""
+        with self._changing() as window:
+            window.expected.discard(name)
+
+    def submit(self, name: str, launch: Launch, sent_bytes: int) -> Ticket:
+        """Queues a launch at its place in the current window.
+
+        Args:
+            sent_bytes: what this rank sends, for the recorder; a guess where what is in flight tells it in the end.
+        """
+        assert name in self._state.windows[-1].expected, name
+        recording = self._state.recorder.recording
+        number = -1 if recording is None else recording.window
+        ticket = self._ticket(name, self._lanes[name], launch, sent_bytes, number)
+        with self._changing() as window:
+            window.waiting[name] = ticket
+            window.expected.remove(name)
+        return ticket
+
+    def _ticket(self, name: str, lane: Lane, launch: Launch, sent_bytes: int, window: int) -> Ticket:
+        return Ticket(name, lane, launch, sent_bytes, window, state=self._state)
+
+    def took_turns(self) -> bool:
+        """Whether, since it was last asked, everything left in its turn; where not, all ranks must come to know.
+
+        The thread launches whatever another rank has launched, in time: nobody needs to know.
+        """
+        return True
+
+    def catch_up(self) -> None:
+        """Launches what another rank may have launched out of turn. The thread does that by itself."""
+
+    @contextlib.contextmanager
+    def hurrying(self) -> Iterator[None]:
+        """Within, what has not been submitted holds up nothing: the caller waits for what has been."""
+        self._hurry(1)
+        try:
+            yield
+        finally:
+            self._hurry(-1)
+
+    def _hurry(self, change: int) -> None:
+        with self._changing():
+            self._state.hurried += change
+
+
+def _run(state: _State) -> None:
+    while True:
+        with state.changed:
+            ticket = None
+            while not state.stopped and (ticket := state.next()) is None:
+                idle = not state.under_way()
+                state.changed.wait(None if idle else STANDSTILL_S / 2)
+                if idle:
+                    state.moved_s = time.perf_counter()
+            if state.stopped:
+                return
+            assert ticket is not None
+            state.in_flight.append(ticket)
+            state.moved_s = time.perf_counter()
+        try:
+            _launch(state, ticket)
+        except BaseException as error:
+            _fail(state, error)
+            return
+
+
+def _launch(state: _State, ticket: Ticket) -> None:
+    assert ticket.launch is not None
+    ticket.started_s = time.perf_counter()
+    launched, ticket.launch = ticket.launch(), None
+    ticket.value, ticket.work, ticket.measured = launched.value, launched.work, launched.sent_bytes
+    if launched.work is None:
+        _complete(state, ticket)
+        return
+
+    def completed(future: Any) -> None:
+        try:
+            future.value()
+        except BaseException as error:
+            _fail(state, error)
+            return
+        _complete(state, ticket)
+
+    state.callbacks.add(completed)
+    launched.work.get_future().add_done_callback(completed)
+
+
+def _complete(state: _State, ticket: Ticket) -> None:
+    with state.changed:
+        ticket.ended_s = state.moved_s = time.perf_counter()
+        ticket.work = None
+        if ticket.measured is not None:
+            ticket.sent_bytes = ticket.measured()
+        state.in_flight.remove(ticket)
+        state.changed.notify_all()
+    if ticket.window >= 0:
+        state.recorder.transferred(
+            Transfer(ticket.name, ticket.lane, ticket.window, ticket.sent_bytes, ticket.started_s, ticket.ended_s)
+        )
+
+
+def _fail(state: _State, error: BaseException) -> None:
+    with state.changed:
+        state.error = state.error or error
+        state.changed.notify_all()
+
+
+def _stop(state: _State, thread: threading.Thread) -> None:
+    """Ends the thread, and everything under way: a completion that comes while the interpreter shuts down aborts it."""
+    deadline_s = time.monotonic() + _FAREWELL_S
+    with state.changed:
+        state.hurried += 1
+        state.changed.notify_all()
+        # All ranks have submitted the same, so it completes; unless one is gone.
+        state.changed.wait_for(lambda: state.error is not None or not state.under_way(), timeout=_FAREWELL_S)
+        state.stopped = True
+        state.changed.notify_all()
+    if thread is not threading.current_thread():
+        thread.join(timeout=_FAREWELL_S)
+    # The thread of a collective needs the interpreter once more after its callback has run: to drop it.
+    while state.callbacks and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)

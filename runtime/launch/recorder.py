@@ -1,0 +1,173 @@
+"""Measures what a rank's processor does and when it waits: the measured half of a timeline.
+
+Contract
+    Off, a mark costs one attribute read. On, marks cut the calling thread's time into the compute operations of
+    `embrace_fx.vocabulary.schedule.StepGraph`, each named by the mark that ends it. On a device,
+    whose work comes after the thread that enqueues it, moments are taken on the device's streams by a clock of its own,
+    and become times at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Protocol
+
+from embrace_fx.vocabulary.schedule import Lane
+
+Moment = Any
+"""What a clock hands out: seconds on the host, an event on a stream."""
+
+
+class Clock(Protocol):
+    """Takes moments of a recording."""
+
+    def start(self) -> None:
+        """A recording begins."""
+
+    def now(self) -> Moment:
+        """This moment, in the program's order."""
+
+    def stop(self) -> None:
+        """A recording has ended: from here on `seconds` may be asked for."""
+
+    def seconds(self, moment: Moment) -> float:
+        """A moment on the scale of `time.perf_counter`."""
+
+
+class HostClock:
+    """`time.perf_counter`."""
+
+    def start(self) -> None:
+        """There is nothing to prepare."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def stop(self) -> None:
+        """There is nothing to wait for."""
+
+    def seconds(self, moment: Moment) -> float:
+        return float(moment)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A launch as it went, seconds of `time.perf_counter`."""
+
+    name: str
+    lane: Lane
+    window: int
+    sent_bytes: int
+    started_s: float
+    ended_s: float
+
+
+@dataclass
+class Recording:
+    """Raw marks of one rank, seconds of `time.perf_counter`. `window` counts backwards begun since the start.
+
+    Attributes:
+        marks: (name, window, when): what was done by then.
+        waits: (launch, lane, window, from, to).
+        transfers: what was launched and completed meanwhile.
+    """
+
+    marks: list[tuple[str, int, float]] = field(default_factory=list)
+    waits: list[tuple[str, Lane, int, float, float]] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    window: int = -1
+
+
+@dataclass(frozen=True)
+class ComputeSpan:
+    """A piece of a compute operation between two waits, seconds of `time.perf_counter`."""
+
+    name: str
+    window: int
+    started_s: float
+    ended_s: float
+
+
+def compute_spans(recording: Recording) -> list[ComputeSpan]:
+    """What the marks say was computed, less the time spent waiting."""
+    spans: list[ComputeSpan] = []
+    waits = sorted((start, end) for *_, start, end in recording.waits)
+    for (_, _, started), (name, window, ended) in pairwise(recording.marks):
+        if not name or window < 0:
+            continue
+        at = started
+        for start, end in waits:
+            if at <= start and end <= ended:
+                if start > at:
+                    spans.append(ComputeSpan(name, window, at, start))
+                at = end
+        if ended > at:
+            spans.append(ComputeSpan(name, window, at, ended))
+    return spans
+
+
+class Recorder:
+    """Records between `start` and `stop`.
+
+    Args:
+        clock: takes the moments.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock: Clock = clock or HostClock()
+        self.recording: Recording | None = None
+
+    def window(self) -> None:
+        """A backward begins."""
+        if self.recording is not None:
+            self.recording.window += 1
+            self.recording.marks.append(("", self.recording.window, self.clock.now()))
+
+    def mark(self, name: str) -> None:
+        """Everything since the last mark was `name`."""
+        recording = self.recording
+        if recording is not None:
+            recording.marks.append((name, recording.window, self.clock.now()))
+
+    @contextlib.contextmanager
+    def waiting(self, launch: str, lane: Lane) -> Iterator[None]:
+        """The thread, or its stream, stands still for a launch."""
+        recording = self.recording
+        if recording is None:
+            yield
+            return
+        start = self.clock.now()
+        try:
+            yield
+        finally:
+            recording.waits.append((launch, lane, recording.window, start, self.clock.now()))
+
+    def transferred(self, transfer: Transfer) -> None:
+        """A launch has completed, or will have by the recording's end (called by whichever thread saw it)."""
+        if self.recording is not None:
+            self.recording.transfers.append(transfer)
+
+    def start(self) -> Recording:
+        self.clock.start()
+        self.recording = Recording()
+        return self.recording
+
+    def stop(self) -> Recording:
+        """What was recorded, in seconds. The same object: what `start` returned is what `stop` returns."""
+        assert self.recording is not None
+        recording, self.recording = self.recording, None
+        self.clock.stop()
+        seconds = self.clock.seconds
+        recording.marks = [(name, window, seconds(at)) for name, window, at in recording.marks]
+        recording.waits = [
+            (launch, lane, window, seconds(start), seconds(end)) for launch, lane, window, start, end in recording.waits
+        ]
+        recording.transfers = [
+            replace(each, started_s=seconds(each.started_s), ended_s=seconds(each.ended_s))
+            for each in recording.transfers
+        ]
+        return recording

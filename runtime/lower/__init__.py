@@ -1,0 +1,1 @@
+"""Graphs made into Python functions, and the kernels of recurrent layers."""

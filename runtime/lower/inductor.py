@@ -1,0 +1,135 @@
+"""Inductor, torch's code generator: regions of a phase as fused kernels. All use of its private API lives here.
+
+Contract
+    A region's compiled form computes its values up to rounding, for all sizes that torch's guards admit; guards that
+    compiling adds are in the capture's shape environment. Results have the strides that the capture promises. What
+    Inductor cannot take stays eager, and a warning names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import BoxedBool
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._triton import has_triton
+
+from embrace_fx.runtime.lower.regions import Compiled, Region
+
+
+def check_toolchain(devices: Collection[str]) -> None:
+    """Raises where Inductor lacks what it compiles with.
+
+    Args:
+        devices: types of the model's devices.
+
+    Raises:
+        ValueError: no C++ compiler, or no Triton for a model on CUDA.
+    """
+    try:
+        get_cpp_compiler()
+    except RuntimeError as error:
+        raise ValueError(
+            "expected a C++ compiler for backend='inductor', in compile(), found none that runs: "
+            f"{error}. Install one (g++), name one in the environment variable CXX, or use backend='eager'."
+        ) from error
+    if "cuda" in devices and not has_triton():
+        raise ValueError(
+            "expected Triton for backend='inductor' and a model on CUDA, in compile(), found none that works with this "
+            "GPU. Install the triton of this torch, or use backend='eager'."
+        )
+
+
+class RegionCompiler:
+    """Compiles the regions of one program; equal ones once."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[str, Compiled] = {}
+        self._captures_cuda_graphs = False
+
+    def __call__(self, region: Region) -> Compiled | None:
+        """The compiled form; None, with a warning, where Inductor refuses the region."""
+        try:
+            with _plain_mode():
+                return self._compile(region)
+        except Exception as error:  # a code generator fails in many ways, and the eager ops are there
+            reason = next(iter(str(error).strip().splitlines()), "no message")
+            warnings.warn(
+                f"expected Inductor to compile a region of {len(region.module.graph.nodes)} nodes, found "
+                f"{type(error).__name__}: {reason}. The region runs eagerly: same values, less speed.",
+                stacklevel=2,
+            )
+            return None
+
+    def begin_step(self) -> None:
+        """A forward begins: what CUDA graphs returned in the last step may be overwritten."""
+        if self._captures_cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+
+    def _compile(self, region: Region) -> Compiled:
+        fake_mode = detect_fake_mode(_tensors(region))
+        assert fake_mode is not None
+        if fake_mode.shape_env is not None:  # of ops that passes have derived, none of these
+            fake_mode.shape_env.pending_fresh_unbacked_symbols.clear()
+        with fake_mode:
+            traced = make_fx(region.module, select_decomp_table(), tracing_mode="real")(*region.inputs)
+        cuda_graph = config.triton.cudagraphs and _is_capturable(region)
+        key = f"{traced.code}{[_description(value) for value in region.inputs]}{region.fixed}"
+        if key in self._compiled and not cuda_graph:  # a CUDA graph reads its own region's parameters
+            return self._compiled[key]
+        self._captures_cuda_graphs |= cuda_graph
+        output = traced.graph.output_node()
+        assert isinstance(output.args[0], list | tuple)
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keeps their strides
+        with tracing(TracingContext(fake_mode)):
+            compiled: Compiled = compile_fx_inner(
+                traced,
+                list(region.inputs),
+                static_input_idxs=region.fixed,
+                cudagraphs=BoxedBool(cuda_graph),
+                is_inference=True,
+                is_backward=False,
+                graph_id=None,
+            )
+        self._compiled[key] = compiled
+        return compiled
+
+
+@contextlib.contextmanager
+def _plain_mode() -> Iterator[None]:
+    """Whatever the user's call runs under: the casts of an autocast region are in the graph, as is the backward."""
+    with (
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        yield
+
+
+def _is_capturable(region: Region) -> bool:
+    """Fixed sizes, CUDA tensors only, and nothing returned that the next replay could overwrite too early."""
+    values = _tensors(region)
+    sizes = (size for value in values for size in value.shape)
+    return not region.kept and all(v.device.type == "cuda" for v in values) and all(type(s) is int for s in sizes)
+
+
+def _tensors(region: Region) -> list[Tensor]:
+    of_nodes = (node.meta.get("val") for node in region.module.graph.nodes)
+    return [value for value in (*region.inputs, *of_nodes) if isinstance(value, Tensor)]
+
+
+def _description(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return str(value)
+    return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"

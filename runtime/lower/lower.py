@@ -1,0 +1,82 @@
+"""Lowering: a phase of a partitioned graph -> a Python function that runs it.
+
+Contract
+    Same order, same values. Local `embrace::` ops become direct calls of their kernels, collectives become launches of
+    the communicator (what they return is in flight until its wait), everything else stays an ATen call. Arguments come
+    in one list that the function empties, so that a value dies with its last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import CodeGen
+
+from embrace_fx.runtime.kernels import LOCAL
+from embrace_fx.runtime.lower import rnn
+from embrace_fx.runtime.lower.inplace import write_in_place
+from embrace_fx.runtime.lower.regions import Compiled, Region, compile_regions
+from embrace_fx.vocabulary.graph import Buffer, Parameter, Shard
+
+Phase = Callable[[list[Any]], tuple[Any, ...]]
+
+
+class _OneList(CodeGen):
+    """Code that takes all arguments in one list, and empties it."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [var.split(":")[0].split("=")[0].strip() for var in free_vars if var != "self"]
+        unpack = f"\n    {', '.join(names)}, = arguments" if names else ""
+        return f"def {self._func_name}(self, arguments){maybe_return_annotation}:{unpack}\n    arguments.clear()"
+
+
+def lower(
+    module: fx.GraphModule,
+    launches: Mapping[str, Callable[..., Any]],
+    special: Callable[[fx.Node], Callable[..., Any] | None] = lambda node: None,
+    compile_region: Callable[[Region], Compiled | None] | None = None,
+) -> Phase:
+    """The function of one phase.
+
+    Args:
+        module: a phase: placeholders with roles, outputs with roles.
+        launches: op name -> the communicator's function.
+        special: what a single node is to call instead, or None.
+        compile_region: what compiles the compute between communications; None: every op is called by itself.
+    """
+    targets: dict[str, Callable[..., Any]] = {**LOCAL, **rnn.KERNELS, **launches}
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            env[node] = graph.get_attr(str(node.target))
+            continue
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        env[node].name = node.name
+        env[node].meta["val"] = None if _is_in_flight(node) else node.meta.get("val")
+        env[node].meta["fixed"] = _is_fixed(node)
+        env[node].meta["copies"] = str(node.target) == "embrace.pack_bucket.default"
+        if isinstance(node.target, torch._ops.OpOverload):
+            env[node].target = special(node) or targets.get(node.target.name(), node.target)
+    if compile_region is not None:
+        compile_regions(module, graph, compile_region)
+    write_in_place(graph)
+    graph.set_codegen(_OneList())
+    lowered = fx.GraphModule(module, graph)
+    run: Phase = lowered.forward
+    return run
+
+
+def _is_in_flight(node: fx.Node) -> bool:
+    """Whether a value is no tensor yet: only its wait yields one."""
+    return any(str(user.target) == "_c10d_functional.wait_tensor.default" for user in node.users)
+
+
+def _is_fixed(node: fx.Node) -> bool:
+    """Whether a value lies at the same address at every step."""
+    if node.op == "placeholder":
+        return isinstance(node.meta.get("role"), Parameter | Buffer | Shard)
+    return str(node.target) == "embrace.await_update.default"

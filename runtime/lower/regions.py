@@ -1,0 +1,236 @@
+"""Regions: the compute between two communications of a phase, as one compiled function each.
+
+Contract
+    Same values, and what is not taken keeps its place: launches, waits, submits, random draws, RNN kernels, ops whose
+    sizes depend on data. A region is a run of neighbouring ATen ops, so that everything between two regions still
+    happens between them. Values that die within a region die there: its inputs come in one list that it empties.
+    Works on the lowered copy of a phase, before ops write in place: what a region returns is never written into.
+
+    rewrite:  a = aten.mul(x, y); b = aten.add(a, y); ...; submit_bucket(pack_bucket([b]), 0)
+    ->        arguments = bundle(x, y); b, = region_0(arguments); submit_bucket(pack_bucket([b]), 0)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
+
+from embrace_fx.vocabulary.graph import Saved
+
+Compiled = Callable[[list[Any]], Sequence[Any]]
+
+SMALLEST = 4
+"""Kernels that a region must have to be compiled. On a CPU, at sizes where calling is all that takes time, a compiled
+region was measured at 3 us, its arguments and results aside, and an eager op at 2.4 us: two kernels break even, and
+compiling takes seconds."""
+
+_UNTAKEN_TAGS = (
+    torch.Tag.nondeterministic_seeded,  # random numbers are eager's
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+)
+_SYMBOLIC = torch.SymInt | torch.SymFloat | torch.SymBool
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a phase, cut out.
+
+    Attributes:
+        module: its graph, with one placeholder for each input and one tuple of outputs.
+        inputs: what they are at capture: fake tensors and symbolic sizes.
+        fixed: positions of inputs that lie at the same address at every step: parameters, buffers, shards.
+        kept: whether something it returns may outlive the step, or be read by another stream.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[Any, ...]
+    fixed: tuple[int, ...]
+    kept: bool
+
+
+def compile_regions(root: fx.GraphModule, graph: fx.Graph, compile_region: Callable[[Region], Compiled | None]) -> None:
+    """Replaces the regions of a lowered phase by calls of their compiled forms.
+
+    Args:
+        root: what holds the graph's constants.
+        graph: rewritten in place; its nodes have fake values, and placeholders their roles.
+        compile_region: a region's compiled form, or None where it is to stay as it is.
+    """
+    _items_follow_their_tuples(graph)
+    number = 0
+    for nodes in list(_runs(graph)):
+        if sum(map(_is_kernel, nodes)) < SMALLEST:
+            continue
+        symbols = _symbols_for(graph, nodes)
+        if symbols is None:
+            continue
+        inputs = [*symbols, *_inputs_of(nodes, symbols)]
+        outputs = [node for node in nodes if any(user not in nodes for user in node.users)]
+        compiled = compile_region(_cut_out(root, nodes, inputs, outputs))
+        if compiled is not None:
+            _replace(graph, nodes, inputs, outputs, _named(compiled, f"region_{number}"))
+            number += 1
+
+
+def _runs(graph: fx.Graph) -> Iterator[dict[fx.Node, None]]:
+    """Neighbouring nodes that can be compiled, in order."""
+    run: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if _is_compute(node) or (node.target is operator.getitem and node.args[0] in run):
+            run[node] = None
+        elif run and node.op not in {"placeholder", "get_attr"}:
+            yield run
+            run = {}
+
+
+def _is_compute(node: fx.Node) -> bool:
+    if node.op != "call_function" or any(n.meta.get("val") is None for n in node.all_input_nodes):
+        return False
+    value, target = node.meta.get("val"), node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return isinstance(value, _SYMBOLIC)  # arithmetic of sizes
+    if target.namespace not in ("aten", "prims") or target._schema.is_mutable:
+        return False
+    values = value if isinstance(value, list | tuple) else [value]
+    plain = all(isinstance(v, _SYMBOLIC) or (isinstance(v, Tensor) and not v.is_complex()) for v in values)
+    return plain and not any(tag in target.tags for tag in _UNTAKEN_TAGS)
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    """Whether eager code would launch something for it: not for views and sizes."""
+    return isinstance(node.target, torch._ops.OpOverload) and not any(
+        result.alias_info is not None or str(result.type) == "int" for result in node.target._schema.returns
+    )
+
+
+def _items_follow_their_tuples(graph: fx.Graph) -> None:
+    """Moves `getitem` nodes behind the op they take from: a region that has one has the other."""
+    for node in list(graph.nodes):
+        if isinstance(node.target, torch._ops.OpOverload) and isinstance(node.meta.get("val"), list | tuple):
+            for item in reversed([user for user in node.users if user.target is operator.getitem]):
+                node.append(item)
+
+
+def _inputs_of(nodes: Collection[fx.Node], others: Sequence[fx.Node]) -> list[fx.Node]:
+    found = (source for node in nodes for source in node.all_input_nodes)
+    return [source for source in dict.fromkeys(found) if source not in nodes and source not in others]
+
+
+def _symbols_for(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node] | None:
+    """Nodes whose values are the symbols that the region's sizes are made of; None where one is not to be had.
+
+    Where an input has a symbol for its size, the compiled form reads it there.
+    """
+    inputs = _inputs_of(nodes, ())
+    needed = {str(symbol) for node in (*inputs, *nodes) for symbol in _free_symbols(node.meta["val"])}
+    found: list[fx.Node] = []
+    missing = needed - {text for node in inputs for text, _ in _sizes(node)}
+    first = next(iter(nodes))
+    for node in list(graph.nodes):
+        if node is first or not missing:
+            break
+        for text, dim in _sizes(node):
+            if text in missing:
+                missing.discard(text)
+                found.append(node if dim is None else _size_node(graph, node, dim, first))
+    return None if missing else found
+
+
+def _free_symbols(value: Any) -> set[Any]:
+    values = value if isinstance(value, list | tuple) else [value]
+    return {symbol for v in values if isinstance(v, Tensor | _SYMBOLIC) for symbol in free_symbols(v)}
+
+
+def _sizes(node: fx.Node) -> Iterator[tuple[str, int | None]]:
+    """Sizes that a value has, as text, with their dimension; None for a value that is a size itself."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt):
+        yield str(value), None
+    elif isinstance(value, Tensor):
+        sizes: Sequence[Any] = value.shape
+        yield from ((str(size), dim) for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt))
+
+
+def _size_node(graph: fx.Graph, source: fx.Node, dim: int, first: fx.Node) -> fx.Node:
+    """The size of a value, taken as soon as it is there: the value need not live on for it."""
+    after = source
+    while after.next is not first and after.next.op in ("placeholder", "get_attr"):
+        after = after.next
+    with graph.inserting_after(after):
+        node = graph.call_function(torch.ops.aten.sym_size.int, (source, dim))
+    node.meta["val"] = source.meta["val"].shape[dim]
+    return node
+
+
+def _cut_out(
+    root: fx.GraphModule, nodes: Collection[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> Region:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for k, node in enumerate(inputs):
+        env[node] = graph.placeholder(f"input_{k}")
+        env[node].meta["val"] = node.meta["val"]
+    for node in nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[node] for node in outputs))
+    return Region(
+        fx.GraphModule(root, graph),
+        tuple(node.meta["val"] for node in inputs),
+        tuple(k for k, node in enumerate(inputs) if _is_fixed(node)),
+        any(not _stays_in_step(node, user) for node in outputs for user in node.users if user not in nodes),
+    )
+
+
+def _is_fixed(node: fx.Node) -> bool:
+    """A parameter, buffer or shard as such, or as its pending update leaves it."""
+    if node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return node.meta.get("fixed", False) is True
+
+
+def _stays_in_step(value: fx.Node, user: fx.Node) -> bool:
+    """Whether a reader makes something new of a value, before the step ends."""
+    if user.op == "output":
+        returned = zip(user.args[0], user.meta["roles"], strict=True)  # type: ignore[arg-type]
+        return all(isinstance(role, Saved) for each, role in returned if each is value)
+    if isinstance(user.target, torch._ops.OpOverload):
+        return user.target.namespace == "aten" and all(r.alias_info is None for r in user.target._schema.returns)
+    return user.meta.get("copies", False) is True
+
+
+def _replace(
+    graph: fx.Graph,
+    nodes: Collection[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    compiled: Compiled,
+) -> None:
+    with graph.inserting_before(next(iter(nodes))):
+        arguments = graph.call_function(bundle, tuple(inputs))
+        results = graph.call_function(compiled, (arguments,))
+        for k, node in enumerate(outputs):
+            item = graph.call_function(operator.getitem, (results, k))
+            item.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in nodes)
+    for node in reversed(list(nodes)):
+        graph.erase_node(node)
+
+
+def bundle(*values: Any) -> list[Any]:
+    """The arguments of a region, in a list that it empties."""
+    return list(values)
+
+
+def _named(compiled: Compiled, name: str) -> Compiled:
+    def region(arguments: list[Any]) -> Sequence[Any]:
+        return compiled(arguments)
+
+    region.__name__ = name
+    return region

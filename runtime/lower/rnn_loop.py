@@ -1,0 +1,309 @@
+"""Recurrent layers as a loop over time: the "loop" kernel of `embrace::rnn_layer`, any cell, device and float dtype.
+
+It works on flat rows, steps one behind the other as packed sequences have them; a padded input is the case where every
+step has B rows. All that does not depend on the step before is computed for all rows at once: the input's product with
+its weights, the derivatives of the activations, the gradients of weights and input. What remains per step is one
+product with the recurrent weights (two with a projection) and a handful of calls that write in place.
+
+Shape legend: see `embrace_fx.vocabulary.rnn_ops`. A gradient of gates before their activation is called a delta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from embrace_fx.vocabulary.rnn_ops import LayerWeights
+
+_sigmoid_backward = torch.ops.aten.sigmoid_backward.grad_input
+_tanh_backward = torch.ops.aten.tanh_backward.grad_input
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The order in which a layer visits its flat rows: step after step, first to last or last to first.
+
+    Attributes:
+        sizes: rows of each step, in time order, never growing.
+        reverse: from the last step to the first.
+    """
+
+    sizes: list[int]
+    reverse: bool
+
+    @classmethod
+    def of(cls, input: Tensor, batch_sizes: Tensor | None, reverse: bool) -> Walk:
+        sizes: list[int] = [input.shape[1]] * input.shape[0] if batch_sizes is None else batch_sizes.tolist()
+        if not sizes:
+            raise ValueError(
+                "embrace::rnn_layer: expected an input of at least one time step, found none; leave such batches out"
+            )
+        return cls(sizes, reverse)
+
+    def steps(self, rows: Tensor) -> list[Tensor]:
+        """Views of the steps of `rows` (R, ...), in the order of the walk."""
+        steps = list(rows.split(self.sizes))
+        return steps[::-1] if self.reverse else steps
+
+    def previous(self, initial: Tensor, rows: Tensor) -> Tensor:
+        """For each row the state its step starts from: its sequence's row of the step before, or its initial state."""
+        states = []
+        before = initial
+        for step in self.steps(rows):
+            states.append(carry(initial, before, step.shape[0]))
+            before = step
+        return torch.cat(states[::-1] if self.reverse else states)
+
+    def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The numbers of the rows where each sequence is visited first and last, (B,) each.
+
+        Sizes [2, 1], forward: ([0, 1], [2, 1]): sequence 0 has rows 0 and 2, sequence 1 has row 1.
+        """
+        alive_TB, row_TB = self._table()
+        early = row_TB[0]
+        late = row_TB.gather(0, (alive_TB.sum(0) - 1).unsqueeze(0)).squeeze(0)
+        first, last = (late, early) if self.reverse else (early, late)
+        return first.to(device), last.to(device)
+
+    def mirror(self, device: torch.device) -> Tensor:
+        """The row numbers (R,) that turn every sequence end to start; the permutation is its own inverse.
+
+        Sizes [2, 1]: [2, 1, 0]: sequence 0 (rows 0 and 2) is turned, sequence 1 (row 1) stays.
+        """
+        alive_TB, row_TB = self._table()
+        step_T1 = torch.arange(len(self.sizes)).unsqueeze(1)
+        mirrored_TB = (alive_TB.sum(0) - 1 - step_T1).clamp(min=0)
+        return row_TB.gather(0, mirrored_TB)[alive_TB].to(device)
+
+    def _table(self) -> tuple[Tensor, Tensor]:
+        """Whether a sequence has a step, and which row that is (where it has one)."""
+        sizes_T1 = torch.tensor(self.sizes).unsqueeze(1)
+        sequence_B = torch.arange(self.sizes[0])
+        return sizes_T1 > sequence_B, sizes_T1.cumsum(0) - sizes_T1 + sequence_B
+
+
+def carry(initial: Tensor, before: Tensor, rows: int) -> Tensor:
+    """The state that a step of `rows` sequences starts from, out of the state before: some end, some begin."""
+    if before.shape[0] >= rows:
+        return _head(before, rows)
+    return torch.cat([before, initial[before.shape[0] : rows]])
+
+
+def _head(tensor: Tensor, rows: int) -> Tensor:
+    # Slicing costs as much as a small kernel: padded inputs, where no step shrinks, do without.
+    return tensor if tensor.shape[0] == rows else tensor[:rows]
+
+
+def _input_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+
+
+def _sum_of_biases(w: LayerWeights) -> Tensor | None:
+    return None if w.bias_ih is None or w.bias_hh is None else w.bias_ih + w.bias_hh
+
+
+def _weight_gradients(
+    delta_x: Tensor, delta_h: Tensor, x: Tensor, previous: Tensor, w: LayerWeights, input_grad: bool
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Gradients of the input (R, I), where wanted, and of [ih, hh, both biases], from the deltas (R, G*H)."""
+    gradients = [delta_x.t() @ x, delta_h.t() @ previous]
+    if w.bias_ih is not None:
+        gradients += [delta_x.sum(0), delta_h.sum(0)]
+    return delta_x @ w.ih if input_grad else None, gradients
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Gradients of one layer, flat: input (R, I) where wanted, h0 (B, P), c0 (B, H) of an LSTM, and the weights."""
+
+    input: Tensor | None
+    h0: Tensor
+    c0: Tensor | None
+    weights: list[Tensor]
+
+
+def lstm_forward(x: Tensor, h0: Tensor, c0: Tensor, w: LayerWeights, walk: Walk) -> list[Tensor]:
+    """[output (R, P), gates (R, 4H) activated, cells (R, H), and with a projection hidden states before it (R, H)]."""
+    hidden_size = c0.shape[1]
+    gates = _input_product(x, w.ih, _sum_of_biases(w))
+    cells, hidden = (x.new_empty(x.shape[0], hidden_size) for _ in range(2))
+    output = hidden if w.projection is None else x.new_empty(x.shape[0], w.projection.shape[0])
+    recurrent = w.hh.t()
+    projection = None if w.projection is None else w.projection.t()
+    tanh_cell = x.new_empty(c0.shape)
+    in_forget = walk.steps(gates[:, : 2 * hidden_size])
+    columns = [walk.steps(part) for part in gates.chunk(4, 1)]
+    h, c = h0, c0
+    for gate, sigmoids, i, f, g, o, cell, hid, out in zip(
+        walk.steps(gates), in_forget, *columns, walk.steps(cells), walk.steps(hidden), walk.steps(output), strict=True
+    ):
+        rows = gate.shape[0]
+        gate.addmm_(carry(h0, h, rows), recurrent)
+        sigmoids.sigmoid_()
+        g.tanh_()
+        o.sigmoid_()
+        torch.mul(f, carry(c0, c, rows), out=cell)
+        cell.addcmul_(i, g)
+        torch.mul(o, torch.tanh(cell, out=_head(tanh_cell, rows)), out=hid)
+        if projection is not None:
+            torch.mm(hid, projection, out=out)
+        h, c = out, cell
+    return [output, gates, cells] if projection is None else [output, gates, cells, hidden]
+
+
+def lstm_backward(
+    grad_output: Tensor,
+    grad_cells: Tensor,
+    x: Tensor,
+    h0: Tensor,
+    c0: Tensor,
+    w: LayerWeights,
+    saved: Sequence[Tensor],
+    walk: Walk,
+    input_grad: bool,
+) -> Backward:
+    """From what `lstm_forward` returned. Overwrites `grad_output` (R, P) and `grad_cells` (R, H)."""
+    output, gates, cells, *hidden = saved
+    rows, hidden_size = cells.shape
+    i, f, g, o = gates.chunk(4, 1)
+    tanh_cells = torch.tanh(cells)
+    # What each delta is a multiple of: of the cell's gradient for i, f, g, of the hidden state's for o.
+    delta = torch.empty_like(gates)
+    delta_i, delta_f, delta_g, delta_o = delta.chunk(4, 1)
+    _sigmoid_backward(g, i, grad_input=delta_i)
+    _sigmoid_backward(walk.previous(c0, cells), f, grad_input=delta_f)
+    _tanh_backward(i, g, grad_input=delta_g)
+    _sigmoid_backward(tanh_cells, o, grad_input=delta_o)
+    hidden_to_cell = _tanh_backward(o, tanh_cells, grad_input=tanh_cells)
+
+    delta_ifg = walk.steps(delta.view(rows, 4, hidden_size)[:, :3])
+    grad_hidden = x.new_empty(h0.shape[0], hidden_size)
+    steps = list(
+        zip(
+            *map(walk.steps, (delta, delta_o, hidden_to_cell, f, grad_output, grad_cells)),
+            delta_ifg,
+            strict=True,
+        )
+    )
+    for step in range(len(steps) - 1, -1, -1):
+        delta_t, delta_o_t, to_cell, f_t, grad_h, grad_c, delta_ifg_t = steps[step]
+        if w.projection is not None:
+            grad_h = torch.mm(grad_h, w.projection, out=_head(grad_hidden, grad_h.shape[0]))
+        grad_c.addcmul_(grad_h, to_cell)
+        delta_ifg_t.mul_(grad_c.unsqueeze(1))
+        delta_o_t.mul_(grad_h)
+        if step > 0:
+            _, _, _, _, grad_h_before, grad_c_before, _ = steps[step - 1]
+            carried = min(grad_h_before.shape[0], grad_c.shape[0])
+            _head(grad_h_before, carried).addmm_(_head(delta_t, carried), w.hh)
+            _head(grad_c_before, carried).addcmul_(_head(grad_c, carried), _head(f_t, carried))
+
+    first, _ = walk.ends(x.device)
+    grad_input, gradients = _weight_gradients(delta, delta, x, walk.previous(h0, output), w, input_grad)
+    if w.projection is not None:
+        gradients.append(grad_output.t() @ hidden[0])
+    return Backward(grad_input, delta[first] @ w.hh, grad_cells[first] * f[first], gradients)
+
+
+def gru_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: Walk) -> list[Tensor]:
+    """[output (R, H), gates (R, 3H) activated, recurrent half of the new gate (R, H)]."""
+    hidden_size = h0.shape[1]
+    gates = _input_product(x, w.ih, w.bias_ih)
+    output, new_recurrent = (x.new_empty(x.shape[0], hidden_size) for _ in range(2))
+    sigmoid_weight, new_weight = w.hh[: 2 * hidden_size].t(), w.hh[2 * hidden_size :].t()
+    if w.bias_hh is not None:
+        gates[:, : 2 * hidden_size] += w.bias_hh[: 2 * hidden_size]
+    new_bias = x.new_zeros(hidden_size) if w.bias_hh is None else w.bias_hh[2 * hidden_size :]
+    columns = [walk.steps(part) for part in gates.chunk(3, 1)]
+    h = h0
+    for reset_update, r, z, n, new, out in zip(
+        walk.steps(gates[:, : 2 * hidden_size]), *columns, walk.steps(new_recurrent), walk.steps(output), strict=True
+    ):
+        h = carry(h0, h, out.shape[0])
+        reset_update.addmm_(h, sigmoid_weight).sigmoid_()
+        torch.addmm(new_bias, h, new_weight, out=new)
+        n.addcmul_(r, new).tanh_()
+        h = torch.lerp(n, h, z, out=out)
+    return [output, gates, new_recurrent]
+
+
+def gru_backward(
+    grad_output: Tensor,
+    x: Tensor,
+    h0: Tensor,
+    w: LayerWeights,
+    saved: Sequence[Tensor],
+    walk: Walk,
+    input_grad: bool,
+) -> Backward:
+    """From what `gru_forward` returned. Overwrites `grad_output` (R, H)."""
+    output, gates, new_recurrent = saved
+    rows, hidden_size = output.shape
+    r, z, n = gates.chunk(3, 1)
+    previous = walk.previous(h0, output)
+    # Columns n, r, z, recurrent n: the first three are the input's deltas, the last three the recurrent ones.
+    # Before the loop, what each is a multiple of, the hidden state's gradient being the other factor.
+    delta = x.new_empty(rows, 4 * hidden_size)
+    delta_n, delta_r, delta_z, delta_new = delta.chunk(4, 1)
+    _tanh_backward(1 - z, n, grad_input=delta_n)
+    torch.mul(delta_n, r, out=delta_new)
+    _sigmoid_backward(delta_n * new_recurrent, r, grad_input=delta_r)
+    _sigmoid_backward(previous - n, z, grad_input=delta_z)
+    delta_x, delta_h = delta[:, : 3 * hidden_size], delta[:, hidden_size:]
+
+    steps = list(
+        zip(
+            *map(walk.steps, (delta.view(rows, 4, hidden_size), delta_h, z, grad_output)),
+            strict=True,
+        )
+    )
+    for step in range(len(steps) - 1, -1, -1):
+        delta_t, delta_h_t, z_t, grad_h = steps[step]
+        delta_t.mul_(grad_h.unsqueeze(1))
+        if step > 0:
+            grad_before = steps[step - 1][3]
+            carried = min(grad_before.shape[0], grad_h.shape[0])
+            grad_before = _head(grad_before, carried)
+            grad_before.addmm_(_head(delta_h_t, carried), w.hh)
+            grad_before.addcmul_(_head(grad_h, carried), _head(z_t, carried))
+
+    first, _ = walk.ends(x.device)
+    rolled = w._replace(ih=w.ih.roll(hidden_size, 0))
+    grad_input, gradients = _weight_gradients(delta_x, delta_h, x, previous, rolled, input_grad)
+    gradients[0] = gradients[0].roll(-hidden_size, 0)
+    if w.bias_ih is not None:
+        gradients[2] = gradients[2].roll(-hidden_size, 0)
+    grad_h0 = torch.addmm(grad_output[first] * z[first], delta_h[first], w.hh)
+    return Backward(grad_input, grad_h0, None, gradients)
+
+
+def rnn_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: Walk, cell: str) -> list[Tensor]:
+    """[output (R, H)]: the backward needs nothing else."""
+    output = _input_product(x, w.ih, _sum_of_biases(w))
+    recurrent = w.hh.t()
+    activate = torch.Tensor.tanh_ if cell == "rnn_tanh" else torch.Tensor.relu_
+    h = h0
+    for out in walk.steps(output):
+        h = activate(out.addmm_(carry(h0, h, out.shape[0]), recurrent))
+    return [output]
+
+
+def rnn_backward(
+    grad_output: Tensor, x: Tensor, h0: Tensor, w: LayerWeights, output: Tensor, walk: Walk, cell: str, input_grad: bool
+) -> Backward:
+    """From what `rnn_forward` returned. Overwrites `grad_output` (R, H), which becomes the deltas."""
+    derivative = 1 - output.square() if cell == "rnn_tanh" else (output > 0).to(output.dtype)
+    steps = list(zip(walk.steps(grad_output), walk.steps(derivative), strict=True))
+    for step in range(len(steps) - 1, -1, -1):
+        delta, slope = steps[step]
+        delta.mul_(slope)
+        if step > 0:
+            before = steps[step - 1][0]
+            carried = min(before.shape[0], delta.shape[0])
+            _head(before, carried).addmm_(_head(delta, carried), w.hh)
+    first, _ = walk.ends(x.device)
+    grad_input, gradients = _weight_gradients(grad_output, grad_output, x, walk.previous(h0, output), w, input_grad)
+    return Backward(grad_input, grad_output[first] @ w.hh, None, gradients)

@@ -1,0 +1,297 @@
+"""Measures what collectives reach between the ranks, and their processors: a `Cluster` from the groups of training.
+
+Contract
+    Collective, outside of a step: all ranks call it, and all get rank 0's answer. Each way to send is timed in growing
+    sizes, until the bytes clearly outweigh the start-up and take long enough that what queues and buffers let pass at
+    once does not count. A size's time is the median of a few runs, on the slowest rank. The sizes follow from times
+    that the ranks have in common, so that all measure the same. What a processor handles is measured on all ranks at
+    once, for those that share cores slow each other down in training too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from math import ceil
+from statistics import median
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embrace_fx.cost.links import (
+    COLLECTIVES,
+    LARGE_BLOCK_BYTES,
+    MIN_CHUNK_BYTES,
+    Cluster,
+    Collective,
+    Exchange,
+    Handling,
+    Link,
+    exchange,
+)
+from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.probe.handling import (
+    HANDLED_ROWS,
+    NARROW,
+    PASSES,
+    SCANNED_BYTES,
+    claiming,
+    handling_of,
+    scanning,
+)
+from embrace_fx.runtime.ranks.communicator import Communicator, InFlight, all_gather_single
+from embrace_fx.vocabulary.schedule import IN_FLIGHT
+
+FIRST_BYTES = 4 * 1024
+GROWTH, LAST_GROWTH = 8, 4
+"""From size to size, as long as it is all start-up; and once it is not."""
+OUTWEIGHS = 6.0
+"""Times the start-up that the largest size takes: it hides behind the bytes more or less, and not to know how much then
+is an error of the bandwidth by a sixth at most."""
+LONG_MS = 50.0
+"""What the largest size's row takes at least: a token bucket or a socket lets some milliseconds' bytes pass at once."""
+MOST_BYTES = 4 * 2**20
+"""On links that carry it in less, the processors are what is measured."""
+SHARE_MS = 200.0
+"""Of the median of each size's runs: about how long they take together."""
+FEWEST_RUNS, MOST_RUNS = 2, 3
+MOST_IN_ROW = 8
+"""Launches that a run is the mean of: fewer of a size that takes long."""
+FIRST_ROW, FIRST_MS, MOST_FIRST_RUNS = 4, 120.0, 40
+"""Of the first size: launches in a row, about how long the runs take together, and how many they are at most. Start-up,
+a matter of when the scheduler wakes which thread, is the noisiest, and chunks are so many of it."""
+BURST_SHARE = 0.1
+"""How much less than the largest size's own rate the bandwidth may be, for a burst that passed at once: 5 of `LONG_MS`.
+The slope alone may be far off, where one of few runs met a busy core."""
+
+HANDLED_MS, HANDLED_SPANS = 30.0, 3
+"""For each thing that is handled: of how many spans the median is taken, and what each takes at least, several turns of
+the scheduler where ranks share a core. One alone told of memory ten times slower than another did."""
+
+CPU = torch.device("cpu")
+
+_GROUPS: dict[Collective, str] = {
+    "all_reduce": "dense",
+    "all_to_all": "embedding",
+    "all_gather": "ids",
+    "messages": "dense",
+}
+"""Whose process group carries each collective in training."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a rank sent in a collective, and the time it took."""
+
+    sent: Exchange
+    time_ms: float
+
+
+def probe(communicator: Communicator, device: torch.device = CPU) -> Cluster:
+    """What the network gives to each way to send, and the processors to what is handled, on this device.
+
+    Returns: `links` are what collectives reach in a row; figures of the cluster as a whole are those of one AllReduce
+        alone. A single rank, which has no network, gets the default.
+    Raises:
+        DeadRank: a rank does not take part.
+    """
+    if communicator.world_size == 1:
+        return Cluster()
+    links = [fit(_measure(communicator, collective, IN_FLIGHT, device)) for collective in COLLECTIVES]
+    alone = _first(communicator, _launch(communicator, "all_reduce", FIRST_BYTES, device), 1, device)
+    sent = exchange("all_reduce", FIRST_BYTES, communicator.world_size)
+    bandwidth = links[0].bandwidth_bytes_per_ms
+    links.append(Link(bandwidth, max(alone - sent.sent_bytes / bandwidth, 0.0) / sent.messages))
+    handling = probe_handling(communicator, device)
+    figures = torch.tensor(
+        [*(value for link in links for value in astuple(link)), *astuple(handling)], dtype=torch.float64, device=device
+    )
+    communicator.broadcast([figures])
+    values = iter(figures.tolist())
+    *in_a_row, own = (Link(next(values), next(values), next(values)) for _ in links)
+    by_name = tuple(zip(COLLECTIVES, in_a_row, strict=True))
+    return Cluster(own.bandwidth_bytes_per_ms, own.latency_ms, by_name, handling=Handling(*values))
+
+
+def probe_handling(communicator: Communicator, device: torch.device = CPU) -> Handling:
+    """What this rank's processor handles while all ranks do; the mean over ranks. Collective."""
+    row_bytes = {width: rows * width * 4 for width, rows in HANDLED_ROWS.items()}
+    runs = [scanning(device), claiming(device), *(handling_of(*each, device) for each in HANDLED_ROWS.items())]
+    runs.append(handling_of(NARROW, 1, device))
+    scan_ms, claim_ms, wide_ms, narrow_ms, round_ms = (together_ms(communicator, run, device) for run in runs)
+    wide_ms, narrow_ms = (max(ms - round_ms, 1e-6) for ms in (wide_ms, narrow_ms))
+    # Both are so many passes over bytes and so much per row.
+    passed = np.array([(PASSES * row_bytes[width], rows) for width, rows in HANDLED_ROWS.items()])
+    pass_ms, unit_ms = np.linalg.solve(passed, (wide_ms, narrow_ms))
+    if pass_ms <= 0 or unit_ms < 0:  # on a device that takes as long for few rows as for many
+        pass_ms, unit_ms = wide_ms / passed[0, 0], 0.0
+    return Handling(SCANNED_BYTES / scan_ms, float(1 / pass_ms), LARGE_BLOCK_BYTES / claim_ms, float(unit_ms), round_ms)
+
+
+def together_ms(communicator: Communicator, run: Callable[[], None], device: torch.device = CPU) -> float:
+    """Milliseconds of a run while all ranks are at theirs, the mean over ranks."""
+    run()
+    spans_ms = [_span_ms(communicator, run, device) for _ in range(HANDLED_SPANS)]
+    own_ms = torch.tensor(median(spans_ms), dtype=torch.float64, device=device)
+    return communicator.reduce_scalar(own_ms, dist.ReduceOp.SUM).item() / communicator.world_size
+
+
+def _span_ms(communicator: Communicator, run: Callable[[], None], device: torch.device) -> float:
+    """Milliseconds of a run, the mean over a span."""
+    _meet(communicator, device)
+    start_s = time.perf_counter()
+    runs, elapsed_ms = 0, 0.0
+    while elapsed_ms < HANDLED_MS:
+        run()
+        _finish(device)
+        runs += 1
+        elapsed_ms = (time.perf_counter() - start_s) * 1e3
+    return elapsed_ms / runs
+
+
+_PROBED: WeakKeyDictionary[dist.ProcessGroup, dict[str, Cluster]] = WeakKeyDictionary()
+"""By group and type of device."""
+
+
+def probed_links(communicator: Communicator, sent_bytes: int, device: torch.device = CPU) -> Cluster | None:
+    """The links between the ranks, probed at the first call for a group; None where a step sends less than a chunk.
+
+    Args:
+        sent_bytes: what a step sends, about; equal on all ranks.
+        device: whose tensors are sent. Over gloo those of a GPU travel from host to host.
+    """
+    group = communicator.group
+    if group is None or sent_bytes <= MIN_CHUNK_BYTES:
+        return None
+    found = _PROBED.setdefault(group, {})
+    device = device if communicator.uses_nccl(device) else CPU
+    if device.type not in found:
+        found[device.type] = probe(communicator, device)
+    return found[device.type]
+
+
+def fit(samples: Sequence[Sample]) -> Link:
+    """The alpha-beta link that explains the times.
+
+    The bandwidth is the slope between the two largest sizes, of which what passes in a burst is no part, within what
+    the largest alone permits: start-up may hide behind the bytes, or come on top of them. The smallest size is what
+    any takes at least; what sizes whose bytes take longer than that take beside their bytes is not hidden. No start-up
+    is known of where larger sizes do not take longer.
+
+    Args:
+        samples: of one collective, of at least two sizes.
+
+    Raises:
+        ValueError: fewer than two sizes.
+    """
+    if len({sample.sent.sent_bytes for sample in samples}) < 2:
+        raise ValueError(f"expected samples of at least two sizes, in fit, found {list(samples)}.")
+    ascending = sorted(samples, key=lambda sample: sample.sent.sent_bytes)
+    first, before, last = ascending[0], ascending[-2], ascending[-1]
+    own_rate = last.sent.sent_bytes / last.time_ms
+    if last.time_ms <= min(first.time_ms, before.time_ms):
+        return Link(own_rate, 0.0)
+    most = last.sent.sent_bytes / max(last.time_ms - first.time_ms, 1e-9)
+    slower_ms = max(last.time_ms - before.time_ms, 1e-9)
+    slope = (last.sent.sent_bytes - before.sent.sent_bytes) / slower_ms
+    bandwidth = min(max(slope, own_rate * (1 - BURST_SHARE)), most)
+    beside_ms = [
+        sample.time_ms - sample.sent.sent_bytes / bandwidth
+        for sample in ascending
+        if sample is last or sample.sent.sent_bytes / bandwidth > first.time_ms
+    ]
+    latency_ms = min(max(median(beside_ms), 0.0), first.time_ms)
+    return Link(bandwidth, latency_ms / last.sent.messages, first.time_ms / first.sent.messages)
+
+
+def _measure(communicator: Communicator, collective: Collective, in_flight: int, device: torch.device) -> list[Sample]:
+    samples: list[Sample] = []
+    own_bytes, row, runs = FIRST_BYTES, FIRST_ROW, MOST_RUNS
+    while True:
+        launch = _launch(communicator, collective, own_bytes, device)
+        if not samples:
+            _time_ms(communicator, launch, 1, 1, device)  # connects the ranks
+            time_ms = _first(communicator, launch, in_flight, device)
+        else:
+            time_ms = _median_ms(communicator, launch, runs, row, in_flight, device)
+        samples.append(Sample(exchange(collective, own_bytes, communicator.world_size), time_ms))
+        start_up_ms = samples[0].time_ms
+        told = time_ms > OUTWEIGHS * start_up_ms and row * time_ms > LONG_MS
+        if (told or own_bytes >= MOST_BYTES) and len(samples) > 1:
+            return samples
+        growth = GROWTH if time_ms < 2 * start_up_ms else LAST_GROWTH
+        own_bytes, expected_ms = min(own_bytes * growth, MOST_BYTES), growth * time_ms
+        row = min(ceil(LONG_MS / expected_ms), MOST_IN_ROW)
+        runs = min(max(int(SHARE_MS / (row * expected_ms)), FEWEST_RUNS), MOST_RUNS)
+
+
+def _first(communicator: Communicator, launch: Callable[[], InFlight], in_flight: int, device: torch.device) -> float:
+    """Milliseconds of the first size, nearly all of it start-up."""
+    few_ms = _median_ms(communicator, launch, MOST_RUNS, FIRST_ROW, in_flight, device)
+    runs = min(int(FIRST_MS / (FIRST_ROW * few_ms)), MOST_FIRST_RUNS)
+    return few_ms if runs <= MOST_RUNS else _median_ms(communicator, launch, runs, FIRST_ROW, in_flight, device)
+
+
+def _median_ms(
+    communicator: Communicator,
+    launch: Callable[[], InFlight],
+    runs: int,
+    row: int,
+    in_flight: int,
+    device: torch.device,
+) -> float:
+    """Milliseconds of one of `row` launches, the median over runs of the slowest rank's."""
+    own_ms = torch.tensor([_time_ms(communicator, launch, row, in_flight, device) for _ in range(runs)], device=device)
+    slowest_ms: list[float] = communicator.reduce_scalar(own_ms, dist.ReduceOp.MAX).tolist()
+    return median(slowest_ms)
+
+
+def _time_ms(
+    communicator: Communicator, launch: Callable[[], InFlight], runs: int, in_flight: int, device: torch.device
+) -> float:
+    """Milliseconds of one of several runs in a row."""
+    _meet(communicator, device)
+    start_s = time.perf_counter()
+    launched: deque[InFlight] = deque()
+    for _ in range(runs):
+        if len(launched) == in_flight:
+            communicator.wait(launched.popleft())
+        launched.append(launch())
+    for last in launched:
+        communicator.wait(last)
+    _finish(device)
+    return (time.perf_counter() - start_s) * 1e3 / runs
+
+
+def _meet(communicator: Communicator, device: torch.device) -> None:
+    """All ranks go on together."""
+    communicator.reduce_scalar(torch.zeros((), device=device), dist.ReduceOp.SUM)
+    _finish(device)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _launch(
+    communicator: Communicator, collective: Collective, own_bytes: int, device: torch.device
+) -> Callable[[], InFlight]:
+    ranks = communicator.world_size
+    group = communicator.process_group(_GROUPS[collective])
+    own = torch.zeros(own_bytes // 4 // ranks * ranks, device=device)
+    if collective == "all_reduce":
+        return lambda: communicator.all_reduce_(own, "sum", _GROUPS[collective])
+    if collective == "all_to_all":
+        received = torch.empty_like(own)
+        return lambda: InFlight(received, dist.all_to_all_single(received, own, group=group, async_op=True))
+    if collective == "messages":
+        channel, sizes = Channel(group), [own.numel() // ranks] * ranks
+        return lambda: channel.all_to_all(own, sizes, sizes)
+    everyone: Tensor = own.new_empty(ranks * own.numel())
+    return lambda: InFlight(everyone, all_gather_single(everyone, own, group=group, async_op=True))

@@ -1,0 +1,1 @@
+"""Process groups, and what ranks tell each other of failures."""

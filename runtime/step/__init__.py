@@ -1,0 +1,1 @@
+"""One call of a model and its backward, as a program."""

@@ -1,0 +1,76 @@
+"""What a backward found, put where optimizers find it: dense gradients, rows, and what is still on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.vocabulary.graph import Gradient, OutputRole, Parameter, PendingGradients, PendingRows, RowGradient
+
+
+def deliver(
+    state: ModelState,
+    flow: Flow | None,
+    synchronised: bool,
+    roles: Sequence[OutputRole],
+    outputs: Sequence[Any],
+    absent: frozenset[str],
+    tangents: Sequence[Tensor],
+) -> None:
+    """Puts gradients where optimizers find them, all but the absent ones of parameters that the loss is not of.
+
+    Args:
+        synchronised: whether they are the mean over all ranks; else they add to this rank's own sum (`no_sync`).
+        roles, outputs: of the backward.
+        tangents: what the backward was given, which may be the user's own tensors.
+    """
+    rows: dict[str, dict[str, Tensor]] = {}
+    delivered: set[int] = set()
+    others = {tangent.untyped_storage().data_ptr() for tangent in tangents}
+    for role, value in zip(roles, outputs, strict=True):
+        match role:
+            case Gradient(Parameter(name)) if name not in absent:
+                # Two parameters may get the same tensor (the biases of an LSTM), but no two may share a `.grad`; nor
+                # may it be one that the backward was given, as of a parameter that is only added.
+                shared = id(value) in delivered or value.untyped_storage().data_ptr() in others
+                _deliver_dense(state, name, value.clone() if shared else value, synchronised)
+                delivered.add(id(value))
+            case RowGradient(table, part) if table not in absent:
+                rows.setdefault(table, {})[part] = value
+    state.gradients.note(
+        [state.parameter(r.of.name) for r in roles if isinstance(r, Gradient) and isinstance(r.of, Parameter)]
+    )
+    for table, parts in rows.items():
+        state.tables[table].add_gradient(parts["ids"], parts["rows"])
+    pending = [role for role in roles if isinstance(role, PendingGradients)]
+    for role in pending:
+        for name in state.unreduced.intersection(role.parameters):
+            state.parameter(name).grad = None  # the bucket took the accumulated part along
+            state.unreduced.discard(name)
+    if pending:
+        assert flow is not None
+        flow.buckets.deliver([role.bucket for role in pending], [state.parameter(name) for name in absent])
+    for role in roles:
+        if isinstance(role, PendingRows) and not absent.isdisjoint(role.tables):
+            assert flow is not None
+            flow.exchanges[role.table].discard()
+    state.gradients.leave()
+
+
+def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised: bool) -> None:
+    parameter = state.parameter(name)
+    if gradient.stride() != parameter.stride():
+        gradient = gradient.contiguous() if parameter.is_contiguous() else gradient.clone()
+    if synchronised and name in state.unreduced:
+        state.unreduced.discard(name)
+        parameter.grad = gradient  # the bucket took the accumulated part along
+    elif parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+    if not synchronised:
+        state.unreduced.add(name)

@@ -1,0 +1,143 @@
+"""The ids' phases of a graph as functions that can run ahead of their batch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from embrace_fx.runtime.flow import split_ahead
+from embrace_fx.runtime.flow.ahead import IdsProgram, TableRoute
+from embrace_fx.runtime.ranks.communicator import InFlight
+from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.step.phases import Runnable, Values, keep, runnable
+from embrace_fx.vocabulary.graph import Mutation, Saved, TrainingGraph, inputs_of, outputs_of
+
+
+def ids_program(
+    graph: TrainingGraph, state: ModelState, unique_phase: Runnable, wait: Callable[[InFlight], Tensor]
+) -> IdsProgram:
+    """The `IdsProgram` of a graph.
+
+    Args:
+        unique_phase: the unique phase as it runs in its batch's own step.
+        wait: ends a collective.
+    """
+    given: list[InFlight] = []
+
+    def what_was_gathered(node: fx.Node) -> Callable[..., Any] | None:
+        return (lambda *_: given.pop()) if str(node.target) == "embrace.all_gather_ids.default" else None
+
+    route = runnable(graph.phases["ids"], state, {"_c10d_functional::wait_tensor": wait}, what_was_gathered)
+
+    def routing(values: Values, gathered: InFlight) -> None:
+        given.append(gathered)
+        keep(route.roles, route((), values, {}), values)
+
+    def unique(leaves: Sequence[Any]) -> Values:
+        values: Values = {}
+        keep(unique_phase.roles, unique_phase(leaves, values, {}), values)
+        return values
+
+    gathers = [n for n in graph.phases["ids"].graph.nodes if str(n.target) == "embrace.all_gather_ids.default"]
+    sent = [node.meta["role"].name for gather in gathers for node in gather.args[0]]
+    paddings = {
+        node.args[3]: node.args[4]
+        for node in (graph.phases["backward"].graph.nodes if "backward" in graph.phases else ())
+        if str(node.target) == "embrace.submit_rows.default"
+    }
+    tables = tuple(table for gather in gathers for table in gather.meta["tables"])
+    parts = _parts_of_ids(graph.phases["ids"], tables)
+    unique_ahead, routing_ahead = _ahead_of_host(graph, state, sent)
+    return IdsProgram(
+        unique,
+        unique_ahead,
+        lambda values: [values[name] for name in sent],
+        routing,
+        routing_ahead,
+        tables,
+        tuple(size for gather in gathers for size in gather.args[1]),
+        tuple(
+            TableRoute(
+                node.args[3],
+                node.args[1].meta["role"].name,
+                node.args[2].meta["role"].name,
+                node.args[4],
+                paddings.get(node.args[3], -1),
+                parts[node.args[1].meta["role"].name],
+            )
+            for node in graph.phases["forward"].graph.nodes
+            if str(node.target) == "embrace.await_rows.default"
+        ),
+    )
+
+
+def _parts_of_ids(module: fx.GraphModule, tables: Sequence[str]) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Name of the ids that a phase saves for an exchange -> the tables whose they are, with their first rows."""
+    found: dict[str, tuple[tuple[str, int], ...]] = {}
+    for node in module.graph.nodes:
+        if node.op != "call_function" or node.target is not operator.getitem:
+            continue
+        source, index = node.args
+        if str(source.target) == "embrace.unpack_ids.default" and index % 2 == 0:
+            found[node.name] = ((tables[index // 2], 0),)
+        elif str(source.target) == "embrace.stack_ids.default" and index == 0:
+            ids, _, first_rows = source.args
+            found[node.name] = tuple((found[i.name][0][0], first) for i, first in zip(ids, first_rows, strict=True))
+    saved = ((n, role) for n, role in outputs_of(module) if n is not None and isinstance(role, Saved))
+    return {role.name: found[n.name] for n, role in saved if n.name in found}
+
+
+def _ahead_of_host(
+    graph: TrainingGraph, state: ModelState, sent: Sequence[str]
+) -> tuple[Callable[[Sequence[Any]], tuple[Values, list[Tensor]]], Callable[[Values, list[Tensor]], None]]:
+    """`IdsProgram.unique_ahead` and `.routing_ahead`.
+
+    Args:
+        sent: names of the unique rows, by table.
+    """
+    counts: dict[str, Tensor] = {}
+    unpacked: list[list[Tensor]] = []
+
+    def unique_of(node: fx.Node) -> Callable[..., Any] | None:
+        if str(node.target) != "embrace.unique_ids.default":
+            return None
+        name = next(user.name for user in node.users if user.args[1] == 0)
+
+        def unique_ids_ahead(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
+            rows, counts[name], where = split_ahead.unique_ids(ids, num_rows, padding_idx)
+            return [rows, *where]
+
+        return unique_ids_ahead
+
+    def given(node: fx.Node) -> Callable[..., Any] | None:
+        if str(node.target) == "embrace.unpack_ids.default":
+            return lambda *_: unpacked.pop()
+        launches = ("embrace.all_gather_ids.default", "_c10d_functional.wait_tensor.default")
+        return (lambda *_: None) if str(node.target) in launches else None
+
+    unique = runnable(graph.phases["unique"], state, {}, unique_of)
+    route = runnable(graph.phases["ids"], state, {}, given)
+
+    def unique_ahead(leaves: Sequence[Any]) -> tuple[Values, list[Tensor]]:
+        values: Values = {}
+        keep(unique.roles, unique(leaves, values, {}), values)
+        found = [counts[name] for name in sent]
+        counts.clear()
+        return values, found
+
+    def routing_ahead(values: Values, of_tables: list[Tensor]) -> None:
+        unpacked.append(of_tables)
+        keep(route.roles, route((), values, {}), values)
+
+    return unique_ahead, routing_ahead
+
+
+def ids_are_pure(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
+    """Whether a batch's ids are the same a step earlier: no random numbers, nothing that the forward writes."""
+    draws = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in unique.graph.nodes)
+    written = {role.of for _, role in outputs_of(forward) if isinstance(role, Mutation)}
+    return not draws and written.isdisjoint(role for _, role in inputs_of(unique))

@@ -1,0 +1,73 @@
+"""Where a program finds parameters, buffers and tables: always the ones the model holds right now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+from embrace_fx.runtime.optimizer.gradient_watch import GradientWatch
+from embrace_fx.runtime.tables.row_table import RowTable, local_tensor
+
+
+class ModelState:
+    """A model's parameters, buffers and tables, and what is known of their gradients.
+
+    Args:
+        model: the user's model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = dict(_owners(model, "_parameters"))
+        self._buffers = dict(_owners(model, "_buffers"))
+        self.names = tuple(self._parameters)
+        self.tables: dict[str, RowTable] = {}
+        self.unreduced: set[str] = set()
+        """Parameters whose `.grad` holds this rank's own sum, from backwards under `no_sync`."""
+        owners = self._parameters.values()
+        self.gradients = GradientWatch(self.tables, lambda: (owner[key] for owner, key in owners))
+        self.awaiting_backward: WeakSet[object] = WeakSet()
+        """Calls whose results the user still holds, and has not gone backward from."""
+
+    def parameter(self, name: str) -> nn.Parameter:
+        owner, key = self._parameters[name]
+        found: nn.Parameter = owner[key]
+        return found
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All of them, as the model holds them now, without a walk through its modules."""
+        return (owner[key] for owner, key in self._parameters.values())
+
+    def any_parameter(self) -> nn.Parameter | None:
+        """One of them, where there is any: they are on one device."""
+        return next(self.parameters(), None)
+
+    def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:
+        """A gradient plus what backwards under `no_sync` left of it in `.grad`."""
+        left = self.parameter(name).grad if name in self.unreduced else None
+        return gradient if left is None else gradient + left
+
+    def parameter_reader(self, name: str) -> Callable[[], Tensor]:
+        owner, key = self._parameters[name]
+        return lambda: owner[key]
+
+    def shard_reader(self, name: str) -> Callable[[], Tensor]:
+        owner, key = self._parameters[name]
+        return lambda: local_tensor(owner[key].data)
+
+    def buffer_reader(self, name: str) -> Callable[[], Tensor]:
+        owner, key = self._buffers[name]
+        return lambda: owner[key]
+
+
+def _owners(model: nn.Module, kind: str) -> list[tuple[str, tuple[dict[str, Any], str]]]:
+    """(full name, (the dict that holds it, its key)) of every parameter or buffer, by every name it has."""
+    found = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        owner: dict[str, Any] = getattr(module, kind)
+        found += [
+            (f"{prefix}.{key}" if prefix else key, (owner, key)) for key, value in owner.items() if value is not None
+        ]
+    return found

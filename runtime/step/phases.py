@@ -1,0 +1,111 @@
+"""A phase of a partitioned graph as a function of the batch, the model's state, and what earlier phases saved."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from embrace_fx.runtime.lower.lower import Phase, lower
+from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.vocabulary.graph import (
+    BatchInput,
+    Buffer,
+    OutputRole,
+    Parameter,
+    Saved,
+    Shard,
+    Tangent,
+    inputs_of,
+    outputs_of,
+)
+
+if TYPE_CHECKING:  # importing Inductor takes seconds, which only those who use it are to pay
+    from embrace_fx.runtime.lower.inductor import RegionCompiler
+
+Values = dict[str, Any]
+"""What phases save for later ones, by name."""
+
+Special = Callable[[fx.Node], Callable[..., Any] | None]
+"""What a single node is to call instead, or None."""
+
+_STATE, _BATCH, _SAVED, _TANGENT = range(4)
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """A lowered phase, where each of its arguments comes from, and what its outputs mean."""
+
+    run: Phase
+    sources: tuple[tuple[int, Any], ...]
+    roles: tuple[OutputRole, ...]
+
+    def __call__(self, leaves: Sequence[Any], values: Values, tangents: Mapping[int, Tensor]) -> tuple[Any, ...]:
+        arguments: list[Any] = []
+        for kind, key in self.sources:
+            if kind == _SAVED:
+                arguments.append(values[key])
+            elif kind == _STATE:
+                arguments.append(key())
+            elif kind == _BATCH:
+                arguments.append(leaves[key])
+            else:
+                arguments.append(tangents[key])
+        return self.run(arguments)
+
+
+def runnable(
+    module: fx.GraphModule,
+    state: ModelState,
+    launches: Mapping[str, Callable[..., Any]],
+    special: Special = lambda node: None,
+    regions: RegionCompiler | None = None,
+) -> Runnable:
+    """A phase, lowered.
+
+    Args:
+        launches: op name -> what its nodes call.
+        special: what single nodes call instead.
+        regions: what compiles the compute between communications; None: every op is called by itself.
+    """
+    sources: list[tuple[int, Any]] = []
+    for _, role in inputs_of(module):
+        match role:
+            case Parameter(name):
+                sources.append((_STATE, state.parameter_reader(name)))
+            case Shard(name):
+                sources.append((_STATE, state.shard_reader(name)))
+            case Buffer(name):
+                sources.append((_STATE, state.buffer_reader(name)))
+            case BatchInput(index):
+                sources.append((_BATCH, index))
+            case Tangent(index):
+                sources.append((_TANGENT, index))
+            case Saved(name):
+                sources.append((_SAVED, name))
+    run = lower(module, launches, special, regions)
+    return Runnable(run, tuple(sources), tuple(role for _, role in outputs_of(module)))
+
+
+def reader(module: fx.GraphModule, state: ModelState) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A graph without collectives as a function of the flattened batch."""
+    run = runnable(module, state, {})
+    return lambda leaves: run(leaves, {}, {})
+
+
+def keep(roles: Sequence[OutputRole], outputs: Sequence[Any], values: Values) -> None:
+    """Adds what a phase saves to `values`."""
+    for role, value in zip(roles, outputs, strict=True):
+        if isinstance(role, Saved):
+            values[role.name] = value
+
+
+@contextlib.contextmanager
+def autocast_is_in_the_graph() -> Iterator[None]:
+    """The capture made the casts of an autocast region nodes: running them under autocast would cast twice."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield

@@ -1,0 +1,159 @@
+"""A partitioned graph made ready to run: its phases lowered, and what running them has to know. `step.py` runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from embrace_fx.cost.links import Cluster
+from embrace_fx.runtime.flow.ahead import Ahead
+from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.step.bindings import Bindings
+from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
+from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, runnable
+from embrace_fx.runtime.tables.row_table import local_tensor
+from embrace_fx.vocabulary.graph import (
+    BatchInput,
+    Parameter,
+    Result,
+    Saved,
+    Tangent,
+    TrainingGraph,
+    inputs_of,
+    outputs_of,
+)
+
+if TYPE_CHECKING:  # importing Inductor takes seconds, which only those who use it are to pay
+    from embrace_fx.runtime.lower.inductor import RegionCompiler
+
+
+class Program:
+    """The runnable form of one graph.
+
+    Args:
+        graph: partitioned.
+        buckets: what the graph reduces, in launch order; None: its gradients are this rank's own (`no_sync`).
+        result_constants: results that are not tensors, by their index among the flattened results.
+        before_forward: called once every rank has announced this same program, before anything reads a buffer.
+        check: says what is wrong with a flattened batch, which the step then announces to all ranks.
+        flow: launches the exchanges, and keeps what a relaxed graph leaves to the next step; None: they are
+            launched on the spot.
+        links: those that exchanges are cut for.
+        regions: what compiles the compute between communications; None: every op is called by itself.
+
+    Attributes:
+        unique, ids, forward, backward: the phases; an evaluation has no backward.
+        ids_program: the ids' phases as functions that can run ahead of their batch; None without a flow.
+        is_relaxed: whether the forward awaits what the step before has left to it.
+        announces: whether the ids' exchange makes the announcement.
+        synchronised: whether gradients are reduced.
+        results: indices, among the flattened results, of those that the forward yields.
+        differentiable: those of them that have a gradient.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        graph: TrainingGraph,
+        state: ModelState,
+        communicator: Communicator,
+        buckets: tuple[tuple[str, ...], ...] | None,
+        result_constants: Mapping[int, Any],
+        before_forward: Callable[[], None] = lambda: None,
+        check: Callable[[Sequence[Any]], str | None] = lambda leaves: None,
+        flow: Flow | None = None,
+        *,
+        links: Cluster,
+        regions: RegionCompiler | None = None,
+    ) -> None:
+        self.state = state
+        self.communicator = communicator
+        self.flow = flow
+        self.regions = regions
+        self.constants = dict(result_constants)
+        self.before_forward = before_forward
+        self.check = check
+        self.synchronised = buckets is not None
+        self._lower(graph, Bindings(graph, state, communicator, buckets, flow, links))
+        self._note_communication(graph)
+        self._note_results(graph)
+        self._note_reads_of_backward(graph)
+
+    def _lower(self, graph: TrainingGraph, bound: Bindings) -> None:
+        phases, state, calls, regions = graph.phases, self.state, bound.by_op, self.regions
+        self.unique = runnable(phases["unique"], state, calls, bound.unique, regions)
+        self.ids = runnable(phases["ids"], state, calls, bound.ids)
+        self.forward = runnable(phases["forward"], state, calls, bound.forward, regions)
+        self.backward = (
+            runnable(phases["backward"], state, calls, bound.backward, regions) if "backward" in phases else None
+        )
+        self.ids_program = (
+            ids_program(graph, state, self.unique, self.communicator.wait) if self.flow is not None else None
+        )
+
+    def _note_communication(self, graph: TrainingGraph) -> None:
+        """What is announced, awaited, and the same a step earlier."""
+        self.is_relaxed = any(
+            str(node.target).startswith(("embrace.await_", "embrace.submit_"))
+            for module in graph.phases.values()
+            for node in module.graph.nodes
+        )
+        self._ids_are_pure = ids_are_pure(graph.phases["unique"], graph.phases["forward"])
+        self.announces = any(
+            str(node.target) == "embrace.all_gather_ids.default" for node in graph.phases["ids"].graph.nodes
+        )
+
+    def _note_results(self, graph: TrainingGraph) -> None:
+        """Which results the forward yields, which have a gradient, and which gradients come from which."""
+        roles = [role for _, role in outputs_of(graph.phases["forward"])]
+        self.results = [role.index for role in roles if isinstance(role, Result)]
+        self.differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
+        self._results_behind = graph.results_behind
+
+    def _note_reads_of_backward(self, graph: TrainingGraph) -> None:
+        """What must be as the forward left it when the backward runs."""
+        roles = [role for _, role in inputs_of(graph.phases["backward"])] if self.backward is not None else []
+        self._leaves_read = [role.index for role in roles if isinstance(role, BatchInput)]
+        self._parameters_read = [role.name for role in roles if isinstance(role, Parameter)]
+        self._saved_read = [role.name for role in roles if isinstance(role, Saved)]
+
+    def read_again(self, leaves: Sequence[Any], values: Values) -> list[tuple[Tensor, int]]:
+        """The tensors that the backward reads, and their versions: views of parameters and results among them."""
+        found = [leaves[index] for index in self._leaves_read]
+        found += map(self.state.parameter, self._parameters_read)
+        found += [values[name] for name in self._saved_read]
+        return [(t, t._version) for t in found if isinstance(t, Tensor) and not t.is_inference()]
+
+    def name_written(self, written: Sequence[Tensor], leaves: Sequence[Any]) -> str:
+        """What shares memory with tensors that were written, in words; nothing where none was."""
+        if not written:
+            return ""
+        names = {_memory(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}
+        names |= {_memory(local_tensor(self.state.parameter(name))): name for name in self.state.names}
+        return ", ".join(dict.fromkeys(names.get(_memory(tensor), "a result") for tensor in written))
+
+    def without_gradient(self, starts_from: Callable[[int], bool]) -> frozenset[str]:
+        """Parameters whose gradients come from none of the results that a backward starts from."""
+        behind = self._results_behind.items()
+        absent = frozenset(name for name, sources in behind if not any(map(starts_from, sources)))
+        return absent - self.state.unreduced
+
+    def ahead(self, leaves: Sequence[Any]) -> Ahead | None:
+        """A batch to come, with the rows it reads; None where that cannot be known before its turn."""
+        if self.ids_program is None or not self.is_relaxed or not self._ids_are_pure:
+            return None
+        with torch.no_grad(), autocast_is_in_the_graph():
+            assert self.flow is not None
+            return self.flow.look_at(self.ids_program, leaves)
+
+    @property
+    def result_count(self) -> int:
+        return len(self.results) + len(self.constants)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

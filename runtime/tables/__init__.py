@@ -1,0 +1,1 @@
+"""Where a rank's part of each table lies."""

@@ -1,0 +1,176 @@
+"""How a sharded table lies over the ranks: by columns, or on a grid of rows and columns; and from one to the other.
+
+A shard is a DTensor. By columns it is `[Shard(1)]` over all ranks, in torch.chunk layout, which
+`torch.distributed.checkpoint` re-shards: what state dicts hold. On a `Grid` it is `[_StridedShard(0), Shard(1)]` over a
+mesh of rows and columns: chunks of as many rows as the grid has, one row of each chunk to each of them, which are the
+rows with id % rows == r. Both tell torch the truth: `full_tensor` gives the table.
+
+Shape legend: V x D the table, V' x d a rank's part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard  # the one placement that rows in turn have
+
+from embrace_fx.runtime.ranks.communicator import Communicator, travels_by_host
+from embrace_fx.vocabulary.ops import own_columns
+from embrace_fx.vocabulary.plan import Grid
+
+Part = tuple[slice, slice]
+"""Rows and columns of a table."""
+
+
+def mesh_of(communicator: Communicator, device_type: str, grid: Grid | None) -> DeviceMesh | None:
+    """The mesh of tables on a device; None: a single process. On a grid, the first time, collective: each of its rows
+    and columns gets a process group."""
+    group = communicator.group
+    if group is None or communicator.world_size == 1:
+        return None
+    if grid is None:
+        return DeviceMesh.from_group(group, device_type)
+    found = communicator.meshes.get((device_type, grid))
+    if found is None:
+        ranks = torch.tensor(dist.get_process_group_ranks(group)).view(grid.rows, grid.columns)
+        row, column = grid.place(communicator.rank)
+        along = {f"column {column} of a {grid}": ranks[:, column], f"row {row} of a {grid}": ranks[row]}
+        groups = [communicator.sub_group(name, each.tolist()) for name, each in along.items()]
+        found = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("rows", "columns"))
+        communicator.meshes[device_type, grid] = found
+    return found
+
+
+def grid_of(tensor: Tensor) -> Grid | None:
+    """The grid on which a shard lies; None: by columns, or no shard."""
+    if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[0], _StridedShard):
+        return None
+    return Grid(*tensor.device_mesh.shape)
+
+
+def part_of(shape: Sequence[int], grid: Grid, rank: int) -> Part:
+    """The rows and columns of a table (V, D) that a rank owns; by columns the grid has one row."""
+    return grid.own_rows(shape[0], rank), slice(*own_columns(shape[1], grid.columns, grid.place(rank)[1]))
+
+
+def own_part(shape: Sequence[int], mesh: DeviceMesh) -> Part:
+    """Likewise of this rank, whose tables lie on a mesh."""
+    place = mesh.get_coordinate()  # not its groups: torch may hand out an equal mesh of groups that have ended
+    assert place is not None
+    grid = Grid(*mesh.shape) if mesh.ndim > 1 else Grid(1, mesh.size())
+    return part_of(shape, grid, place[0] * grid.columns + place[1] if mesh.ndim > 1 else place[0])
+
+
+def as_shard(local: Tensor, shape: torch.Size, mesh: DeviceMesh | None) -> Tensor:
+    """A rank's part (V', d) as that of a whole table (V, D)."""
+    if mesh is None:
+        return local
+    placements: list[Placement] = [Shard(1)]
+    if mesh.ndim > 1:
+        placements.insert(0, _StridedShard(0, split_factor=max(1, -(-shape[0] // mesh.shape[0]))))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
+
+
+def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) -> Tensor:
+    """Rank 0's table (V, D), to each rank its own part (V', d). Each rank passes its own, equally shaped, table."""
+    if travels_by_host(table, group):
+        return scatter_table(table.cpu(), group, grid).to(table.device)
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts = [part_of(table.shape, grid or Grid(1, size), r) for r in range(size)]
+    if rank > 0:
+        own = torch.empty_like(table[parts[rank]], memory_format=torch.contiguous_format)
+        if own.numel():
+            dist.recv(own, dist.get_global_rank(group, 0), group=group)
+        return own
+    # Point to point: scatter wants pieces of one size, and ranks may own fewer columns or rows than others, or none.
+    for r in range(1, size):
+        piece = table[parts[r]].contiguous()
+        if piece.numel():
+            dist.send(piece, dist.get_global_rank(group, r), group=group)
+    return table[parts[0]].clone(memory_format=torch.contiguous_format)
+
+
+def by_columns(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A shard on a grid as one by columns, with one AlltoAll; any other value as it is. Collective."""
+    grid = grid_of(shard)
+    if grid is None:
+        return shard
+    assert isinstance(shard, DTensor)
+    moved = _moved(shard.to_local(), shard.shape, grid, Grid(1, dist.get_world_size(group)), group)
+    return as_shard(moved, shard.shape, DeviceMesh.from_group(group, shard.device.type))
+
+
+def whole_table(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """All of a table, on every rank; any other value as it is. Collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    assert group is not None
+    found = by_columns(tensor, group)  # from a grid `full_tensor` goes row by row
+    assert isinstance(found, DTensor)
+    return found.full_tensor().contiguous()
+
+
+def state_by_columns(state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Puts the tables of a state dict that lie on a grid by columns, in place: these re-shard. Collective for each."""
+    found: dict[int, Tensor] = {}  # a tied parameter once
+    for name, value in state_dict.items():
+        if isinstance(value, Tensor) and grid_of(value) is not None:
+            assert group is not None
+            assert isinstance(value, DTensor)
+            memory = value.to_local().untyped_storage()._cdata
+            if memory not in found:
+                found[memory] = by_columns(value.detach(), group)
+            state_dict[name] = found[memory]
+
+
+def like(value: Tensor, shard: DTensor, group: dist.ProcessGroup | None) -> Tensor:
+    """A table's values, whole or by columns, as part of a table that lies as `shard` does.
+
+    Of a whole one a rank cuts its own part out; from columns to a grid it takes one AlltoAll. Collective there.
+    """
+    if not isinstance(value, DTensor):
+        local = value[own_part(shard.shape, shard.device_mesh)].contiguous()
+        return as_shard(local, shard.shape, shard.device_mesh)
+    grid = grid_of(shard)
+    if grid is None or grid_of(value) is not None:
+        return value
+    assert group is not None
+    local = _moved(value.to_local(), value.shape, Grid(1, dist.get_world_size(group)), grid, group)
+    return as_shard(local, shard.shape, shard.device_mesh)
+
+
+@torch.no_grad()
+def _moved(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of a table on another grid, from its part on the old one: an AlltoAll of what both have."""
+    if travels_by_host(local, group):
+        return _moved(local.cpu(), shape, old, new, group).to(local.device)
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    had, wanted = ([part_of(shape, grid, r) for r in range(size)] for grid in (old, new))
+    sent = [local[_within(had[rank], _common(had[rank], each))].reshape(-1) for each in wanted]
+    places = [_within(wanted[rank], _common(each, wanted[rank])) for each in had]
+    moved = local.new_empty([len(range(length)[own]) for length, own in zip(shape, wanted[rank], strict=True)])
+    receive_sizes = [moved[place].numel() for place in places]
+    received = local.new_empty((sum(receive_sizes),))
+    sent_sizes = [piece.numel() for piece in sent]
+    dist.all_to_all_single(received, torch.cat(sent), receive_sizes, sent_sizes, group=group)
+    for place, piece in zip(places, received.split(receive_sizes), strict=True):
+        moved[place] = piece.view(moved[place].shape)
+    return moved
+
+
+def _common(a: Part, b: Part) -> Part:
+    """What two parts share, of which one has all rows."""
+    first = max(a[1].start, b[1].start)
+    return a[0] if b[0].step == 1 else b[0], slice(first, max(first, min(a[1].stop, b[1].stop)))
+
+
+def _within(part: Part, common: Part) -> Part:
+    """Where rows and columns of a table are in the part of it that holds them: all its rows, or the part has all."""
+    rows = common[0] if part[0].step == 1 else slice(None)
+    return rows, slice(common[1].start - part[1].start, common[1].stop - part[1].start)

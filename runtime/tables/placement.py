@@ -1,0 +1,247 @@
+"""Where parameters live: whole, in shards, or not yet anywhere (the meta device)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from embrace_fx.runtime.optimizer.stepping import replace_parameter
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.tables.layouts import as_shard, like, mesh_of, own_part, scatter_table, whole_table
+from embrace_fx.runtime.tables.row_table import fit_state
+from embrace_fx.vocabulary.plan import Grid
+
+_BLOCK_ELEMENTS = 1 << 20
+"""Elements of a table initialised in one piece: a rank never holds more than about these at full width."""
+
+
+def set_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Puts `new` wherever the model holds `old`, under all of its names."""
+    for module in model.modules():
+        for key, value in module._parameters.items():
+            if value is old:
+                module._parameters[key] = new
+
+
+def parameter_named(model: nn.Module, name: str) -> nn.Parameter:
+    """A parameter by any of its names."""
+    return dict(model.named_parameters(remove_duplicate=False))[name]
+
+
+@contextlib.contextmanager
+def whole_parameters(model: nn.Module, sharded: Mapping[str, torch.Size]) -> Iterator[None]:
+    """For the time of a capture, shards and meta parameters look like whole ones on the model's device.
+
+    The stand-ins are fake tensors: a capture reads no values, and a whole table may be larger than the memory.
+    """
+    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.get_default_device())
+    replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
+    names = dict(model.named_parameters())
+    for name, parameter in names.items():
+        if name in sharded or parameter.device.type == "meta":
+            with FakeTensorMode():
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            stand_in = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            replaced.append((parameter, stand_in))
+            set_parameter(model, parameter, stand_in)
+    try:
+        yield
+    finally:
+        for parameter, stand_in in replaced:
+            set_parameter(model, stand_in, parameter)
+
+
+def shard_parameter(
+    model: nn.Module,
+    name: str,
+    optimizers: Sequence[Optimizer],
+    communicator: Communicator,
+    grid: Grid | None = None,
+) -> nn.Parameter:
+    """Replaces a table by this rank's part of rank 0's, in the model and in its optimizer; returns the parameter.
+
+    A single process keeps the parameter itself.
+    """
+    old, group = parameter_named(model, name), communicator.group
+    mesh = mesh_of(communicator, old.device.type, grid)
+    if mesh is None or isinstance(old, DTensor):  # made from the meta device, as a shard
+        return old
+    assert group is not None
+    local = scatter_table(old.detach(), group, grid)
+    new = nn.Parameter(as_shard(local, old.shape, mesh), requires_grad=old.requires_grad)
+    set_parameter(model, old, new)
+    replace_parameter(optimizers, old, new)
+    for optimizer in optimizers:
+        fit_state(optimizer.state.get(new, {}), new, group)
+    return new
+
+
+def unshard_parameter(
+    model: nn.Module, name: str, optimizers: Sequence[Optimizer], group: dist.ProcessGroup | None
+) -> nn.Parameter:
+    """The reverse of `shard_parameter`: the whole table and its optimizer's state, on every rank. Collective."""
+    old = parameter_named(model, name)
+    new = nn.Parameter(whole_table(old.detach(), group), requires_grad=old.requires_grad)
+    set_parameter(model, old, new)
+    replace_parameter(optimizers, old, new)
+    for optimizer in optimizers:
+        state = optimizer.state.get(new, {})
+        state.update({key: whole_table(value, group) for key, value in state.items() if isinstance(value, DTensor)})
+    return new
+
+
+def broadcast_state(model: nn.Module, sharded: Collection[str], communicator: Communicator) -> None:
+    """Rank 0's replicated parameters and buffers to every rank."""
+    replicated = [parameter for name, parameter in model.named_parameters() if name not in sharded]
+    communicator.broadcast([tensor.detach() for tensor in (*replicated, *model.buffers())])
+
+
+def materialise(
+    model: nn.Module,
+    sharded: Mapping[str, Grid | None],
+    optimizers: Sequence[Optimizer],
+    communicator: Communicator,
+) -> None:
+    """Gives values to parameters and buffers on the meta device, by their modules' `reset_parameters`.
+
+    A sharded table is initialised a block of rows at a time, of which the rank keeps its part: the values do not
+    depend on the number of ranks, and no rank ever holds the whole table. The generator is seeded alike on all ranks.
+
+    Args:
+        sharded: tables, with the grids on which they lie; None: by columns.
+
+    Raises:
+        ValueError: a module holds meta parameters and has no `reset_parameters`.
+    """
+    if not any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
+        return
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    device_type = torch.get_default_device().type
+    seed = torch.tensor([torch.initial_seed() % 2**63], device="cpu")
+    communicator.broadcast([seed])
+    with torch.random.fork_rng():
+        torch.manual_seed(int(seed))
+        for path, module in model.named_modules():
+            own = {key: p for key, p in module._parameters.items() if p is not None and p.device.type == "meta"}
+            meta_buffers = any(b is not None and b.device.type == "meta" for b in module._buffers.values())
+            if not own and not meta_buffers:
+                continue
+            reset = getattr(module, "reset_parameters", None)
+            if reset is None:
+                raise ValueError(
+                    f"expected modules on the meta device to have reset_parameters, in compile(), found none in "
+                    f"{path or type(model).__name__}. Give it one, or build the model on a real device."
+                )
+            name = names.get(id(next(iter(own.values()), None)), "")
+            mesh = mesh_of(communicator, device_type, sharded[name]) if len(own) == 1 and name in sharded else None
+            if mesh is not None:
+                _materialise_shard(model, module, next(iter(own)), optimizers, mesh)
+            else:
+                _materialise_whole(model, module, own, optimizers)
+
+
+def _materialise_whole(
+    model: nn.Module, module: nn.Module, own: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
+) -> None:
+    for parameter in own.values():
+        new = nn.Parameter(torch.empty_like(parameter, device=torch.get_default_device()), parameter.requires_grad)
+        _replace_meta(model, optimizers, parameter, new)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and buffer.device.type == "meta":
+            module._buffers[key] = torch.empty_like(buffer, device=torch.get_default_device())
+    module.reset_parameters()  # type: ignore[operator]
+
+
+def _materialise_shard(
+    model: nn.Module, module: nn.Module, key: str, optimizers: Sequence[Optimizer], mesh: DeviceMesh
+) -> None:
+    whole = module._parameters[key]
+    assert whole is not None
+    rows, columns = whole.shape
+    own_rows, own_columns = own_part(whole.shape, mesh)
+    every = own_rows.step
+    own_shape = len(range(rows)[own_rows]), len(range(columns)[own_columns])
+    local = torch.empty(own_shape, dtype=whole.dtype, device=torch.get_default_device())
+    padding = getattr(module, "padding_idx", None)
+    if padding is not None:
+        module.padding_idx = None  # type: ignore[assignment]  # of the table, not of a block of it
+    blocks = _row_blocks(rows, columns)
+    buffer = torch.empty((max(b - a for a, b in blocks), columns), dtype=whole.dtype, device=local.device)
+    for start, stop in blocks:
+        block = buffer[: stop - start]
+        module._parameters[key] = nn.Parameter(block)
+        module.reset_parameters()  # type: ignore[operator]
+        skipped = (own_rows.start - start) % every
+        kept = block[skipped::every, own_columns]
+        local[(start + skipped) // every :][: len(kept)] = kept
+    if padding is not None:
+        module.padding_idx = padding
+        if padding % every == own_rows.start:
+            local[padding // every] = 0
+    module._parameters[key] = whole
+    new = nn.Parameter(as_shard(local, whole.shape, mesh), requires_grad=whole.requires_grad)
+    _replace_meta(model, optimizers, whole, new)
+
+
+def _replace_meta(
+    model: nn.Module, optimizers: Sequence[Optimizer], parameter: nn.Parameter, new: nn.Parameter
+) -> None:
+    """Puts a parameter with values in a meta one's place, and values into the optimizer's state of it.
+
+    Raises:
+        ValueError: an optimizer other than Adagrad has made state before its first step.
+    """
+    set_parameter(model, parameter, new)
+    replace_parameter(optimizers, parameter, new)
+    for optimizer in optimizers:
+        state = optimizer.state.get(new, {})
+        for key in [k for k, value in state.items() if isinstance(value, Tensor) and value.device.type == "meta"]:
+            if "initial_accumulator_value" not in optimizer.defaults:
+                raise ValueError(
+                    f"expected an optimizer without state over a model on the meta device, in compile(), found {key!r} "
+                    f"in the state of {type(optimizer).__name__}. Make the optimizer anew, and load its state after "
+                    "the first call."
+                )
+            if state[key].shape == new.shape:
+                fill = optimizer.defaults["initial_accumulator_value"]
+                state[key] = torch.full_like(new, fill, requires_grad=False)
+            else:
+                state[key] = torch.zeros(state[key].shape)  # its number of steps
+
+
+def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:
+    """Cuts a table into blocks of rows whose random numbers, drawn one after the other, are those of the whole.
+
+    Torch's CPU generators draw 16 numbers at a time: each block is a multiple of that, and the last one no shorter.
+    """
+    size = max(16, _BLOCK_ELEMENTS // max(columns, 1) // 16 * 16)
+    starts = range(0, max(rows - 15, 1), size)
+    return list(zip(starts, (*starts[1:], rows), strict=True))
+
+
+def take_own_part(model: nn.Module, state_dict: dict[str, Any], prefix: str, group: dist.ProcessGroup | None) -> None:
+    """Fits a state dict to a model that is to load it, in place: what is whole in one and not in the other.
+
+    Values of sharded tables, whole or by columns, become this rank's shards; shards of tables that are whole here are
+    put together. Collective for the latter, and where tables are on a grid and values by columns.
+
+    Args:
+        prefix: of the model's names in the state dict.
+    """
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            continue  # load_state_dict names both shapes
+        if isinstance(parameter, DTensor):
+            state_dict[prefix + name] = like(value, parameter, group)
+        elif isinstance(value, DTensor):
+            state_dict[prefix + name] = whole_table(value, value.device_mesh.get_group())

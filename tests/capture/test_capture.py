@@ -1,0 +1,462 @@
+"""Capturing a model's forward and backward: what becomes an input, an output, a constant, a guard, or an error."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from embrace_fx.capture import Captured, capture
+from embrace_fx.capture.errors import CaptureError
+from embrace_fx.vocabulary.graph import BatchInput, Buffer, Gradient, Mutation, Parameter, Result, Tangent, source_of
+from tests.support.golden import check_golden
+from tests.support.graphs import IDS, D, Outputs, V, classifier, run_graph, tangent, targets, text
+
+
+class Model(nn.Module):
+    """A tied table and head, a normalisation, a recurrent layer, under a forward of the test's own."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.table = nn.Embedding(V, D)
+        self.linear = nn.Linear(D, D)
+        self.norm = nn.BatchNorm1d(D)
+        self.rnn = nn.LSTM(D, D, num_layers=2, batch_first=True)
+        self.head = nn.Linear(D, V, bias=False)
+        self.head.weight = self.table.weight
+        self.own_forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.own_forward(self, *args, **kwargs)
+
+
+def model_of(forward: Callable[..., Any]) -> Model:
+    torch.manual_seed(0)
+    return Model(forward).double()
+
+
+def captured(forward: Callable[..., Any], *args: Any, train: bool = True, **kwargs: Any) -> Captured:
+    return capture(model_of(forward), args, kwargs, train=train)
+
+
+def plain(model: Model, ids: Tensor) -> Tensor:
+    vectors: Tensor = model.linear(model.table(ids))
+    return vectors
+
+
+def unread(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same forward with something in it that Dynamo cannot read."""
+
+    def printing(model: Model, ids: Tensor) -> Any:
+        print("a batch")
+        return forward(model, ids)
+
+    return printing
+
+
+ROUTES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {"dynamo": lambda f: f, "direct": unread}
+"""How a forward is changed so that the capture takes this route."""
+
+
+def inputs(found: Captured) -> set[Any]:
+    return {role for _, role in found.graph.inputs()}
+
+
+def outputs(found: Captured) -> list[Any]:
+    return [role for _, role in found.graph.outputs()]
+
+
+def check_values(forward: Callable[..., Any], *args: Any) -> Captured:
+    """Captures a call: results, their structure, and gradients are eager's."""
+    model = model_of(forward)
+    found = capture(model, args, {}, train=True)
+    values = run_graph(found.graph, model, *args)
+
+    made = pytree.tree_unflatten([v for role, v in values.items() if isinstance(role, Result)], found.result_spec)
+    eager = model(*args)
+    results = leaves_of(eager)
+    assert type(made) is type(eager)
+    torch.testing.assert_close(leaves_of(made), [result.detach() for result in results], rtol=1e-12, atol=1e-12)
+
+    differentiable = [k for k, result in enumerate(results) if result.requires_grad]
+    assert sorted(role.index for role in inputs(found) if isinstance(role, Tangent)) == differentiable
+    torch.autograd.backward([results[k] for k in differentiable], [tangent(results[k], k) for k in differentiable])
+    expected = {Gradient(Parameter(n)): p.grad for n, p in model.named_parameters() if p.grad is not None}
+    gradients: Outputs = {role: value for role, value in values.items() if isinstance(role, Gradient)}
+    assert gradients.keys() == expected.keys()
+    for role, value in expected.items():
+        torch.testing.assert_close(gradients[role], value, rtol=1e-12, atol=1e-12)
+    return found
+
+
+def leaves_of(results: Any) -> list[Any]:
+    """The flattened results; pytree alone would not look into a dataclass."""
+    return pytree.tree_leaves(vars(results) if isinstance(results, Output) else results)
+
+
+# ---- the graph ----
+
+
+def test_golden() -> None:
+    model = classifier()
+
+    check_golden("captured", text(capture(model, (IDS,), {}, train=True).graph.module))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_values_are_eagers_on_both_routes(route: str) -> None:
+    """What Dynamo cannot read takes the second route."""
+    assert check_values(ROUTES[route](plain), IDS).route == route
+
+
+def test_nothing_of_the_model_runs() -> None:
+    with torch.device("meta"):
+        model = Model(lambda m, x: m.norm(plain(m, x).flatten(0, 1)))
+
+    found = capture(model, (IDS.to("meta"),), {}, train=True)
+
+    assert Mutation(Buffer("norm.running_mean")) in outputs(found)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_capture_leaves_no_marks() -> None:
+    model = model_of(lambda m, x, y: m.norm(plain(m, x).flatten(0, 1)) * y)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = (IDS.clone(), torch.ones(4).double())
+    attributes = [set(vars(each)) for each in batch]
+
+    capture(model, batch, {}, train=True, dynamic=frozenset({(0, 0), (0, 1)}))
+
+    assert [set(vars(each)) for each in batch] == attributes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_nodes_remember_the_users_line_forward_and_backward() -> None:
+    graph = captured(plain, IDS).graph
+
+    line = plain.__code__.co_firstlineno + 1
+    for name in ("embedding", "embedding_dense_backward"):
+        assert source_of(graph.node(name)).endswith(f"test_capture.py:{line} in plain")
+
+
+# ---- parameters and buffers ----
+
+
+def tied(model: Model, ids: Tensor) -> Tensor:
+    scores: Tensor = model.head(plain(model, ids))
+    return scores
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_tied_parameters_stay_tied(route: str) -> None:
+    found = check_values(ROUTES[route](tied), IDS)
+
+    assert found.route == route
+    assert not any("head" in role.name for role in inputs(found) if isinstance(role, Parameter))
+    assert outputs(found).count(Gradient(Parameter("table.weight"))) == 1
+
+
+def test_unused_and_frozen_parameters() -> None:
+    model = model_of(plain)
+    model.linear.weight.requires_grad_(False)
+
+    found = capture(model, (IDS,), {}, train=True)
+
+    assert {role.name for role in inputs(found) if isinstance(role, Parameter)} == {
+        "table.weight",
+        "linear.weight",
+        "linear.bias",
+    }
+    assert Gradient(Parameter("linear.weight")) not in outputs(found)
+
+
+def test_batch_norm_updates_its_statistics() -> None:
+    model = model_of(lambda m, x: m.norm(plain(m, x).flatten(0, 1)))
+    found = capture(model, (IDS,), {}, train=True)
+    names = ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
+    assert outputs(found)[:4] == [*(Mutation(Buffer(name)) for name in names), Result(0)]
+
+    values = run_graph(found.graph, model, IDS)
+
+    model(IDS)
+    for name in names:
+        torch.testing.assert_close(values[Mutation(Buffer(name))], model.get_buffer(name))
+
+
+def test_a_batch_tensor_written_in_place_comes_back_as_a_mutation() -> None:
+    found = captured(lambda m, x, y: m.table(x) * y.add_(1).sum(), IDS, torch.ones(3))
+
+    assert Mutation(BatchInput(1)) in outputs(found)
+
+
+def test_autocast_becomes_casts_of_the_graph() -> None:
+    def forward(model: Model, ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return plain(model, ids)
+
+    model = Model(forward)
+
+    found = capture(model, (IDS,), {}, train=True)
+
+    assert targets(found.graph.graph).count("aten::_to_copy") == 6  # table's rows, weight and bias, there and back
+    (result,) = (node for node, role in found.graph.outputs() if role == Result(0))
+    assert result is not None
+    assert result.meta["val"].dtype == torch.bfloat16
+
+
+def test_recurrent_layers_stay_whole() -> None:
+    def forward(model: Model, ids: Tensor) -> Tensor:
+        vectors: Tensor = model.rnn(model.table(ids))[0]
+        return vectors
+
+    found = captured(forward, torch.zeros((2, 100), dtype=torch.int64))
+
+    called = targets(found.graph.graph)
+    assert called.count("embrace::rnn_layer") == 2
+    assert len(found.graph.graph.nodes) < 200
+
+
+def test_lookups_and_bags_keep_their_own_ops() -> None:
+    def forward(model: Model, ids: Tensor) -> Tensor:
+        return F.embedding(ids, model.table.weight, sparse=True) + F.embedding_bag(ids, model.table.weight)[0]
+
+    found = captured(forward, IDS)
+
+    called = targets(found.graph.graph)
+    assert {"aten::embedding", "aten::_embedding_bag"} < set(called)
+    assert {"aten::embedding_dense_backward", "aten::_embedding_bag_backward"} < set(called)
+
+
+# ---- evaluation ----
+
+
+def test_an_evaluation_captures_the_forward_alone() -> None:
+    found = captured(plain, IDS, train=False)
+
+    assert outputs(found) == [Result(0)]
+    assert not any(isinstance(role, Tangent) for role in inputs(found))
+    assert not any("backward" in name for name in targets(found.graph.graph))
+
+
+def test_an_evaluation_uses_the_running_statistics() -> None:
+    model = model_of(lambda m, x: m.norm(plain(m, x).flatten(0, 1))).eval()
+
+    found = capture(model, (IDS,), {}, train=False)
+
+    assert outputs(found) == [Result(0)]
+    assert Buffer("norm.running_mean") in inputs(found)
+
+
+# ---- arguments ----
+
+
+@pytest.mark.parametrize(
+    ("forward", "args", "kwargs", "indices"),
+    [
+        (lambda m, x, *, y: m.table(x) * y, (IDS,), {"y": torch.ones(4)}, [0, 1]),
+        (lambda m, y, x: m.table(x) * y, (), {"y": torch.ones(4), "x": IDS}, [1, 0]),
+        (lambda m, x, k, y: m.table(x) * y * k, (IDS, 3, torch.ones(4)), {}, [0, 2]),
+        (lambda m, batch: m.table(batch["x"]) * batch["more"][0], ({"x": IDS, "more": [torch.ones(4)]},), {}, [0, 1]),
+        (lambda m, x, mode, y=None: m.table(x) if mode == "a" else y, (IDS, "a"), {"y": None}, [0]),
+    ],
+    ids=["keyword only", "keywords in another order", "a number between", "a dict with a list", "text and None"],
+)
+def test_where_the_batch_goes(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], indices: list[int]
+) -> None:
+    """Batch inputs are numbered as the flattened arguments, those that are not tensors included."""
+    found = captured(forward, *args, **kwargs)
+
+    leaves = pytree.tree_leaves((args, kwargs))
+    read = {role.index: node.meta["val"].shape for node, role in found.graph.inputs() if isinstance(role, BatchInput)}
+    assert set(read) == set(indices)
+    assert all(shape == leaves[index].shape for index, shape in read.items())
+
+
+def test_numbers_are_constants_of_the_graph() -> None:
+    found = captured(lambda m, x, scale: m.table(x) * scale, IDS, 2.5)
+
+    assert [role for role in inputs(found) if isinstance(role, BatchInput)] == [BatchInput(0)]
+    assert "2.5" in text(found.graph.module)
+
+
+def test_a_batch_tensor_that_requires_grad_gets_one() -> None:
+    found = captured(lambda m, x, y: m.table(x) * y, IDS, torch.ones(4, dtype=torch.float64, requires_grad=True))
+
+    assert Gradient(BatchInput(1)) in outputs(found)
+
+
+# ---- results ----
+
+
+class Pair(NamedTuple):
+    loss: Tensor
+    scores: Tensor
+
+
+@dataclasses.dataclass
+class Output:
+    """As the models of `transformers` return, but plain."""
+
+    loss: Tensor
+    scores: Tensor | None = None
+
+
+def two_views(model: Model, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scores = plain(model, ids)
+    return scores, scores.flatten(), scores.transpose(0, 1)
+
+
+def halves(model: Model, ids: Tensor) -> tuple[Tensor, ...]:
+    return plain(model, ids).chunk(2, -1)
+
+
+def same_twice(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
+    scores = plain(model, ids)
+    return scores, scores
+
+
+def detached_too(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
+    scores = plain(model, ids)
+    return scores, scores.detach()
+
+
+RESULTS: dict[str, Callable[[Model, Tensor], Any]] = {
+    "a tuple": lambda m, x: (plain(m, x), m.table(x)),
+    "a list in a dict": lambda m, x: {"scores": [plain(m, x)], "loss": plain(m, x).sum()},
+    "an ordered dict": lambda m, x: collections.OrderedDict(loss=plain(m, x).sum(), scores=plain(m, x)),
+    "a named tuple": lambda m, x: Pair(plain(m, x).sum(), plain(m, x)),
+    "a dataclass": lambda m, x: Output(plain(m, x).sum(), plain(m, x)),
+    "an argument itself": lambda m, x: (plain(m, x), x),
+    "a part of an argument": lambda m, x: (plain(m, x), x[0]),
+    "views of one tensor": two_views,
+    "the halves of one tensor": halves,
+    "the same tensor twice": same_twice,
+    "a detached twin": detached_too,
+    "a parameter": lambda m, x: (plain(m, x), m.linear.weight),
+    "a part of a parameter": lambda m, x: (plain(m, x), m.linear.weight[0]),
+    "a parameter that nothing else reads": lambda m, x: (plain(m, x), m.norm.weight),
+    "a constant tensor": lambda m, x: (plain(m, x), torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("forward", RESULTS.values(), ids=RESULTS)
+def test_results_have_eagers_values_and_structure(forward: Callable[..., Any]) -> None:
+    check_values(forward, IDS)
+
+
+@pytest.mark.parametrize(
+    ("forward", "constants"),
+    [
+        (lambda m, x: (plain(m, x), None, "text", 3), {1: None, 2: "text", 3: 3}),
+        (lambda m, x: Output(plain(m, x).sum()), {1: None}),
+        (lambda m, x: (None, plain(m, x)), {0: None}),
+    ],
+    ids=["between", "in a dataclass", "first"],
+)
+def test_results_that_are_not_tensors(forward: Callable[..., Any], constants: dict[int, Any]) -> None:
+    assert captured(forward, IDS).result_constants == constants
+
+
+def test_nothing_but_none_is_a_result_too() -> None:
+    found = captured(lambda m, x: None, IDS)
+
+    assert (outputs(found), found.result_constants) == ([], {0: None})
+
+
+# ---- other batches ----
+
+
+def varying(model: Model, ids: Tensor) -> Tensor:
+    return plain(model, ids)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_graph_accepts_what_it_is_valid_for(route: str) -> None:
+    def accepted(*free: tuple[int, int]) -> list[bool]:
+        found = capture(model, (IDS,), {}, train=True, dynamic=frozenset(free))
+        assert found.route == route
+        return [found.accepts([torch.zeros(shape, dtype=torch.int64)]) for shape in ((2, 3), (2, 7), (5, 3), (5, 7))]
+
+    model = model_of(ROUTES[route](varying))
+
+    assert accepted() == [True, False, False, False]
+    assert accepted((0, 1)) == [True, True, False, False]
+    assert accepted((0, 0), (0, 1)) == [True, True, True, True]
+
+
+def test_sizes_that_must_agree_are_guarded() -> None:
+    model = model_of(lambda m, x, y: (m.table(x) + m.table(y)).sum(1))
+    free = frozenset({(0, 1), (1, 1)})
+    found = capture(model, (IDS, IDS.clone()), {}, train=True, dynamic=free)
+
+    assert found.accepts([torch.zeros(2, 5, dtype=torch.int64)] * 2)
+    assert not found.accepts([torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 6, dtype=torch.int64)])
+
+
+def test_a_question_about_a_size_is_guarded() -> None:
+    def forward(model: Model, ids: Tensor) -> Tensor:
+        vectors = varying(model, ids)
+        return vectors * 2 if ids.shape[1] > 4 else vectors
+
+    found = capture(model_of(forward), (IDS,), {}, train=True, dynamic=frozenset({(0, 1)}))
+
+    assert found.accepts([torch.zeros(2, 4, dtype=torch.int64)])
+    assert not found.accepts([torch.zeros(2, 5, dtype=torch.int64)])
+
+
+def test_values_of_another_size() -> None:
+    model = model_of(varying)
+    found = capture(model, (IDS,), {}, train=False, dynamic=frozenset({(0, 0), (0, 1)}))
+    batch = torch.randint(V, (4, 9))
+
+    values = run_graph(found.graph, model, batch)
+
+    torch.testing.assert_close(values[Result(0)], model(batch).detach())
+
+
+# ---- errors ----
+
+
+def branches(model: Model, ids: Tensor) -> Tensor:
+    vectors = plain(model, ids)
+    if vectors.sum() > 0:
+        return vectors
+    return -vectors
+
+
+def asks_for_values(model: Model, ids: Tensor) -> Tensor:
+    length = max(ids.tolist())[0]
+    return plain(model, ids)[:, :length]
+
+
+@pytest.mark.parametrize(("forward", "line"), [(branches, 2), (asks_for_values, 1)])
+def test_the_error_names_the_users_line_and_both_reasons(forward: Callable[..., Any], line: int) -> None:
+    with pytest.raises(CaptureError) as raised:
+        captured(forward, IDS)
+
+    message = str(raised.value)
+    where = forward.__code__.co_firstlineno + line
+    assert f"test_capture.py:{where} in {forward.__name__}" in message
+    assert "expected a forward that can be captured as one graph, in Model" in message
+    assert "\n  dynamo: " in message
+    assert "\n  direct: " in message
+    assert "Rewrite that line" in message
+
+
+def test_a_forward_that_raises_is_not_taken_for_one_that_cannot_be_captured() -> None:
+    """The user's own error is in the message."""
+
+    def forward(model: Model, ids: Tensor) -> Iterator[Tensor]:
+        raise ValueError("an odd batch")
+
+    with pytest.raises(CaptureError, match="an odd batch"):
+        captured(forward, IDS)

@@ -1,0 +1,354 @@
+"""Batches of other shapes than the first: few captures, the right results, and ranks that stay in step.
+
+What counts as a new capture is asserted by number: the first batch is captured with its sizes as constants; a size that
+differs later becomes symbolic; sizes 0 and 1, another structure or another number are graphs of their own.
+
+Shape legend
+    B examples; L positions; D columns of the table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import embrace_fx
+from embrace_fx.capture.errors import CaptureError
+from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.session import captures as capturing
+from tests.support.ranks import run_ranks, run_ranks_expecting_errors
+from tests.support.reference import assert_same, train_reference
+from tests.support.training import whole
+
+NUM_WORDS, DIM, NUM_CLASSES = 40, 6, 5
+TABLE = "table.weight"
+
+
+class Tagger(nn.Module):
+    """Sums a loss over positions, so that an empty batch has one too; returns it with the number of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(NUM_WORDS, DIM)
+        self.classify = nn.Linear(DIM, NUM_CLASSES)
+
+    def hidden(self, ids_BL: Tensor) -> Tensor:
+        rows_BLD: Tensor = self.table(ids_BL)
+        return rows_BLD.tanh()
+
+    def forward(self, ids_BL: Tensor, weight_BL: Tensor | None = None, times: int = 1) -> tuple[Tensor, int]:
+        logits = self.classify(self.hidden(ids_BL)).flatten(0, 1)
+        losses = F.cross_entropy(logits, (ids_BL % NUM_CLASSES).flatten(), reduction="none")
+        if weight_BL is not None:
+            losses = losses * weight_BL.flatten()
+        return times * losses.sum() / 10, ids_BL.shape[0] * ids_BL.shape[1]
+
+
+class LongAndShort(Tagger):
+    """Takes another path for long texts."""
+
+    def hidden(self, ids_BL: Tensor) -> Tensor:
+        rows_BLD = super().hidden(ids_BL)
+        return rows_BLD if ids_BL.shape[1] <= 6 else rows_BLD.cumsum(1)
+
+
+class Placed(Tagger):
+    """Looks up positions and the previous word too, whose ids are made from the same sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Embedding(20, DIM)
+        self.previous = nn.Embedding(NUM_WORDS, DIM)
+
+    def hidden(self, ids_BL: Tensor) -> Tensor:
+        previous_BL = ids_BL.new_zeros(ids_BL.shape)
+        previous_BL[:, 1:] = ids_BL[:, :-1]
+        positions_BL = torch.arange(ids_BL.shape[1]).expand(ids_BL.shape[0], -1)
+        rows_BLD: Tensor = self.position(positions_BL) + self.previous(previous_BL)
+        return super().hidden(ids_BL) + rows_BLD
+
+
+class Unreadable(Tagger):
+    """Has a function that Dynamo must leave alone: the second route of the capture takes it."""
+
+    def hidden(self, ids_BL: Tensor) -> Tensor:
+        outside: Callable[[Tensor], Tensor] = torch.compiler.disable(_times_length)
+        return outside(super().hidden(ids_BL))
+
+
+class OptionallyWeighted(Tagger):
+    """Reads one parameter more where it is given weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharpness = nn.Parameter(torch.ones(()))
+
+    def forward(self, ids_BL: Tensor, weight_BL: Tensor | None = None, times: int = 1) -> tuple[Tensor, int]:
+        sharpened = None if weight_BL is None else weight_BL**self.sharpness
+        return super().forward(ids_BL, sharpened, times)
+
+
+def _times_length(rows_BLD: Tensor) -> Tensor:
+    return rows_BLD * rows_BLD.shape[1]
+
+
+class LossOnly(nn.Module):
+    """The model as the reference wants it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *batch: Any) -> Tensor:
+        loss: Tensor = self.model(*batch)[0]
+        return loss
+
+
+def make(kind: Callable[[], nn.Module] = Tagger, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind().double()
+
+
+def compile_model(model: nn.Module, dynamic: bool | None = None) -> embrace_fx.CompiledModel:
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return embrace_fx.compile(model, optimizer=optimizer, strategy="alltoall", dynamic=dynamic)
+
+
+def ids_of(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(NUM_WORDS, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def captures(compiled: embrace_fx.CompiledModel) -> int:
+    return compiled._session._captures.count
+
+
+def train_step(compiled: embrace_fx.CompiledModel, *args: Any, **kwargs: Any) -> tuple[float, int]:
+    loss, size = compiled(*args, **kwargs)
+    loss.backward()
+    compiled.optimizer.step()
+    compiled.optimizer.zero_grad()
+    return loss.item(), size
+
+
+def eager_step(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[float, int]:
+    loss, size = model(*args, **kwargs)
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+    return loss.item(), size
+
+
+def assert_trains_alike(
+    batches: Sequence[tuple[Any, ...]], kind: Callable[[], nn.Module] = Tagger, dynamic: bool | None = None
+) -> embrace_fx.CompiledModel:
+    """Trains a compiled model and an eager one on the same batches; every loss and the parameters are the same."""
+    eager = make(kind)
+    compiled = compile_model(make(kind), dynamic)
+    for batch in batches:
+        (loss, size), (expected_loss, expected_size) = train_step(compiled, *batch), eager_step(eager, *batch)
+        assert loss == pytest.approx(expected_loss, rel=1e-9)
+        assert size == expected_size
+    assert_same(whole(compiled.named_parameters()), whole(eager.named_parameters()), torch.float64)
+    return compiled
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "shapes", "expected"),
+    [
+        (None, [(3, 4), (3, 4), (3, 4)], 1),
+        (None, [(3, 4), (3, 5), (3, 9), (3, 2), (3, 4)], 2),
+        (None, [(3, 4), (5, 6), (2, 9), (7, 3)], 2),
+        (None, [(3, 4), (3, 5), (4, 5), (2, 7)], 3),
+        (None, [(3, 4), (3, 1), (3, 1), (1, 4), (3, 0), (3, 7)], 5),
+        (True, [(3, 4), (5, 6), (2, 9), (7, 3)], 1),
+        (True, [(3, 4), (1, 5), (1, 7)], 2),
+        (False, [(3, 4), (3, 5), (3, 4), (3, 6)], 3),
+    ],
+    ids=str,
+)
+def test_number_of_captures(dynamic: bool | None, shapes: list[tuple[int, int]], expected: int) -> None:
+    compiled = assert_trains_alike([(ids_of(*shape, seed=k),) for k, shape in enumerate(shapes)], dynamic=dynamic)
+    assert captures(compiled) == expected
+
+
+def test_other_models_of_a_class_do_not_make_sizes_dynamic() -> None:
+    """Dynamo remembers by code object which sizes have varied; a capture must not depend on what ran before it."""
+    for length in (4, 5, 6):
+        compiled = compile_model(make(), dynamic=False)
+        train_step(compiled, ids_of(3, length))
+        train_step(compiled, ids_of(3, length + 1))
+        assert captures(compiled) == 2
+
+
+def test_a_size_the_model_asks_for_splits_the_captures() -> None:
+    lengths = (4, 5, 6, 3, 8, 9, 20, 4)
+    compiled = assert_trains_alike([(ids_of(3, length),) for length in lengths], LongAndShort)
+    assert captures(compiled) == 3  # the first length; up to six; longer
+
+
+def test_ids_made_from_the_same_sizes_are_exchanged_together() -> None:
+    compiled = assert_trains_alike([(ids_of(3, length),) for length in (4, 6, 3)], Placed, dynamic=True)
+    assert captures(compiled) == 1
+    assert {each.parameter for each in compiled.plan if each.strategy == "alltoall"} == {
+        "table.weight",
+        "position.weight",
+        "previous.weight",
+    }
+
+
+def test_the_second_route_takes_varying_sizes() -> None:
+    compiled = assert_trains_alike([(ids_of(3, length),) for length in (4, 5, 6, 9)], Unreadable)
+    (kind,) = compiled._session._kinds.values()
+    assert [variant.captured.route for variant in kind.variants] == ["direct", "direct"]
+    assert compiled.plan[TABLE].strategy == "alltoall"
+
+
+def test_batches_cut_out_of_one_tensor_share_a_capture() -> None:
+    """They begin elsewhere in its storage each time, and their rows may lie further apart than they are long."""
+    text = ids_of(400)
+    compiled = assert_trains_alike([(text[12 * k : 12 * k + 12].view(3, 4),) for k in range(5)])
+    assert captures(compiled) == 1
+    rows = ids_of(3, 100)
+    compiled = assert_trains_alike([(rows[:, k : k + 4],) for k in range(5)])
+    assert captures(compiled) == 1
+    compiled = assert_trains_alike([(ids_of(3, length + 1)[:, 1:],) for length in (4, 5, 6, 9)])
+    assert captures(compiled) == 2
+
+
+def test_a_transposed_batch_is_captured_for_itself() -> None:
+    compiled = assert_trains_alike([(ids_of(3, 4),), (ids_of(4, 3).t(),), (ids_of(3, 4),), (ids_of(4, 3).t(),)])
+    assert captures(compiled) == 2
+
+
+def test_structures_have_captures_of_their_own() -> None:
+    ids, weight = ids_of(3, 4), torch.rand(3, 4, dtype=torch.float64)
+    batches: list[dict[str, Any]] = [
+        {"ids_BL": ids},
+        {"ids_BL": ids, "weight_BL": None},
+        {"ids_BL": ids, "weight_BL": weight},
+        {"ids_BL": ids, "weight_BL": weight, "times": 2},
+        {"ids_BL": ids, "weight_BL": weight, "times": 3},
+        {"ids_BL": ids, "times": True},
+        {"ids_BL": ids, "weight_BL": weight.float()},
+    ]
+    eager = make()
+    compiled = compile_model(make())
+    for count, batch in enumerate(batches, start=1):
+        assert train_step(compiled, **batch)[0] == pytest.approx(eager_step(eager, **batch)[0], rel=1e-9)
+        assert captures(compiled) == count
+    for batch in batches:
+        assert train_step(compiled, **batch)[0] == pytest.approx(eager_step(eager, **batch)[0], rel=1e-9)
+    assert captures(compiled) == len(batches)
+
+
+def test_evaluation_has_captures_of_its_own() -> None:
+    eager, compiled = make(), compile_model(make())
+    train_step(compiled, ids_of(3, 4))
+    eager_step(eager, ids_of(3, 4))
+    for length in (5, 6, 7, 9):
+        with torch.no_grad():
+            assert compiled(ids_of(3, length))[0].item() == pytest.approx(eager(ids_of(3, length))[0].item(), rel=1e-9)
+    assert captures(compiled) == 1 + 2
+
+
+def test_too_many_captures_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capturing, "MAX_CAPTURES", 2)
+    compiled = compile_model(make(), dynamic=False)
+    train_step(compiled, ids_of(3, 4))
+    train_step(compiled, ids_of(3, 5))
+    with pytest.raises(CaptureError, match=r"found that 2 captures do not suffice\. Pad batches"):
+        compiled(ids_of(3, 6))
+    train_step(compiled, ids_of(3, 5))
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+LENGTHS = ((4, 4, 4, 5, 6, 4, 1), (4, 7, 4, 4, 4, 9, 3))
+"""By rank: rank 1 meets a new length at step 1, rank 0 at steps 3 and 6."""
+
+
+def _batch(rank: int, step: int) -> tuple[Tensor]:
+    return (ids_of(3, LENGTHS[rank][step], seed=10 * step + rank),)
+
+
+def _train_lengths(rank: int, world_size: int) -> tuple[dict[str, Tensor], int, str]:
+    compiled = compile_model(make(seed=rank))
+    for step in range(len(LENGTHS[rank])):
+        train_step(compiled, *_batch(rank, step))
+    return whole(compiled.named_parameters()), captures(compiled), compiled.plan[TABLE].strategy
+
+
+def test_ranks_that_capture_at_different_steps_stay_in_step() -> None:
+    results = run_ranks(2, _train_lengths)
+    steps = range(len(LENGTHS[0]))
+    expected = train_reference(
+        lambda: LossOnly(make()),
+        lambda model: [SGD(model.parameters(), lr=0.1)],
+        [[_batch(rank, step) for step in steps] for rank in range(2)],
+        len(steps),
+    )
+    for parameters, _, strategy in results:
+        assert_same(parameters, {n.removeprefix("model."): v for n, v in expected.items()}, torch.float64)
+        assert strategy == "alltoall"
+    assert [count for _, count, _ in results] == [3, 2]  # rank 0 sees a length of 1 too
+
+
+def _exceed_the_limit(rank: int, world_size: int, who: tuple[int, ...]) -> None:
+    """Ranks in `who` meet a third shape; raises what that raised, once a good step has followed."""
+    before, capturing.MAX_CAPTURES = capturing.MAX_CAPTURES, 2
+    try:
+        compiled = compile_model(make(seed=rank), dynamic=False)
+        for length in (4, 5):
+            train_step(compiled, ids_of(3, length))
+        start_s = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            train_step(compiled, ids_of(3, 6 if rank in who else 5))
+        assert time.monotonic() - start_s < 10
+        train_step(compiled, ids_of(3, 5))
+        raise caught.value
+    finally:
+        capturing.MAX_CAPTURES = before
+
+
+@pytest.mark.parametrize("who", [(1,), (0, 1)], ids=str)
+def test_no_rank_hangs_when_one_meets_the_limit(who: tuple[int, ...]) -> None:
+    errors = run_ranks_expecting_errors(2, _exceed_the_limit, who)
+    for rank, error in enumerate(errors):
+        assert type(error) is (CaptureError if rank in who else PeerFailure)
+        assert "2 captures do not suffice" in str(error)
+    if who == (1,):
+        assert str(errors[0]).startswith("rank 1: ")
+
+
+def _use_fewer_parameters(rank: int, world_size: int) -> None:
+    compiled = compile_model(make(OptionallyWeighted))
+    weight = torch.rand(3, 4, dtype=torch.float64)
+    train_step(compiled, ids_of(3, 4), weight)
+    train_step(compiled, ids_of(3, 4), None if rank == 1 else weight)
+
+
+def test_a_batch_that_leads_past_a_parameter_is_an_error_on_all_ranks() -> None:
+    for error in run_ranks_expecting_errors(2, _use_fewer_parameters):
+        assert type(error) is PeerFailure
+        assert str(error).startswith("rank 1: expected a batch of other shapes to launch the same collectives")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("kind", [Tagger, LongAndShort, Unreadable])
+def test_all_pairs_of_shapes_train_alike(kind: Callable[[], nn.Module], dynamic: bool | None) -> None:
+    sizes = (0, 1, 2, 3, 8)
+    batches = [(ids_of(*shape),) for shape in itertools.product(sizes, sizes)]
+    compiled = assert_trains_alike(batches + batches[::-1], kind, dynamic)
+    assert captures(compiled) < len(batches)

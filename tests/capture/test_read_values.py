@@ -1,0 +1,149 @@
+"""A forward's own constants may change while training: each call computes with those of its moment."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import embrace_fx
+from embrace_fx.capture import capture
+from embrace_fx.capture.errors import CaptureError
+from embrace_fx.capture.read_values import ReadValues
+
+SETTINGS = {"scale": 1.0}
+OFFSET = 0.0
+
+
+class Scaled(nn.Module):
+    """A result times what each of several places says."""
+
+    of_class = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.dropout = nn.Dropout(0.0)
+        self.number = 1.0
+        self.numbers = [0.0, 1.0]
+        self.tensor = torch.ones(())
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        factor = self.of_class * self.number * self.numbers[1] * SETTINGS["scale"]
+        found: Tensor = self.dropout(self.linear(x_BD)).square().mean() * self.tensor * factor + OFFSET
+        return found
+
+
+class Printing(Scaled):
+    """Captured by the direct route."""
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        sys.stdout.flush()
+        found: Tensor = self.linear(x_BD).square().mean() * self.number * self.of_class
+        return found
+
+
+def _set_item(model: Any) -> None:
+    model.numbers[1] = 3.0
+
+
+def _set_global(model: Any) -> None:
+    globals()["OFFSET"] = 4.0
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "an attribute": lambda model: setattr(model, "number", 2.0),
+    "an attribute of the class": lambda model: setattr(model, "of_class", 2.0),
+    "an item of a list": _set_item,
+    "a submodule's option": lambda model: setattr(model.dropout, "p", 1.0),
+    "a tensor": lambda model: setattr(model, "tensor", torch.full((), 5.0)),
+    "an item of a global": lambda model: SETTINGS.update(scale=4.0),
+    "a global": _set_global,
+}
+
+
+def _check(model: nn.Module, change: Callable[[Any], object]) -> None:
+    compiled = embrace_fx.compile(model)
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), model(x))
+    change(model)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_value_that_changes_changes_the_result(name: str) -> None:
+    try:
+        _check(Scaled(), CHANGES[name])
+    finally:
+        SETTINGS["scale"] = 1.0
+        globals()["OFFSET"] = 0.0
+
+
+@pytest.mark.parametrize("name", ["an attribute", "an attribute of the class"])
+def test_a_value_that_changes_changes_the_result_of_the_direct_route(name: str) -> None:
+    assert capture(Printing(), (torch.randn(4, 3),), {}, train=True).route == "direct"
+    _check(Printing(), CHANGES[name])
+
+
+def test_a_value_of_a_closure() -> None:
+    scale = 1.0
+
+    class Inner(Scaled):
+        def forward(self, x_BD: Tensor) -> Tensor:
+            found: Tensor = self.linear(x_BD).sum() * scale
+            return found
+
+    def change(model: Any) -> None:
+        nonlocal scale
+        scale = 2.0
+
+    _check(Inner(), change)
+
+
+def test_what_the_forward_does_not_read_may_change_at_every_step() -> None:
+    model = Scaled()
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
+    for step in range(40):
+        model.epoch = step  # type: ignore[assignment]
+        x = torch.randn(4, 3)
+        assert compiled(x).item() == pytest.approx(model(x).item())
+    assert compiled._session._captures.count == 1
+
+
+class Random(nn.Module):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.draw = draw
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        sys.stdout.flush()  # the direct route
+        found: Tensor = self.linear(x_BD).sum() * self.draw()
+        return found
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())], ids=["random", "numpy"])
+def test_random_numbers_of_python_are_refused(draw: Callable[[], float]) -> None:
+    with pytest.raises(CaptureError, match="draws random numbers from Python's `random` or from numpy"):
+        embrace_fx.compile(Random(draw))(torch.randn(2, 3))
+
+
+def test_values_of_expressions() -> None:
+    numbers = {"a": 1, "b": [1, 2], "c": float("inf")}
+    read = ReadValues.of(["N['a']", "N['b'][1]", "N['b']", "N['none']", "N['c']"], {"N": numbers})
+    assert read.names == ("N['a']", "N['b'][1]", "N['c']")
+    assert read.hold()
+    numbers["a"] = True
+    assert not read.hold()
+    assert read.unchanged().names == ("N['b'][1]", "N['c']")
+    numbers.update(a=1, b=[])
+    assert not read.hold()

@@ -1,0 +1,263 @@
+"""Predicted bytes and messages of the exchanges: against what channels counted, and what TCP connections carried."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import fmean
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from embrace_fx.cost.exchanges import Prediction, cheaper_scheme, cheapest_block
+from embrace_fx.cost.links import Cluster, Work, passes_over
+from embrace_fx.cost.sparsity import Sparsity, even_ranges, measure, random_sparsity
+from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
+from embrace_fx.runtime.exchanges.options import Options
+from embrace_fx.runtime.exchanges.steps import run
+from embrace_fx.runtime.exchanges.strategies import STRATEGIES
+from tests.runtime.test_wire import sent_by_connection
+from tests.support.ranks import run_ranks
+
+V, D = 12_000, 24
+TOLERANCE = 0.04
+
+FRAME_BYTES = 144
+"""Of gloo, for each message (`test_wire.py`)."""
+
+VARIANTS: dict[str, tuple[str, Options]] = {
+    "allreduce": ("allreduce", Options()),
+    "allgather": ("allgather", Options()),
+    "omnireduce": ("omnireduce", Options(block_size=4 * D)),
+    "omnireduce_many_rounds": ("omnireduce", Options(block_size=D, slots=100)),
+    "zen": ("zen", Options()),
+    "zen_elements": ("zen", Options(unit="element")),
+    "zen_hierarchical": ("zen", Options(scheme="hierarchical")),
+    "ps": ("ps", Options()),
+}
+
+
+def dense_gradient(rank: int) -> Gradient:
+    random = torch.Generator().manual_seed(rank)
+    return torch.randn(V, D, generator=random) * (torch.rand(V, 1, generator=random) < 0.1)
+
+
+def skewed_rows(rank: int) -> Gradient:
+    """Rows as words sorted by frequency are read; more of them on later ranks."""
+    random = torch.Generator().manual_seed(rank)
+    ids = (torch.rand(1500 + 500 * rank, generator=random) ** 5 * V).long().unique()
+    return RowSet(ids, torch.randn(ids.numel(), D, generator=random), V)
+
+
+GRADIENTS: dict[str, Callable[[int], Gradient]] = {"dense": dense_gradient, "skewed rows": skewed_rows}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """By one rank in one exchange."""
+
+    counted_bytes: int
+    tcp_bytes: int
+    messages: int
+
+
+def all_ranks_here(world_size: int) -> None:
+    """A barrier through the store's file: everything has arrived, so that connections have sent it, and no more."""
+    store = dist.distributed_c10d._get_default_store()
+    visits = store.add("visits", 1)
+    while store.add("visits", 0) < -(-visits // world_size) * world_size:
+        time.sleep(0.001)
+
+
+def exchange_all(rank: int, world_size: int) -> dict[tuple[str, str], Sent]:
+    channel = Channel(dist.group.WORLD)
+    sent = {}
+    for variant, (strategy, options) in VARIANTS.items():
+        for name, gradient_of in GRADIENTS.items():
+            counted, messages = channel.sent_bytes, channel.messages
+            all_ranks_here(world_size)
+            before = sent_by_connection()
+            run(STRATEGIES[strategy].exchange(gradient_of(rank), channel, options))
+            all_ranks_here(world_size)
+            after = sent_by_connection()
+            tcp_bytes = sum(after.values()) - sum(before.values())
+            sent[variant, name] = Sent(channel.sent_bytes - counted, tcp_bytes, channel.messages - messages)
+    return sent
+
+
+@cache
+def visit(world_size: int) -> list[dict[tuple[str, str], Sent]]:
+    return run_ranks(world_size, exchange_all)
+
+
+def predicted(variant: str, gradient: str, world_size: int) -> Prediction:
+    strategy, options = VARIANTS[variant]
+    return STRATEGIES[strategy].profile([GRADIENTS[gradient](rank) for rank in range(world_size)], options)
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_bytes_are_as_predicted(world_size: int, variant: str, gradient: str) -> None:
+    by_rank = [results[variant, gradient] for results in visit(world_size)]
+    prediction = predicted(variant, gradient, world_size)
+    counted = fmean(sent.counted_bytes for sent in by_rank)
+    assert counted == pytest.approx(prediction.mean.sent_bytes, rel=TOLERANCE)
+    # No rank sends more than the chain of each round's slowest. Where that depends on how units lie on ranks, which a
+    # prediction is not told, it is an estimate.
+    assert max(sent.counted_bytes for sent in by_rank) <= 1.1 * prediction.critical.sent_bytes
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_channels_count_what_connections_carry(variant: str, gradient: str) -> None:
+    for sent in (results[variant, gradient] for results in visit(3)):
+        # Messages without content are not counted, and are frames alone.
+        assert sent.counted_bytes + FRAME_BYTES * sent.messages == pytest.approx(sent.tcp_bytes, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.startswith(("omnireduce", "zen_hierarchical"))])
+def test_messages_are_as_predicted(variant: str) -> None:
+    for results in visit(4):
+        assert results[variant, "dense"].messages == predicted(variant, "dense", 4).mean.messages
+
+
+def test_messages_of_doubling_are_as_predicted() -> None:
+    """Of four ranks, each sends a count and records to one other, twice. Of three, rank 0 has most to do."""
+    for world_size in (2, 3, 4):
+        busiest = max(results["zen_hierarchical", "dense"].messages for results in visit(world_size))
+        assert busiest == predicted("zen_hierarchical", "dense", world_size).mean.messages - 2 * (world_size == 3)
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_messages_of_streams_are_estimated(gradient: str) -> None:
+    for world_size in (2, 4):
+        counted = max(results["omnireduce_many_rounds", gradient].messages for results in visit(world_size))
+        estimate = predicted("omnireduce_many_rounds", gradient, world_size).mean.messages
+        assert counted / 1.5 <= estimate <= 2 * counted
+
+
+# -- what the predictions say ------------------------------------------------------------------------------------------
+
+SLOW = Cluster(bandwidth_bytes_per_ms=25e3, latency_ms=0.1)  # 200 Mb/s
+
+
+def time_ms(strategy: str, sparsity: Sparsity, options: Options) -> float:
+    return STRATEGIES[strategy].predict(sparsity, options).time_ms(SLOW)
+
+
+WORK = {
+    "allreduce": (Options(), passes_over(1000 * 8)),
+    "allgather": (Options(), passes_over((3 * 60 + 2 * 100 + 2 * 80 + 80) * 8) + Work(1000 * 8, units=100, rounds=2)),
+    "ps": (Options(), passes_over((2 * 60 + 2 * 50 + 2 * 40 + 2 * 40 + 80) * 8) + Work(1000 * 8, units=50, rounds=4)),
+    "zen": (Options(), passes_over((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8) + Work(1000 * 8, units=110, rounds=6)),
+    "zen, hierarchical": (
+        Options(scheme="hierarchical"),
+        passes_over((60 + 3 * 60 + 2 * 120 + 2 * 80 + 80 + 80) * 8) + Work(1000 * 8, units=120, rounds=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", WORK)
+def test_work_by_hand(variant: str) -> None:
+    """Two ranks have 40 and 60 units of 8 bytes of 1000, and together 80."""
+    options, expected = WORK[variant]
+    sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60), unions=(50.0, 80.0))
+
+    assert STRATEGIES[variant.split(",", maxsplit=1)[0]].predict(sparsity, options).work == expected
+
+
+def test_work_of_streams_by_hand() -> None:
+    """Two lanes of each aggregator, one per stream, and whatever rounds they take."""
+    sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60), unions=(50.0, 80.0))
+
+    prediction = STRATEGIES["omnireduce"].predict(sparsity, Options(slots=1))
+
+    values = passes_over((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8)
+    lanes = Work(units=3 * 2 * 2, rounds=2 * prediction.mean.messages)
+    assert prediction.work == values + Work(1000 * 8, units=50) + lanes
+
+
+def test_streams_send_means_while_blocks_come_in() -> None:
+    """Of the fullest range's aggregator what it sends counts, or what it receives."""
+    even = random_sparsity(100_000, 512, 4, 0.1, world_size=8)
+    skewed = replace(even, push_imbalance=4.0, pull_imbalance=1.5)
+
+    def critical(slots: int) -> float:
+        return STRATEGIES["omnireduce"].predict(skewed, Options(slots=slots)).critical.sent_bytes
+
+    record = 7 / 8 * (4 + 512 * 4)
+    means = 1.5 * even.union * record
+    assert critical(1000) == pytest.approx(10_000 * record + means, rel=0.01)
+    assert critical(100_000) == pytest.approx(4 * 10_000 * record + means, rel=0.01)
+
+
+def test_skew_makes_a_server_add_up_more() -> None:
+    even = random_sparsity(100_000, 512, 4, 0.01, world_size=8)
+    skewed = replace(even, push_imbalance=4.0)
+
+    more = {name: _added(name, skewed) - _added(name, even) for name in ("ps", "omnireduce", "zen", "allgather")}
+
+    assert more["zen"] == more["allgather"] == 0
+    assert more["ps"] == more["omnireduce"] == pytest.approx(3 * 1000)
+
+
+def _added(strategy: str, sparsity: Sparsity) -> float:
+    return STRATEGIES[strategy].predict(sparsity, Options()).work.units
+
+
+def test_sparsity_is_measured() -> None:
+    sparsity = measure([torch.tensor(ids) for ids in ([0, 1], [1], [1, 2, 7])], 8, width=3, itemsize=4)
+    assert sparsity.units_by_rank == (2, 1, 3)
+    # Neighbours: {0, 1}, {1, 2, 7}, {0, 1, 2, 7}.
+    assert sparsity.unions == pytest.approx((2.0, 3.0, 4.0))
+    # Ranges 0-1, 2-4, 5-7 have four, one and one of the six; of the union, two, one and one of the four.
+    assert even_ranges(8, 3) == [0, 2, 5]
+    assert (sparsity.push_imbalance, sparsity.pull_imbalance) == (4 * 3 / 6, 2 * 3 / 4)
+
+
+@pytest.mark.parametrize("density", [0.01, 0.1])
+def test_zen_is_fastest_where_ranks_share_rows(density: float) -> None:
+    """Zen, OSDI 2025: balanced parallelism, at 16 ranks, rows as long as the LSTM's."""
+    sparsity = random_sparsity(100_000, 512, 4, density, world_size=16)
+    for other in ("allreduce", "allgather", "ps", "omnireduce"):
+        assert time_ms("zen", sparsity, Options()) < time_ms(other, sparsity, Options())
+
+
+def test_all_gather_is_fastest_where_they_share_none() -> None:
+    sparsity = replace(random_sparsity(100_000, 512, 4, 0.001, 16), unions=tuple(100.0 * k for k in range(1, 17)))
+    times_ms = {strategy: time_ms(strategy, sparsity, Options()) for strategy in STRATEGIES}
+    assert min(times_ms, key=times_ms.__getitem__) == "allgather"
+
+
+def test_skew_slows_ranges_and_not_hashing() -> None:
+    even = random_sparsity(100_000, 512, 4, 0.01, world_size=8)
+    skewed = replace(even, push_imbalance=4.8, pull_imbalance=4.0)  # 60 % of the non-zeros in the first of 8 ranges
+    for strategy in ("ps", "omnireduce"):
+        assert time_ms(strategy, skewed, Options()) > 3 * time_ms(strategy, even, Options())
+    assert time_ms("zen", skewed, Options()) == time_ms("zen", even, Options())
+
+
+def test_dense_gradients_are_for_all_reduce() -> None:
+    sparsity = random_sparsity(100_000, 512, 4, 1.0, world_size=8)
+    times_ms = {strategy: time_ms(strategy, sparsity, Options()) for strategy in STRATEGIES}
+    assert min(times_ms, key=times_ms.__getitem__) == "allreduce"
+
+
+def test_balanced_or_hierarchical() -> None:
+    """Zen, OSDI 2025: BP sends (n-1)/n (g(n) + 1) times what one rank has, HC g(1) + g(2) + g(4) + ..."""
+    sparsity = random_sparsity(10**6, 64, 4, 0.001, world_size=16)
+    shared = replace(sparsity, unions=tuple(1000.0 * k**0.5 for k in range(1, 17)))
+    assert cheaper_scheme(shared, SLOW) == "balanced"
+    few = replace(sparsity, units_by_rank=(10,) * 16, unions=tuple(10.0 * k**0.5 for k in range(1, 17)))
+    assert cheaper_scheme(few, replace(SLOW, latency_ms=1.0)) == "hierarchical"
+
+
+def test_blocks_are_larger_on_faster_links_and_for_longer_rows() -> None:
+    fast = Cluster(bandwidth_bytes_per_ms=100e9 / 8 / 1e3)
+    assert cheapest_block(1, 4, SLOW) <= cheapest_block(1, 4, fast)
+    assert cheapest_block(512, 4, SLOW) == cheapest_block(512, 4, fast) == 512

@@ -1,0 +1,273 @@
+"""The cost of exchanges: bytes and messages, counted by hand for small cases, and how they grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embrace_fx.cost.links import (
+    COLLECTIVES,
+    LARGE_BLOCK_BYTES,
+    MIN_CHUNK_BYTES,
+    Cluster,
+    Collective,
+    Exchange,
+    Handling,
+    Link,
+    Work,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    all_to_all_gradients,
+    all_to_all_rows,
+    bucket_bytes,
+    chunk_bytes,
+    claim,
+    exchange,
+    gather_ids,
+    launch_ms,
+    passes_over,
+)
+from embrace_fx.vocabulary.ops import own_columns
+
+RANKS = st.integers(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "expected"),
+    [
+        (all_reduce(1000, 1), Exchange(0, 0)),
+        (all_reduce(1000, 2), Exchange(1000, 2)),
+        (all_reduce(1000, 4), Exchange(1500, 6)),
+        (all_gather(100, 4), Exchange(300, 3)),
+        (all_to_all(100, 4), Exchange(75, 3)),
+        # Rank 0 sends its 3 columns of rank 1's 5 rows and rank 2's 2.
+        (all_to_all_rows((4, 5, 2), 3, 8, rank=0), Exchange(7 * 3 * 8, 2)),
+        # Its own 4 rows' gradients, the 6 columns that are others'.
+        (all_to_all_gradients(4, 6, 8, world_size=3), Exchange(4 * 6 * 8, 2)),
+        # Two counts, one of them with the ids, and the longest rank's 5 ids.
+        (gather_ids((4, 5), 100), Exchange(8 + 4 * 6, 1)),
+        (gather_ids((4, 5), 2**31), Exchange(8 + 8 * 6, 1)),
+    ],
+    ids=str,
+)
+def test_bytes_and_messages(exchange: Exchange, expected: Exchange) -> None:
+    assert exchange == expected
+
+
+def test_exchanges_one_after_the_other() -> None:
+    assert Exchange(100, 2) + Exchange(50, 1) == Exchange(150, 3)
+
+
+def test_time_is_the_start_ups_and_the_bytes() -> None:
+    cluster = Cluster(bandwidth_bytes_per_ms=1000.0, latency_ms=0.5)
+
+    assert Exchange(3000, 4).time_ms(cluster) == 3000 / 1000 + 4 * 0.5
+    assert Exchange(0, 0).time_ms(cluster) == 0.0
+
+
+def test_large_messages_hide_start_up() -> None:
+    link = Link(1000.0, 0.1, least_ms=2.0)
+    cluster = Cluster(links=(("all_reduce", link),))
+
+    assert Exchange(3_000, 4).time_ms(cluster, "all_reduce") == 4 * 2.0
+    assert Exchange(30_000, 4).time_ms(cluster, "all_reduce") == pytest.approx(30 + 4 * 0.1)
+    assert link.start_up_ms == 2.0
+    assert Link(1000.0, 0.5).start_up_ms == 0.5
+
+
+def test_the_default_link_is_25_gigabits_per_second() -> None:
+    assert Exchange(25 * 10**9 // 8, 0).time_ms(Cluster()) == pytest.approx(1000.0)
+
+
+@given(st.lists(st.integers(0, 50), min_size=2, max_size=8), st.integers(1, 20))
+def test_what_is_sent_in_an_all_to_all_is_every_row_but_the_own_share(rows: list[int], columns: int) -> None:
+    """Summed over ranks, each of a rank's rows comes from all ranks but itself."""
+    ranks = len(rows)
+    widths = [last - first for first, last in (own_columns(columns, ranks, rank) for rank in range(ranks))]
+
+    forward = sum(all_to_all_rows(tuple(rows), widths[r], 4, r).sent_bytes for r in range(ranks))
+    backward = sum(all_to_all_gradients(rows[r], columns - widths[r], 4, ranks).sent_bytes for r in range(ranks))
+
+    assert forward == backward
+    assert forward == sum(own * (columns - width) * 4 for own, width in zip(rows, widths, strict=True))
+
+
+@given(RANKS, st.integers(0, 10**9))
+def test_an_all_reduce_sends_less_than_twice_the_tensor(ranks: int, tensor_bytes: int) -> None:
+    sent = all_reduce(tensor_bytes, ranks).sent_bytes
+
+    assert tensor_bytes <= sent <= 2 * tensor_bytes or tensor_bytes == 0 == sent
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+SLOW = Cluster(25_000.0, 0.1)
+UNEVEN = Cluster(1000.0, 0.5, (("all_to_all", Link(500.0, 0.25)),))
+"""An AlltoAll that reaches half of the bandwidth."""
+
+
+def test_a_collective_has_its_own_link_or_the_clusters() -> None:
+    assert UNEVEN.link("all_to_all") == UNEVEN.link("messages") == Link(500.0, 0.25)
+    assert Cluster(links=(("messages", Link(7.0, 0.5)),)).link("messages") == Link(7.0, 0.5)
+    assert UNEVEN.link("all_reduce") == UNEVEN.link() == Link(1000.0, 0.5)
+    assert Exchange(3000, 4).time_ms(UNEVEN) == 3000 / 1000 + 4 * 0.5
+    assert Exchange(3000, 4).time_ms(UNEVEN, "all_to_all") == 3000 / 500 + 4 * 0.25
+    assert hash(UNEVEN) == hash(Cluster(1000.0, 0.5, UNEVEN.links))
+
+
+@pytest.mark.parametrize(
+    ("links", "found"),
+    [
+        ((("broadcast", Link(1.0, 0.0)),), "found .'broadcast'"),
+        ((("all_reduce", Link(1.0, 0.0)), ("all_reduce", Link(2.0, 0.0))), "found .'all_reduce', 'all_reduce'"),
+        ((("all_reduce", Link(0.0, 0.0)),), "positive bandwidth"),
+        ((("all_reduce", Link(1.0, -1.0)),), "no negative latency"),
+        ((("all_reduce", Link(1.0, 0.0, -1.0)),), "no negative latency"),
+    ],
+)
+def test_links_that_make_no_sense_are_refused(links: tuple[tuple[Collective, Link], ...], found: str) -> None:
+    with pytest.raises(ValueError, match=found):
+        Cluster(links=links)
+
+
+def test_the_time_of_one_launch() -> None:
+    """2 ranks: an AllReduce sends all of the tensor in 2 messages, an AlltoAll half of it in one."""
+    assert launch_ms(UNEVEN, "all_reduce", 4000, 2) == 4000 / 1000 + 2 * 0.5
+    assert launch_ms(UNEVEN, "all_to_all", 4000, 2) == 2000 / 500 + 0.25
+    assert launch_ms(UNEVEN, "all_gather", 4000, 2) == 4000 / 1000 + 0.5
+
+
+# -- processors --------------------------------------------------------------------------------------------------------
+
+
+def test_work_takes_its_time_at_the_rates_of_the_processor() -> None:
+    rates = Handling(
+        scan_bytes_per_ms=1000.0, pass_bytes_per_ms=100.0, claim_bytes_per_ms=10.0, unit_ms=0.5, round_ms=7.0
+    )
+    cluster = Cluster(handling=rates)
+
+    assert Work(scanned_bytes=2000).time_ms(cluster) == 2.0
+    assert passes_over(300, times=2).time_ms(cluster) == 6.0
+    assert (Work(scanned_bytes=2000, claimed_bytes=40) + Work(units=3, rounds=2)).time_ms(
+        cluster
+    ) == 2.0 + 4.0 + 1.5 + 14.0
+    assert Work().time_ms(cluster) == 0.0
+    assert MACHINES.among(8).handling == MACHINES.among(4).handling == MACHINES.handling
+
+
+def test_only_large_blocks_are_new_memory() -> None:
+    assert claim(LARGE_BLOCK_BYTES - 1) == Work()
+    assert claim(LARGE_BLOCK_BYTES) == Work(claimed_bytes=LARGE_BLOCK_BYTES)
+
+
+@pytest.mark.parametrize(
+    "rates", [{"scan_bytes_per_ms": 0.0}, {"claim_bytes_per_ms": -1.0}, {"unit_ms": -0.1}], ids=str
+)
+def test_processors_that_make_no_sense_are_refused(rates: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected positive rates and no negative times, in Handling"):
+        Handling(**rates)
+
+
+# -- machines of several ranks ---------------------------------------------------------------------------------------
+
+MACHINES = Cluster(1000.0, 0.5, ranks_per_machine=4, inside=Link(8000.0, 0.125))
+"""Four ranks share 1000 bytes per ms to the others; each reaches 8000 to its neighbours."""
+
+
+def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
+    """8 ranks send 2 * 7/8 of the tensor in 14 messages; one rank of a machine sends to the next machine."""
+    assert launch_ms(MACHINES, "all_reduce", 8000, 8) == pytest.approx(14_000 / 1000 + 14 * 0.5)
+
+
+def test_pairwise_messages_are_split_by_where_they_go() -> None:
+    """Of 7 peers 3 are inside; what goes to the 4 others shares a link with what 3 neighbours send."""
+    expected = 3 * (1000 / 8000 + 0.125) + 4 * (1000 * 4 / 1000 + 0.5)
+
+    assert launch_ms(MACHINES, "all_to_all", 8000, 8) == pytest.approx(expected)
+    assert launch_ms(MACHINES, "all_gather", 1000, 8) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("ranks", "least_ms"), [(4, 2.0), (8, (3 * 2.0 + 4 * 1.0) / 7)])
+def test_what_a_message_takes_at_least_is_that_of_the_links_it_uses(ranks: int, least_ms: float) -> None:
+    outside = tuple((collective, Link(1000.0, 0.0, 1.0)) for collective in COLLECTIVES)
+    machines = Cluster(1000.0, 0.5, outside, ranks_per_machine=4, inside=Link(8000.0, 0.0, 2.0))
+
+    assert machines.among(ranks).link("all_to_all").least_ms == pytest.approx(least_ms)
+    assert machines.among(ranks).link("all_reduce").least_ms == 2.0
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_within_one_machine_only_its_own_link_counts(collective: Collective) -> None:
+    assert launch_ms(MACHINES, collective, 8000, 4) == launch_ms(Cluster(8000.0, 0.125), collective, 8000, 4)
+
+
+def test_a_cluster_of_single_ranks_is_itself() -> None:
+    assert UNEVEN.among(4) == UNEVEN
+    assert MACHINES.among(8).among(8) == MACHINES.among(8)
+
+
+def test_chunks_of_machines_are_cut_for_what_they_take() -> None:
+    size = chunk_bytes(MACHINES, 8, "all_to_all")
+
+    start_up_ms = launch_ms(MACHINES, "all_to_all", 0, 8)
+    assert size == MIN_CHUNK_BYTES or launch_ms(MACHINES, "all_to_all", size, 8) == pytest.approx(10 * start_up_ms)
+    assert chunk_bytes(MACHINES, 4) == chunk_bytes(Cluster(8000.0, 0.125), 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ranks_per_machine": 4}, {"inside": Link(1.0, 0.0)}, {"ranks_per_machine": 0}],
+    ids=["no link inside", "nothing inside", "no ranks"],
+)
+def test_machines_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected a link inside a machine where ranks_per_machine is above 1"):
+        Cluster(**options)
+
+
+# -- chunks and buckets ------------------------------------------------------------------------------------------------
+
+
+@given(RANKS, st.sampled_from(COLLECTIVES), st.floats(1e3, 1e7), st.floats(0.0, 2.0))
+def test_start_up_takes_a_tenth_of_a_chunk(
+    ranks: int, collective: Collective, bandwidth: float, latency_ms: float
+) -> None:
+    cluster = Cluster(bandwidth, latency_ms)
+    size = chunk_bytes(cluster, ranks, collective)
+
+    def start_up_share(own_bytes: int) -> float:
+        start_up_ms = exchange(collective, own_bytes, ranks).messages * latency_ms
+        return start_up_ms / launch_ms(cluster, collective, own_bytes, ranks)
+
+    assert start_up_share(size) <= 0.1 * 1.001
+    # And it is not larger than it must be: an urgent transfer waits for one of them.
+    assert size == MIN_CHUNK_BYTES or start_up_share(round(0.99 * size)) > 0.1
+
+
+def test_chunks_on_a_slow_network() -> None:
+    """200 Mb/s, 0.1 ms, 4 ranks: 6 messages take 0.6 ms, the bytes nine times that."""
+    size = chunk_bytes(SLOW, 4)
+
+    assert size == pytest.approx(90_000, rel=1e-3)
+    assert launch_ms(SLOW, "all_reduce", size, 4) == pytest.approx(6.0, rel=1e-3)
+    assert chunk_bytes(SLOW, 4, share=0.05) == pytest.approx(19 / 9 * size, rel=1e-3)
+
+
+def test_a_single_rank_cuts_as_two_would() -> None:
+    assert chunk_bytes(SLOW, 1, "all_to_all") == chunk_bytes(SLOW, 2, "all_to_all")
+    assert bucket_bytes(SLOW, 1, 10**8) == bucket_bytes(SLOW, 2, 10**8)
+
+
+def test_a_bucket_is_a_chunk_and_no_more_than_there_is() -> None:
+    assert bucket_bytes(SLOW, 4, 10**8) == chunk_bytes(SLOW, 4)
+    assert bucket_bytes(SLOW, 4, 1000) == 1000
+    assert bucket_bytes(SLOW, 4, 0) == 1
+
+
+def test_chunks_are_cut_for_one_launch_alone_whatever_a_row_of_them_reaches() -> None:
+    in_a_row = Cluster(SLOW.bandwidth_bytes_per_ms, SLOW.latency_ms, (("all_reduce", Link(25_000.0, 0.0)),))
+
+    assert chunk_bytes(in_a_row, 4) == chunk_bytes(SLOW, 4)

@@ -1,0 +1,472 @@
+"""Deciding strategies: what is legal comes first, then what was asked for, then what is cheaper."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx
+
+from embrace_fx import cost
+from embrace_fx.cost.sparsity import Sparsity
+from embrace_fx.passes.planner.asked_strategies import Strategy, requested_strategies
+from embrace_fx.passes.planner.bucketing import plan_buckets
+from embrace_fx.passes.planner.decide import decide
+from embrace_fx.passes.planner.pricing import CLEARLY, ParameterFacts, upkeep_of_replicas
+from embrace_fx.passes.planner.shard_cost import ROUNDS, UPDATE_PASSES, launches_of, shard_exchange, shard_work
+from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
+from embrace_fx.vocabulary.plan import EXCHANGES, STRATEGIES, Decision, Grid, Plan
+from tests.support.graphs import IDS, Tables, analysed, table_of, tables_model
+from tests.support.table_cases import ILLEGAL, example, plain
+
+TABLE, OTHER = "table.weight", "other.weight"
+FACTS = ParameterFacts("", (), 8, trainable=True, used=True, row_update_blocker=None, updated_by_rows=False)
+
+
+def two_tables(model: Tables, ids: Tensor) -> Any:
+    return model.linear(model.table(ids) + model.other(torch.arange(3)))
+
+
+@functools.cache
+def graph_of(rows: int) -> TrainingGraph:
+    """The graph of `two_tables`, whose first table is said to have `rows` rows."""
+    graph = analysed(tables_model(two_tables), IDS)
+    table = replace(table_of(graph), num_rows=rows)
+    return replace(graph, tables=tuple(table if t.parameter == TABLE else t for t in graph.tables))
+
+
+ROWS = {TABLE: (100, 140), OTHER: (3, 3)}
+
+
+def planned(
+    num_rows: int = 1_000_000,
+    rows: Mapping[str, tuple[int, ...]] = ROWS,
+    world_size: int = 2,
+    strategy: Strategy = "auto",
+    **facts: Any,
+) -> Plan:
+    """The plan of `two_tables`; `facts` are those of the first table."""
+    shapes = {TABLE: (num_rows, 4), OTHER: (10, 4), "linear.weight": (4, 4), "linear.bias": (4,)}
+    all_facts = tuple(
+        replace(FACTS, name=name, shape=shape, **(facts if name == TABLE else {})) for name, shape in shapes.items()
+    )
+    return decide(graph_of(num_rows), all_facts, rows, world_size=world_size, strategy=strategy)
+
+
+def first(plan: Plan) -> tuple[str, str]:
+    return plan[TABLE].strategy, plan[TABLE].reason
+
+
+# ---- the strategy of a table ----
+
+
+def test_few_rows_of_a_large_table_are_exchanged() -> None:
+    assert first(planned()) == ("alltoall", "120 of 1000000 rows read (0.01%), 2 columns per rank")
+
+
+def test_most_rows_of_a_small_table_are_not() -> None:
+    strategy, reason = first(planned(200))
+    ms = {c.strategy: c.predicted_ms for c in planned(200)[TABLE].candidates}
+
+    assert strategy == "allreduce"
+    assert reason.startswith("AllReduce adds 0.009 ms to a step, shards ")
+    assert reason.endswith(f"{ms['alltoall']:.3f} ms: 120 of 200 rows read (60.00%), 2 columns per rank")
+
+
+def test_what_is_nearly_as_fast_whole_is_sharded() -> None:
+    strategy, reason = first(planned(80_000))
+    ms = {c.strategy: c.predicted_ms for c in planned(80_000)[TABLE].candidates}
+
+    assert 0.8 < ms["allreduce"] / ms["alltoall"] < 1
+    assert (strategy, reason) == (
+        "alltoall",
+        "not clearly faster whole; 120 of 80000 rows read (0.15%), 2 columns per rank",
+    )
+    assert first(planned(50_000))[0] == "allreduce"
+
+
+def test_ids_that_are_always_the_same_are_not() -> None:
+    assert (planned()[OTHER].strategy, planned()[OTHER].reason) == ("allreduce", "its ids do not depend on the batch")
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(100, "alltoall"), (6_000, "allreduce")])
+def test_a_single_process_updates_by_rows_where_few_are_read(rows: int, expected: str) -> None:
+    plan = planned(10_000, rows={TABLE: (rows,), OTHER: (3,)}, world_size=1)
+
+    assert plan[TABLE].strategy == expected
+    assert plan[TABLE].predicted_ms == 0.0
+    assert plan.buckets == ()
+
+
+def test_what_was_asked_for_overrules_what_is_cheaper() -> None:
+    assert first(planned(strategy="allreduce")) == ("allreduce", "asked for")
+    strategy, reason = first(planned(200, strategy="alltoall"))
+    assert strategy == "alltoall"
+    assert reason.startswith("asked for; 120 of 200 rows read")
+    assert planned(strategy={"other.*": "alltoall"})[OTHER].strategy == "alltoall"
+
+
+def test_a_table_updated_by_rows_is_sharded_whatever_the_cost() -> None:
+    strategy, reason = first(planned(200, updated_by_rows=True))
+
+    assert (strategy, reason.split(";")[0]) == ("alltoall", "updated by rows")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "alltoall", "allreduce"])
+@pytest.mark.parametrize("name", ["a tied projection", "a max bag", "ids from a parameter", "scaled by frequency"])
+def test_an_illegal_table_stays_whole_whatever_was_asked_for(name: str, strategy: str) -> None:
+    case, (_, graph) = ILLEGAL[name], example(name)
+    facts = (replace(FACTS, name=TABLE, shape=(10, 4), updated_by_rows=True),)
+
+    decision = decide(graph, facts, {TABLE: (3, 3)}, world_size=2, strategy=strategy)[TABLE]
+
+    assert decision.strategy == "allreduce"
+    assert str(case.blocker) in decision.reason
+
+
+def test_an_optimizer_that_moves_every_row_keeps_the_table_whole() -> None:
+    blocker = "Adam moves every row"
+
+    assert first(planned(row_update_blocker=blocker, strategy="alltoall")) == ("allreduce", blocker)
+
+
+@pytest.mark.parametrize(
+    ("facts", "strategy", "sent"),
+    [({"trainable": False}, "frozen", 0), ({"used": False}, "unused", 0), ({}, "alltoall", None)],
+)
+def test_parameters_that_need_no_exchange(facts: dict[str, Any], strategy: str, sent: int | None) -> None:
+    decision = planned(**facts)[TABLE]
+
+    assert decision.strategy == strategy
+    assert sent is None or decision.sent_bytes_per_step == sent
+
+
+def test_every_parameter_has_a_decision_and_only_replicas_are_bucketed() -> None:
+    plan = planned()
+
+    assert [decision.parameter for decision in plan] == [TABLE, OTHER, "linear.weight", "linear.bias"]
+    assert [decision.is_table for decision in plan] == [True, True, False, False]
+    assert {name for bucket in plan.buckets for name in bucket} == {OTHER, "linear.weight", "linear.bias"}
+
+
+def test_max_norm_tables_are_kept_equal() -> None:
+    graph = analysed(tables_model(plain, max_norm=1.0), IDS)
+    facts = (replace(FACTS, name=TABLE, shape=(10, 4)),)
+
+    assert decide(graph, facts, {TABLE: (4, 4)}, world_size=2).renormed == (TABLE,)
+    assert decide(graph, facts, {TABLE: (4,)}, world_size=1).renormed == ()
+
+
+# ---- replicas whose gradients are exchanged sparsely ----
+
+LARGE = 4_000_000
+"""Rows of which 120 are read: no AllReduce of the whole table can be fast."""
+MOVES = "Adam moves every row"
+
+
+def test_a_large_table_that_cannot_be_sharded_is_exchanged_sparsely() -> None:
+    plan = planned(LARGE, row_update_blocker=MOVES)
+
+    assert plan[TABLE].strategy in EXCHANGES
+    assert plan[TABLE].reason == f"{MOVES}; 120 of {LARGE} rows read (0.00%)"
+    assert plan.exchanged == (TABLE,)
+    assert plan.sharded == ()
+
+
+def test_sharding_is_preferred_where_it_is_legal() -> None:
+    assert planned(LARGE)[TABLE].strategy == "alltoall"
+
+
+def test_a_table_that_is_read_densely_counts_as_dense() -> None:
+    _, graph = example("a tied projection")
+    table = replace(table_of(graph), num_rows=LARGE)
+    facts = (replace(FACTS, name=TABLE, shape=(LARGE, 4)),)
+
+    decision = decide(replace(graph, tables=(table,)), facts, {TABLE: (3, 3)}, world_size=2)[TABLE]
+
+    assert decision.strategy == "allreduce"
+    by_name = {candidate.strategy: candidate for candidate in decision.candidates}
+    assert by_name["allgather"].sent_bytes_per_step > by_name["allreduce"].sent_bytes_per_step
+
+
+@given(st.sampled_from([200, 10_000, 300_000, LARGE]), st.sampled_from([2, 4, 16]), st.booleans())
+def test_a_sparse_exchange_is_chosen_where_it_takes_less_than_what_others_add_to_a_step(
+    rows: int, ranks: int, blocked: bool
+) -> None:
+    read = {TABLE: (100,) * ranks, OTHER: (3,) * ranks}
+    decision = planned(rows, read, ranks, row_update_blocker=MOVES if blocked else None)[TABLE]
+
+    legal = [c for c in decision.candidates if c.strategy != "alltoall" or not blocked]
+    sparse = [c.predicted_ms for c in legal if c.strategy in EXCHANGES]
+    others = [c for c in legal if c.strategy not in EXCHANGES]
+    launch_ms = (ranks - 1) * 0.05
+    shared_ms = {
+        "allreduce": 2 * launch_ms,
+        "alltoall": launches_of("2d") * (launch_ms + ROUNDS * cost.Handling().round_ms),
+    }
+    part = {"allreduce": 1.0, "alltoall": CLEARLY}
+    limit_ms = min(part[c.strategy] * (c.predicted_ms - shared_ms[c.strategy]) for c in others)
+    if decision.strategy in EXCHANGES:
+        assert decision.predicted_ms == min(sparse) < limit_ms
+    else:
+        assert min(sparse) >= limit_ms * (1 - 1e-9)
+        added_ms = {c.strategy: c.predicted_ms - (c.strategy == "allreduce") * shared_ms["allreduce"] for c in others}
+        assert added_ms[decision.strategy] == min(added_ms.values())
+
+
+def test_a_processor_that_is_slow_to_search_has_dense_gradients_summed() -> None:
+    """To find a gradient's rows takes a pass over all of the table, which its AllReduce does without."""
+    facts = (replace(FACTS, name=TABLE, shape=(LARGE, 4), row_update_blocker=MOVES),)
+
+    def chosen(scan_bytes_per_ms: float) -> str:
+        links = cost.Cluster(handling=cost.Handling(scan_bytes_per_ms=scan_bytes_per_ms))
+        return decide(graph_of(LARGE), facts, ROWS, world_size=2, cluster=links)[TABLE].strategy
+
+    assert chosen(8e6) in EXCHANGES
+    assert chosen(1e6) == "allreduce"
+
+
+def test_work_for_a_sharded_table_by_hand() -> None:
+    """Two ranks read 100 and 140 rows of 4 columns of 8 bytes: 240 halves of rows looked up, cleared, added, updated;
+    140 whole ones joined and split. Ids, early and late rows, prior and delayed gradients are launched."""
+    work = shard_work(table_of(graph_of(10_000)), (100, 140), 8, 2)
+
+    assert shard_work(table_of(graph_of(10_000)), (100, 140), 8, 2, schedule="none").rounds == 3 * ROUNDS
+    passed_bytes = (3 + UPDATE_PASSES) * 240 * 2 * 8 + 2 * 140 * 4 * 8
+    assert work == cost.Work(passed_bytes=passed_bytes, units=240 + 140, rounds=5 * ROUNDS)
+    assert shard_work(table_of(graph_of(10_000)), (100,), 8, 1) == cost.Work()
+
+
+def test_the_update_of_every_row_speaks_against_replicas() -> None:
+    """Two ranks on a fast link exchange few rows in next to no time; what costs is an update of 22,000 rows."""
+    rows, width = 22_000, 128
+    table = replace(table_of(graph_of(rows)), embedding_dim=width)
+    facts = (replace(FACTS, name=TABLE, shape=(rows, width), itemsize=4),)
+    links = cost.Cluster(bandwidth_bytes_per_ms=200e6 / 8 / 1e3)
+
+    plan = decide(replace(graph_of(rows), tables=(table,)), facts, {TABLE: (240, 240)}, world_size=2, cluster=links)
+
+    assert plan[TABLE].strategy == "alltoall"
+    replicas = [c for c in plan[TABLE].candidates if c.strategy != "alltoall"]
+    assert min(c.predicted_ms for c in replicas) > UPDATE_PASSES * rows * width * 4 / 1e7
+
+
+@pytest.mark.parametrize("strategy", EXCHANGES)
+@pytest.mark.parametrize("blocker", [None, MOVES])
+def test_a_sparse_exchange_may_be_asked_for_whatever_the_optimizer(strategy: str, blocker: str | None) -> None:
+    plan = planned(200, strategy=strategy, row_update_blocker=blocker)
+
+    assert first(plan) == (strategy, "asked for; 120 of 200 rows read (60.00%)")
+    assert plan[OTHER].strategy == strategy
+    assert plan["linear.weight"].strategy == "allreduce"
+
+
+def test_a_dense_parameter_may_be_asked_for_by_name() -> None:
+    plan = planned(strategy={"linear.weight": "omnireduce", TABLE: "zen"})
+
+    assert plan.exchanged == (TABLE, "linear.weight")
+    assert plan["linear.weight"].reason == "asked for; predicted for a gradient without zeros"
+    assert plan["linear.bias"].strategy == "allreduce"
+    with pytest.raises(ValueError, match="to match a table, found none"):
+        planned(strategy={"linear.weight": "alltoall"})
+
+
+def test_zen_has_the_scheme_that_takes_less_time() -> None:
+    """Sixteen ranks with a hundred rows each: doubling has fewer start-ups. With many bytes, hashing sends fewer."""
+    rows = {TABLE: (100,) * 16, OTHER: (3,) * 16}
+    assert planned(rows=rows, world_size=16, strategy="zen")[TABLE].scheme == "hierarchical"
+    rows = {TABLE: (400_000,) * 16, OTHER: (3,) * 16}
+    assert planned(LARGE, rows, world_size=16, strategy="zen")[TABLE].scheme == "balanced"
+    assert planned(strategy="ps")[TABLE].scheme == ""
+
+
+def test_every_strategy_is_weighed_and_one_chosen() -> None:
+    candidates = planned()[TABLE].candidates
+
+    assert {c.strategy for c in candidates} == set(STRATEGIES)
+    assert [c.strategy for c in candidates if not c.rejected] == ["alltoall"]
+    assert [c.predicted_ms for c in candidates] == sorted(c.predicted_ms for c in candidates)
+    blocked = {c.strategy: c.rejected for c in planned(row_update_blocker=MOVES)[TABLE].candidates}
+    assert blocked["alltoall"] == MOVES
+    forced = {c.strategy: c.rejected for c in planned(strategy="ps")[TABLE].candidates}
+    assert forced["zen"] == "ps was asked for"
+    assert planned()["linear.bias"].candidates == ()
+
+
+def test_ids_that_ranks_share_make_unions_small_and_zen_cheap() -> None:
+    rows = {TABLE: (100_000,) * 8, OTHER: (3,) * 8}
+    apart = planned(LARGE, rows, 8, strategy="zen")[TABLE]
+    shared = Sparsity(LARGE, 4, 8, (100_000,) * 8, (100_000.0,) * 8)
+    facts = tuple(replace(FACTS, name=d.parameter, shape=d.shape) for d in planned(LARGE))
+
+    together = decide(graph_of(LARGE), facts, rows, world_size=8, strategy="zen", sparsity={TABLE: shared})[TABLE]
+
+    assert together.sent_bytes_per_step < 0.6 * apart.sent_bytes_per_step
+
+
+def test_start_ups_decide_on_slow_links_and_bytes_on_narrow_ones() -> None:
+    """Sharding sends fewer bytes in more messages."""
+    facts = (replace(FACTS, name=TABLE, shape=(10_000, 4)),)
+
+    def chosen(links: cost.Cluster) -> str:
+        return decide(graph_of(10_000), facts, ROWS, world_size=2, cluster=links)[TABLE].strategy
+
+    assert chosen(cost.Cluster(1e6, 10.0)) == "allreduce"
+    assert chosen(cost.Cluster(1e3, 0.01)) == "alltoall"
+
+
+def test_the_plan_keeps_what_it_was_cut_for() -> None:
+    links = cost.Cluster(1000.0, 1.0)
+    facts = (replace(FACTS, name=TABLE, shape=(10_000, 4)),)
+
+    assert decide(graph_of(10_000), facts, ROWS, world_size=2, cluster=links).links == links
+    assert planned().links == cost.Cluster()
+
+
+# ---- predicted bytes ----
+
+
+def test_bytes_of_a_sharded_table_do_not_depend_on_its_rows() -> None:
+    def of(rows: int) -> Decision:
+        return planned(rows, strategy={TABLE: "alltoall"})[TABLE]
+
+    assert of(1_000).sent_bytes_per_step == of(1_000_000).sent_bytes_per_step
+    assert of(1_000_000).ddp_bytes_per_step == 1000 * of(1_000).ddp_bytes_per_step
+
+
+def test_bytes_of_a_sharded_table_by_hand() -> None:
+    """Two ranks with 2 columns of 8 bytes each: rank 0 reads 100 rows, rank 1 reads 140."""
+    ids = 8 + 4 * (1 + 140)
+    rows_and_gradients = (100 * 2 + 140 * 2) * 8
+
+    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), 8, 2) == cost.Exchange(
+        ids + rows_and_gradients, 1 + 4
+    )
+    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), 8, 2, schedule="none").messages == 1 + 2
+    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), 4, 2).sent_bytes == ids + rows_and_gradients // 2
+    assert shard_exchange(table_of(graph_of(10_000)), (100,), 8, 1) == cost.Exchange(0, 0)
+
+
+def test_replicas_of_a_scaled_table_send_their_counts_once_for_each_backward() -> None:
+    scaled = ILLEGAL["scaled by frequency"].forward
+    twice = table_of(analysed(tables_model(lambda m, x: scaled(m, x) * m.linear(scaled(m, x))), IDS))
+    assert len(twice.uses) == 2
+
+    assert upkeep_of_replicas(twice, (4, 4), 2) == cost.Exchange(2 * 10 * 8, 4)
+    assert upkeep_of_replicas(twice, (4,), 1) == cost.Exchange(0, 0)
+    assert upkeep_of_replicas(table_of(graph_of(10_000)), (4, 4), 2) == cost.Exchange(0, 0)
+
+
+# ---- strategies by name ----
+
+
+def test_patterns_are_applied_in_order() -> None:
+    tables = ("encoder.words.weight", "decoder.words.weight", "positions.weight")
+
+    found = requested_strategies({"*.words.*": "alltoall", "decoder.*": "allreduce"}, tables)
+
+    assert list(found.values()) == ["alltoall", "allreduce", "auto"]
+    assert set(requested_strategies("alltoall", tables).values()) == {"alltoall"}
+    assert requested_strategies("alltoall", ()) == {}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (
+            "all_to_all",
+            r"'auto' or one of allreduce, allgather, alltoall, omnireduce, zen, ps for '\*', found 'all_to_all'",
+        ),
+        ({TABLE: "sharded"}, r"for 'table\.weight', found 'sharded'"),
+        ({"words": "alltoall"}, r"the pattern 'words' of strategy to match a table, found none among table\.weight"),
+        ({"word*": "zen"}, r"the pattern 'word\*' .* to match a table or another .*, found none among table\.weight"),
+    ],
+)
+def test_a_strategy_that_does_not_exist(strategy: Strategy, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        requested_strategies(strategy, (TABLE,))
+
+
+def test_other_parameters_are_named_by_patterns_alone() -> None:
+    def of(strategy: Strategy) -> dict[str, str | Grid]:
+        return requested_strategies(strategy, ("words.weight",), ("words.weight", "linear.weight"))
+
+    assert of("zen") == {"words.weight": "zen", "linear.weight": "auto"}
+    assert of({"*": "zen"}) == {"words.weight": "zen", "linear.weight": "zen"}
+    assert of({"*": "alltoall"}) == {"words.weight": "alltoall", "linear.weight": "auto"}
+    with pytest.raises(ValueError, match=r"'linear\.\*' of strategy to match a table, found none among words\.weight"):
+        of({"linear.*": "alltoall"})
+
+
+def test_a_pattern_for_a_model_without_tables() -> None:
+    with pytest.raises(ValueError, match="found none among no tables"):
+        requested_strategies({"*": "alltoall"}, ())
+
+
+# ---- buckets ----
+
+LINK = cost.Cluster(bandwidth_bytes_per_ms=1e6, latency_ms=0.05)
+
+
+def graph_with_gradients(gradients: list[tuple[int, torch.dtype]], order: list[int]) -> TrainingGraph:
+    """Parameter k, of so many elements, is p{k}; `order` is that in which the forward reads them."""
+    graph = fx.Graph()
+    parameters = [graph.placeholder(f"p{k}") for k in range(len(gradients))]
+    for k, (parameter, (count, dtype)) in enumerate(zip(parameters, gradients, strict=True)):
+        parameter.meta.update(role=Parameter(f"p{k}"), val=torch.empty(count, dtype=dtype, device="meta"))
+    nodes: dict[int, fx.Node] = {}
+    for k in order:
+        nodes[k] = graph.call_function(torch.ops.aten.neg.default, (parameters[k],))
+        nodes[k].meta["val"] = parameters[k].meta["val"]
+    output = graph.output(tuple(nodes[k] for k in range(len(gradients))))
+    output.meta["roles"] = tuple(Gradient(Parameter(f"p{k}")) for k in range(len(gradients)))
+    return TrainingGraph(fx.GraphModule(torch.nn.Module(), graph))
+
+
+COUNTS = st.sampled_from([1, 1000, 2**18, 2**20, 2**22])
+DTYPES = st.sampled_from([torch.float32, torch.float64])
+
+
+@given(st.data(), st.lists(st.tuples(COUNTS, DTYPES), min_size=1, max_size=12))
+def test_buckets_are_blocks_of_the_forward_the_last_one_first(
+    data: st.DataObject, gradients: list[tuple[int, torch.dtype]]
+) -> None:
+    order = data.draw(st.permutations(range(len(gradients))))
+    reduced = {f"p{k}" for k in range(len(gradients)) if data.draw(st.booleans())}
+    alone = {name for name in sorted(reduced) if data.draw(st.integers(0, 3)) == 0}
+    absent = {f"absent{k}" for k in range(data.draw(st.integers(0, 2)))}
+    sizes = {f"p{k}": count * dtype.itemsize for k, (count, dtype) in enumerate(gradients)} | dict.fromkeys(absent, 4)
+
+    buckets = plan_buckets(graph_with_gradients(gradients, order), reduced | absent, sizes, LINK, 4, alone)
+
+    blocks = buckets[: len(buckets) - len(absent)]
+    assert [name for bucket in reversed(blocks) for name in bucket] == [f"p{k}" for k in order if f"p{k}" in reduced]
+    assert [name for bucket in buckets[len(blocks) :] for name in bucket] == sorted(absent)
+    assert all(buckets)
+    dtypes = {f"p{k}": dtype for k, (_, dtype) in enumerate(gradients)}
+    assert {bucket[0] for bucket in blocks if set(bucket) & alone} == alone
+    limit = cost.bucket_bytes(LINK, 4, sum(sizes[name] for name in reduced - alone))
+    for bucket in blocks:
+        assert len(bucket) == 1 or not set(bucket) & alone
+        assert len({dtypes[name] for name in bucket}) == 1
+        assert len(bucket) == 1 or sum(sizes[name] for name in bucket) <= limit
+
+
+def test_buckets_follow_the_forward_and_not_the_names() -> None:
+    (bucket,) = planned(10_000, strategy="allreduce").buckets
+
+    assert bucket.index(TABLE) < bucket.index("linear.weight")
+
+
+def test_shapes_are_priced_in_bytes() -> None:
+    plan = planned()
+
+    expected = 2 * prod((4, 4)) * 8 // 2
+    assert plan["linear.weight"].sent_bytes_per_step == plan["linear.weight"].ddp_bytes_per_step == expected

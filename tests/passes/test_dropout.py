@@ -1,0 +1,68 @@
+"""Dropout on the CPU: the noise of eager, one multiplication each way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from embrace_fx.passes.dropout import EagerDropout
+from embrace_fx.passes.verifier.invariants import verify
+from embrace_fx.vocabulary.graph import Gradient, Parameter, Result
+from tests.support.golden import check_golden
+from tests.support.graphs import IDS, Tables, analysed, run_graph, tables_model, tangent, targets, text
+
+
+def once(model: Tables, ids: Tensor) -> Tensor:
+    return F.dropout(model.table(ids), 0.4)
+
+
+def twice(model: Tables, ids: Tensor) -> Tensor:
+    hidden = F.dropout(model.table(ids), 0.4)
+    return F.dropout(model.linear(hidden), 0.25)
+
+
+def test_golden() -> None:
+    graph = analysed(tables_model(once), IDS)
+    before = text(graph.module)
+
+    check_golden("eager_dropout", text(EagerDropout()(graph).module))
+    assert text(graph.module) == before
+
+
+@pytest.mark.parametrize("forward", [once, twice])
+def test_results_and_gradients_are_eagers(forward: Callable[..., Tensor]) -> None:
+    model = tables_model(forward)
+    graph = analysed(model, IDS)
+    after = EagerDropout()(graph)
+    verify(after, after="EagerDropout", captured=graph, previous=graph)
+
+    found = run_graph(after, model, IDS, seed=3)
+
+    torch.manual_seed(3)
+    expected = model(IDS)
+    expected.backward(tangent(expected))
+    torch.testing.assert_close(found[Result(0)], expected, rtol=0, atol=0)
+    torch.testing.assert_close(found[Gradient(Parameter("table.weight"))], model.weight.grad)
+    assert "aten::native_dropout" not in targets(after.graph)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m.table(x),
+        lambda m, x: F.dropout(m.table(x), 0.0),
+        lambda m, x: F.dropout(m.table(x), 1.0),
+        lambda m, x: F.dropout(m.table(x), 0.5, training=False),
+        lambda m, x: torch.native_dropout(m.table(x), 0.5, True),
+    ],
+    ids=["none", "of nothing", "of everything", "switched off", "the mask is a result"],
+)
+def test_anything_else_leaves_the_graph_itself(forward: Callable[..., Any]) -> None:
+    graph = analysed(tables_model(forward), IDS)
+
+    assert EagerDropout()(graph) is graph

@@ -1,0 +1,232 @@
+"""Cutting the joint graph: each node in one phase, every value where it is needed, the results unchanged."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.verifier.invariants import verify
+from embrace_fx.vocabulary.graph import (
+    BatchInput,
+    Buffer,
+    Mutation,
+    Parameter,
+    Result,
+    Saved,
+    Tangent,
+    TrainingGraph,
+    inputs_of,
+    outputs_of,
+)
+from tests.support.golden import check_golden
+from tests.support.graphs import (
+    IDS,
+    Tables,
+    analysed,
+    assert_equal_outputs,
+    classifier,
+    run_graph,
+    sharding,
+    tables_model,
+    targets,
+    text,
+)
+from tests.support.table_cases import LEGAL, example, plain
+
+TABLE = "table.weight"
+
+
+def partitioned(graph: TrainingGraph) -> TrainingGraph:
+    result = Partition()(graph)
+    verify(result, after="Partition", captured=graph, previous=graph)
+    return result
+
+
+def before_the_forward(graph: TrainingGraph) -> list[fx.GraphModule]:
+    """The phases that the ids go through."""
+    names = list(graph.phases)
+    return [graph.phases[name] for name in names[: names.index("forward")]]
+
+
+def saved(*phases: fx.GraphModule) -> list[str]:
+    return [role.name for phase in phases for _, role in outputs_of(phase) if isinstance(role, Saved)]
+
+
+def computed(module: fx.GraphModule) -> list[str]:
+    """The nodes that are neither inputs nor the output."""
+    return [node.name for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+
+
+CUT = (
+    "one lookup",
+    "two lookups of the same ids",
+    "a lookup without gradient",
+    "ids used elsewhere",
+    "ids computed from ids",
+    "ids are a result",
+    "the batch is a result",
+    "random ids",
+    "dropout",
+    "a mean bag",
+    "two weighted bags",
+    "a bag and a lookup",
+)
+"""The cases that differ in what crosses a cut."""
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_the_phases_share_the_nodes_and_compute_what_the_joint_graph_does(name: str) -> None:
+    (model, graph), args = example(name), LEGAL[name].args
+    joint = sharding(TABLE)(graph)
+
+    cut = partitioned(joint)
+
+    assert_equal_outputs(run_graph(cut, model, *args), run_graph(joint, model, *args))
+    in_phases = Counter(name for module in cut.phases.values() for name in computed(module))
+    assert in_phases == Counter(computed(joint.module))
+
+
+def test_golden() -> None:
+    """One table, one dense layer, and the joint graph left as it was."""
+    joint = sharding("words.weight", world_size=2)(analysed(classifier(), IDS))
+    before = text(joint.module)
+
+    graph = partitioned(joint)
+
+    check_golden("partition", "\n\n".join(f"# {name}\n{text(module)}" for name, module in graph.phases.items()))
+    assert graph.module is joint.module
+    assert text(joint.module) == before
+    assert joint.phases == {}
+
+
+def test_the_ids_come_from_the_batch_alone_and_the_forward_reads_no_tangent() -> None:
+    def forward(model: Tables, ids: Tensor) -> Any:
+        return model.linear(model.table((ids + 1) % 10)) * model.other(ids)
+
+    graph = partitioned(sharding(TABLE, "other.weight")(analysed(tables_model(forward), IDS)))
+
+    early = before_the_forward(graph)
+    read = {role for phase in early for _, role in inputs_of(phase) if not isinstance(role, Saved)}
+    assert read == {BatchInput(0)}
+    assert not any(isinstance(role, Tangent) for _, role in inputs_of(graph.phases["forward"]))
+    assert {"aten::remainder", "embrace::unique_ids", "embrace::all_gather_ids", "embrace::unpack_ids"} <= {
+        name for phase in early for name in targets(phase.graph)
+    }
+
+
+def test_a_size_of_what_the_forward_has_is_taken_there() -> None:
+    """Saving the size keeps no table of rows alive until the backward."""
+    graph = partitioned(sharding(TABLE)(analysed(tables_model(plain), IDS)))
+
+    names = saved(graph.phases["forward"])
+    assert "table_table_rows" in names
+    assert "table_table" not in names
+
+
+def test_without_tables_nothing_comes_before_the_forward() -> None:
+    model = tables_model(plain)
+    joint = analysed(model, IDS)
+
+    graph = partitioned(joint)
+
+    assert not any(computed(phase) for phase in before_the_forward(graph))
+    assert_equal_outputs(run_graph(graph, model, IDS), run_graph(joint, model, IDS))
+
+
+@pytest.mark.parametrize(
+    ("forward", "train"),
+    [(plain, False), (lambda m, x: m.linear(m.table(x)).detach(), True)],
+    ids=["evaluation", "nothing to differentiate"],
+)
+def test_without_gradients_there_is_no_backward(forward: Callable[..., Any], train: bool) -> None:
+    phases = partitioned(sharding(TABLE)(analysed(tables_model(forward), IDS, train=train))).phases
+
+    assert list(phases)[-1] == "forward"
+    assert saved(phases["forward"]) == []
+
+
+# ---- what crosses a cut, and what is both inside and outside ----
+
+
+def result_is_an_id(model: Tables, ids: Tensor) -> tuple[Tensor, Tensor]:
+    shifted = ids + 1
+    return model.table(shifted), shifted
+
+
+def ids_in_all_phases(model: Tables, ids: Tensor) -> Tensor:
+    shifted = ids % 7
+    weights = model.vector[shifted % 3]  # the backward reads these ids too
+    vectors: Tensor = model.table(shifted) * weights.unsqueeze(-1) * shifted.unsqueeze(-1)
+    return vectors
+
+
+def test_a_result_that_is_an_id_passes_through_the_forward() -> None:
+    model = tables_model(result_is_an_id)
+    graph = partitioned(sharding(TABLE)(analysed(model, IDS)))
+
+    (node,) = (n for n, role in outputs_of(graph.phases["forward"]) if role == Result(1))
+
+    assert node is not None
+    assert node.op == "placeholder"
+    assert node.meta["role"] == Saved("add")
+    assert torch.equal(run_graph(graph, model, IDS)[Result(1)], IDS + 1)
+
+
+def test_ids_that_later_phases_read_are_saved_once() -> None:
+    graph = partitioned(sharding(TABLE)(analysed(tables_model(ids_in_all_phases), IDS)))
+
+    names = saved(*graph.phases.values())
+
+    assert "remainder" in names
+    assert len(names) == len(set(names))
+    assert any(role == Saved("remainder") for _, role in inputs_of(graph.phases["forward"]))
+
+
+def test_a_gradient_that_the_forward_has_computed() -> None:
+    """d/dw of (w * x.sum()).sum() is what the forward has, times the tangent."""
+    model = tables_model(lambda m, x: (m.vector * x.sum()).sum() + m.table(x).sum())
+    joint = sharding(TABLE)(analysed(model, IDS))
+
+    assert_equal_outputs(run_graph(partitioned(joint), model, IDS), run_graph(joint, model, IDS))
+
+
+# ---- mutations ----
+
+
+def counting(model: Tables, ids: Tensor) -> Tensor:
+    model.get_buffer("calls").add_(1)
+    vectors: Tensor = model.linear(model.table(ids)) * model.get_buffer("calls")
+    return vectors
+
+
+def test_mutated_state_is_written_back_in_place_at_the_end_of_the_forward() -> None:
+    model = tables_model(counting)
+    model.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+    joint = sharding(TABLE)(analysed(model, IDS))
+    graph = partitioned(joint)
+
+    (state,) = (n for n, role in inputs_of(graph.phases["forward"]) if role == Buffer("calls"))
+    (written,) = (n for n, role in outputs_of(graph.phases["forward"]) if role == Mutation(Buffer("calls")))
+
+    assert written is not None
+    assert written.target is torch.ops.aten.copy_.default
+    assert written.args[0] is state
+    assert targets(graph.phases["forward"].graph)[-1] == "aten::copy_"
+    found, expected = run_graph(graph, model, IDS), run_graph(joint, model, IDS)
+    assert_equal_outputs(found, expected)
+    assert found[Mutation(Buffer("calls"))].item() == 1.0
+
+
+def test_the_backward_reads_parameters_where_they_are() -> None:
+    graph = partitioned(sharding(TABLE)(analysed(tables_model(lambda m, x: m.table(x) * m.vector[0]), IDS)))
+
+    roles = {role for _, role in inputs_of(graph.phases["backward"])}
+
+    assert Parameter("vector") not in roles  # the forward saves the part that it has read
+    assert Saved("select") in roles

@@ -1,0 +1,142 @@
+"""Reducing gradients in buckets: every gradient becomes its mean, each bucket leaves as early as it can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from embrace_fx.passes.reduce import ReduceGradients
+from embrace_fx.passes.verifier.invariants import verify
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
+from tests.support.golden import check_golden
+from tests.support.graphs import (
+    IDS,
+    Tables,
+    analysed,
+    assert_equal_outputs,
+    averaged,
+    classifier,
+    run_graph,
+    sharding,
+    tables_model,
+    tangent,
+    targets,
+    text,
+)
+from tests.support.ranks import run_ranks
+from tests.support.table_cases import plain
+
+Buckets = tuple[tuple[str, ...], ...]
+
+BUCKETS: Buckets = (("linear.bias", "linear.weight"), ("table.weight",))
+
+
+def checked(graph: TrainingGraph, buckets: Buckets, world_size: int = 2) -> TrainingGraph:
+    result = ReduceGradients(buckets, world_size)(graph)
+    verify(result, after="ReduceGradients", captured=graph, previous=graph)
+    return result
+
+
+def test_golden() -> None:
+    graph = analysed(classifier(), IDS)
+    before = text(graph.module)
+
+    after = checked(graph, (("classify.bias", "classify.weight"), ("words.weight",)))
+
+    check_golden("reduce_gradients", text(after.module))
+    assert text(graph.module) == before
+
+
+def launches(graph: TrainingGraph) -> list[fx.Node]:
+    return list(graph.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce_.default))
+
+
+def means_over_ranks(rank: int, world_size: int, buckets: Buckets) -> None:
+    communicator = Communicator(dist.group.WORLD)
+    model = tables_model(plain)
+    batch = (IDS + rank) % 10
+    graph = analysed(model, batch)
+
+    found = run_graph(checked(graph, buckets, world_size), model, batch, communicator=communicator)
+
+    names = {name for bucket in buckets for name in bucket}
+    assert_equal_outputs(found, averaged(run_graph(graph, model, batch), names, communicator))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "buckets"),
+    [(2, BUCKETS), (3, (("table.weight", "linear.weight"),))],
+    ids=["all, two ranks", "some, three ranks"],
+)
+def test_values_on_several_ranks(world_size: int, buckets: Buckets) -> None:
+    run_ranks(world_size, means_over_ranks, buckets)
+
+
+def test_a_bucket_leaves_once_its_last_gradient_is_there_and_all_waits_stand_at_the_end() -> None:
+    graph = checked(analysed(tables_model(plain), IDS), BUCKETS)
+    order = [node.name for node in graph.graph.nodes]
+
+    early, late = (order.index(launch.name) for launch in launches(graph))
+
+    assert order[early - 2 : early] == ["t_4", "bucket_0"]  # the weight's gradient is the later of the two
+    assert order[late - 2 : late] == ["embedding_dense_backward", "bucket_1"]
+    waits = targets(list(graph.graph.nodes)[late + 1 :])
+    assert waits == ["_c10d_functional::wait_tensor", "embrace::unpack_bucket"] * 2
+
+
+def test_buckets_leave_in_the_given_order() -> None:
+    """Equal on all ranks, even where this rank's gradients come in another one."""
+    graph = checked(analysed(tables_model(plain), IDS), BUCKETS[::-1])
+
+    first, second = launches(graph)
+
+    assert (first.name, second.name) == ("bucket_0_reduced", "bucket_1_reduced")
+    assert str(first.all_input_nodes[0].args[0]) == "[embedding_dense_backward]"
+
+
+def bias_without_gradient(model: Tables, ids: Tensor) -> Tensor:
+    vectors: Tensor = model.table(ids) + model.linear.bias.detach()
+    return vectors
+
+
+def one_rank_trains_no_bias(rank: int, world_size: int) -> tuple[list[str], Tensor]:
+    model = tables_model(plain if rank else bias_without_gradient)
+    graph = checked(analysed(model, IDS), (("linear.bias", "table.weight"),), world_size)
+    found = run_graph(graph, model, IDS, communicator=Communicator(dist.group.WORLD))
+    return targets(graph.graph), found[Gradient(Parameter("linear.bias"))]
+
+
+def test_a_parameter_without_gradient_on_one_rank_takes_part_with_zeros() -> None:
+    (first, mean), (second, same_mean) = run_ranks(2, one_rank_trains_no_bias)
+
+    assert ("aten::zeros_like" in first, "aten::zeros_like" in second) == (True, False)
+    assert torch.equal(mean, same_mean)
+    own = tangent(torch.empty((*IDS.shape, 4), dtype=torch.float64))
+    torch.testing.assert_close(mean, own.sum((0, 1)) / 2)
+
+
+def test_gradients_outside_the_buckets_stay_as_they_are() -> None:
+    graph = analysed(tables_model(plain), IDS)
+    after = checked(graph, (("linear.bias",),))
+
+    before, kept = ({role: node.name for node, role in each.outputs() if node is not None} for each in (graph, after))
+    assert kept.pop(Gradient(Parameter("linear.bias"))) == "mean_linear_bias"
+    before.pop(Gradient(Parameter("linear.bias")))
+    assert kept == before
+
+
+def test_no_buckets_leave_the_graph_itself() -> None:
+    graph = analysed(tables_model(plain), IDS)
+
+    assert ReduceGradients((), 2)(graph) is graph
+
+
+def test_dense_buckets_and_sharded_rows_travel_in_groups_of_their_own() -> None:
+    sharded = sharding("table.weight", world_size=2)(analysed(tables_model(plain), IDS))
+
+    graph = checked(sharded, BUCKETS[:1])
+
+    assert [launch.args[2] for launch in launches(graph)] == ["dense"]

@@ -1,0 +1,205 @@
+"""Sharding tables: what moves where in the graph, and that values stay the same, on one rank and on several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embrace_fx.passes.shard import ShardTables, short_name
+from embrace_fx.passes.verifier.invariants import verify
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.vocabulary.graph import Gradient, Parameter, RowGradient, Shard, TrainingGraph
+from tests.support.golden import check_golden
+from tests.support.graphs import (
+    BAG,
+    IDS,
+    OFFSETS,
+    Tables,
+    analysed,
+    assert_equal_outputs,
+    averaged,
+    own_part,
+    run_graph,
+    sharding,
+    tables_model,
+    targets,
+    text,
+)
+from tests.support.ranks import run_ranks
+from tests.support.table_cases import LEGAL, bag, example, plain
+
+TABLE = "table.weight"
+BOTH = (TABLE, "other.weight")
+GRADIENT = Gradient(Parameter(TABLE))
+
+
+def checked(graph: TrainingGraph, rewrite: ShardTables) -> TrainingGraph:
+    result = rewrite(graph)
+    verify(result, after="ShardTables", captured=graph, previous=graph)
+    return result
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_values_on_one_rank(name: str) -> None:
+    (model, graph), args = example(name), LEGAL[name].args
+
+    sharded = checked(graph, sharding(TABLE))
+
+    assert_equal_outputs(run_graph(sharded, model, *args), run_graph(graph, model, *args))
+
+
+def many_uses(model: Tables, ids: Tensor, offsets: Tensor) -> Any:
+    """Two tables, three lookups of one, one of the other, a bag with weights, and ids that are computed."""
+    words = model.table(ids) * model.table((ids + 1) % 10)
+    tags = bag(model, ids, offsets, per_sample_weights=model.vector)
+    places = model.other((torch.arange(ids.shape[0]) + ids[0]) % 10)
+    return model.linear(words + places).sum() * tags.sum()
+
+
+def own_batch(rank: int) -> tuple[Tensor, Tensor]:
+    """Ranks share some ids; the second one's first bag is empty."""
+    return (BAG + 2 * rank) % 6, OFFSETS if rank != 1 else torch.tensor([0, 0, 3, 4])
+
+
+def shards_compute_the_same(rank: int, world_size: int, dims: tuple[int, ...]) -> None:
+    communicator = Communicator(dist.group.WORLD)
+    batch = own_batch(rank)
+    for dim in dims:
+        model = tables_model(many_uses)
+        model.table = torch.nn.Embedding(10, dim).double()
+        model.other = torch.nn.Embedding(10, dim).double()
+        model.linear = torch.nn.Linear(dim, 3).double()
+        graph = analysed(model, *batch)
+        sharded = checked(graph, sharding(*BOTH, rank=rank, world_size=world_size))
+
+        whole = averaged(run_graph(graph, model, *batch), BOTH, communicator)
+        found = run_graph(sharded, model, *batch, communicator=communicator)
+
+        assert_equal_outputs(found, own_part(whole, BOTH, communicator))
+
+
+@pytest.mark.parametrize(("world_size", "dims"), [(2, (4, 5, 1)), (3, (4, 2)), (4, (5,))], ids=str)
+def test_values_on_several_ranks(world_size: int, dims: tuple[int, ...]) -> None:
+    run_ranks(world_size, shards_compute_the_same, dims)
+
+
+def test_golden_of_two_tables_one_of_them_with_padding_and_two_lookups() -> None:
+    def forward(model: Tables, ids: Tensor) -> Tensor:
+        pairs = model.table(ids) * model.table((ids + 1) % 10)
+        vectors: Tensor = pairs + model.other(ids)
+        return vectors
+
+    graph = analysed(tables_model(forward, padding_idx=0), IDS)
+    before = text(graph.module)
+
+    check_golden("shard_tables", text(checked(graph, sharding(*BOTH, rank=1, world_size=2)).module))
+    assert text(graph.module) == before
+
+
+def test_the_ids_of_all_tables_travel_in_one_exchange_at_the_head() -> None:
+    graph = analysed(tables_model(many_uses), *own_batch(0))
+
+    nodes = [n for n in checked(graph, sharding(*BOTH)).graph.nodes if n.op == "call_function"]
+
+    launches = [n for n in nodes if n.name == "ids"]
+    assert [n.meta["tables"] for n in launches] == [BOTH]
+    before = targets(nodes[: nodes.index(launches[0])])
+    assert before.count("embrace::unique_ids") == 2
+    assert {"aten::arange", "aten::remainder"} < set(before)
+    assert "aten::embedding" not in before
+
+
+def test_ids_looked_up_twice_are_sent_once() -> None:
+    graph = checked(analysed(tables_model(LEGAL["two lookups of the same ids"].forward), IDS), sharding(TABLE))
+
+    (unique,) = graph.graph.find_nodes(op="call_function", target=torch.ops.embrace.unique_ids.default)
+
+    assert [n.name for n in unique.args[0]] == ["batch_0"]
+    assert targets(graph.graph).count("embrace::all_to_all_rows") == 1
+    assert targets(graph.graph).count("embrace::all_to_all_gradients") == 1
+
+
+def test_rows_are_launched_once_the_ids_are_known_and_awaited_at_the_first_lookup() -> None:
+    def forward(model: Tables, ids: Tensor, x: Tensor) -> Tensor:
+        vectors: Tensor = model.linear(x) * model.table(ids)
+        return vectors
+
+    graph = checked(analysed(tables_model(forward), IDS, torch.ones(1, 4).double()), sharding(TABLE))
+    order = [n.name for n in graph.graph.nodes]
+
+    places = [order.index(name) for name in ("table_counts", "table_rows", "addmm", "table_rows_done", "embedding")]
+    assert places == sorted(places)
+
+
+def test_the_whole_table_leaves_the_graph() -> None:
+    before = analysed(tables_model(plain), IDS)
+    after = checked(before, sharding(TABLE, rank=1, world_size=3))
+
+    roles = {role: node.meta["val"].shape for node, role in after.inputs()}
+    assert Parameter(TABLE) not in roles
+    assert roles[Shard(TABLE)] == (10, 2)
+    outputs = [role for _, role in after.outputs()]
+    assert GRADIENT not in outputs
+    assert outputs[-2:] == [RowGradient(TABLE, "ids"), RowGradient(TABLE, "rows")]
+    values = {n.name: n.meta["val"] for n in after.graph.nodes if isinstance(n.meta.get("val"), Tensor)}
+    of_ten_rows = [name for name, value in values.items() if list(map(str, value.shape[:1])) == ["10"]]
+    assert of_ten_rows == ["table_weight_shard"]
+
+
+def test_nothing_to_shard_leaves_the_graph_itself() -> None:
+    graph = analysed(tables_model(plain), IDS)
+
+    assert sharding()(graph) is graph
+
+
+def test_a_forward_alone_sends_no_gradients() -> None:
+    model = tables_model(plain)
+    graph = analysed(model, IDS, train=False)
+
+    sharded = checked(graph, sharding(TABLE))
+
+    assert "embrace::all_to_all_gradients" not in targets(sharded.graph)
+    assert_equal_outputs(run_graph(sharded, model, IDS), run_graph(graph, model, IDS))
+
+
+# ---- max_norm: replicas that rescale the same rows ----
+
+
+def renormed(model: Tables, ids: Tensor) -> Any:
+    return model.linear(model.table(ids)) + model.linear(model.table(ids + 1))
+
+
+def replicas_rescale_the_same_rows(rank: int, world_size: int) -> Tensor:
+    communicator = Communicator(dist.group.WORLD)
+    model = tables_model(renormed, max_norm=0.5)
+    batch = torch.tensor([[rank, 3 * rank]])
+    graph = analysed(model, batch)
+    rewritten = checked(graph, ShardTables((), (TABLE,), rank, world_size))
+
+    alone = run_graph(graph, model, batch)
+    together = run_graph(rewritten, model, batch, communicator=communicator)
+    assert together.keys() == alone.keys()
+    (weight,) = (value for role, value in together.items() if "Mutation" in str(role))
+    return weight
+
+
+def test_max_norm_rescales_on_every_rank_what_any_rank_reads() -> None:
+    first, second = run_ranks(2, replicas_rescale_the_same_rows)
+
+    assert torch.equal(first, second)
+    norms = first.norm(dim=1)
+    read = torch.zeros(10, dtype=torch.bool).index_fill_(0, torch.tensor([0, 1, 2, 3, 4]), True)
+    assert bool((norms[read] <= 0.5 + 1e-6).all())
+    assert bool((norms[~read] > 0.5).all())
+
+
+@pytest.mark.parametrize(
+    ("parameter", "expected"),
+    [("weight", "weight"), ("a.b.weight", "a_b"), ("a.tables.0", "a_tables_0")],
+)
+def test_short_names(parameter: str, expected: str) -> None:
+    assert short_name(parameter) == expected

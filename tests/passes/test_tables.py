@@ -1,0 +1,218 @@
+"""Which tables a graph has, how it uses them, and the function from a batch to their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from embrace_fx.capture import capture
+from embrace_fx.passes.planner.pricing import shard_blocker
+from embrace_fx.passes.tables import FindTables, argument, draws_randomly, extract_ids, set_argument
+from embrace_fx.vocabulary.graph import Table, TrainingGraph, inputs_of, outputs_of
+from tests.support.golden import check_golden
+from tests.support.graphs import BAG, IDS, OFFSETS, Tables, analysed, table_of, tables_model, text
+from tests.support.table_cases import ILLEGAL, LEGAL, bag, example, plain
+
+
+@pytest.mark.parametrize("name", LEGAL | ILLEGAL)
+def test_what_is_found_of_a_table(name: str) -> None:
+    case = (LEGAL | ILLEGAL)[name]
+    _, graph = example(name)
+
+    table = table_of(graph)
+
+    assert table.use == case.use
+    assert tuple((use.kind, len(use.backward)) for use in table.uses) == case.uses
+    blocker = shard_blocker(table)
+    assert blocker is None if case.blocker is None else case.blocker in str(blocker)
+
+
+def test_max_norm_is_seen_through_its_copies() -> None:
+    table = table_of(analysed(tables_model(lambda m, x: m.table(x) + m.table(x + 1), max_norm=1.0), IDS))
+
+    assert (table.use, table.max_norm, len(table.uses)) == ("sparse", True, 2)
+    assert shard_blocker(table) == "max_norm rescales whole rows at each lookup"
+
+
+@pytest.mark.parametrize(
+    ("ids", "constant", "from_batch"),
+    [
+        (lambda m, x: x + 1, False, True),
+        (lambda m, x: torch.arange(3), True, True),
+        (lambda m, x: torch.arange(x.shape[1]), True, True),
+        (lambda m, x: torch.randint(10, (3,)), False, True),
+        (lambda m, x: (m.vector[:3] * 2).long(), True, False),
+        (lambda m, x: x + (m.vector[0] * 0).long(), False, False),
+        (lambda m, x: x.add_(1), False, False),
+    ],
+    ids=["batch", "constant", "size of the batch", "random", "parameter", "batch and parameter", "written in place"],
+)
+def test_what_the_ids_depend_on(ids: Callable[..., Tensor], constant: bool, from_batch: bool) -> None:
+    model = tables_model(lambda m, x: m.table(ids(m, x)))
+
+    (use,) = table_of(analysed(model, IDS.clone())).uses
+
+    assert (use.constant_ids, use.ids_from_batch) == (constant, from_batch)
+
+
+def test_a_buffer_that_the_forward_changes_is_no_constant() -> None:
+    def forward(model: Tables, x: Tensor) -> Tensor:
+        position = model.get_buffer("position")
+        vectors: Tensor = model.table(position + x)
+        position.add_(1)
+        return vectors
+
+    model = tables_model(forward)
+    model.register_buffer("position", torch.zeros((), dtype=torch.int64))
+    (changed,) = table_of(analysed(model, IDS)).uses
+    model.own_forward = lambda m, x: m.table(m.get_buffer("position") + x)
+    (read,) = table_of(analysed(model, IDS)).uses
+
+    assert (changed.ids_from_batch, read.ids_from_batch) == (False, True)
+
+
+def test_finding_tables_changes_no_graph() -> None:
+    captured = capture(tables_model(plain), (IDS,), {}, train=True).graph
+
+    found = FindTables()(captured)
+
+    assert found.module is captured.module
+    assert captured.tables == ()
+
+
+def test_what_a_lookup_reads_besides_its_weight_is_no_table() -> None:
+    """A weighted bag's weights and frozen ids are parameters that a lookup reads too."""
+    model = tables_model(lambda m, x, o: bag(m, m.get_parameter("fixed"), o, per_sample_weights=m.vector))
+    model.fixed = nn.Parameter(BAG, requires_grad=False)
+
+    (table,) = analysed(model, BAG, OFFSETS).tables
+
+    assert table.parameter == "table.weight"
+    assert table.uses[0].ids_from_batch is False
+
+
+def test_a_model_without_lookups_has_no_tables() -> None:
+    assert analysed(tables_model(lambda m, x: m.linear(x)), torch.ones(2, 4).double()).tables == ()
+
+
+def story(model: Tables, x: Tensor, offsets: Tensor) -> Tensor:
+    """Every kind of use, for the golden text."""
+    words: Tensor = model.table(x) + model.table((x + 1) % 10)
+    tags = F.embedding_bag(x, model.other.weight, offsets, mode="mean", padding_idx=3)
+    logits = model.linear(tags) @ model.other.weight.t()
+    loss: Tensor = words.sum() + logits.sum()
+    return loss
+
+
+def listing(table: Table) -> str:
+    lines = [f"{table.parameter}: {table.num_rows} x {table.embedding_dim} {table.dtype}, {table.use}"]
+    for use in table.uses:
+        lines.append(f"  {use.kind} {use.lookup}")
+        shown = (field for field in fields(use) if field.name not in ("kind", "lookup", "source"))
+        lines += [f"    {field.name}: {getattr(use, field.name)}" for field in shown]
+    return "\n".join([*lines, *(f"  dense user {name}" for name in table.dense_users)])
+
+
+def test_golden() -> None:
+    graph = analysed(tables_model(story), BAG, OFFSETS)
+
+    check_golden("find_tables", "\n\n".join([text(graph.module), *map(listing, graph.tables)]))
+
+
+def test_a_use_names_the_users_line() -> None:
+    graph = analysed(tables_model(story), BAG, OFFSETS)
+
+    first, second = (table.uses[0].source for table in graph.tables)
+
+    line = story.__code__.co_firstlineno
+    assert first.endswith(f"test_tables.py:{line + 2} in story")
+    assert second.endswith(f"test_tables.py:{line + 3} in story")
+
+
+# ---- extracting the ids ----
+
+
+def run(module: fx.GraphModule, batch: Tensor) -> list[Tensor]:
+    torch.manual_seed(0)
+    return list(module(batch))
+
+
+def two_tables(model: Tables, x: Tensor) -> Tensor:
+    shifted = (x + 1).clamp(max=9)
+    rows: Tensor = model.table(shifted) + model.other(shifted % x.shape[1]) + model.other(torch.arange(3))
+    return rows
+
+
+def test_golden_of_the_extracted_ids() -> None:
+    graph = analysed(tables_model(two_tables), IDS)
+
+    check_golden("extract_ids", text(extract_ids(graph, graph.tables)))
+
+
+def test_the_extracted_function_yields_the_ids_of_every_use() -> None:
+    graph = analysed(tables_model(two_tables), IDS)
+
+    extracted = extract_ids(graph, graph.tables)
+
+    assert [role.name for _, role in outputs_of(extracted)] == [u.ids for t in graph.tables for u in t.uses]  # type: ignore[union-attr]
+    for batch in (IDS, IDS * 3):
+        shifted = (batch + 1).clamp(max=9)
+        for found, expected in zip(run(extracted, batch), [shifted, shifted % 3, torch.arange(3)], strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_the_extracted_function_reads_the_batch_alone() -> None:
+    graph = analysed(tables_model(two_tables), IDS)
+    before = text(graph.module)
+
+    assert [node.name for node, _ in inputs_of(extract_ids(graph, graph.tables))] == ["batch_0"]
+    assert [node.name for node, _ in inputs_of(extract_ids(graph, graph.tables[1:]))] == ["batch_0"]
+    assert text(graph.module) == before
+
+
+def test_ids_that_are_the_batch_itself() -> None:
+    graph = analysed(tables_model(lambda m, x: m.table(x)), IDS)
+
+    (ids,) = run(extract_ids(graph, graph.tables), IDS)
+
+    assert torch.equal(ids, IDS)
+
+
+@pytest.mark.parametrize(
+    ("forward", "expected"),
+    [
+        (lambda m, x: m.table(x + torch.randint(2, (3,))), True),
+        (lambda m, x: F.dropout(m.table(x)), False),
+    ],
+    ids=["random ids", "random elsewhere"],
+)
+def test_whether_ids_are_drawn_at_random(forward: Callable[..., Tensor], expected: bool) -> None:
+    graph = analysed(tables_model(forward), IDS)
+
+    assert draws_randomly(extract_ids(graph, graph.tables)) == expected
+
+
+# ---- arguments by name ----
+
+
+def lookup_node(graph: TrainingGraph) -> fx.Node:
+    return graph.node("embedding")
+
+
+def test_arguments_by_name_with_their_defaults() -> None:
+    node = lookup_node(analysed(tables_model(lambda m, x: m.table(x)), IDS).edit())
+    assert (argument(node, "padding_idx"), argument(node, "scale_grad_by_freq")) == (-1, False)
+
+    set_argument(node, "scale_grad_by_freq", True)
+
+    assert node.args[2:] == (-1, True)
+    assert argument(node, "scale_grad_by_freq") is True
+    with pytest.raises(
+        KeyError, match=r"expected an argument 'pad' of aten\.embedding\.default, found aten::embedding"
+    ):
+        argument(node, "pad")

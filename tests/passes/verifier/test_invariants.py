@@ -1,0 +1,318 @@
+"""The verifier: legal graphs pass, and each invariant has hand-broken graphs that it names."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from embrace_fx.passes.verifier.invariants import _OF_A_MODULE, _OF_THE_GRAPH, VerificationError, verify
+from embrace_fx.vocabulary.graph import (
+    BatchInput,
+    Buffer,
+    Gradient,
+    Mutation,
+    OutputRole,
+    Parameter,
+    Result,
+    RowGradient,
+    Tangent,
+    TrainingGraph,
+    copy_module,
+    set_outputs,
+)
+from tests.support.hand_built_graphs import (
+    B,
+    Builder,
+    D,
+    d,
+    dense_graph,
+    dynamic_graph,
+    partitioned_graph,
+    relaxed_graph,
+    table_graph,
+    two_tables_graph,
+    widen_z,
+)
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+embrace = torch.ops.embrace
+
+LEGAL = {
+    "reduced in place": dense_graph,
+    "reduced": lambda: dense_graph(c10d.all_reduce.default),
+    "sharded table": table_graph,
+    "two tables": two_tables_graph,
+    "partitioned": partitioned_graph,
+    "relaxed": relaxed_graph,
+    "symbolic sizes, constants": dynamic_graph,
+}
+
+
+def complaint(graph: TrainingGraph, after: str, **given: TrainingGraph) -> str | None:
+    """What the verifier says; None of a graph that it finds legal."""
+    try:
+        verify(graph, after=after, **given)
+    except VerificationError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("make", LEGAL.values(), ids=LEGAL.keys())
+def test_legal_graph_passes(make: Callable[[], TrainingGraph]) -> None:
+    graph = make()
+    assert complaint(graph, "captured") is None
+    assert complaint(graph.edit(), "Nothing", captured=graph, previous=graph) is None
+
+
+# ---- graphs broken by hand ----
+
+Break = Callable[[TrainingGraph], TrainingGraph | None]
+"""Breaks a graph in place, or returns a broken one."""
+
+
+def reads(reader: str, new: str, instead_of: str) -> Break:
+    return lambda graph: graph.node(reader).replace_input_with(graph.node(instead_of), graph.node(new))
+
+
+def calls(name: str, target: Callable[..., object]) -> Break:
+    return lambda graph: setattr(graph.node(name), "target", target)
+
+
+def has_value(name: str, value: Callable[[TrainingGraph], Any]) -> Break:
+    return lambda graph: graph.node(name).meta.update(val=value(graph))
+
+
+def forgets(name: str, key: str) -> Break:
+    def forget(graph: TrainingGraph) -> None:
+        del graph.node(name).meta[key]
+
+    return forget
+
+
+Outputs = list[tuple[fx.Node | None, OutputRole]]
+
+
+def yields(change: Callable[[Outputs, TrainingGraph], Outputs]) -> Break:
+    return lambda graph: set_outputs(graph.module, change(list(graph.outputs()), graph))
+
+
+def without(lost: OutputRole) -> Break:
+    return yields(lambda outputs, _: [(value, role) for value, role in outputs if role != lost])
+
+
+def inserted(graph: TrainingGraph, before: str, op: Callable[..., object], *args: Any, like: fx.Node) -> fx.Node:
+    """A new node with the value of another one."""
+    with graph.graph.inserting_before(graph.node(before)):
+        node = graph.graph.call_function(op, args)
+    node.meta["val"] = like.meta["val"]
+    return node
+
+
+def output_without_role(graph: TrainingGraph) -> None:
+    output = graph.graph.output_node()
+    output.meta["roles"] = output.meta["roles"][:-1]
+
+
+def saved_by_nobody(graph: TrainingGraph) -> TrainingGraph:
+    return TrainingGraph(graph.module, phases={name: graph.phases[name] for name in ("ids", "backward")})
+
+
+def no_wait(graph: TrainingGraph) -> None:
+    graph.node("done").replace_all_uses_with(graph.node("bucket"))
+    graph.graph.erase_node(graph.node("done"))
+
+
+def two_waits(graph: TrainingGraph) -> None:
+    done = graph.node("done")
+    again = inserted(graph, "parts", c10d.wait_tensor.default, *done.args, like=done)
+    graph.node("parts").replace_input_with(done, again)
+
+
+def wait_for_a_value(graph: TrainingGraph) -> None:
+    inserted(graph, "bucket", c10d.wait_tensor.default, graph.node("grad_w"), like=graph.node("grad_w"))
+
+
+def read_a_view_of_it(graph: TrainingGraph) -> None:
+    bucket = graph.node("bucket")
+    view = inserted(graph, "reduced", aten.view.default, bucket, [-1], like=bucket)
+    graph.node("reduced").replace_input_with(bucket, view)
+    graph.node("parts").replace_input_with(graph.node("done"), bucket)
+
+
+def mutation_from_tangent(graph: TrainingGraph) -> None:
+    graph.node("new_total").update_arg(1, graph.node("grad_bias"))
+    graph.node("reduced").prepend(graph.node("new_total"))
+
+
+def tangent_in_the_forward(graph: TrainingGraph) -> None:
+    b = Builder(graph.node("x").meta["val"].fake_mode)
+    b.input("tangent", Tangent(0), B, D)
+    graph.phases["ids"] = b.done().module
+
+
+def size_not_known_in_truth(graph: TrainingGraph) -> None:
+    ids = graph.node("gathered").meta["val"]
+    for name in ("gathered", "packed"):
+        graph.node(name).meta["val"] = ids.new_empty((B,))
+
+
+def one_size_for_two(graph: TrainingGraph) -> None:
+    first, counts, *_ = graph.node("unpacked").meta["val"]
+    graph.node("unpacked").meta["val"] = [first, counts, first, counts]
+    for node in graph.node("unpacked").users:
+        node.meta["val"] = first
+    graph.node("rows_1").meta["val"] = graph.node("rows_0").meta["val"]
+
+
+def other_symbol(graph: TrainingGraph) -> Tensor:
+    x: Tensor = graph.node("x").meta["val"]
+    return x.new_empty((x.shape[0] * x.shape[0],))
+
+
+def all_reduce_of_the_batch(graph: TrainingGraph) -> None:
+    flat = graph.node("flat")
+    launch = inserted(graph, "found", c10d.all_reduce.default, flat, "sum", "dense", like=flat)
+    wait = inserted(graph, "found", c10d.wait_tensor.default, launch, like=flat)
+    graph.node("found").replace_input_with(flat, wait)
+
+
+def option_from_the_batch(graph: TrainingGraph) -> None:
+    x = graph.node("x")
+    size = inserted(graph, "columns", aten.sym_size.int, x, 0, like=x)
+    size.meta["val"] = x.meta["val"].shape[0]
+    graph.node("sent_rows").update_arg(2, size)
+
+
+def lost_row_gradient(graph: TrainingGraph) -> TrainingGraph:
+    """Its role stays, what submits it does not."""
+    backward = copy_module(graph.phases["backward"])
+    (submitted,) = backward.graph.find_nodes(op="call_function", target=embrace.submit_rows.default)
+    (role,) = backward.graph.output_node().meta["roles"]
+    set_outputs(backward, [(submitted.args[0], role)])
+    backward.graph.erase_node(submitted)
+    return TrainingGraph(graph.module, phases={**graph.phases, "backward": backward})
+
+
+def rows_awaited_twice(graph: TrainingGraph) -> TrainingGraph:
+    forward = copy_module(graph.phases["forward"])
+    (awaited,) = forward.graph.find_nodes(op="call_function", target=embrace.await_rows.default)
+    with forward.graph.inserting_after(awaited):
+        again = forward.graph.node_copy(awaited)
+    again.meta["val"] = awaited.meta["val"]
+    return TrainingGraph(graph.module, phases={**graph.phases, "forward": forward})
+
+
+def launch_lost_in_partition(graph: TrainingGraph) -> TrainingGraph:
+    b = Builder(graph.node("x").meta["val"].fake_mode)
+    parts = [b.input("i", BatchInput(1), 3, dtype=torch.int64), b.input("r", BatchInput(2), 3, d)]
+    gradients = b.done((parts[0], RowGradient("t", "ids")), (parts[1], RowGradient("t", "rows"))).module
+    return TrainingGraph(graph.module, phases={**graph.phases, "backward": gradients})
+
+
+BROKEN: dict[str, dict[str, tuple[Callable[[], TrainingGraph], Break]]] = {
+    "definitions_before_uses": {
+        "use before definition": (dense_graph, lambda graph: graph.node("y").append(graph.node("mm"))),
+        "use of another graph": (dense_graph, lambda g: g.node("y").update_arg(0, dense_graph().node("mm"))),
+        "no output": (dense_graph, lambda graph: graph.graph.erase_node(graph.graph.output_node())),
+    },
+    "known_targets": {
+        "opaque Python": (dense_graph, calls("z", torch.relu)),
+        "arithmetic on tensors": (dense_graph, calls("y", operator.add)),
+    },
+    "values_have_roles": {
+        "an input without role": (dense_graph, forgets("w", "role")),
+        "two inputs of one role": (dense_graph, lambda graph: graph.node("bias").meta.update(role=Parameter("w"))),
+        "an output without role": (dense_graph, output_without_role),
+        "a result without value": (
+            dense_graph,
+            yields(lambda outputs, _: [(None if role == Result(0) else value, role) for value, role in outputs]),
+        ),
+        "saved by nobody": (partitioned_graph, saved_by_nobody),
+    },
+    "launches_and_waits_paired": {
+        "no wait": (dense_graph, no_wait),
+        "two waits": (dense_graph, two_waits),
+        "a wait for a value": (dense_graph, wait_for_a_value),
+    },
+    "in_flight_values_unread": {
+        "read in flight": (dense_graph, reads("parts", "reduced", instead_of="done")),
+        "read what is reduced in place": (dense_graph, reads("parts", "bucket", instead_of="done")),
+        "read a view of it": (dense_graph, read_a_view_of_it),
+        "an input reduced in place": (dense_graph, reads("reduced", "w", instead_of="bucket")),
+    },
+    "forward_free_of_tangents": {
+        "a result from a tangent": (dense_graph, reads("z", "tangent", instead_of="y")),
+        "a mutation from a tangent": (dense_graph, mutation_from_tangent),
+        "a tangent in the forward": (partitioned_graph, tangent_in_the_forward),
+    },
+    "values_agree": {
+        "another shape": (dense_graph, has_value("z", lambda graph: graph.node("grad_w").meta["val"])),
+        "another dtype": (dense_graph, widen_z),
+        "no value": (dense_graph, forgets("z", "val")),
+        "inputs that do not fit": (dense_graph, lambda graph: graph.node("mm").update_arg(1, graph.node("bias"))),
+        "a size that is not known in truth": (table_graph, size_not_known_in_truth),
+        "two sizes for one": (
+            table_graph,
+            has_value("update", lambda g: [g.node("ids").meta["val"], *g.node("update").meta["val"][1:]]),
+        ),
+        "one size for two": (two_tables_graph, one_size_for_two),
+        "another symbol": (dynamic_graph, has_value("flat", other_symbol)),
+    },
+    "parameters_updated_once": {
+        "no gradient": (dense_graph, without(Gradient(Parameter("w")))),
+        "two gradients": (dense_graph, yields(lambda o, g: [*o, (g.node("mean_0"), Gradient(Parameter("w")))])),
+        "dense and rows": (table_graph, yields(lambda o, g: [*o, (g.node("grad"), Gradient(Parameter("t")))])),
+        "rows without ids": (table_graph, without(RowGradient("t", "ids"))),
+    },
+    "forward_kept": {
+        "a mutation lost": (dense_graph, without(Mutation(Buffer("total")))),
+        "results swapped": (dense_graph, yields(lambda o, _: [o[0], o[2], o[1], *o[3:]])),
+    },
+    "collectives_in_one_order": {
+        "groups of two sizes": (table_graph, lambda _: table_graph(group_size=3)),
+        "an AllReduce of the batch": (dynamic_graph, all_reduce_of_the_batch),
+        "an option from the batch": (table_graph, option_from_the_batch),
+        "a launch lost in partition": (partitioned_graph, launch_lost_in_partition),
+    },
+    "handed_over_once": {
+        "a row gradient that is not submitted": (relaxed_graph, lost_row_gradient),
+        "rows awaited twice": (relaxed_graph, rows_awaited_twice),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("invariant", "name"),
+    [pytest.param(invariant, name, id=name) for invariant, broken in BROKEN.items() for name in broken],
+)
+def test_broken_graph_names_its_invariant(invariant: str, name: str) -> None:
+    make, break_it = BROKEN[invariant][name]
+    captured = make()
+    broken = captured.edit()
+    broken = break_it(broken) or broken
+    told = rf"^{invariant}: expected .*; in pass Breaking.*; found .*\. To mend it: "
+    with pytest.raises(VerificationError, match=told):
+        verify(broken, after="Breaking", captured=captured)
+
+
+def test_every_invariant_has_a_broken_graph() -> None:
+    assert list(BROKEN) == [check.__name__ for check in (*_OF_A_MODULE, *_OF_THE_GRAPH)]
+
+
+def test_message_says_where() -> None:
+    graph = dense_graph()
+    graph.node("z").meta["stack_trace"] = '  File "model.py", line 12, in forward\n    return y.relu()\n'
+    widen_z(graph)
+    with pytest.raises(VerificationError) as raised:
+        verify(graph, after="Cast")
+    assert str(raised.value) == (
+        "values_agree: expected float32[6, 8] on cpu; in pass Cast, joint graph, node z, model.py:12 in forward; "
+        "found float64[6, 8] on cpu. To mend it: compute the value by running the op on its inputs' values under the "
+        "graph's fake mode."
+    )

@@ -1,0 +1,208 @@
+"""Plans without ranks: against the plan that ranks make, the crossovers of the papers, and what cannot be asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+
+import embrace_fx
+from embrace_fx.cost.exchanges import predict
+from embrace_fx.cost.links import Cluster, Handling, Link
+from embrace_fx.cost.sparsity import Sparsity, random_sparsity
+from embrace_fx.planning import findings as planning
+from embrace_fx.vocabulary.plan import STRATEGIES, Plan
+from tests.support.ranks import run_ranks
+
+
+class Words(nn.Module):
+    """A large table of which few rows are read, under a small layer."""
+
+    def __init__(self, rows: int = 20_000) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, 64)
+        self.mix = nn.Linear(64, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.tanh(self.mix(self.table(ids))).square().mean()
+
+
+def batch(rank: int) -> Tensor:
+    random = torch.Generator().manual_seed(rank)
+    return (torch.rand(16, 20, generator=random) ** 4 * 20_000).long()
+
+
+def made_by_ranks(
+    rank: int, world_size: int, cluster: Cluster | None, rows: int = 20_000, schedule: Any = "none"
+) -> Plan:
+    torch.manual_seed(0)
+    model = Words(rows)
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1), schedule=schedule, cluster=cluster)
+    compiled(batch(rank) % rows).backward()
+    return compiled.plan
+
+
+SLOW = Cluster(1e6, 50.0)
+"""So slow to start that one AllReduce of a whole table is sooner over than the three exchanges of a sharded one."""
+
+
+@pytest.mark.parametrize("schedule", ["none", "2d"])
+@pytest.mark.parametrize(("cluster", "links_are"), [(None, "probed"), (SLOW, "given")])
+def test_it_is_the_plan_that_ranks_make(cluster: Cluster | None, links_are: str, schedule: Any) -> None:
+    first, second = run_ranks(2, made_by_ranks, cluster, 20_000, schedule)
+    model = Words()
+    optimizer = SGD(model.parameters(), 0.1)
+    expected = embrace_fx.plan(model, [batch(0), batch(1)], optimizer=optimizer, schedule=schedule, cluster=first.links)
+
+    assert first == second
+    assert first.decisions == expected.decisions
+    assert first.buckets == expected.buckets
+    assert f"links {links_are}: a rank " in first.explain()
+
+
+def test_where_little_is_sent_no_link_is_probed() -> None:
+    for plan in run_ranks(2, made_by_ranks, None, 50):
+        assert plan.links == Cluster()
+        assert "links assumed: " in plan.explain()
+
+
+def probing_in_vain(rank: int, world_size: int) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "probed_links", lambda *_: SLOW if rank == 0 else Cluster())
+        return made_by_ranks(rank, world_size, None)
+
+
+def test_ranks_choose_on_the_links_that_rank_0_probed() -> None:
+    for plan in run_ranks(2, probing_in_vain):
+        assert plan.links == SLOW
+        assert plan["table.weight"].strategy == "allreduce"
+    model = Words()
+    on_the_default = embrace_fx.plan(model, [batch(0), batch(1)], optimizer=SGD(model.parameters(), 0.1))
+    assert on_the_default["table.weight"].strategy == "alltoall"
+
+
+@pytest.mark.parametrize("world_size", [2, 16, 128, 1024])
+def test_one_batch_stands_for_all_ranks(world_size: int) -> None:
+    model = Words()
+    plan = embrace_fx.plan(model, batch(0), world_size=world_size, optimizer=Adam(model.parameters()))
+
+    assert plan.world_size == world_size
+    assert {c.strategy for c in plan["table.weight"].candidates} == set(STRATEGIES)
+
+
+def test_nothing_is_changed() -> None:
+    model = Words()
+    optimizer = Adam(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+
+    embrace_fx.plan(model, {"ids": batch(0)}, world_size=4, optimizer=optimizer)
+
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert type(optimizer) is Adam
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_link_inside_machines_speeds_up_what_stays_inside() -> None:
+    model = Words()
+    optimizer = SGD(model.parameters(), 0.1)
+    at_once = Handling(1e12, 1e12, 1e12, 0.0, 0.0)  # so that links are all that takes time
+    machines = Cluster(ranks_per_machine=8, inside=Link(25e6, 0.005), handling=at_once)
+
+    def of(cluster: Cluster, world_size: int) -> float:
+        plan = embrace_fx.plan(model, batch(0), world_size=world_size, cluster=cluster, optimizer=optimizer)
+        return plan["table.weight"].predicted_ms
+
+    assert of(machines, 8) < 0.2 * of(Cluster(handling=at_once), 8)
+    assert of(machines, 8) < of(machines, 16)
+
+
+@pytest.mark.parametrize(
+    ("batches", "world_size", "found"),
+    [
+        ([batch(0), batch(1)], 1, r"found 2 batch\(es\) for world_size=1"),
+        ([], None, r"found 0 batch"),
+        (batch(0), 0, "0"),
+    ],
+)
+def test_ranks_that_make_no_sense_are_refused(batches: Any, world_size: int | None, found: str) -> None:
+    with pytest.raises(ValueError, match=f"expected at least one batch, and no more than ranks, in plan.*{found}"):
+        embrace_fx.plan(Words(), batches, world_size=world_size)
+
+
+def test_a_compiled_model_has_a_plan_of_its_own() -> None:
+    with pytest.raises(ValueError, match="found a compiled one"):
+        embrace_fx.plan(embrace_fx.compile(Words()), batch(0))
+
+
+# -- crossovers of the papers ------------------------------------------------------------------------------------------
+
+NMT_VALUES, NMT_DENSITY = 112_000_000, 0.0247
+"""Table parameters of Zen's NMT model, and the density of their gradients (OSDI 2025)."""
+
+
+def nmt(ranks: int) -> Sparsity:
+    """By elements, as Zen counts: an index of 4 bytes for each value of 4."""
+    return random_sparsity(NMT_VALUES, 1, 4, NMT_DENSITY, ranks)
+
+
+def nmt_bytes(strategy: str, ranks: int) -> int:
+    return predict(strategy, nmt(ranks)).mean.sent_bytes
+
+
+def test_sparse_all_gather_falls_behind_dense_beyond_forty_ranks() -> None:
+    """Zen, section 2: (N-1) 2 d M against 2 (N-1)/N M, equal where N = 1/d."""
+    first_behind = next(n for n in range(2, 200) if nmt_bytes("allgather", n) > nmt_bytes("allreduce", n))
+
+    assert first_behind == 41 == int(1 / NMT_DENSITY) + 1
+    assert nmt_bytes("allgather", 128) > 3 * nmt_bytes("allreduce", 128)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 16, 40, 64, 128])
+def test_balanced_parallelism_is_ahead_throughout(ranks: int) -> None:
+    """Even where ranks share no more than chance would have it; of skewed ids, as Zen's are, much less travels."""
+    assert nmt_bytes("zen", ranks) < nmt_bytes("allreduce", ranks)
+    assert nmt_bytes("zen", ranks) < nmt_bytes("allgather", ranks) or ranks == 2
+
+
+GPUS = Cluster(3.125e6, 0.005, handling=Handling(1e9, 1e9, 1e9, 0.0, 0.0))
+"""25 Gb/s between machines as in Zen's testbed, and processors that take no time to speak of."""
+
+
+@pytest.mark.parametrize("ranks", [16, 128])
+def test_predicted_times_cross_where_bytes_do(ranks: int) -> None:
+    times_ms = {
+        strategy: predict(strategy, nmt(ranks), cluster=GPUS).time_ms(GPUS)
+        for strategy in ("allreduce", "allgather", "zen")
+    }
+
+    order = ("zen", "allgather", "allreduce") if ranks == 16 else ("zen", "allreduce", "allgather")
+    assert tuple(sorted(times_ms, key=times_ms.__getitem__)) == order
+
+
+@pytest.mark.parametrize("ranks", [16, 128])
+def test_balanced_parallelism_sends_what_the_paper_says(ranks: int) -> None:
+    """(n-1)/n (g(n) + 1) 2 M d with indices both ways; on the way back, a bitmap takes their place."""
+    sparsity = replace(nmt(ranks), unions=tuple(NMT_VALUES * NMT_DENSITY * n**0.4 for n in range(1, ranks + 1)))
+    growth = sparsity.union / sparsity.mean_units
+    paper = (ranks - 1) / ranks * (growth + 1) * 2 * (NMT_VALUES * 4) * NMT_DENSITY
+
+    saved = (ranks - 1) / ranks * (4 * sparsity.union - NMT_VALUES / 8)
+    assert predict("zen", sparsity).mean.sent_bytes == pytest.approx(paper - saved, rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+def test_sharding_sends_the_density_of_all_reduce_and_two_nths_of_all_gather(ranks: int) -> None:
+    """EmbRace, section 3: AlltoAll / AllReduce = density, AlltoAll / AllGather = 2/N; ids are extra."""
+    model = Words()
+    plan = embrace_fx.plan(model, [batch(0)] * ranks, optimizer=SGD(model.parameters(), 0.1))
+    sent = {c.strategy: c.sent_bytes_per_step for c in plan["table.weight"].candidates}
+    density = batch(0).unique().numel() / 20_000
+
+    assert sent["alltoall"] / sent["allreduce"] == pytest.approx(density, rel=0.2)
+    assert sent["alltoall"] / sent["allgather"] == pytest.approx(2 / ranks, rel=0.2)

@@ -1,0 +1,333 @@
+"""Every exchange on real ranks: the mean is the dense AllReduce's, the same bits on all ranks, the input untouched.
+
+The ranks are visited once per world size: all cases run interleaved there, and the tests look at what came back.
+Gradients of float64 hold integers, whose sums are exact, so that means must be equal; other types are allowed a
+rounding per summand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from embrace_fx.cost.exchanges import Streaming
+from embrace_fx.cost.links import Cluster
+from embrace_fx.runtime.exchanges import omnireduce
+from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
+from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
+from embrace_fx.runtime.exchanges.options import Options
+from embrace_fx.runtime.exchanges.steps import run, run_all
+from embrace_fx.runtime.exchanges.strategies import STRATEGIES
+from tests.support.ranks import RankError, run_ranks
+
+V, D = 45, 6
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+VARIANTS: dict[str, tuple[str, Options]] = {
+    "allreduce": ("allreduce", Options()),
+    "allgather": ("allgather", Options()),
+    "allgather_elements": ("allgather", Options(unit="element")),
+    "omnireduce": ("omnireduce", Options()),
+    "omnireduce_many_rounds": ("omnireduce", Options(block_size=2 * D, slots=2)),
+    "omnireduce_odd_blocks": ("omnireduce", Options(block_size=7, slots=5)),
+    "zen": ("zen", Options(seed=-1)),
+    "zen_elements": ("zen", Options(unit="element")),
+    "zen_hierarchical": ("zen", Options(scheme="hierarchical")),
+    "ps": ("ps", Options()),
+    "ps_elements": ("ps", Options(unit="element")),
+}
+
+IN_PLACE = {
+    "allgather": ExchangeKind(V, "allgather", ""),
+    "omnireduce": ExchangeKind(V, "omnireduce", ""),
+    "zen": ExchangeKind(V, "zen", "balanced"),
+    "zen_hierarchical": ExchangeKind(V, "zen", "hierarchical"),
+    "ps": ExchangeKind(V, "ps", ""),
+}
+"""Those of `VARIANTS` that a compiled model has: they write the mean where the gradient was."""
+
+
+def _bernoulli(density: float, *shape: int) -> Tensor:
+    return torch.rand(*shape) < density
+
+
+def _one_element(rank: int, world_size: int) -> Tensor:
+    mask = torch.zeros(V, D, dtype=torch.bool)
+    mask[0, 0] = rank == world_size - 1
+    return mask
+
+
+def _blocks(rank: int, world_size: int) -> Tensor:
+    return _bernoulli(0.3, V // 5, 1).repeat_interleave(5, dim=0).expand(V, D)
+
+
+PATTERNS: dict[str, Callable[[int, int], Tensor]] = {
+    "rows": lambda rank, world_size: _bernoulli(0.2, V, 1).expand(V, D),
+    "blocks": _blocks,
+    "elements": lambda rank, world_size: _bernoulli(0.05, V, D),
+    "zero": lambda rank, world_size: torch.zeros(V, D, dtype=torch.bool),
+    "dense": lambda rank, world_size: torch.ones(V, D, dtype=torch.bool),
+    "one_element": _one_element,
+    "density_by_rank": lambda rank, world_size: _bernoulli((0.9, 0.0, 0.02, 0.3)[rank], V, D),
+    "skewed": lambda rank, world_size: (_bernoulli(0.9, V, 1) & (torch.arange(V) < V // 8).view(V, 1)).expand(V, D),
+}
+
+
+Form = Literal["dense", "row set", "in place"]
+
+
+@dataclass(frozen=True)
+class Case:
+    variant: str
+    pattern: str
+    dtype: torch.dtype
+    form: Form
+
+    def __str__(self) -> str:
+        return f"{self.variant}, {self.pattern}, {self.dtype}, {self.form}"
+
+
+EVERYTHING = [
+    Case(variant, pattern, dtype, form)
+    for variant in VARIANTS
+    for pattern in PATTERNS
+    for dtype in DTYPES
+    for form in get_args(Form)
+    if form != "in place" or variant in IN_PLACE
+]
+QUICK = [case for case in EVERYTHING if case.dtype == torch.float64 or case.pattern in {"rows", "density_by_rank"}]
+
+
+def gradient_of(case: Case, rank: int, world_size: int) -> Gradient:
+    torch.manual_seed(100 * list(PATTERNS).index(case.pattern) + rank)
+    mask = PATTERNS[case.pattern](rank, world_size)
+    values = torch.randint(1, 100, (V, D)).double() if case.dtype == torch.float64 else torch.randn(V, D)
+    dense = torch.where(mask, values, 0).to(case.dtype)
+    if case.form != "row set":
+        return dense
+    # Some rows are present although they are zero, as a lookup without influence on the loss leaves them.
+    ids = (mask.any(dim=1) | _bernoulli(0.1, V)).nonzero().view(-1)
+    return RowSet(ids, dense[ids], V)
+
+
+def dense_of(gradient: Gradient) -> Tensor:
+    if isinstance(gradient, Tensor):
+        return gradient
+    return gradient.rows.new_zeros(V, D).index_copy_(0, gradient.ids, gradient.rows)
+
+
+def digest(gradient: Gradient) -> str:
+    tensors = (gradient.ids, gradient.rows) if isinstance(gradient, RowSet) else (gradient,)
+    return hashlib.sha256(b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def fault(case: Case, found: Gradient, world_size: int) -> str | None:
+    """What is wrong with the mean; None where it is the dense AllReduce's."""
+    by_rank = [gradient_of(case, rank, world_size) for rank in range(world_size)]
+    if isinstance(found, RowSet) != (case.form == "row set"):
+        return f"found a {type(found).__name__}"
+    if isinstance(found, RowSet):
+        union = torch.cat([rows.ids for rows in by_rank if isinstance(rows, RowSet)]).unique()
+        if not torch.equal(found.ids, union):
+            return f"expected rows {union.tolist()}, found {found.ids.tolist()}"
+    reference = dense_of(by_rank[dist.get_rank()]).double()
+    dist.all_reduce(reference)
+    reference /= world_size
+    mean = dense_of(found)
+    if mean.dtype != case.dtype:
+        return f"found {mean.dtype}"
+    largest = max(float(dense_of(gradient).abs().max()) for gradient in by_rank)
+    allowed = 0.0 if case.dtype == torch.float64 else (world_size + 1) * torch.finfo(case.dtype).eps * largest
+    off = float((mean.double() - reference).abs().max())
+    return None if off <= allowed else f"off by {off}, allowed {allowed}"
+
+
+Results = dict[Case, tuple[str | None, str]]
+"""For each case the fault, if any, and the digest of the result."""
+
+
+def exchange_all(rank: int, world_size: int, cases: list[Case]) -> Results:
+    channel = Channel(dist.group.WORLD)
+    gradients = [gradient_of(case, rank, world_size) for case in cases]
+    before = [digest(gradient) for gradient in gradients]
+    steps = []
+    for case, gradient in zip(cases, gradients, strict=True):
+        strategy, options = VARIANTS[case.variant]
+        if case.form != "in place":
+            steps.append(STRATEGIES[strategy].exchange(gradient, channel, options))
+    means = iter(run_all(steps))
+    results = {}
+    for case, gradient, unchanged in zip(cases, gradients, before, strict=True):
+        if case.form == "in place":
+            flat = dense_of(gradient).clone().view(-1)
+            mean: Gradient = exchange_gradient_(flat, IN_PLACE[case.variant], channel, Cluster()).view(V, D)
+        else:
+            mean = next(means)
+        wrong = fault(case, mean, world_size)
+        if digest(gradient) != unchanged:
+            wrong = "the gradient given was written to"
+        results[case] = (wrong, digest(mean))
+    return results
+
+
+@cache
+def _visit(world_size: int) -> list[Results] | RankError:
+    try:
+        return run_ranks(world_size, exchange_all, QUICK)
+    except RankError as error:
+        return error
+
+
+def visit(world_size: int) -> list[Results]:
+    """What the ranks found, of one visit for all tests, failed or not."""
+    found = _visit(world_size)
+    if isinstance(found, RankError):
+        raise found
+    return found
+
+
+def faults_of(by_rank: list[Results], cases: list[Case]) -> list[str]:
+    faults = [
+        f"rank {rank}: {case}: {results[case][0]}"
+        for rank, results in enumerate(by_rank)
+        for case in cases
+        if results[case][0] is not None
+    ]
+    differing = [f"{case}: ranks differ" for case in cases if len({results[case][1] for results in by_rank}) > 1]
+    return faults + differing
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_mean_is_the_dense_all_reduces(world_size: int, variant: str) -> None:
+    """And has the same bits on all ranks, or replicas would drift apart."""
+    assert not faults_of(visit(world_size), [case for case in QUICK if case.variant == variant])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_case(world_size: int) -> None:
+    assert not faults_of(run_ranks(world_size, exchange_all, EVERYTHING), EVERYTHING)
+
+
+# -- long lanes and many streams ---------------------------------------------------------------------------------------
+
+
+def stream_all(rank: int, world_size: int) -> list[str]:
+    """Lanes of more places than a byte tells; lanes in more streams than are in flight at once."""
+    torch.manual_seed(rank)
+    gradient = torch.where(_bernoulli(0.1, 3000), torch.randint(1, 100, (3000,)).double(), 0)
+    expected = gradient.clone()
+    dist.all_reduce(expected)
+    expected /= world_size
+    faults = []
+    for streaming in (Streaming(1, 1), Streaming(2, 1), Streaming(24, 1), Streaming(24, 5)):
+        options = Options(block_size=1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(omnireduce, "streaming_of", lambda *_, streaming=streaming: streaming)
+            mean = run(omnireduce.exchange(gradient, Channel(dist.group.WORLD), options))
+        assert isinstance(mean, Tensor)
+        if not torch.equal(mean, expected):
+            faults.append(f"{streaming}: off by {float((mean - expected).abs().max())}")
+    return faults
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_long_lanes_and_many_streams(world_size: int) -> None:
+    assert run_ranks(world_size, stream_all) == [[]] * world_size
+
+
+@given(st.data())
+def test_places_in_lanes_tell_the_blocks(data: st.DataObject) -> None:
+    """Also where there are fewer blocks than lanes, or ranks; 256 places need more than a byte."""
+    world_size, lanes = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    num_blocks = data.draw(st.integers(1, 40) | st.integers(1, 5000))
+    ranges = omnireduce._Ranges(num_blocks, world_size, lanes, torch.device("cpu"))
+    starts = [*ranges.starts.view(-1).tolist(), num_blocks]
+    blocks = torch.tensor(
+        [
+            [data.draw(st.sampled_from([*range(start + lane, end, lanes), num_blocks])) for lane in range(lanes)]
+            for start, end in itertools.pairwise(starts)
+        ]
+    )
+
+    assert torch.equal(ranges.decode(ranges.encode(blocks, ranges.starts), ranges.starts), blocks)
+
+
+# -- shapes and special values -----------------------------------------------------------------------------------------
+
+
+def exchange_shapes(rank: int, world_size: int) -> list[str]:
+    """Scalars, vectors, four dimensions, no elements; infinities and NaN; a transposed gradient."""
+    channel = Channel(dist.group.WORLD)
+    special = torch.tensor([0.0, -0.0, 1.0, torch.inf, torch.nan]) if rank == 0 else torch.arange(5.0)
+    gradients = [
+        torch.tensor(float(rank)),
+        torch.arange(7.0) * rank,
+        torch.full((2, 3, 2, 2), float(rank)),
+        torch.zeros(0, 4),
+        special,
+        (torch.arange(12.0).view(3, 4) + rank).T,
+    ]
+    faults = []
+    for gradient in gradients:
+        reference = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(reference)
+        reference /= world_size
+        for name, (strategy, options) in VARIANTS.items():
+            mean = run(STRATEGIES[strategy].exchange(gradient, channel, options))
+            assert isinstance(mean, Tensor)
+            if mean.shape != gradient.shape or not torch.equal(mean.nan_to_num(-1), reference.nan_to_num(-1)):
+                faults.append(f"{name}: expected {reference}, found {mean}")
+    return faults
+
+
+def test_shapes_and_special_values() -> None:
+    assert run_ranks(2, exchange_shapes) == [[], []]
+
+
+def messages_of_three(rank: int, world_size: int) -> tuple[list[tuple[str, int, int]], list[float]]:
+    """What is posted, in order: kind, peer, elements. Rank r has k elements for rank k, those for rank 0 are none."""
+    posted: list[tuple[str, int, int]] = []
+    start = dist.batch_isend_irecv
+
+    def noted(operations: list[dist.P2POp]) -> list[dist.Work]:
+        posted.extend((op.op.__name__, op.group_peer, op.tensor.numel()) for op in operations)
+        return start(operations)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", noted)
+        in_flight = Channel(dist.group.WORLD).all_to_all(torch.full((3,), float(rank)), [0, 1, 2], [rank] * world_size)
+    in_flight.work.wait()
+    return posted, in_flight.value.tolist()
+
+
+def test_receives_are_posted_before_sends_and_nothing_empty_is_sent() -> None:
+    """Over gloo, what tells a sender that its receiver is ready would queue behind the receiver's own bulk."""
+    found = run_ranks(3, messages_of_three)
+
+    assert found[0] == ([("isend", 1, 1), ("isend", 2, 2)], [])
+    assert found[1] == ([("irecv", 0, 1), ("irecv", 2, 1), ("isend", 2, 2)], [0.0, 1.0, 2.0])
+    assert found[2] == ([("irecv", 1, 2), ("irecv", 0, 2), ("isend", 1, 1)], [0.0, 0.0, 1.0, 1.0, 2.0, 2.0])
+
+
+def test_a_single_process_needs_no_group() -> None:
+    dense = torch.arange(6.0).view(3, 2)
+    for strategy, options in VARIANTS.values():
+        channel = Channel(None)
+        mean = run(STRATEGIES[strategy].exchange(dense, channel, options))
+        assert isinstance(mean, Tensor)
+        assert torch.equal(mean, dense)
+        assert (channel.sent_bytes, channel.messages) == (0, 0)

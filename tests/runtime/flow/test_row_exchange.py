@@ -1,0 +1,316 @@
+"""Rows and row gradients between steps: every row is read after its last update, and updated once per step.
+
+Shape legend
+    V rows of the table, D columns of it, d this rank's; R rows read by all ranks in rank order; U by this one.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import Adagrad
+
+from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, chunks_of
+from embrace_fx.runtime.flow.row_exchange import RowExchange
+from embrace_fx.runtime.kernels import unique_ids
+from embrace_fx.runtime.launch.launcher import Launcher
+from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.tables.placement import shard_parameter
+from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.vocabulary.ops import own_columns
+from embrace_fx.vocabulary.schedule import Lane
+from tests.support.cases import long_but
+from tests.support.ranks import run_ranks
+
+V = 7
+EXAMPLES = 12
+"""Random trainings per number of columns."""
+
+# -- cutting -----------------------------------------------------------------------------------------------------------
+
+ids_of_ranks = st.lists(st.lists(st.integers(0, V - 1), unique=True, max_size=V), min_size=1, max_size=4)
+
+
+def routing_of(by_rank: list[list[int]]) -> Routing:
+    flat = torch.tensor([i for ids in by_rank for i in ids], dtype=torch.int64)
+    return Routing.of(flat, torch.tensor([len(ids) for ids in by_rank]))
+
+
+@given(ids_of_ranks, ids_of_ranks)
+def test_prior_and_delayed_rows_partition_a_batch(current: list[list[int]], following: list[list[int]]) -> None:
+    routing, other = routing_of(current), routing_of(following)
+    splitter = RowSplitter(V, torch.device("cpu"))
+
+    for _ in range(2):  # it leaves no marks behind
+        mask = splitter.among(routing.ids, other.ids)
+        prior, delayed = Selection.of(routing, mask), Selection.of(routing, ~mask)
+
+    read_next = {i for ids in following for i in ids}
+    assert mask.tolist() == [i in read_next for ids in current for i in ids]
+    assert prior.positions.tolist() == mask.nonzero().view(-1).tolist()
+    for rank, ids in enumerate(current):
+        assert [ids[k] for k in prior.own(routing, rank).tolist()] == [i for i in ids if i in read_next]
+    assert prior.counts == tuple(sum(i in read_next for i in ids) for ids in current)
+    assert tuple(map(sum, zip(prior.counts, delayed.counts, strict=True))) == routing.counts
+    pieces = [routing.ids[routing.own(rank)].tolist() for rank in range(len(current))]
+    assert pieces == current
+
+
+@given(ids_of_ranks, st.data(), st.integers(1, 5))
+def test_chunks_keep_equal_ids_together(by_rank: list[list[int]], data: st.DataObject, chunks: int) -> None:
+    ids = routing_of(by_rank).ids
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))), dtype=torch.bool)
+
+    found = chunks_of(ids, mask, chunks)
+
+    assert len(found) == chunks
+    assert torch.equal(torch.stack(found).sum(0), mask.long())  # each masked row in one chunk, no other in any
+    where: dict[int, set[int]] = {}
+    for k, chunk in enumerate(found):
+        for row in ids[chunk].tolist():
+            where.setdefault(row, set()).add(k)
+    assert all(len(of_row) == 1 for of_row in where.values())
+
+
+def test_chunks_are_of_about_equal_size() -> None:
+    ids = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
+
+    sizes = [int(chunk.sum()) for chunk in chunks_of(ids, ids % 2 == 0, 4)]
+
+    assert max(sizes) - min(sizes) <= 2
+
+
+# -- trainings ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """What all ranks read: `ids` (R,), `counts` rows of each, and what loss they have of them, (R, D) factors."""
+
+    ids: Tensor
+    counts: Tensor
+    factors: Tensor
+
+    def own(self, rank: int) -> slice:
+        return Routing.of(self.ids, self.counts).own(rank)
+
+    @staticmethod
+    def draw(random: random.Random, world_size: int, columns: int, padding_idx: int) -> Batch:
+        most = random.choice([0, 2, 2 * V])
+        drawn = [[random.randrange(V) for _ in range(random.randint(0, most))] for _ in range(world_size)]
+        unique = [unique_ids([torch.tensor(ids, dtype=torch.int64)], V, padding_idx)[0] for ids in drawn]
+        generator = torch.Generator().manual_seed(random.randrange(2**31))
+        rows = sum(map(len, unique))
+        factors = torch.randn((rows, columns), dtype=torch.float64, generator=generator)
+        return Batch(torch.cat(unique), torch.tensor(list(map(len, unique))), factors)
+
+
+class Watched(RowTable):
+    """Tells what is updated under the options of which step."""
+
+    updates: list[tuple[int, list[int]]]
+
+    def apply(self, ids: Tensor, rows: Tensor, options: Mapping[str, Any]) -> None:
+        self.updates.append((options["number"], ids.tolist()))
+        super().apply(ids, rows, options)
+
+
+@dataclass
+class Reference:
+    """The whole table in one process, updated at once."""
+
+    weight: nn.Parameter
+    optimizer: Adagrad
+    padding_idx: int
+    read: dict[int, set[int]] = field(default_factory=dict)  # by number of the step
+    gradient: Tensor | None = None
+    touched: set[int] = field(default_factory=set)
+
+    def backward(self, gradients: Tensor, batch: Batch, scale: float) -> None:
+        whole = torch.zeros_like(self.weight).index_add_(0, batch.ids, gradients, alpha=scale)
+        if self.padding_idx >= 0:
+            whole[self.padding_idx] = 0
+        self.gradient = whole if self.gradient is None else self.gradient + whole
+        self.touched |= set(batch.ids.tolist()) - {self.padding_idx}
+
+    def step(self, number: int) -> None:
+        if self.gradient is not None:
+            self.weight.grad = self.gradient
+            self.optimizer.step()
+            self.read[number] = self.touched
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        self.gradient, self.touched = None, set()
+
+
+class Training:
+    """One table's training on a rank, in the order in which a flow calls its exchange."""
+
+    def __init__(self, communicator: Communicator, seed: int, columns: int) -> None:
+        self.draw = random.Random(seed)
+        self.communicator = communicator
+        self.padding_idx = self.draw.choice([-1, 0, 3])
+        generator = torch.Generator().manual_seed(seed)
+        initial = torch.randn((V, columns), dtype=torch.float64, generator=generator)
+        options: dict[str, Any] = {"lr": 0.3, "lr_decay": 0.1, "eps": 0.1}
+        whole = nn.Parameter(initial.clone())
+        self.reference = Reference(whole, Adagrad([whole], **options), self.padding_idx)
+        module = nn.Embedding(V, columns, _weight=initial.clone())
+        optimizer = Adagrad(module.parameters(), **options)
+        parameter = shard_parameter(module, "weight", [optimizer], communicator)
+        self.group = optimizer.param_groups[0]
+        self.group["number"] = 0
+        self.table = Watched("t", parameter, optimizer, Adagrad, "exact")
+        self.table.updates = []
+        chunks = self.draw.randint(1, 3)
+        delayed = [f"t delayed [{k}]" for k in range(chunks)]
+        order: list[tuple[str, Lane]] = [("t prior", "embedding"), *((name, "delayed") for name in delayed)]
+        order.insert(self.draw.randrange(1, 1 + len(order)), ("t rows", "embedding"))  # which wait for the prior ones
+        order.insert(self.draw.randrange(1 + len(order)), ("t early rows", "embedding"))
+        self.launcher = Launcher(order, ["t rows"], Recorder())
+        self.exchange = RowExchange(self.table, communicator, self.launcher, chunks, lambda ticket: ticket.wait())
+        self.number = 0
+        self.split = 0  # steps whose gradients were cut in two
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Checks the rows of this rank's batch, and returns the gradient with respect to those of all ranks."""
+        exchange = self.exchange
+        if exchange.early_rows_stale:
+            exchange.forget_rows()
+        self.launcher.enter_forward()
+        with self.launcher.hurrying():  # an order that launches rows before delayed gradients is not always followed
+            exchange.request(batch.ids, batch.counts, torch.float64)
+        rows = exchange.rows().view(-1, self.reference.weight.shape[1])
+        expected = self.reference.weight.detach()[batch.ids]
+        torch.testing.assert_close(rows, expected[batch.own(self.communicator.rank)], rtol=1e-12, atol=1e-12)
+        return batch.factors * (1 + expected)
+
+    def backward(self, batch: Batch, gradients: Tensor, following: Batch | None) -> None:
+        self.launcher.open_window()
+        self.exchange.apply_delayed()
+        cut = following is not None and self.exchange.can_split(batch.ids)
+        if following is not None and cut:
+            self.exchange.look_ahead(following.ids, following.counts, torch.float64)
+        else:
+            self.exchange.do_not_split()
+        scale = 1 / self.communicator.world_size
+        own = gradients[batch.own(self.communicator.rank)].contiguous()
+        self.exchange.submit_gradient(own, batch.ids, batch.counts, self.padding_idx, scale)
+        self.launcher.leave_backward()
+        parts = [part.ids.tolist() for part in self.exchange._gradients[-1].parts]
+        assert sorted(functools.reduce(operator.iadd, parts, [])) == sorted(batch.ids.tolist())
+        if cut:
+            assert following is not None
+            self.split += 1
+            assert set(parts[0]) == set(batch.ids.tolist()) & set(following.ids.tolist())
+            assert max(Counter(row for part in parts for row in set(part)).values(), default=1) == 1
+        self.reference.backward(gradients, batch, scale)
+
+    def step(self) -> None:
+        self.number += 1
+        self.group["number"] = self.number
+        self.group["lr"] *= 0.9  # the options are those of this moment
+        self.reference.optimizer.param_groups[0]["lr"] *= 0.9
+        if not self.exchange.step():
+            self.table.update()
+        self.group["number"] = -1
+        self.reference.step(self.number)
+
+    def zero_grad(self) -> None:
+        self.table.clear_gradient()
+        self.exchange.discard()
+        self.reference.zero_grad()
+
+    def finish(self) -> None:
+        self.launcher.open_window()
+        self.exchange.apply_delayed()
+        while self.launcher._state.under_way():  # discarded ones too: the next training uses the same groups
+            time.sleep(0.001)
+        mine = self.table.local
+        first, last = own_columns(self.table.parameter.shape[1], self.communicator.world_size, self.communicator.rank)
+        expected = self.reference.weight.detach()[:, first:last]
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+        by_step: dict[int, list[int]] = {}
+        updated: dict[int, int] = {}  # row -> the step that updated it last
+        for number, ids in self.table.updates:
+            assert all(number > updated.get(row, 0) for row in ids)
+            updated |= dict.fromkeys(ids, number)
+            by_step.setdefault(number, []).extend(ids)
+        found = {number: sorted(ids) for number, ids in by_step.items() if ids}
+        assert found == {number: sorted(rows) for number, rows in self.reference.read.items() if rows}
+
+
+def train(training: Training, steps: int = 7) -> None:
+    """A loop that does, at random, what users do."""
+    draw, world_size = training.draw, training.communicator.world_size
+    columns = training.reference.weight.shape[1]
+
+    def another() -> Batch:
+        return Batch.draw(draw, world_size, columns, training.padding_idx)
+
+    batch = another()
+    for _ in range(steps):
+        following = another()
+        gradients = training.forward(batch)
+        event = draw.choice(["look ahead"] * 5 + ["do not", "other batch", "two forwards", "drop", "sum up", "clip"])
+        if event == "two forwards":  # the first of them is a batch whose loss is not used, or used later
+            training.forward(another())
+            if draw.random() < 0.5:
+                gradients = training.forward(batch)
+        training.backward(batch, gradients, None if event == "do not" else following)
+        if event == "clip":
+            with training.launcher.hurrying():
+                training.exchange.materialise()
+        if event not in ("drop", "sum up"):
+            training.step()
+        if event != "sum up":
+            training.zero_grad()
+        if event == "other batch":  # than the one looked ahead to
+            following = another()
+            training.exchange.forget_rows()
+        batch = following
+    training.finish()
+
+
+def trains_at_random(rank: int, world_size: int, columns: int) -> int:
+    """How often a gradient was cut."""
+    communicator = Communicator(dist.group.WORLD)
+    communicator.open_lanes()
+    split = 0
+    for seed in range(EXAMPLES):
+        training = Training(communicator, seed, columns)
+        try:
+            train(training)
+        except Exception as error:
+            error.add_note(f"in training {seed} with {columns} columns on {world_size} ranks")
+            raise
+        split += training.split
+    return split
+
+
+@pytest.mark.parametrize(
+    "columns",
+    long_but(
+        ("uneven columns", "a rank without columns"),
+        {"even columns": (6,), "uneven columns": (5,), "a rank without columns": (2,)},
+    ),
+)
+def test_rows_are_read_after_their_last_update_and_updated_once_per_step(columns: int) -> None:
+    split = run_ranks(3, trains_at_random, columns)
+
+    assert min(split) > EXAMPLES

@@ -1,0 +1,104 @@
+"""Cutting two batches before the host knows any size: the same parts as with sizes that are read at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from embrace_fx.runtime import kernels
+from embrace_fx.runtime.flow.routing import Routing, RowSplitter, chunks_of
+from embrace_fx.runtime.flow.split_ahead import SplitAhead, routed, unique_ids
+from embrace_fx.runtime.launch.recorded_streams import RecordedStreams
+from embrace_fx.runtime.launch.streams import first_true
+
+V = 9
+CPU = torch.device("cpu")
+
+batches = st.lists(st.lists(st.integers(0, V - 1), max_size=12), min_size=1, max_size=3)
+paddings = st.sampled_from([-1, 0, 4])
+
+
+@given(st.lists(st.booleans(), max_size=20))
+def test_where_a_mask_is_true(mask: list[bool]) -> None:
+    found = first_true(torch.tensor(mask, dtype=torch.bool)).tolist()
+
+    true = [k for k, each in enumerate(mask) if each]
+    assert found == true + [0] * (len(mask) - len(true))
+
+
+@given(batches, paddings)
+def test_unique_rows_are_those_of_the_op_and_zeros(uses: list[list[int]], padding_idx: int) -> None:
+    ids = [torch.tensor(use, dtype=torch.int64) for use in uses]
+
+    unique, count, where = unique_ids(ids, V, padding_idx)
+
+    expected, *expected_where = kernels.unique_ids(ids, V, padding_idx)
+    assert int(count) == expected.numel()
+    assert torch.equal(unique[: int(count)], expected)
+    assert not unique[int(count) :].any()
+    assert unique.numel() == sum(map(len, uses)) + (padding_idx >= 0)
+    for found, each in zip(where, expected_where, strict=True):
+        assert torch.equal(found, each)
+
+
+@pytest.mark.parametrize("bad", [-1, V, -(2**62)])
+def test_an_id_outside_the_table_is_told_and_harms_nothing(bad: int) -> None:
+    unique, count, _ = unique_ids([torch.tensor([3, bad, 0])], V, -1)
+
+    assert int(count) == -1
+    assert unique.min() >= 0
+    assert unique.max() < V
+
+
+def packed(by_rank: list[list[int]]) -> tuple[Tensor, list[list[int]], Routing]:
+    """One table's batch as it is gathered, and as it is: each rank's unique ids."""
+    capacities = [[len(ids)] for ids in by_rank]
+    unique = [sorted(set(ids)) for ids in by_rank]
+    longest = max(map(len, by_rank))
+    rows = [[len(u), *u, *[0] * (longest - len(u))] for u in unique]
+    flat = torch.tensor([i for u in unique for i in u], dtype=torch.int64)
+    return torch.tensor(rows, dtype=torch.int32), capacities, Routing(flat, tuple(map(len, unique)))
+
+
+@given(st.integers(1, 3), st.data(), st.integers(1, 4), paddings)
+def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, chunks: int, padding_idx: int) -> None:
+    ids = st.lists(st.integers(0, V - 1), max_size=12)
+    one, other = (data.draw(st.lists(ids, min_size=ranks, max_size=ranks)) for _ in range(2))
+    current = packed(one)[2]
+    gathered, capacities, following = packed(other)
+    splitter = RowSplitter(V, CPU)
+    expected = splitter.split(current, following, chunks)
+
+    ahead = SplitAhead(current, table := routed(gathered, capacities, [(0, 0)]), splitter, chunks, padding_idx)
+    assert tuple(table.counts.tolist()) == following.counts
+    assert torch.equal(table.ids[: sum(following.counts)], following.ids)
+    found = ahead.split(following, ahead.sizes().tolist())
+
+    parts = [(found.late, expected.late), (found.early, expected.early), (found.prior, expected.prior)]
+    parts += zip(found.delayed(), expected.delayed(), strict=True)
+    for part, each in parts:
+        assert part.counts == each.counts
+        assert torch.equal(part.positions, each.positions)
+    for part, _ in parts[2:]:
+        rows = torch.randn(part.positions.numel(), 3, dtype=torch.float64)
+        of_part = current.ids[part.positions]
+        assert part.merge is not None
+        summed = part.coalesce(of_part, rows.view(-1), 3, padding_idx, 0.5)
+        for mine, reference in zip(summed, kernels.coalesce(of_part, rows.view(-1), 3, padding_idx, 0.5), strict=True):
+            assert torch.equal(mine, reference)
+
+
+def test_nothing_asks_the_device_for_a_value() -> None:
+    ids = torch.randint(V, (40,))
+    gathered, capacities, _ = packed([[1, 2, 3], [3, 4]])
+    current, splitter = Routing(torch.tensor([1, 3, 3]), (1, 2)), RowSplitter(V, CPU)
+
+    with RecordedStreams() as recorded:
+        unique_ids([ids], V, 0)
+        SplitAhead(current, routed(gathered, capacities, [(0, 0)]), splitter, 3, 0).sizes()
+        assert recorded.host_waits == []
+        chunks_of(ids, ids > 2, 2)
+    assert recorded.host_waits != []

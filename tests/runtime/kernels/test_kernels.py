@@ -1,0 +1,244 @@
+"""The local kernels, by their properties: what is taken apart is put together, and no id or gradient is lost.
+
+Shape legend
+    N ranks; V rows of the table; D its columns; U rows of a batch; R rows of all batches; T tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from embrace_fx.runtime import kernels
+from embrace_fx.runtime.kernels.grid import join_grid, route_grid
+from embrace_fx.vocabulary.ops import own_columns
+
+RANKS = st.integers(1, 9)
+COLUMNS = st.integers(1, 12)
+
+
+def numbered(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+
+
+def ids_of(num_rows: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, num_rows - 1), max_size=20)
+
+
+# ---- columns ----
+
+
+@given(RANKS, COLUMNS)
+def test_own_columns_are_those_of_torch_chunk(ranks: int, columns: int) -> None:
+    """Ranks beyond the last chunk own nothing."""
+    chunks = list(torch.arange(columns).chunk(ranks))
+    chunks += [torch.arange(0)] * (ranks - len(chunks))
+
+    owned = [torch.arange(*own_columns(columns, ranks, rank)) for rank in range(ranks)]
+
+    assert [part.tolist() for part in owned] == [chunk.tolist() for chunk in chunks]
+    assert kernels.column_widths(columns, ranks) == [len(part) for part in owned]
+
+
+@given(RANKS, COLUMNS, st.integers(0, 6))
+def test_columns_split_and_joined_are_the_rows(ranks: int, columns: int, rows: int) -> None:
+    rows_UD = numbered(rows, columns)
+
+    flat = kernels.split_columns(rows_UD, ranks)
+
+    assert flat.shape == (rows * columns,)
+    assert torch.equal(kernels.join_columns(flat, columns, ranks), rows_UD)
+
+
+@given(RANKS, COLUMNS, st.integers(0, 6))
+def test_each_rank_gets_its_block_of_columns(ranks: int, columns: int, rows: int) -> None:
+    rows_UD = numbered(rows, columns)
+
+    blocks = kernels.split_columns(rows_UD, ranks).split([rows * w for w in kernels.column_widths(columns, ranks)])
+
+    for rank, block in enumerate(blocks):
+        first, last = own_columns(columns, ranks, rank)
+        assert torch.equal(block.view(rows, last - first), rows_UD[:, first:last])
+
+
+def test_rows_that_are_not_contiguous_are_split_too() -> None:
+    rows = numbered(4, 3).t()
+
+    for ranks in (1, 2, 5):
+        assert torch.equal(kernels.join_columns(kernels.split_columns(rows, ranks), 4, ranks), rows)
+
+
+# ---- ids ----
+
+
+@given(st.data(), st.integers(1, 9), st.lists(st.integers(0, 3), min_size=1, max_size=3))
+def test_unique_ids(data: st.DataObject, num_rows: int, ranks_of_shapes: list[int]) -> None:
+    """Each row once, sorted behind the padding row, and every inverse finds its ids."""
+    padding = data.draw(st.integers(-1, num_rows - 1))
+    ids = [_draw_ids(data, num_rows, dims) for dims in ranks_of_shapes]
+
+    unique, *inverses = kernels.unique_ids(ids, num_rows, padding)
+
+    rows = unique.tolist()
+    read = {row for each in ids for row in each.flatten().tolist()}
+    assert unique.dtype == torch.int64
+    assert len(set(rows)) == len(rows)
+    assert set(rows) == read | ({padding} if padding >= 0 else set())
+    if padding >= 0:
+        assert rows.pop(0) == padding
+    assert rows == sorted(rows)
+    for each, inverse in zip(ids, inverses, strict=True):
+        assert inverse.shape == each.shape
+        assert inverse.dtype == torch.int64
+        assert torch.equal(unique[inverse], each.to(torch.int64))
+
+
+def _draw_ids(data: st.DataObject, num_rows: int, dims: int) -> Tensor:
+    """Ids of any shape with `dims` dimensions, empty ones included, int32 or int64."""
+    shape = data.draw(st.lists(st.integers(0, 3), min_size=dims, max_size=dims))
+    count = torch.Size(shape).numel()
+    values = data.draw(st.lists(st.integers(0, num_rows - 1), min_size=count, max_size=count))
+    return torch.tensor(values, dtype=data.draw(st.sampled_from([torch.int32, torch.int64]))).view(shape)
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_rows", "expected"),
+    [([0, 4], 5, None), ([], 5, None), ([0, 5], 5, 5), ([-1, 3], 5, -1), ([3, -2, 9], 5, -2), ([4, 0, 9, 1], 5, 9)],
+)
+def test_an_id_outside_the_table_is_named(ids: list[int], num_rows: int, expected: int | None) -> None:
+    assert kernels.bad_id(torch.tensor(ids, dtype=torch.int64), num_rows) == expected
+
+
+def test_a_negative_id_is_found_beside_padding() -> None:
+    """The padding row stands first, whatever is smaller."""
+    unique, _ = kernels.unique_ids([torch.tensor([3, -1])], 5, 3)
+
+    assert unique.tolist() == [3, -1]
+    assert kernels.bad_id(unique, 5) == -1
+
+
+@given(st.lists(st.lists(ids_of(30), min_size=2, max_size=2), min_size=1, max_size=4), st.integers(0, 3), st.booleans())
+def test_unpacking_inverts_the_packing_of_ids(ids_by_rank: list[list[list[int]]], spare: int, narrow: bool) -> None:
+    """As `Communicator.all_gather_ids` packs them: T counts, the tables' ids, then what is left of the longest."""
+    dtype = torch.int32 if narrow else torch.int64
+    longest = max(sum(map(len, tables)) for tables in ids_by_rank) + spare
+    packed = torch.full((len(ids_by_rank), 2 + longest), -7, dtype=dtype)
+    for row, tables in zip(packed, ids_by_rank, strict=True):
+        content = [*map(len, tables), *tables[0], *tables[1]]
+        row[: len(content)] = torch.tensor(content, dtype=dtype)
+
+    found = kernels.unpack_ids(packed, 2, len(ids_by_rank))
+
+    for table in range(2):
+        ids, counts = found[2 * table : 2 * table + 2]
+        assert ids.tolist() == [row for tables in ids_by_rank for row in tables[table]]
+        assert counts.tolist() == [len(tables[table]) for tables in ids_by_rank]
+        assert (ids.dtype, counts.dtype) == (torch.int64, torch.int64)
+
+
+# ---- gradients ----
+
+
+@given(st.data(), st.integers(1, 8), st.integers(0, 4), st.sampled_from([1.0, 0.5]))
+def test_coalescing_is_a_dense_sum(data: st.DataObject, num_rows: int, columns: int, scale: float) -> None:
+    ids = torch.tensor(data.draw(ids_of(num_rows)), dtype=torch.int64)
+    padding = data.draw(st.integers(-1, num_rows - 1))
+    rows_Rd = numbered(len(ids), columns) + 1
+
+    ids_K, rows_Kd = kernels.coalesce(ids, rows_Rd.view(-1), columns, padding, scale)
+
+    dense = torch.zeros(num_rows, columns, dtype=torch.float64).index_add_(0, ids, rows_Rd * scale)
+    if padding >= 0:
+        dense[padding] = 0
+    assert ids_K.tolist() == sorted(set(ids.tolist()) - {padding})
+    assert rows_Kd.shape == (len(ids_K), columns)
+    assert torch.equal(torch.zeros_like(dense).index_copy_(0, ids_K, rows_Kd), dense)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=4), st.sampled_from([1.0, 0.25]))
+def test_buckets_packed_and_unpacked_are_the_gradients(shapes: list[list[int]], scale: float) -> None:
+    gradients = [numbered(*shape) + k for k, shape in enumerate(shapes)]
+    before = [gradient.clone() for gradient in gradients]
+
+    flat = kernels.pack_bucket(gradients, scale)
+
+    for found, gradient, kept in zip(kernels.unpack_bucket(flat, gradients), gradients, before, strict=True):
+        assert torch.equal(found, gradient * scale)
+        assert torch.equal(gradient, kept)
+
+
+def test_unpacked_gradients_are_views_of_the_bucket() -> None:
+    flat = torch.zeros(6)
+
+    for part in kernels.unpack_bucket(flat, [torch.empty(2), torch.empty(2, 2)]):
+        part.fill_(1)
+
+    assert flat.tolist() == [1] * 6
+
+
+# ---- kernels and ops ----
+
+
+def _examples() -> dict[str, tuple[Any, ...]]:
+    """Arguments of every kernel; sizes that depend on data are 0 in none."""
+    rows = numbered(4, 5)
+    return {
+        "embrace::unique_ids": ([torch.tensor([[5, 2, 5]])], 9, -1),
+        "embrace::lookup": (rows, torch.tensor([3, 3, 0])),
+        "embrace::join_columns": (rows.view(-1), 5, 2),
+        "embrace::split_columns": (rows, 2),
+        "embrace::stack_ids": (
+            [torch.tensor([2, 5, 5]), torch.tensor([0, 3, 4])],
+            [torch.tensor([2, 1]), torch.tensor([1, 2])],
+            [0, 9],
+        ),
+        "embrace::unstack_rows": (numbered(6), [torch.tensor([2, 1]), torch.tensor([1, 2])], 0),
+        "embrace::route_grid": (torch.tensor([2, 4, 5, 5, 6]), torch.tensor([3, 2]), 1, 2, 1),
+        "embrace::join_grid": (rows.view(-1), torch.tensor([1, 0, 2, 3]), torch.tensor([[1, 3], [2, 0]]), 5, 0),
+        "embrace::split_grid": (rows, torch.tensor([1, 0, 2, 3]), torch.tensor([[1, 3], [2, 0]]), 0),
+        "embrace::coalesce": (torch.tensor([2, 5, 5, 2]), rows.view(-1), 5, -1, 0.5),
+        "embrace::pack_bucket": ([rows, rows[0]], 0.5),
+        "embrace::unpack_bucket": (numbered(7), [torch.empty(2, 2), torch.empty(3)]),
+        "embrace::unpack_ids": (torch.tensor([[2, 2, 5], [1, 5, 0]]), 1, 2),
+    }
+
+
+def test_every_local_kernel_has_an_example() -> None:
+    assert _examples().keys() == kernels.LOCAL.keys()
+
+
+@pytest.mark.parametrize("name", list(kernels.LOCAL))
+def test_an_op_calls_its_kernel_and_its_fake_kernel_agrees(name: str) -> None:
+    """Passes derive shapes and dtypes from the fake kernels; what runs yields these."""
+    op = getattr(torch.ops.embrace, name.removeprefix("embrace::")).default
+    args = _examples()[name]
+    expected = kernels.LOCAL[name](*args)
+
+    torch.testing.assert_close(op(*args), expected, rtol=0, atol=0)
+    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_worked_examples_of_the_vocabulary() -> None:
+    """The numbers of `embrace_fx/vocabulary/ops.py`."""
+    unique, inverse = kernels.unique_ids([torch.tensor([[5, 2, 5]])], 9, -1)
+    assert (unique.tolist(), inverse.tolist()) == ([2, 5], [[1, 0, 1]])
+    unique, inverse = kernels.unique_ids([torch.tensor([[5, 2, 5]])], 9, 5)
+    assert (unique.tolist(), inverse.tolist()) == ([5, 2], [[0, 1, 0]])
+    ids, counts = kernels.unpack_ids(torch.tensor([[2, 2, 5], [1, 5, 0]]), 1, 2)
+    assert (ids.tolist(), counts.tolist()) == ([2, 5, 5], [2, 1])
+    routes = [route_grid(torch.tensor([2, 4, 5, 5, 6]), torch.tensor([3, 2]), rank, 2, 1) for rank in range(2)]
+    assert [own_ids.tolist() for own_ids, _, _ in routes] == [[1, 2, 3], [2, 2]]
+    assert [by_row.tolist() for _, by_row, _ in routes] == [[[2, 1], [1, 1]]] * 2
+    assert [order.tolist() for _, _, order in routes] == [[0, 1, 2], [1, 0]]
+    counts = torch.tensor([[1, 1], [0, 0], [0, 0], [0, 0]])
+    rows = join_grid(torch.tensor([0.0, 1, 10, 11]), torch.tensor([0, 1]), counts, 2, 0)
+    assert rows.tolist() == [[0, 1], [10, 11]]
+    ids, rows = kernels.coalesce(torch.tensor([2, 5, 5]), torch.tensor([1.0, 2.0, 3.0]), 1, -1, 0.5)
+    assert (ids.tolist(), rows.tolist()) == ([2, 5], [[0.5], [2.5]])
+    rows = kernels.join_columns(torch.tensor([0.0, 1, 10, 11, 2, 3, 12, 13]), 4, 2)
+    assert rows.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]

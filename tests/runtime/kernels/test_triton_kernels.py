@@ -1,0 +1,121 @@
+"""The Triton kernels without a GPU: their cases in the interpreter, and that each compiles for the GPU they are for.
+
+The interpreter shows what a kernel computes, program after program. It shows neither races, nor how fast it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from embrace_fx.runtime import kernels
+from embrace_fx.runtime.kernels import gpu
+from tests.support.kernel_cases import CASES
+from tests.support.kernel_interpreter import WITHOUT_KERNELS
+
+needs_triton = pytest.mark.skipif(
+    not gpu.available(), reason="Triton is not installed: pip install 'embrace-fx[triton]'"
+)
+
+
+def _program(module: str, *arguments: str, **environment: str) -> Any:
+    """What a program of this folder prints, from JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@cache
+def _interpreted(examples: int) -> dict[str, str]:
+    results: dict[str, str] = _program("tests.support.kernel_interpreter", str(examples), TRITON_INTERPRET="1")
+    return results
+
+
+@needs_triton
+@pytest.mark.parametrize("case", [WITHOUT_KERNELS, *(case.__name__ for case in CASES)])
+def test_interpreted(case: str) -> None:
+    failure = _interpreted(8)[case]
+    assert not failure, failure
+
+
+@needs_triton
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_interpreted_with_more_examples() -> None:
+    failures = {case: failure for case, failure in _interpreted(400).items() if failure}
+    assert not failures, "\n".join(failures.values())
+
+
+@needs_triton
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_compiled_for_hopper(tmp_path: Path) -> None:
+    """Rows of a multiple of 16 bytes are moved by 128-bit accesses alone, and no kernel uses atomics."""
+    compiled = _program("tests.support.kernel_compilation", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    by_rows = ["_lookup_pack", "_move_columns", "_sum_segments", "_scatter_add", "_block_bitmap"]
+    by_rows += ["_sgd", "_adagrad", "_adam"]
+    by_ids = ["_mark", "_marked", "_server_of", "_claim", "_confirm", "_hash_bitmap", "_count_bits", "_ids_of_bitmap"]
+    assert compiled.keys() == {*by_rows, *by_ids}
+    for kernel, compilations in compiled.items():
+        for accesses in compilations:
+            assert not any(access.startswith(("atom", "red")) for access in accesses), (kernel, accesses)
+    for kernel in by_rows:
+        wide = [a for a in compiled[kernel] if any("v4.b32" in access or "v2.b64" in access for access in a)]
+        # Of the six tables, those of 33 columns and of 1 go element by element.
+        assert len(wide) == len(compiled[kernel]) * 4 // 6, (kernel, compiled[kernel])
+        for accesses in wide:
+            # Ids and positions are read one by one, and of blocks one answer is written each.
+            narrow = {a for a in accesses if "v4.b32" not in a and "v2.b64" not in a}
+            assert narrow <= {"ld.global.b64", "st.global.b8"}, (kernel, accesses)
+
+
+def test_the_cases_call_every_kernel() -> None:
+    called = {name for names in CASES.values() for name in names.split()}
+    assert called == {name for names in gpu._FILES.values() for name in names} - {"STAMPS"}
+
+
+def test_what_the_kernels_do_not_take() -> None:
+    if gpu.available():
+        assert gpu.takes(torch.ones(2, 3))
+    for left_to_torch in (
+        torch.ones(2, 3, dtype=torch.complex64),
+        torch.ones(3, 2).t(),
+        torch.ones(3, dtype=torch.int64),
+    ):
+        assert not gpu.takes(left_to_torch)
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_kernel'"):
+        _ = gpu.no_such_kernel
+    assert kernels.LOCAL["embrace::lookup"] is kernels.lookup
+
+
+@needs_triton
+def test_bytes_moved() -> None:
+    """The floors, by hand, for 10 rows of 4 float32 each."""
+    from embrace_fx.runtime.kernels.gpu import bitmaps, columns, hashing, members, sums, updates  # noqa: PLC0415
+
+    assert columns.lookup_pack_bytes_moved(10, 4, 4, 2) == 10 * (8 + 16 + 8)
+    assert columns.move_columns_bytes_moved(10, 4, 4) == 10 * (16 + 16)
+    assert columns.move_columns_bytes_moved(10, 4, 4, selected=True) == 10 * (16 + 16 + 8)
+    assert sums.coalesce_bytes_moved(10, 7, 4, 4) == 10 * (8 + 16) + 7 * (8 + 16)
+    assert sums.scatter_add_bytes_moved(10, 4, 2, 4) == 10 * (8 + 8 + 16 + 16)
+    assert members.split_prior_delayed_bytes_moved(10, 7) == 10 * (8 + 1 + 1) + 7 * (8 + 1)
+    assert updates.update_bytes_moved(10, 4, 4, states=2) == 10 * (8 + 16 + 2 * 16 + 2 * 2 * 16)
+    assert hashing.server_of_bytes_moved(10) == 10 * (8 + 8)
+    assert hashing.claim_slots_bytes_moved(10, 20) == 20 * 8 + 10 * (8 + 8 + 8)
+    assert bitmaps.block_bitmap_bytes_moved(10, 4, 4) == 10 * (16 + 1)
+    assert bitmaps.hash_bitmap_bytes_moved(10, 20) == 10 * 8 + 20 * 8 + 3

@@ -1,0 +1,242 @@
+"""The launcher on streams: the order of the thread's launcher, by events, and never a wait of the host."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+
+from embrace_fx.passes.verifier.stream_order import hazards, too_many_in_flight
+from embrace_fx.runtime.launch import launcher as launcher_module
+from embrace_fx.runtime.launch.launcher import Ticket
+from embrace_fx.runtime.launch.recorded_streams import RecordedStreams
+from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
+from embrace_fx.runtime.ranks.communicator import InFlight
+from embrace_fx.vocabulary.schedule import IN_FLIGHT
+from embrace_fx.vocabulary.stream_program import Launch, StreamProgram, Wait
+from tests.runtime.launch.test_launcher import LONG_S, NAMES, OF_FORWARD, ORDER, SHORT_S, windows
+
+LANES = dict(ORDER)
+
+
+class Device:
+    """A launcher on recorded streams."""
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self.streams = RecordedStreams()
+        self.launcher = StreamLauncher(ORDER, OF_FORWARD, recorder or Recorder(), self.streams)
+
+    def submit(self, *names: str) -> list[Ticket]:
+        return [self.launcher.submit(name, self._launch(name), 100) for name in names]
+
+    def _launch(self, name: str) -> Callable[[], InFlight]:
+        sent, streams = torch.ones(2), self.streams  # not the launcher: what is held back would keep it alive
+
+        def launch() -> InFlight:
+            streams.steps.append(Launch(LANES[name], name))
+            return InFlight(torch.tensor(len(name)), None, reads=(sent,))
+
+        return launch
+
+    @property
+    def launched(self) -> list[str]:
+        return [launch.op for launch in self.program().launches()]
+
+    def program(self) -> StreamProgram:
+        return self.streams.program("launched by hand")
+
+
+@pytest.fixture(autouse=True)
+def _no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_module, "STANDSTILL_S", 1e6)
+
+
+def test_a_launch_leaves_at_once_where_it_is_its_turn_and_is_held_back_where_not() -> None:
+    device = Device()
+
+    device.submit("bucket 0")
+    assert device.launched == []
+    device.submit("early rows", "prior")
+    assert device.launched == ["early rows", "prior", "bucket 0"]
+
+
+def test_a_launch_waits_for_where_it_was_submitted_and_for_the_one_two_places_before() -> None:
+    device = Device()
+
+    device.submit("bucket 0", "early rows", "prior")
+
+    events = {step.event.partition(" #")[0] for step in device.program().records() if isinstance(step, Wait)}
+    assert IN_FLIGHT == 2
+    assert events == {"bucket 0 ready", "early rows ready", "prior ready", "early rows done"}
+    assert hazards(device.program()) == []
+
+
+@given(windows())
+def test_all_that_is_submitted_is_launched_in_order_and_few_are_on_the_way(
+    windows: list[tuple[list[str], list[str]]],
+) -> None:
+    device, expected = Device(), []
+
+    for submitted, skipped in windows:
+        for name in skipped:
+            device.launcher.skip(name)
+        device.submit(*submitted)
+        expected += [name for name in NAMES if name in submitted]
+        device.launcher.open_window()
+
+    assert device.launched == expected
+    assert device.launcher.took_turns()
+    assert hazards(device.program()) == []
+    assert too_many_in_flight(device.program(), IN_FLIGHT) == []
+
+
+def test_a_ticket_lets_the_current_stream_wait() -> None:
+    device = Device()
+    (ticket,) = device.submit("early rows")
+
+    before = ticket.done
+    assert int(ticket.wait()) == len("early rows")
+    assert (before, ticket.done) == (False, True)
+    last = [step for step in device.program().records() if isinstance(step, Wait)][-1]
+    assert last.event.startswith("early rows done")
+    assert last.stream == "compute"
+
+
+def test_to_wait_for_what_is_held_back_launches_it_out_of_turn() -> None:
+    device = Device()
+    early, bucket = device.submit("early rows", "bucket 0")
+
+    bucket.wait()
+
+    assert device.launched == ["early rows", "bucket 0"]  # "prior" may still come
+    assert not device.launcher.took_turns()
+    assert device.launcher.took_turns()  # since it was last asked
+    early.wait()
+
+
+def test_a_class_keeps_its_order_whoever_waits() -> None:
+    device = Device()
+    (rows,) = device.submit("rows")
+
+    with pytest.raises(RuntimeError, match=r"'rows' to be launched before .* found that an earlier launch"):
+        rows.wait()
+
+
+def test_no_stream_waits_for_a_launch_of_a_later_place() -> None:
+    """Another rank's may wait the other way round."""
+    device = Device()
+    device.submit("bucket 1", "delayed")
+    device.launcher._issuer.issue(hurry=True)  # as whoever waits does
+    assert device.launched == ["delayed"]
+    device.submit("early rows", "prior", "bucket 0", "ids", "rows")
+
+    assert device.launched[0] == "delayed"
+    place = {name: k for k, name in enumerate(NAMES)}
+    waits: list[str] = []
+    for step in device.program().records():
+        if isinstance(step, Wait) and " done #" in step.event:
+            waits.append(step.event.partition(" done")[0])
+        elif isinstance(step, Launch):
+            assert all(place[name] < place[step.op] for name in waits), (step.op, waits)
+            waits = []
+    assert not device.launcher.took_turns()
+
+
+def test_all_ranks_catch_up_together() -> None:
+    device = Device()
+    device.submit("delayed", "bucket 0")
+
+    device.launcher.catch_up()
+
+    assert device.launched == ["bucket 0", "delayed"]
+    assert device.launcher.took_turns()
+
+
+def test_what_nobody_submits_after_is_launched_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's barrier may come between a step and the next forward."""
+    monkeypatch.setattr(launcher_module, "STANDSTILL_S", 0.1)
+    device = Device()
+
+    device.submit("delayed")
+    time.sleep(0.02)
+    assert device.launched == []
+    deadline = time.monotonic() + LONG_S
+    while not device.launched and time.monotonic() < deadline:
+        time.sleep(SHORT_S)
+
+    assert device.launched == ["delayed"]
+    assert not device.launcher.took_turns()
+
+
+def test_what_a_launch_reads_lives_until_its_end_has_been_waited_for() -> None:
+    device = Device()
+    sent = torch.ones(2)
+    alive = weakref.ref(sent)
+    launch = partial(InFlight, torch.ones(1), None, None, (sent,))
+    ticket = device.launcher.submit("early rows", launch, 0)
+    del sent, launch
+    gc.collect()
+
+    assert alive() is not None
+    ticket.wait()
+    gc.collect()
+    assert alive() is None
+
+
+def test_what_nobody_waits_for_lives_until_it_is_waited_for_in_passing() -> None:
+    device = Device()
+    device.submit("early rows")
+
+    for _ in range(3):
+        device.launcher.open_window()
+
+    waits = [step.event for step in device.program().records() if isinstance(step, Wait) and step.stream == "compute"]
+    assert [event.partition(" #")[0] for event in waits] == ["early rows done"]
+
+
+def test_every_caller_hears_of_a_launch_that_fails() -> None:
+    device = Device()
+
+    def broken() -> InFlight:
+        raise RuntimeError("no route to host")
+
+    (held,) = device.submit("bucket 0")
+    with pytest.raises(RuntimeError, match="no route to host"):
+        device.launcher.submit("early rows", broken, 0)
+    with pytest.raises(RuntimeError, match="no route to host"):
+        device.submit("prior")
+    with pytest.raises(RuntimeError, match="no route to host"):
+        held.wait()
+
+
+def test_the_recorder_hears_of_each_launch() -> None:
+    recorder = Recorder()
+    device = Device(recorder)
+    recorder.start()
+    recorder.window()
+    device.submit("early rows")
+
+    (told,) = recorder.stop().transfers
+    assert (told.name, told.lane, told.window, told.sent_bytes) == ("early rows", "embedding", 0, 100)
+    assert 0 < told.started_s <= told.ended_s
+
+
+def test_the_thread_ends_with_the_launcher() -> None:
+    before = set(threading.enumerate())
+    device = Device()
+    (thread,) = set(threading.enumerate()) - before
+    device.submit("prior")
+
+    del device
+    gc.collect()
+    thread.join(LONG_S)
+
+    assert not thread.is_alive()

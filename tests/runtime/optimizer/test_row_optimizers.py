@@ -1,0 +1,447 @@
+"""Row updates against torch.optim itself: every row touched, few touched, lazy rows, split parts, and the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
+
+from embrace_fx.runtime.optimizer.row_optimizers import State, hyperparameters, row_optimizer
+from embrace_fx.vocabulary.exactness import KNOWN_OPTIONS, RowUpdates, row_update_blocker
+
+V, D, STEPS = 11, 5, 20
+DTYPES = (torch.float32, torch.float64)
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+@dataclass(frozen=True)
+class Definition:
+    """An optimizer as a user writes it; `bitwise` where torch runs the formula in our order of operations."""
+
+    kind: type[Optimizer]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    bitwise: bool = True
+
+    def __call__(self, parameter: nn.Parameter) -> Optimizer:
+        make: Any = self.kind
+        # A tensor lr is written in place by schedulers: every optimizer gets one of its own.
+        return make([parameter], **hyperparameters(self.options))  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        return "-".join([self.kind.__name__, *(f"{k}={v}" for k, v in self.options.items())])
+
+
+EXACT = (
+    Definition(SGD, {"lr": 0.1}),
+    Definition(SGD, {"lr": 0.1, "maximize": True}),
+    Definition(SGD, {"lr": torch.tensor(0.1)}),
+    Definition(SGD, {"lr": 0.1, "dampening": 0.5}),
+    Definition(SGD, {"lr": 0.1, "fused": True}, bitwise=False),
+    Definition(Adagrad, {"lr": 0.1}),
+    Definition(Adagrad, {"lr": torch.tensor([0.1]), "lr_decay": 0.01}),
+    Definition(Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-3}),
+    Definition(Adagrad, {"lr": 0.1, "maximize": True}),
+    Definition(Adagrad, {"lr": 0.1, "fused": True}, bitwise=False),
+    Definition(SparseAdam, {"lr": 0.01}),
+    Definition(SparseAdam, {"lr": torch.tensor(0.01), "betas": (0.8, 0.9), "eps": 1e-3, "maximize": True}),
+)
+LAZY = (
+    Definition(SGD, {"lr": 0.1, "momentum": 0.9}),
+    Definition(SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True, "maximize": True}),
+    Definition(SGD, {"lr": torch.tensor(0.1), "weight_decay": 0.01}),
+    Definition(SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}, bitwise=False),
+    Definition(Adagrad, {"lr": 0.1, "weight_decay": 0.01}),
+    Definition(Adam, {"lr": 0.01}),
+    Definition(Adam, {"lr": torch.tensor(0.01), "betas": (0.8, 0.9), "eps": 1e-3, "maximize": True}),
+    Definition(Adam, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1}),
+    Definition(Adam, {"lr": 0.01, "betas": (0.0, 0.9), "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    Definition(Adam, {"lr": 0.01, "weight_decay": 0.1, "foreach": True}, bitwise=False),
+    Definition(Adam, {"lr": 0.01, "fused": True}, bitwise=False),
+    Definition(AdamW, {"lr": 0.01}),
+    Definition(AdamW, {"lr": torch.tensor(0.01), "amsgrad": True, "weight_decay": 0.1, "maximize": True}),
+    Definition(AdamW, {"lr": 0.01, "fused": True}, bitwise=False),
+)
+ALL = EXACT + LAZY
+
+Step = tuple[Tensor, Tensor]
+"""One iteration's ids (K,) and rows (K, D)."""
+
+
+@pytest.fixture(autouse=True)
+def _checked_sparse_tensors() -> Iterator[None]:
+    """torch's optimizers build sparse tensors themselves, and warn where nobody said whether to check them."""
+    with torch.sparse.check_sparse_tensor_invariants():
+        yield
+
+
+def random_table(dtype: torch.dtype, rows: int = V, columns: int = D) -> Tensor:
+    return torch.randn(rows, columns, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def random_steps(
+    dtype: torch.dtype, *, sparse: bool, rows: int = V, columns: int = D, steps: int = STEPS
+) -> list[Step]:
+    """Gradients of `steps` iterations: of every row, or of a random set of rows that is sometimes empty."""
+    generator = torch.Generator().manual_seed(2)
+    result = []
+    for step in range(steps):
+        count = 0 if step % 7 == 3 else int(torch.randint(1, rows, (), generator=generator))
+        ids = torch.randperm(rows, generator=generator)[:count].sort().values if sparse else torch.arange(rows)
+        result.append((ids, torch.randn(len(ids), columns, dtype=dtype, generator=generator)))
+    return result
+
+
+def train_rows(definition: Definition, table: Tensor, steps: list[Step]) -> tuple[Tensor, State]:
+    """The table and its state after the row updates."""
+    group = definition(nn.Parameter(table)).param_groups[0]
+    rows, shard = row_optimizer(definition.kind), table.clone()
+    state = rows.init_state(shard, group)
+    for ids, gradient in steps:
+        rows.advance(state)
+        rows.apply(shard, state, ids, gradient, group)
+    return shard, state
+
+
+def train_torch(definition: Definition, table: Tensor, steps: list[Step], *, sparse: bool) -> tuple[Tensor, State]:
+    """The same by torch.optim, from sparse gradients or from dense ones with zeros."""
+    parameter = nn.Parameter(table.clone())
+    optimizer = definition(parameter)
+    for ids, gradient in steps:
+        coalesced = torch.sparse_coo_tensor(ids[None], gradient, table.shape, is_coalesced=True)
+        parameter.grad = coalesced if sparse else coalesced.to_dense()
+        optimizer.step()
+    return parameter.detach(), optimizer.state[parameter]
+
+
+def assert_same(found: State, expected: State, dtype: torch.dtype, *, bitwise: bool) -> None:
+    expected = {name: value for name, value in expected.items() if value is not None}
+    assert found.keys() == expected.keys()
+    tolerance = 0.0 if bitwise else TOLERANCE[dtype]
+    for name, value in expected.items():
+        assert type(found[name]) is type(value), name
+        torch.testing.assert_close({name: found[name]}, {name: value}, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("definition", ALL, ids=str)
+def test_every_row_touched_equals_torch(definition: Definition, dtype: torch.dtype) -> None:
+    table, steps = random_table(dtype), random_steps(dtype, sparse=False)
+    found, state = train_rows(definition, table, steps)
+    expected, expected_state = train_torch(definition, table, steps, sparse=definition.kind is SparseAdam)
+    assert_same({"table": found, **state}, {"table": expected, **expected_state}, dtype, bitwise=definition.bitwise)
+
+
+SPARSE_GRADIENTS = [(d, True) for d in EXACT if not d.options.get("fused")]
+DENSE_GRADIENTS = [(d, False) for d in EXACT if d.kind is not SparseAdam]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("definition", "sparse"), SPARSE_GRADIENTS + DENSE_GRADIENTS, ids=str)
+def test_few_rows_touched_equals_torch(definition: Definition, dtype: torch.dtype, sparse: bool) -> None:
+    table, steps = random_table(dtype), random_steps(dtype, sparse=True)
+    found, state = train_rows(definition, table, steps)
+    expected, expected_state = train_torch(definition, table, steps, sparse=sparse)
+    # torch orders the operations of sparse Adagrad differently from its dense twin; ours follows the dense one.
+    bitwise = definition.bitwise and not (sparse and definition.kind is Adagrad)
+    assert_same({"table": found, **state}, {"table": expected, **expected_state}, dtype, bitwise=bitwise)
+
+
+def train_touched_rows_alone(definition: Definition, table: Tensor, steps: list[Step]) -> tuple[Tensor, State]:
+    """Lazy semantics spelled out: an optimizer per row, stepped where the row is touched, on the table's clock."""
+    parameters = [nn.Parameter(row[None].clone()) for row in table]
+    optimizers = [definition(parameter) for parameter in parameters]
+    for step, (ids, gradient) in enumerate(steps, start=1):
+        for row, row_gradient in zip(ids.tolist(), gradient, strict=True):
+            parameter, state = parameters[row], optimizers[row].state[parameters[row]]
+            if definition.kind in (Adam, AdamW) and not state:
+                names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if definition.options.get("amsgrad") else 2]
+                state.update({name: torch.zeros_like(parameter) for name in names})
+            if definition.kind is not SGD:
+                state["step"] = torch.tensor(step - 1.0)
+            parameter.grad = row_gradient[None]
+            optimizers[row].step()
+    states = [optimizer.state[parameter] for optimizer, parameter in zip(optimizers, parameters, strict=True)]
+    joined: State = {
+        name: torch.cat([state[name] for state in states]) for name, value in states[0].items() if name != "step"
+    }
+    if definition.kind is not SGD:
+        joined["step"] = torch.tensor(float(len(steps)))
+    return torch.cat([parameter.detach() for parameter in parameters]), joined
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("definition", LAZY, ids=str)
+def test_lazy_rows_equal_torch_on_each_row_alone(definition: Definition, dtype: torch.dtype) -> None:
+    table, steps = random_table(dtype), random_steps(dtype, sparse=True)
+    assert len(torch.cat([ids for ids, _ in steps]).unique()) == V, "every row needs a state to compare"
+    found, state = train_rows(definition, table, steps)
+    expected, expected_state = train_touched_rows_alone(definition, table, steps)
+    assert_same({"table": found, **state}, {"table": expected, **expected_state}, dtype, bitwise=definition.bitwise)
+
+
+@pytest.mark.parametrize("definition", LAZY, ids=str)
+def test_rows_without_gradient_stand_still(definition: Definition) -> None:
+    table = random_table(torch.float64)
+    steps = [(ids[ids != 4], gradient[ids != 4]) for ids, gradient in random_steps(torch.float64, sparse=True)]
+    found, state = train_rows(definition, table, steps)
+    assert torch.equal(found[4], table[4])
+    assert all(not value[4].any() for name, value in state.items() if name != "step")
+
+
+def train_rows_in_parts(definition: Definition, table: Tensor, steps: list[Step]) -> tuple[Tensor, State]:
+    """Each step's rows applied as the prior ones and the delayed ones, the latter under later options of the group."""
+    optimizer = definition(nn.Parameter(table))
+    group = optimizer.param_groups[0]
+    rows, shard = row_optimizer(definition.kind), table.clone()
+    state = rows.init_state(shard, group)
+    generator = torch.Generator().manual_seed(3)
+    for ids, gradient in steps:
+        prior = torch.rand(len(ids), generator=generator) < 0.4
+        at_this_step, initial_lr = hyperparameters(group), float(group["lr"])
+        rows.advance(state)
+        rows.apply(shard, state, ids[prior], gradient[prior], group)
+        set_lr(group, 7.0)
+        rows.apply(shard, state, ids[~prior], gradient[~prior], at_this_step)
+        set_lr(group, initial_lr)
+    return shard, state
+
+
+def set_lr(group: dict[str, Any], lr: float) -> None:
+    """As torch's schedulers do it: in place where lr is a tensor."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+@pytest.mark.parametrize("columns", [1, 5, 33])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("definition", ALL, ids=str)
+def test_two_parts_equal_one_bitwise(definition: Definition, dtype: torch.dtype, columns: int) -> None:
+    table = random_table(dtype, 97, columns)
+    steps = random_steps(dtype, sparse=True, rows=97, columns=columns)
+    whole, whole_state = train_rows(definition, table, steps)
+    parts, parts_state = train_rows_in_parts(definition, table, steps)
+    assert_same({"table": parts, **parts_state}, {"table": whole, **whole_state}, dtype, bitwise=True)
+
+
+@pytest.mark.parametrize("definition", ALL, ids=str)
+def test_update_longer_than_a_block_equals_torch_and_its_column_shards_bitwise(definition: Definition) -> None:
+    rows, columns = 3000, 45
+    assert rows * columns > 32768 * torch.get_num_threads(), "expected several blocks"
+    table = random_table(torch.float32, rows, columns)
+    steps = random_steps(torch.float32, sparse=False, rows=rows, columns=columns, steps=3)
+    found, state = train_rows(definition, table, steps)
+    expected, expected_state = train_torch(definition, table, steps, sparse=definition.kind is SparseAdam)
+    assert_same(
+        {"table": found, **state}, {"table": expected, **expected_state}, torch.float32, bitwise=definition.bitwise
+    )
+    shards = [
+        train_rows(definition, table[:, a:b].clone(), [(ids, rows[:, a:b].clone()) for ids, rows in steps])[0]
+        for a, b in ((0, 23), (23, 45))
+    ]
+    assert torch.equal(torch.cat(shards, 1), found)
+
+
+def one_cycle(optimizer: Optimizer) -> LRScheduler:
+    """Moves lr and, where the optimizer has them, momentum or betas."""
+    cycles = "betas" in optimizer.defaults or bool(optimizer.defaults.get("momentum"))
+    return OneCycleLR(optimizer, max_lr=0.2, total_steps=STEPS + 1, cycle_momentum=cycles)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("definition", ALL, ids=str)
+def test_scheduler_between_steps(definition: Definition, dtype: torch.dtype) -> None:
+    table, parameter = random_table(dtype), nn.Parameter(random_table(dtype))
+    optimizer = definition(parameter)
+    scheduler = ExponentialLR(optimizer, 0.8) if isinstance(definition.options["lr"], Tensor) else one_cycle(optimizer)
+    rows, group = row_optimizer(definition.kind), optimizer.param_groups[0]
+    state = rows.init_state(table, group)
+    for ids, gradient in random_steps(dtype, sparse=False):
+        rows.advance(state)
+        rows.apply(table, state, ids, gradient, group)
+        sparse = torch.sparse_coo_tensor(ids[None], gradient, table.shape, is_coalesced=True)
+        parameter.grad = sparse if definition.kind is SparseAdam else gradient
+        optimizer.step()
+        scheduler.step()
+    expected = {"table": parameter.detach(), **optimizer.state[parameter]}
+    assert_same({"table": table, **state}, expected, dtype, bitwise=definition.bitwise)
+
+
+def test_momentum_switched_on_while_training() -> None:
+    shard, rows, (ids, gradient) = torch.ones(V, D), row_optimizer(SGD), random_steps(torch.float32, sparse=False)[0]
+    group = SGD([nn.Parameter(shard)], lr=0.1).param_groups[0]
+    state = rows.init_state(shard, group)
+    rows.apply(shard, state, ids, gradient, group)
+    assert state == {}
+    group["momentum"] = 0.9
+    rows.apply(shard, state, ids, gradient, group)
+    assert torch.equal(state["momentum_buffer"], gradient)
+
+
+@pytest.mark.parametrize("columns", [0, D])
+@pytest.mark.parametrize("definition", ALL, ids=str)
+def test_no_rows_or_no_columns_count_the_iteration_and_change_nothing(definition: Definition, columns: int) -> None:
+    table = random_table(torch.float32, V, columns)
+    ids = torch.arange(0 if columns else V)
+    found, state = train_rows(definition, table, [(ids, torch.zeros(len(ids), columns))] * 3)
+    fresh = row_optimizer(definition.kind).init_state(table, definition(nn.Parameter(table)).param_groups[0])
+    assert torch.equal(found, table)
+    assert float(state.pop("step", 3)) == 3
+    assert_same(state, {name: value for name, value in fresh.items() if name != "step"}, torch.float32, bitwise=True)
+
+
+def test_shard_that_requires_grad_and_gradient_that_must_not_change() -> None:
+    for definition in ALL:
+        shard, gradient = nn.Parameter(random_table(torch.float64)), torch.ones(V, D, dtype=torch.float64)
+        rows, group = row_optimizer(definition.kind), definition(shard).param_groups[0]
+        state = rows.init_state(shard, group)
+        rows.advance(state)
+        rows.apply(shard, state, torch.arange(V), gradient, group)
+        assert shard.grad_fn is None
+        assert not torch.equal(shard.detach(), random_table(torch.float64))
+        assert torch.equal(gradient, torch.ones_like(gradient))
+
+
+@pytest.mark.parametrize("default_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("definition", ALL, ids=str)
+def test_state_dict_is_torchs_own(definition: Definition, default_dtype: torch.dtype) -> None:
+    torch.set_default_dtype(default_dtype)
+    try:
+        table, steps = random_table(torch.float32), random_steps(torch.float32, sparse=False)[:1]
+        _, found = train_rows(definition, table, steps)
+        _, expected = train_torch(definition, table, steps, sparse=definition.kind is SparseAdam)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert describe(found) == describe({name: value for name, value in expected.items() if value is not None})
+
+
+def describe(state: State) -> dict[str, object]:
+    return {k: (v.shape, v.dtype, v.device) if isinstance(v, Tensor) else type(v) for k, v in state.items()}
+
+
+@pytest.mark.parametrize("definition", ALL, ids=str)
+def test_plain_optimizer_goes_on_from_the_state_of_a_shard(definition: Definition) -> None:
+    table, steps = random_table(torch.float64), random_steps(torch.float64, sparse=False)
+    expected, _ = train_torch(definition, table, steps, sparse=definition.kind is SparseAdam)
+
+    shard, state = train_rows(definition, table, steps[:-1])
+    parameter = nn.Parameter(shard)
+    optimizer = definition(parameter)
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state} if state else {}})
+    ids, gradient = steps[-1]
+    sparse = torch.sparse_coo_tensor(ids[None], gradient, table.shape, is_coalesced=True)
+    parameter.grad = sparse if definition.kind is SparseAdam else gradient
+    optimizer.step()
+    torch.testing.assert_close(parameter.detach(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("definition", ALL, ids=str)
+def test_equals_torch_on_a_gpu(definition: Definition) -> None:
+    table = random_table(torch.float64).cuda()
+    steps = [(ids.cuda(), gradient.cuda()) for ids, gradient in random_steps(torch.float64, sparse=False)]
+    found, state = train_rows(definition, table, steps)
+    expected, expected_state = train_torch(definition, table, steps, sparse=definition.kind is SparseAdam)
+    step, expected_step = state.pop("step", 0), expected_state.pop("step", 0)
+    assert float(step) == float(expected_step)
+    assert_same({"table": found, **state}, {"table": expected, **expected_state}, torch.float64, bitwise=False)
+
+    loaded = {**state, "step": expected_step}
+    row_optimizer(definition.kind).advance(loaded)
+    assert not isinstance(loaded["step"], Tensor) or loaded["step"].device.type == "cpu"
+
+
+def blocker(definition: Definition, row_updates: RowUpdates, **group: object) -> str | None:
+    optimizer = definition(nn.Parameter(torch.ones(V, D)))
+    return row_update_blocker(optimizer, {**optimizer.param_groups[0], **group}, row_updates)
+
+
+@pytest.mark.parametrize("definition", EXACT, ids=str)
+def test_optimizers_that_leave_rows_alone_are_legal(definition: Definition) -> None:
+    assert blocker(definition, "exact") is None
+    assert blocker(definition, "lazy") is None
+
+
+@pytest.mark.parametrize("definition", LAZY, ids=str)
+def test_optimizers_that_move_every_row_are_legal_only_when_lazy(definition: Definition) -> None:
+    reason = blocker(definition, "exact")
+    assert reason is not None
+    assert "moves every row at each step" in reason
+    assert "row_updates='lazy'" in reason
+    assert blocker(definition, "lazy") is None
+
+
+@pytest.mark.parametrize(
+    ("definition", "moving"),
+    [
+        (Definition(SGD, {"momentum": 0.9}), "SGD with momentum=0.9 moves"),
+        (Definition(SGD, {"weight_decay": 0.1}), "SGD with weight_decay=0.1 moves"),
+        (Definition(SGD, {"momentum": 0.9, "weight_decay": 0.1}), "SGD with momentum=0.9 and weight_decay=0.1 moves"),
+        (Definition(Adagrad, {"weight_decay": 0.1}), "Adagrad with weight_decay=0.1 moves"),
+        (Definition(Adam), "Adam with betas=(0.9, 0.999) moves"),
+        (Definition(AdamW), "AdamW with betas=(0.9, 0.999) and weight_decay=0.01 moves"),
+    ],
+    ids=str,
+)
+def test_reason_names_the_options_that_move_rows(definition: Definition, moving: str) -> None:
+    assert str(blocker(definition, "exact")).startswith(moving)
+
+
+@pytest.mark.parametrize("row_updates", ["exact", "lazy"])
+@pytest.mark.parametrize(
+    ("definition", "group", "reason"),
+    [
+        (Definition(SGD, {"differentiable": True}), {}, "SGD with differentiable=True"),
+        (Definition(Adagrad, {"differentiable": True}), {}, "Adagrad with differentiable=True"),
+        (Definition(Adam, {"differentiable": True}), {}, "Adam with differentiable=True"),
+        (Definition(AdamW, {"capturable": True}), {}, "AdamW with capturable=True"),
+        (Definition(SGD), {"lr": torch.tensor(0.1, requires_grad=True)}, "SGD has an lr that requires grad"),
+        (Definition(SGD), {"weight_decay": torch.tensor(0.1)}, "SGD has a tensor as weight_decay"),
+        (Definition(Adam, {"betas": (torch.tensor(0.9), torch.tensor(0.99))}), {}, "Adam has a tensor as betas"),
+        (Definition(SparseAdam), {"betas": [torch.tensor(0.9), 0.99]}, "SparseAdam has a tensor as betas"),
+        (Definition(SGD, {"momentum": 0.9, "dampening": 0.5}), {}, "SGD with dampening=0.5"),
+        (Definition(Adagrad), {"initial_accumulator_value": 0.5}, "Adagrad ignores initial_accumulator_value=0.5"),
+        (Definition(RMSprop), {}, "RMSprop is not known to update rows"),
+    ],
+    ids=str,
+)
+def test_what_no_row_update_can_honour_is_blocked(
+    definition: Definition, group: dict[str, object], reason: str, row_updates: RowUpdates
+) -> None:
+    found = blocker(definition, row_updates, **group)
+    assert found is not None
+    assert found.startswith(reason)
+    assert "\n" not in found
+
+
+class Derived(SGD):
+    """A user's own optimizer: it may do anything."""
+
+
+def test_derived_class_is_unknown_unless_its_kind_is_vouched_for() -> None:
+    optimizer = Derived([nn.Parameter(torch.ones(V, D))])
+    group = optimizer.param_groups[0]
+    assert row_update_blocker(optimizer, group, "exact") == "Derived is not known to update rows"
+    assert row_update_blocker(optimizer, group, "exact", kind=SGD) is None
+    with pytest.raises(TypeError, match=r"expected one of SGD, .* found Derived: keep the table data-parallel"):
+        row_optimizer(Derived)
+
+
+def test_option_of_a_later_torch_is_blocked() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(V, D))])
+    optimizer.defaults["cautious"] = False
+    reason = row_update_blocker(optimizer, optimizer.param_groups[0], "lazy")
+    assert reason == "SGD has options that are not known to update rows: cautious"
+
+
+@pytest.mark.parametrize("kind", list(KNOWN_OPTIONS), ids=lambda kind: kind.__name__)
+def test_every_legal_kind_has_an_update_and_its_options_are_torchs(kind: type[Optimizer]) -> None:
+    row_optimizer(kind)
+    assert Definition(kind)(nn.Parameter(torch.ones(1, 1))).defaults.keys() == KNOWN_OPTIONS[kind]

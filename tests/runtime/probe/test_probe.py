@@ -1,0 +1,212 @@
+"""The probe: links from times by hand, on real ranks, and on hosts whose limit is known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+import time
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.network import Links, network, obstacle
+from embrace_fx.cost.links import COLLECTIVES, Cluster, Exchange, Link, exchange
+from embrace_fx.runtime.probe import probe as measuring
+from embrace_fx.runtime.probe.probe import Sample, fit, probe
+from embrace_fx.runtime.ranks.communicator import Communicator
+from tests.support.ranks import run_ranks
+
+RATE_MBIT = 200.0
+PROGRAM = """
+import json, time
+import torch.distributed as dist
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.probe.probe import probe
+
+dist.init_process_group("gloo")
+communicator = Communicator(dist.group.WORLD)
+communicator.gather_objects(None)
+start_s = time.monotonic()
+cluster = probe(communicator)
+elapsed_s = time.monotonic() - start_s
+print(json.dumps([elapsed_s, [(name, link.bandwidth_bytes_per_ms) for name, link in cluster.links]]))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+# -- the fit -----------------------------------------------------------------------------------------------------------
+
+
+def as_cluster(link: Link) -> Cluster:
+    return Cluster(links=tuple((collective, link) for collective in COLLECTIVES))
+
+
+SIZES = (7_000, 57_000, 460_000, 3_670_000)
+"""What one of eight ranks sends in AllReduces of 4 KiB, 32 KiB, ..."""
+
+
+def test_what_a_token_bucket_lets_pass_at_once_is_no_bandwidth() -> None:
+    """300 Mb/s behind buckets of 75 kB at either end, 13 ms to start up."""
+    found = fit([Sample(Exchange(sent, 14), 13 + max(0, sent - 75_000) / 37_500) for sent in SIZES])
+
+    assert found.bandwidth_bytes_per_ms == pytest.approx(37_500, rel=0.02)
+
+
+def test_start_up_that_hides_behind_the_bytes_is_no_bandwidth() -> None:
+    found = fit([Sample(Exchange(sent, 14), max(13, sent / 37_500)) for sent in SIZES])
+
+    assert found.bandwidth_bytes_per_ms == pytest.approx(37_500, rel=0.02)
+    assert found.least_ms == pytest.approx(13 / 14, rel=0.02)
+    assert found.latency_ms < 0.1 * found.least_ms
+    for sent in SIZES:
+        assert Exchange(sent, 14).time_ms(as_cluster(found), "all_reduce") == pytest.approx(
+            max(13, sent / 37_500), rel=0.1
+        )
+
+
+@given(
+    st.integers(2, 8),
+    st.sampled_from(COLLECTIVES),
+    st.floats(1e2, 1e7),
+    st.floats(0.001, 5.0),
+    st.lists(st.integers(12, 25), min_size=2, max_size=6, unique=True),
+)
+def test_exact_times_give_the_link(
+    ranks: int, collective: str, bandwidth: float, latency_ms: float, sizes: list[int]
+) -> None:
+    cluster = Cluster(bandwidth, latency_ms)
+    sent = [exchange(collective, 2**size, ranks) for size in sizes]  # type: ignore[arg-type]  # sampled from them
+
+    found = fit([Sample(each, each.time_ms(cluster)) for each in sent])
+
+    assert found.bandwidth_bytes_per_ms == pytest.approx(bandwidth, rel=1e-3)
+    assert found.latency_ms == pytest.approx(latency_ms, rel=1e-3, abs=1e-4 * sent[-1].sent_bytes / bandwidth)
+
+
+def test_a_link_that_lets_a_first_burst_pass_has_no_negative_latency() -> None:
+    samples = [Sample(Exchange(sent, 2), (sent - 2000) / 100) for sent in (4000, 40_000, 400_000)]
+
+    found = fit(samples)
+
+    assert found.latency_ms == 0.0
+    assert found.bandwidth_bytes_per_ms == pytest.approx(100, rel=0.1)
+
+
+def test_times_that_do_not_grow_with_the_size_still_give_a_bandwidth() -> None:
+    found = fit([Sample(Exchange(1000, 2), 3.0), Sample(Exchange(2000, 2), 2.0)])
+
+    assert found.bandwidth_bytes_per_ms > 0
+    assert found.latency_ms == 0.0
+
+
+def test_one_outlier_among_small_sizes_leaves_the_bandwidth() -> None:
+    true = Cluster(1000.0, 0.1)
+    samples = [Sample(Exchange(sent, 2), Exchange(sent, 2).time_ms(true)) for sent in (4000, 32_000, 10**5, 10**6)]
+    samples[0] = Sample(samples[0].sent, 10.0)
+
+    assert fit(samples).bandwidth_bytes_per_ms == pytest.approx(1000, rel=0.1)
+
+
+def test_one_size_tells_no_bandwidth_from_latency() -> None:
+    with pytest.raises(ValueError, match="at least two sizes"):
+        fit([Sample(Exchange(1000, 2), 1.0), Sample(Exchange(1000, 2), 2.0)])
+
+
+def test_sizes_grow_until_bytes_tell_from_start_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks share two cores: start-up takes 60 ms, give or take 2, and a link of 24 kB per ms is to be found."""
+    noise_ms = itertools.cycle((2.0, -2.0, 0.5))
+    monkeypatch.setattr(measuring, "_launch", lambda _, __, own_bytes, ___: own_bytes)
+    monkeypatch.setattr(
+        measuring, "_time_ms", lambda _, own_bytes, *__: 60 + next(noise_ms) + 2 * 7 / 8 * own_bytes / 24e3
+    )
+    ranks = SimpleNamespace(world_size=8, reduce_scalar=lambda value, _: value)
+
+    samples = measuring._measure(cast(Communicator, ranks), "all_reduce", 1, measuring.CPU)
+
+    assert fit(samples).bandwidth_bytes_per_ms == pytest.approx(24e3, rel=0.2)
+
+
+@pytest.mark.parametrize("start_up_ms", [0.3, 13.0])
+@pytest.mark.parametrize("rate", [6_250.0, 37_500.0, 125_000.0], ids=["50 Mb/s", "300 Mb/s", "1 Gb/s"])
+@pytest.mark.parametrize("hidden", [0.0, 1.0], ids=["start-up on top", "start-up hidden"])
+def test_links_are_found_in_little_time(
+    monkeypatch: pytest.MonkeyPatch, rate: float, start_up_ms: float, hidden: float
+) -> None:
+    """Of eight ranks, with start-ups as on cores of their own or shared ones, and buckets of 75 kB, full at first."""
+    spent_ms = []
+
+    def time_ms(_: object, own_bytes: int, row: int, *__: object) -> float:
+        sent_ms = max(0.0, exchange("all_reduce", own_bytes, 8).sent_bytes - 75_000 / row) / rate
+        spent_ms.append(row * (start_up_ms + max(0.0, sent_ms - hidden * start_up_ms)))
+        return spent_ms[-1] / row
+
+    monkeypatch.setattr(measuring, "_launch", lambda _, __, own_bytes, ___: own_bytes)
+    monkeypatch.setattr(measuring, "_time_ms", time_ms)
+    ranks = SimpleNamespace(world_size=8, reduce_scalar=lambda value, _: value)
+
+    samples = measuring._measure(cast(Communicator, ranks), "all_reduce", 2, measuring.CPU)
+
+    assert fit(samples).bandwidth_bytes_per_ms == pytest.approx(rate, rel=0.15)
+    assert sum(spent_ms) < 1500
+
+
+def test_start_up_does_not_depend_on_which_runs_it_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with a core each: 1.3 to 4 ms for the same launch, 2.5 in the middle, as seen on 200 Mb/s."""
+    noise, seen_ms = random.Random(0), (1.28, 1.74, 1.94, 2.42, 2.48, 2.48, 2.84, 2.94, 3.54, 3.66, 3.85, 4.01)
+    monkeypatch.setattr(measuring, "_time_ms", lambda *_: noise.choice(seen_ms))
+    ranks = cast(Communicator, SimpleNamespace(world_size=2, reduce_scalar=lambda value, _: value))
+
+    found = [measuring._first(ranks, lambda: pytest.fail("launched"), 1, measuring.CPU) for _ in range(20)]
+
+    assert max(found) < 1.5 * min(found), found
+
+
+# -- on ranks ----------------------------------------------------------------------------------------------------------
+
+
+def probed(rank: int, world_size: int) -> tuple[Cluster, float]:
+    communicator = Communicator(dist.group.WORLD)
+    start_s = time.monotonic()
+    return probe(communicator), time.monotonic() - start_s
+
+
+def test_two_ranks_get_one_answer() -> None:
+    (cluster, elapsed_s), (other, _) = run_ranks(2, probed)
+
+    assert cluster == other
+    assert [name for name, _ in cluster.links] == list(COLLECTIVES)
+    for collective in ("all_reduce", None):
+        assert cluster.link(collective).bandwidth_bytes_per_ms > 10_000  # 80 Mb/s: the loopback, however busy
+    assert elapsed_s < 20
+    rates = cluster.handling
+    assert min(rates.scan_bytes_per_ms, rates.pass_bytes_per_ms, rates.claim_bytes_per_ms) > 1e4  # 10 MB/s, or more
+    assert 0 <= rates.unit_ms < 0.1
+
+
+def test_a_single_rank_has_no_network() -> None:
+    assert probe(Communicator(None)) == Cluster()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(obstacle()), reason=obstacle())
+def test_the_bandwidth_of_hosts_whose_limit_is_known() -> None:
+    """A ring uses both directions of every link all the time. Pairs and gloo's AllGather reach less, never more."""
+    limit_bytes_per_ms = RATE_MBIT * 1e6 / 8 / 1e3
+    with network(Links(ranks=4, rate_mbit=RATE_MBIT)) as hosts:
+        assert hosts.reached.shaped, hosts.reached.reason
+        printed = hosts.run([sys.executable, "-c", PROGRAM], timeout_s=60, environment={"OMP_NUM_THREADS": "1"})
+
+    elapsed_s, figures = json.loads(printed[0])
+    bandwidths = dict(figures)
+    assert all(json.loads(text)[1] == figures for text in printed)
+    assert bandwidths["all_reduce"] == pytest.approx(limit_bytes_per_ms, rel=0.2)
+    for collective in ("all_to_all", "all_gather"):
+        assert 0.3 * limit_bytes_per_ms < bandwidths[collective] < 1.2 * limit_bytes_per_ms
+    assert elapsed_s < 5.0  # 2 to 4

@@ -1,0 +1,459 @@
+"""Bad input: a clear error on every rank within seconds, nothing half-applied, and training goes on afterwards."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adagrad, Optimizer
+
+import embrace_fx
+from embrace_fx.capture.errors import CaptureError
+from tests.support.ranks import run_ranks
+from tests.support.reference import assert_same, train_reference
+from tests.support.words import (
+    DIM,
+    LATE_LENGTH,
+    NUM_CLASSES,
+    NUM_WORDS,
+    UNTRACEABLE_LENGTH,
+    Batch,
+    Sentences,
+    Words,
+    words_batch,
+    words_model,
+)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def _message(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def assert_grammar(message: str, *parts: str) -> None:
+    """Every error says what was expected and what was found, and the test's parts of where and what to do."""
+    for part in ("expected", "found", *parts):
+        assert part in message.replace("Found:", "found"), f"expected {part!r} in the message, found: {message}"
+
+
+# -- one rank's bad batch ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What rank 1 does at the step that fails, and what every rank is then told."""
+
+    does: str
+    parts: tuple[str, ...]
+
+
+FAULTS = (
+    Fault("id too large", ("PeerFailure", "ids from 0 to 19", "table.weight", "found 20", "look at the batch")),
+    Fault("negative id", ("PeerFailure", "ids from 0 to 19", "table.weight", "found -1", "look at the batch")),
+    Fault("nan loss", ("FloatingPointError", "in backward()", "skip the batch")),
+    Fault("cannot be captured", ("Words", "words.py:", "in forward", "Rewrite that line")),
+    Fault("evaluates", ("PeerFailure", "rank 0", "training", "evaluating")),
+)
+TRAINS_ANOTHER_PARAMETER = Fault("trains another parameter", ("PeerFailure", "late.weight", "Begin with"))
+
+
+def _faulty_batch(does: str, batch: Batch) -> Batch:
+    ids, labels, scale = batch
+    if does == "id too large":
+        ids[0, 0] = NUM_WORDS
+    elif does == "negative id":
+        ids[0, 0] = -1
+    elif does == "nan loss":
+        scale.fill_(torch.nan)
+    elif does == "cannot be captured":
+        ids = ids[:, :1].expand(-1, UNTRACEABLE_LENGTH).contiguous()
+    elif does == "trains another parameter":
+        ids = ids[:, :1].expand(-1, LATE_LENGTH).contiguous()
+    return ids, labels, scale
+
+
+def _snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """All that a step may change."""
+    found = {name: _whole(p.detach()) for name, p in model.named_parameters()}
+    found |= {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        found |= {f"{name} {key}": _whole(value) for key, value in state.items() if isinstance(value, Tensor)}
+    return found
+
+
+def _train_with_a_fault(rank: int, world_size: int, does: str, at_step: int, strategy: str) -> dict[str, Any]:
+    plain = words_model()
+    optimizer = Adagrad(plain.parameters(), lr=0.1, eps=1e-3)
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy=strategy)
+    found: dict[str, Any] = {}
+    for step in range(3):
+        batch = words_batch(step, rank)
+        if step != at_step:
+            model(*batch).backward()
+            optimizer.step()
+        else:
+            before = _snapshot(model, optimizer)
+            try:
+                with torch.set_grad_enabled(not (rank == 1 and does == "evaluates")):
+                    model(*(_faulty_batch(does, batch) if rank == 1 else batch)).backward()
+            except Exception as error:
+                found["error"] = _message(error)
+            after = _snapshot(model, optimizer)
+            found["changed"] = [k for k in before | after if k not in before or not torch.equal(before[k], after[k])]
+        optimizer.zero_grad()
+    found["parameters"] = {name: _whole(p.detach()) for name, p in model.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["alltoall", "allreduce"])
+@pytest.mark.parametrize(
+    ("fault", "at_step"),
+    [*((fault, step) for fault in FAULTS for step in (0, 1)), (TRAINS_ANOTHER_PARAMETER, 1)],
+    ids=lambda value: value.does if isinstance(value, Fault) else f"step {value}",
+)
+def test_a_fault_of_one_rank_is_an_error_on_all_and_changes_nothing(fault: Fault, at_step: int, strategy: str) -> None:
+    good_steps = [step for step in range(3) if step != at_step]
+    batches = [[words_batch(step, rank) for step in good_steps] for rank in range(2)]
+    expected = train_reference(
+        words_model, lambda m: [Adagrad(m.parameters(), lr=0.1, eps=1e-3)], batches, len(good_steps)
+    )
+
+    by_rank = run_ranks(2, _train_with_a_fault, fault.does, at_step, strategy)
+
+    assert re.search(r"rank(\(s\))? 1\b", by_rank[0]["error"])
+    for found in by_rank:
+        assert_grammar(found["error"], *fault.parts)
+        assert found["changed"] == []
+        assert_same(found["parameters"], expected, torch.float64)
+
+
+class Mapped(nn.Module):
+    """Ids of a table are looked up themselves, in a map of so many keys."""
+
+    KEYS = 50
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("map", torch.arange(self.KEYS) % NUM_WORDS)
+        self.table = nn.Embedding(NUM_WORDS, DIM)
+        self.linear = nn.Linear(DIM, 1)
+
+    def forward(self, keys_B: Tensor) -> Tensor:
+        loss: Tensor = self.linear(self.table(self.map[keys_B])).square().mean()  # type: ignore[index]
+        return loss
+
+
+def _mapped_batch(step: int, rank: int) -> tuple[Tensor]:
+    return (torch.randint(Mapped.KEYS, (6,), generator=torch.Generator().manual_seed(10 * step + rank)),)
+
+
+BAD_STEP = 3
+
+
+def _train_with_a_bad_key(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
+    """The steps that failed, with what was said, and the parameters after the others."""
+    plain = words_model(Mapped)
+    model = embrace_fx.compile(plain, optimizer=Adagrad(plain.parameters(), lr=0.1, eps=1e-3), **options)
+    batches = [_mapped_batch(step, rank) for step in range(6)]
+    if rank == 1:
+        batches[BAD_STEP][0][2] = Mapped.KEYS
+    failed = []
+    for step, batch in enumerate(model.lookahead(batches)):
+        try:
+            model(*batch).backward()
+        except embrace_fx.PeerFailure as error:
+            failed.append((step, str(error)))
+            continue
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+    return failed, {name: _whole(p.detach()) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"strategy": "alltoall"}, {"strategy": "alltoall", "schedule": "none"}, {"strategy": "allreduce"}],
+    ids=["sharded", "sharded, at once", "replicated"],
+)
+def test_ids_that_cannot_be_computed_fail_at_their_turn_on_all_ranks(options: dict[str, Any]) -> None:
+    """Also where the batch is looked at one step ahead."""
+    good = [step for step in range(6) if step != BAD_STEP]
+    batches = [[_mapped_batch(step, rank) for step in good] for rank in range(2)]
+    expected = train_reference(
+        lambda: words_model(Mapped), lambda m: [Adagrad(m.parameters(), lr=0.1, eps=1e-3)], batches, len(good)
+    )
+
+    for failed, parameters in run_ranks(2, _train_with_a_bad_key, options):
+        ((step, message),) = failed
+        assert step == BAD_STEP
+        assert_grammar(message, "rank 1: expected ids that can be computed from the batch", "IndexError", "look at the")
+        assert_same(parameters, expected, torch.float64)
+
+
+def test_a_forward_that_cannot_be_captured_names_the_users_line() -> None:
+    model = embrace_fx.compile(words_model())
+    code = Words.forward.__code__
+    line = f"{code.co_filename}:{code.co_firstlineno + 4} in forward"
+
+    with pytest.raises(CaptureError) as caught:
+        model(*words_batch(0, 0, UNTRACEABLE_LENGTH))
+
+    assert_grammar(str(caught.value), line, "no `.item()`, no `if tensor:`")
+
+
+# -- ranks that disagree -----------------------------------------------------------------------------------------------
+
+
+def _compile_another(rank: int, world_size: int, other: str) -> str:
+    odd = rank == 1
+    model = words_model(Sentences if odd and other == "model" else Words)
+    if odd and other == "parameter":
+        model.linear = nn.Linear(DIM, NUM_CLASSES + 1).double()
+    if odd and other == "frozen parameter":
+        model.table.requires_grad_(False)
+    if odd and other == "nothing to train":
+        model.requires_grad_(False)
+    kind = Adagrad if odd and other == "optimizer" else SGD
+    optimizer = kind(model.parameters(), lr=0.2 if odd and other == "optimizer setting" else 0.1)
+    options: dict[str, Any] = {}
+    if odd and other == "option":
+        options = {"row_updates": "lazy"}
+    if odd and other == "unknown option":
+        options = {"row_updates": "sloppy"}
+    try:
+        embrace_fx.compile(model, optimizer=optimizer, **options)
+    except Exception as error:
+        return _message(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("other", "parts"),
+    [
+        ("model", ("on rank 1: model is Sentences", "rank 0: Words", "the same code")),
+        ("parameter", ("on rank 1: parameter linear.weight is (4, 6)", "rank 0: (3, 6)", "the same code")),
+        ("frozen parameter", ("on rank 1: parameter table.weight", "frozen", "the same code")),
+        ("optimizer", ("on rank 1: optimizer 0", "Adagrad", "rank 0: SGD", "the same code")),
+        ("optimizer setting", ("on rank 1: optimizer 0, param group 0", "'lr': 0.2", "'lr': 0.1", "the same code")),
+        ("option", ("on rank 1: options", "row_updates='lazy'", "row_updates='exact'", "the same code")),
+        ("unknown option", ("rank 1: expected row_updates", "'sloppy'")),
+        ("nothing to train", ("rank 1: expected a model with at least one trainable parameter",)),
+    ],
+)
+def test_a_rank_with_another_model_optimizer_or_option(other: str, parts: tuple[str, ...]) -> None:
+    for message in run_ranks(2, _compile_another, other):
+        assert_grammar(message, "ValueError", "in compile()", *parts)
+
+
+@pytest.mark.parametrize("option", ["strategy", "schedule", "row_updates", "backend", "dynamic"])
+def test_an_unknown_option_value(option: str) -> None:
+    options: dict[str, Any] = {option: "sloppy"}
+
+    with pytest.raises(ValueError, match="in compile") as caught:
+        embrace_fx.compile(words_model(), **options)
+
+    assert_grammar(str(caught.value), f"expected {option}", "'sloppy'")
+
+
+def _use_strategy(rank: int, world_size: int, strategy: dict[str, str]) -> str:
+    try:
+        embrace_fx.compile(words_model(), strategy=strategy)(*words_batch(0, rank))
+    except Exception as error:
+        return _message(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts"),
+    [
+        ({"tabel.*": "alltoall"}, ("'tabel.*'", "to match a table", "none among table.weight", "Use a table's")),
+        (
+            {"table.*": "alltoal"},
+            ("'table.*'", "one of allreduce, allgather, alltoall, omnireduce, zen, ps", "'alltoal'", "Choose one"),
+        ),
+    ],
+    ids=["pattern without a table", "unknown strategy"],
+)
+def test_a_strategy_that_cannot_be_followed(strategy: dict[str, str], parts: tuple[str, ...]) -> None:
+    for message in run_ranks(2, _use_strategy, strategy):
+        assert_grammar(message, "ValueError", *parts)
+
+
+# -- models that ask for little ----------------------------------------------------------------------------------------
+
+
+def test_a_model_without_a_table_says_so_in_its_report() -> None:
+    model = embrace_fx.compile(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+
+    model(torch.ones(4, 2)).sum().backward()
+
+    assert "no tables: every gradient is reduced densely" in model.report()
+
+
+def test_a_model_with_nothing_to_train() -> None:
+    with pytest.raises(ValueError, match="at least one trainable parameter") as caught:
+        embrace_fx.compile(words_model().requires_grad_(False))
+
+    assert_grammar(str(caught.value), "in compile()", "Words", "call the model itself")
+
+
+@pytest.mark.parametrize("name", ["report", "plan", "graphs"])
+def test_nothing_to_see_before_the_first_call(name: str) -> None:
+    model = embrace_fx.compile(words_model())
+
+    with pytest.raises(RuntimeError) as caught:
+        model.report() if name == "report" else getattr(model, name)
+
+    assert_grammar(str(caught.value), "the model to have been called", "Call the model once")
+
+
+# -- calls in the wrong order ------------------------------------------------------------------------------------------
+
+
+def test_a_second_lookahead_while_the_first_is_read() -> None:
+    model = embrace_fx.compile(words_model())
+    first: Iterator[int] = model.lookahead([1, 2, 3])
+    next(first)
+
+    with pytest.raises(RuntimeError) as caught:
+        model.lookahead([1, 2, 3])
+
+    assert_grammar(str(caught.value), "one lookahead at a time", "in lookahead()", "Finish that loop")
+    assert list(first) == [2, 3]
+
+
+def test_a_lookahead_after_one_that_was_finished_or_left() -> None:
+    model = embrace_fx.compile(words_model())
+    for _ in model.lookahead([1, 2]):
+        pass
+    for _ in model.lookahead([1, 2]):
+        break
+
+    assert list(model.lookahead([3, 4])) == [3, 4]
+
+
+def _backward_twice(rank: int, world_size: int) -> tuple[str, list[str]]:
+    plain = words_model()
+    optimizer = Adagrad(plain.parameters(), lr=0.1)
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall")
+    loss = model(*words_batch(0, rank))
+    loss.backward(retain_graph=True)
+    before = _snapshot(model, optimizer)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        after = _snapshot(model, optimizer)
+        return str(error), [name for name in before if not torch.equal(before[name], after[name])]
+    return "no error", []
+
+
+def test_a_second_backward_of_one_call() -> None:
+    for message, changed in run_ranks(2, _backward_twice):
+        assert_grammar(message, "one backward for each call", "in backward()", "Call the model again")
+        assert changed == []
+
+
+@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_compiled_model_cannot_be_copied(clone: Callable[[nn.Module], object]) -> None:
+    model = embrace_fx.compile(words_model())
+
+    with pytest.raises(TypeError) as caught:
+        clone(model)
+
+    assert_grammar(str(caught.value), "in copy or pickle", "a compiled Words", "Copy the model before compile()")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({"optimizer": SGD}, "found the class SGD"),
+        ({"optimizer": "adam"}, "found 'adam' of type str"),
+        ({"strategy": None}, "expected strategy to be a name or a mapping"),
+        ({"strategy": {"table.*": "zenn"}}, "expected strategy, in compile.*, to be .* for 'table.*', found 'zenn'"),
+        ({"cluster": 25}, "expected cluster to be an embrace_fx.Cluster, .* found 25"),
+    ],
+    ids=["a class", "a name", "no strategy", "an unknown strategy of a pattern", "a number for links"],
+)
+def test_an_argument_of_another_kind(arguments: dict[str, Any], found: str) -> None:
+    with pytest.raises(ValueError, match=found):
+        embrace_fx.compile(words_model(), **arguments)
+
+
+def test_a_function_is_no_model() -> None:
+    with pytest.raises(ValueError, match=r"expected model to be an nn.Module, .* of type function"):
+        embrace_fx.compile(lambda x: x)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_of_another_model() -> None:
+    with pytest.raises(ValueError, match=r"SGD to hold parameters of Words, .* holds none of them"):
+        embrace_fx.compile(words_model(), optimizer=SGD(words_model().parameters(), 0.1))
+
+
+def _a_planner_that_breaks(rank: int, world_size: int) -> str:
+    model = words_model()
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("embrace_fx.planning.findings.decide", lambda *_, **__: {"": 0}["cause"])
+        with pytest.raises(ValueError, match="cause") as caught:
+            compiled(*words_batch(0, rank))
+    return str(caught.value)
+
+
+def test_whatever_stops_the_planner_stops_every_rank() -> None:
+    assert run_ranks(2, _a_planner_that_breaks) == ["KeyError: 'cause'"] * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.linear.weight.register_hook(lambda g: g),
+        lambda m: m.to(torch.float32),
+        lambda m: m.requires_grad_(False),
+    ],
+    ids=["a hook", "a dtype", "frozen"],
+)
+def test_parameters_that_change_after_the_first_call(change: Callable[[nn.Module], object]) -> None:
+    model = words_model()
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
+    compiled(*words_batch(0, 0)).backward()
+    change(model)
+    with pytest.raises(embrace_fx.PeerFailure, match="expected every parameter to stay as it was at compile"):
+        compiled(*words_batch(0, 1))
+
+
+def _hooked_on_one_rank(rank: int, world_size: int) -> str:
+    model = words_model()
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
+    if rank == 0:
+        model.get_parameter("linear.weight").register_hook(lambda g: g)
+    try:
+        compiled(*words_batch(0, rank))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_parameters_that_change_on_one_rank_before_the_first_call() -> None:
+    for message in run_ranks(2, _hooked_on_one_rank):
+        assert_grammar(message, "rank 0", "every parameter to stay as it was at compile()", "before compile()")
+
+
+def test_a_batch_that_the_forward_does_not_take() -> None:
+    model = words_model()
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
+    with pytest.raises(CaptureError, match=r"the forward fails on it: TypeError: .*missing") as caught:
+        compiled()
+    assert "does not depend on tensor values" not in str(caught.value)

@@ -1,0 +1,47 @@
+"""What ranks tell each other, where their process group carries no tensors of the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from embrace_fx.runtime.ranks import communicator as communicator_module
+from embrace_fx.runtime.ranks.communicator import Communicator
+from tests.support.ranks import run_ranks
+
+
+def speaks_beside_a_group_of_devices(rank: int, world_size: int) -> dict[str, object]:
+    with pytest.MonkeyPatch.context() as patched:
+        carries = communicator_module._carries
+        hosts_only: list[dist.ProcessGroup] = []
+
+        def of_device_alone(group: dist.ProcessGroup, device: torch.device) -> bool:
+            return carries(group, device) and (group in hosts_only or device.type != "cpu")
+
+        patched.setattr(communicator_module, "_carries", of_device_alone)
+        communicator = Communicator(dist.group.WORLD)
+        hosts_only.append(communicator._hosts)
+        values = [torch.tensor([float(rank + 1)])]
+        communicator.broadcast(values)
+        total = communicator.reduce_scalar(torch.tensor(rank + 1), dist.ReduceOp.SUM)
+        return {
+            "apart": communicator._hosts not in communicator._groups.values(),
+            "announced": communicator.announce([rank]),
+            "objects": communicator.gather_objects(rank),
+            "broadcast": values[0].item(),
+            "total": total.item(),
+            "reduced": communicator.wait(communicator.all_reduce_(torch.tensor([1]), "sum", "ids")).tolist(),
+        }
+
+
+def test_ranks_speak_over_a_group_of_the_hosts() -> None:
+    for found in run_ranks(2, speaks_beside_a_group_of_devices):
+        assert found == {
+            "apart": True,
+            "announced": [[0], [1]],
+            "objects": [0, 1],
+            "broadcast": 1.0,
+            "total": 3,
+            "reduced": [2],
+        }

@@ -1,0 +1,154 @@
+"""A rank that dies in the middle of a step: the others raise, with its name, wherever the store lives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import embrace_fx
+from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure, RollCall
+from tests.support.ranks import GROUP_TIMEOUT_S, RankDied, fresh_ranks
+
+WORLD_SIZE = 3
+SECONDS = 6.0
+"""How long a rank waits before it asks again: the verdict's host is gone by then."""
+
+
+class Trigger:
+    """Of this process."""
+
+    armed = False
+
+
+@torch.library.custom_op("embrace_fx_tests::may_exit", mutates_args=())
+def may_exit(x: Tensor) -> Tensor:
+    """A copy; in a rank that is armed, the end of the process."""
+    if Trigger.armed:
+        os._exit(3)
+    return x.clone()
+
+
+@may_exit.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Model(nn.Module):
+    """Looks rows up before and after the point in its forward where it may exit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 6)
+
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+        total: Tensor = (self.table(ids).sum(0) * may_exit(scale)).sum()
+        return total
+
+
+def _exit_in_forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    Trigger.armed = True
+    model(*batch)
+
+
+def _killed_in_backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    loss = model(*batch)
+    loss.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+    loss.backward()
+
+
+def _store(port: int, *, host: bool) -> Any:
+    return dist.TCPStore("127.0.0.1", port, is_master=host, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def _train_until_death(
+    rank: int,
+    world_size: int,
+    victim: int,
+    die: Callable[[nn.Module, tuple[Tensor, Tensor]], None],
+    port: int | None,
+) -> None:
+    hosts = port is None and rank == 0
+    store = _store(port or 0, host=hosts) if port is not None or hosts else None
+    ports = [store.port if store is not None else 0]
+    dist.broadcast_object_list(ports)
+    store = store or _store(ports[0], host=False)
+    dist.destroy_process_group()
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    torch.manual_seed(0)
+    plain = Model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall")
+    batches = [(torch.arange(5) + rank + step, torch.ones(())) for step in range(4)]
+    for step, batch in enumerate(model.lookahead(batches)):
+        if rank == victim and step == 2:
+            die(model, batch)
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("victim", "die", "store_host"),
+    [
+        (1, _exit_in_forward, "rank 0"),
+        (0, _killed_in_backward, "launcher"),
+        pytest.param(0, _killed_in_backward, "rank 0", marks=pytest.mark.long),
+        pytest.param(2, _exit_in_forward, "launcher", marks=pytest.mark.long),
+    ],
+)
+def test_the_living_name_the_dead(
+    victim: int, die: Callable[[nn.Module, tuple[Tensor, Tensor]], None], store_host: str
+) -> None:
+    # As torchrun does it, or as `init_process_group` without a launcher does.
+    store = _store(0, host=True) if store_host == "launcher" else None
+
+    outcomes = fresh_ranks(WORLD_SIZE, _train_until_death, victim, die, store.port if store is not None else None)
+
+    death = outcomes[victim]
+    assert isinstance(death.exception, RankDied)
+    for outcome in outcomes[:victim] + outcomes[victim + 1 :]:
+        assert isinstance(outcome.exception, DeadRank), outcome
+        message = str(outcome.exception)
+        assert f"found that rank(s) {victim} no longer answer" in message
+        assert "expected every rank to take part in a collective" in message
+        assert "restart the job from a checkpoint" in message
+        assert outcome.elapsed_s - death.elapsed_s < GROUP_TIMEOUT_S / 2
+
+
+def _host_leaves_at_once(rank: int, world_size: int) -> list[int]:
+    store = _store(0, host=True) if rank == 0 else None
+    ports = [store.port if store is not None else 0]
+    dist.broadcast_object_list(ports)
+    store = store or _store(ports[0], host=False)
+    roll_call = RollCall(store, "test", rank, world_size + 1)  # of one more rank, which never answers
+    dist.barrier()
+    if rank == 0:
+        roll_call.missing()
+        os._exit(0)
+    time.sleep(SECONDS)
+    return roll_call.missing()
+
+
+def test_the_verdict_outlives_the_process_that_hosts_the_store() -> None:
+    host, other = fresh_ranks(2, _host_leaves_at_once)
+
+    assert isinstance(host.exception, RankDied)
+    assert other.result == [2], other
+
+
+def test_a_peer_failure_reports_every_rank_that_failed() -> None:
+    failure = PeerFailure({2: "expected a, found b.", 0: "expected c, found d"})
+
+    assert str(failure) == (
+        "rank 0: expected c, found d; rank 2: expected a, found b. Nothing of this step was applied, on any rank."
+    )

@@ -1,0 +1,185 @@
+"""State of tables on grids of ranks: checkpoints are of columns, plans made anew move it, meta models make it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import Shard
+from torch.optim import Adagrad, Adam, Optimizer
+
+import embrace_fx
+from embrace_fx.planning.placing import place_anew
+from embrace_fx.runtime.tables.state_dicts import TableShard
+from embrace_fx.vocabulary.ops import own_columns
+from embrace_fx.vocabulary.plan import Grid
+from tests.support.cases import long_but
+from tests.support.ranks import run_ranks
+from tests.support.training import whole
+
+ROWS, COLUMNS = 31, 10
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(ROWS, COLUMNS, padding_idx=3), nn.Linear(COLUMNS, 2)).double()
+
+
+def _trained_model(
+    rank: int, strategy: Any, steps: range, start: Callable[[embrace_fx.CompiledModel, Optimizer], None] | None = None
+) -> tuple[embrace_fx.CompiledModel, Optimizer]:
+    plain = _model()
+    optimizer = Adam(plain.parameters(), lr=0.1, eps=1e-3)
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy=strategy, row_updates="lazy")
+    if start is not None:
+        _train(model, optimizer, rank, range(1))
+        start(model, optimizer)
+    _train(model, optimizer, rank, steps)
+    return model, optimizer
+
+
+def _train(model: embrace_fx.CompiledModel, optimizer: Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)  # the same on all ranks: their number may change
+        model(torch.randint(ROWS, (3, 4), generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _save(rank: int, world_size: int, strategy: Any, path: Path) -> dict[str, Any]:
+    model, optimizer = _trained_model(rank, strategy, range(3))
+    found: Any = get_state_dict(model, optimizer)
+    weights, state = found
+    save({"model": weights, "optimizer": state}, checkpoint_id=path)
+    table = weights["0.weight"]
+    return {
+        "placements": table.placements,
+        "local": tuple(table.to_local().shape),
+        "equal": torch.equal(table.full_tensor(), next(model.parameters()).full_tensor().detach()),  # type: ignore[attr-defined]
+        "state": [type(value) for value in state["state"]["0.weight"].values()],
+    }
+
+
+def _load_and_continue(rank: int, world_size: int, strategy: Any, path: Path) -> dict[str, Tensor]:
+    def from_checkpoint(model: embrace_fx.CompiledModel, optimizer: Optimizer) -> None:
+        weights, state = get_state_dict(model, optimizer)
+        load({"model": weights, "optimizer": state}, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+
+    model, optimizer = _trained_model(rank, strategy, range(3, 5), from_checkpoint)
+    states = {str(k): v for k, v in optimizer.state[next(model.parameters())].items()}
+    return whole(model.named_parameters()) | whole((k, v) for k, v in states.items() if v.dim())
+
+
+def _expected_state() -> dict[str, Tensor]:
+    model, optimizer = _trained_model(0, "alltoall", range(5))
+    states = {str(k): v for k, v in optimizer.state[next(model.parameters())].items()}
+    return whole(model.named_parameters()) | whole((k, v) for k, v in states.items() if v.dim())
+
+
+CHECKPOINTS: dict[str, tuple[Any, tuple[tuple[int, Any], ...]]] = {
+    "2 x 1 grid -> columns": (Grid(2, 1), ((2, "alltoall"),)),
+    "2 x 2 grid -> others": (Grid(2, 2), ((4, Grid(4, 1)), (3, Grid(3, 1)), (2, "alltoall"), (1, "alltoall"))),
+    "columns -> grids": ("alltoall", ((4, Grid(2, 2)), (3, Grid(3, 1)), (2, Grid(2, 1)))),
+}
+
+
+@pytest.mark.parametrize(("saved", "loads"), long_but(("2 x 1 grid -> columns",), CHECKPOINTS))
+def test_a_checkpoint_is_of_columns_and_continues_on_any_grid(saved: Any, loads: Any, tmp_path: Path) -> None:
+    ranks = saved.rows * saved.columns if isinstance(saved, Grid) else 4
+    for rank, facts in enumerate(run_ranks(ranks, _save, saved, tmp_path)):
+        first, last = own_columns(COLUMNS, ranks, rank)
+        assert facts["placements"] == (Shard(1),)
+        assert facts["local"] == (ROWS, last - first)
+        assert facts["equal"]
+        assert facts["state"].count(TableShard) == 2
+
+    expected = _expected_state()
+    for world_size, strategy in loads:
+        for found in run_ranks(world_size, _load_and_continue, strategy, tmp_path):
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=f"{strategy} {name}")
+
+
+def _loads_whole_values(rank: int, world_size: int, grid: Grid) -> bool:
+    model, optimizer = _trained_model(rank, grid, range(1))
+    torch.manual_seed(5)
+    plain = _model()
+    nn.init.normal_(next(plain.parameters()))
+    state = plain.state_dict()
+    model.load_state_dict(state)
+    own = optimizer.state_dict()
+    torch.manual_seed(6)
+    momenta = torch.randn(ROWS, COLUMNS, dtype=torch.float64)
+    own["state"][0]["exp_avg"] = momenta
+    optimizer.load_state_dict(own)
+    found = whole(model.state_dict().items())
+    kept = optimizer.state_dict()["state"][0]["exp_avg"]
+    return torch.equal(found["0.weight"], state["0.weight"]) and torch.equal(kept.full_tensor(), momenta)
+
+
+@pytest.mark.long
+def test_whole_values_are_loaded_into_a_grid() -> None:
+    assert all(run_ranks(4, _loads_whole_values, Grid(2, 2)))
+
+
+def _is_placed_anew(rank: int, world_size: int, grid: Grid) -> dict[str, Any]:
+    """From the grid to whole replicas, with a gradient that no step has taken, and back."""
+    model, _ = _trained_model(rank, grid, range(2))
+    model(torch.arange(9)).square().mean().backward()
+    session = model._session
+    session.synchronize()
+    assert session._flow is not None
+    session._flow.close()
+    before = whole(model.named_parameters())
+    old, graph = session.plan, next(iter(session._kinds.values())).variants[0].analysed
+    decisions = tuple(replace(d, strategy="allreduce", grid=None) if d.grid else d for d in old)
+    replicated = replace(old, decisions=decisions)
+    found: dict[str, Any] = {}
+    place_anew(session._setting, graph, old, replicated)
+    table = next(session.model.parameters())
+    found["replica"] = torch.equal(table.detach(), before["0.weight"])
+    assert table.grad is not None
+    gradient = table.grad.clone()
+    place_anew(session._setting, graph, replicated, old)
+    found["grid"] = torch.equal(whole(session.model.named_parameters())["0.weight"], before["0.weight"])
+    again = session._state.tables["0.weight"].dense_gradient(session._communicator.group)
+    assert again is not None
+    found["gradient"] = bool(gradient.any()) and torch.equal(again, gradient)
+    return found
+
+
+@pytest.mark.long
+def test_a_table_leaves_its_grid_and_returns_with_its_gradient() -> None:
+    for found in run_ranks(4, _is_placed_anew, Grid(2, 2)):
+        assert found == {"replica": True, "grid": True, "gradient": True}
+
+
+def _meta_values(rank: int, world_size: int, grid: Grid) -> dict[str, Tensor]:
+    torch.manual_seed(5 + rank)
+    with torch.device("meta"):
+        plain = nn.Sequential(nn.Embedding(12_001, 100, padding_idx=3), nn.Linear(100, 3))
+    optimizer = Adagrad(plain.parameters(), lr=0.1)
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy=grid)
+    model(torch.arange(4)).sum().backward()
+    return whole(model.named_parameters())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("grid", [Grid(3, 1), Grid(2, 2)], ids=str)
+def test_a_meta_model_has_the_values_of_one_rank(grid: Grid) -> None:
+    torch.manual_seed(5)
+    plain = nn.Sequential(nn.Embedding(12_001, 100, padding_idx=3), nn.Linear(100, 3))
+
+    for found in run_ranks(grid.rows * grid.columns, _meta_values, grid):
+        for name, value in plain.named_parameters():
+            assert torch.equal(found[name], value), name

@@ -1,0 +1,140 @@
+"""What is recorded of a rank, and all ranks' recordings on one clock."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from embrace_fx.runtime.launch.recorder import ComputeSpan, Recorder, Recording, Transfer, compute_spans
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.scheduling import timeline as timeline_module
+from embrace_fx.scheduling.timeline import gather_timeline
+from embrace_fx.vocabulary.schedule import BETWEEN, EARLY, Dependence, Operation, StepGraph, Timeline
+from tests.support.ranks import run_ranks
+
+STEPS = StepGraph(
+    (
+        Operation(EARLY, "rows", "compute", 1.0),
+        Operation("backward bucket 0", "backward", "compute", 1.0, serves=("bucket 0",)),
+        Operation("bucket 0 [0]", "all_reduce", "dense", 1.0, 100, ("bucket 0",), 100),
+    ),
+    (Dependence("backward bucket 0", "bucket 0 [0]"),),
+    (EARLY, "backward bucket 0"),
+)
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+def test_marks_cut_time_into_operations() -> None:
+    recording = Recording([("", 0, 1.0), (EARLY, 0, 2.0), ("b", 0, 5.0), ("", 1, 7.0), (EARLY, 1, 8.0)])
+
+    assert compute_spans(recording) == [
+        ComputeSpan(EARLY, 0, 1.0, 2.0),
+        ComputeSpan("b", 0, 2.0, 5.0),
+        ComputeSpan(EARLY, 1, 7.0, 8.0),  # what lies before a window's begin is the user's own
+    ]
+
+
+def test_waits_are_no_compute() -> None:
+    waits = [("x", "dense", 0, 3.0, 4.0), ("y", "dense", 0, 2.0, 2.5), ("z", "dense", 0, 4.5, 5.0)]
+    recording = Recording([("", 0, 1.0), ("a", 0, 2.0), ("b", 0, 5.0)], waits)  # type: ignore[arg-type]
+
+    assert compute_spans(recording) == [
+        ComputeSpan("a", 0, 1.0, 2.0),
+        ComputeSpan("b", 0, 2.5, 3.0),
+        ComputeSpan("b", 0, 4.0, 4.5),
+    ]
+
+
+def test_what_ran_before_the_first_window_is_left_out() -> None:
+    assert compute_spans(Recording([("a", -1, 0.0), ("b", -1, 1.0), ("", 0, 2.0)])) == []
+
+
+def test_a_recorder_that_is_off_keeps_nothing() -> None:
+    recorder = Recorder()
+    recorder.mark("a")
+    recorder.window()
+    with recorder.waiting("x", "dense"):
+        recorder.transferred(Transfer("x", "dense", 0, 1, 0.0, 1.0))
+
+    recorder.start()
+
+    assert recorder.stop() == Recording()
+    assert recorder.recording is None
+
+
+def test_a_recorder_that_is_on_keeps_everything() -> None:
+    recorder = Recorder()
+    recorder.start()
+    recorder.window()
+    recorder.mark("a")
+    with pytest.raises(KeyError), recorder.waiting("x", "dense"):
+        raise KeyError
+    recording = recorder.stop()
+
+    assert [(name, window) for name, window, _ in recording.marks] == [("", 0), ("a", 0)]
+    ((launch, lane, window, start, end),) = recording.waits
+    assert (launch, lane, window) == ("x", "dense", 0)
+    assert recording.marks[-1][2] <= start <= end
+
+
+# -- all ranks ---------------------------------------------------------------------------------------------------------
+
+AHEAD_S = 1000.0
+"""By how much each rank's clock is ahead of the one before it."""
+
+
+class Clock:
+    """A rank's own clock, and nothing else of `time`."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def perf_counter(self) -> float:
+        return time.perf_counter() + AHEAD_S * self._rank
+
+
+def records(rank: int, world_size: int) -> Timeline:
+    """Two whole windows and one that is cut off; on rank 1 yet another one."""
+    communicator = Communicator(dist.group.WORLD)
+    ahead = AHEAD_S * rank
+    dist.barrier()
+    now = time.perf_counter() + ahead
+    recording = Recording()
+    for window in range(3 + (rank == 1)):
+        start = now + window
+        recording.window = window
+        recording.marks += [("", window, start), (EARLY, window, start + 0.1), (BETWEEN, window, start + 0.5)]
+        recording.waits.append(("bucket 0 [0]", "dense", window, start + 0.2, start + 0.3))
+        recording.transfers.append(Transfer("bucket 0 [0]", "dense", window, 100, start + 0.1, start + 0.3))
+    recording.waits.append(("announcement", "ids", -1, now - 2, now - 1))
+    timeline_module.time, before = Clock(rank), timeline_module.time  # type: ignore[assignment, attr-defined]
+    found = gather_timeline(communicator, recording, STEPS)
+    timeline_module.time = before  # type: ignore[attr-defined]
+    return found
+
+
+def test_recordings_of_all_ranks_on_one_clock() -> None:
+    first, *others = run_ranks(3, records)
+
+    assert all(other == first for other in others)
+    assert (first.world_size, first.dependences) == (3, STEPS.dependences)
+    assert {(s.rank, s.window) for s in first.spans} == {(rank, window) for rank in range(3) for window in range(2)}
+    assert len(first.spans) == 6 * 4
+    assert len(first.waits) == 6
+    zero = next(s for s in first.spans if (s.rank, s.window, s.operation.name) == (0, 0, EARLY))
+    assert zero.start_ms == pytest.approx(0.0, abs=1e-6)
+    for span in first.spans:
+        if span.operation.name in (EARLY, "bucket 0 [0]"):
+            # Ranks leave the barrier at slightly different times; clocks are a thousand seconds apart.
+            begin_ms = 1e3 * span.window + (0 if span.operation.name == EARLY else 100)
+            assert span.start_ms == pytest.approx(begin_ms, abs=500.0)
+    lengths = {round(s.end_ms - s.start_ms, 3) for s in first.spans if s.operation.name == "bucket 0 [0]"}
+    assert lengths == {200.0}
+    assert {s.operation for s in first.spans if s.operation.name in (EARLY, "bucket 0 [0]")} == {
+        STEPS[EARLY],
+        STEPS["bucket 0 [0]"],
+    }
+    assert {(w.launch, w.lane) for w in first.waits} == {("bucket 0 [0]", "dense")}

@@ -1,0 +1,192 @@
+"""Reading one batch ahead: the batches stay what they were, and the next one's arguments are found from this one's."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from embrace_fx.session.lookahead import Lookahead
+
+
+class Loader:
+    """Batches, and how many of them have been read."""
+
+    def __init__(self, *batches: Any) -> None:
+        self.batches = batches
+        self.read = 0
+        self.closed = False
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            for batch in self.batches:
+                self.read += 1
+                yield batch
+        finally:
+            self.closed = True
+
+
+def tensors(count: int) -> list[Tensor]:
+    return [torch.tensor([k]) for k in range(count)]
+
+
+def numbers(following: list[Any] | None) -> list[Any] | None:
+    return None if following is None else [v.item() if isinstance(v, Tensor) else v for v in following]
+
+
+def leaves(*args: Any, **kwargs: Any) -> list[Any]:
+    """The flattened arguments of a call."""
+    return pytree.tree_leaves((args, kwargs))
+
+
+@given(st.integers(0, 5))
+def test_the_same_batches_one_ahead(count: int) -> None:
+    loader, ended = Loader(*tensors(count)), []
+    lookahead = Lookahead(lambda: ended.append(loader.read))
+
+    for k, batch in enumerate(lookahead.over(loader)):
+        assert batch is loader.batches[k]
+        assert loader.read == min(k + 2, count)
+        assert numbers(lookahead.following([batch])) == ([k + 1] if k + 1 < count else None)
+        assert not ended
+
+    assert ended == ([count] if count else [])
+    assert lookahead.following(tensors(1)) is None
+
+
+A, B, C, D = tensors(4)
+
+
+@pytest.mark.parametrize(
+    ("current", "coming", "call", "expected"),
+    [
+        (A, B, leaves(A), [1]),
+        ((A, B), (C, D), leaves(A, B), [2, 3]),
+        ([A, B], [C, D], leaves(A, B), [2, 3]),
+        ((A, B), (C, D), leaves(B, A), [3, 2]),
+        ((A, B), (C, D), leaves(B), [3]),
+        ((A, B), (C, D), leaves(A, A, B), [2, 2, 3]),
+        ({"ids": A, "labels": B}, {"ids": C, "labels": D}, leaves(A, target=B), [2, 3]),
+        ({"ids": A, "labels": B}, {"ids": C, "labels": D}, leaves(labels=B, ids=A), [3, 2]),
+        ((A, {"mask": B}), (C, {"mask": D}), leaves({"m": B}, A), [3, 2]),
+        ((A, B), (C, D), leaves(A, 0.5, flag=True), [2, 0.5, True]),
+        ((A, B), (C, D), leaves(A, None), [2, None]),
+        ((A, B), (C, D), leaves(0.5), [0.5]),
+    ],
+)
+def test_the_next_call_is_this_one_with_other_tensors(
+    current: Any, coming: Any, call: list[Any], expected: list[Any]
+) -> None:
+    lookahead = Lookahead(lambda: None)
+
+    next(loop := lookahead.over([current, coming]))
+
+    assert numbers(lookahead.following(call)) == expected
+    loop.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("current", "coming", "call"),
+    [
+        ((A, B), (C, D), leaves(A.clone(), B)),
+        ((A, B), (C, D), leaves(A.double(), B)),
+        ((A, B), (C, D), leaves(A + 1)),
+        ((A, B), (C, D, A), leaves(A, B)),
+        ((A, B), [C, D], leaves(A, B)),
+        ({"ids": A}, {"tokens": B}, leaves(A)),
+        ({"ids": A}, {"ids": B, "labels": C}, leaves(A)),
+        (A, (B, C), leaves(A)),
+    ],
+    ids=["moved", "cast", "changed", "one more", "another sequence", "another key", "one more key", "nested"],
+)
+def test_where_the_next_call_cannot_be_known(current: Any, coming: Any, call: list[Any]) -> None:
+    lookahead = Lookahead(lambda: None)
+
+    for _ in lookahead.over([current, coming]):
+        assert lookahead.following(call) is None
+
+
+def test_without_a_loop_nothing_is_known() -> None:
+    assert Lookahead(lambda: None).following([A]) is None
+
+
+def test_after_a_break_nothing_is_known_and_another_loop_may_begin() -> None:
+    ended: list[None] = []
+    lookahead, loader = Lookahead(lambda: ended.append(None)), Loader(A, B, C)
+
+    for _ in lookahead.over(loader):
+        break
+    gc.collect()
+
+    assert lookahead.following([A]) is None
+    assert not lookahead.active
+    assert loader.closed
+    assert len(ended) == 1
+    assert list(lookahead.over([C, D])) == [C, D]
+
+
+def test_a_closed_loop_makes_room_for_another() -> None:
+    lookahead = Lookahead(lambda: None)
+    first = lookahead.over([A, B, C])
+    next(first)
+
+    first.close()  # type: ignore[attr-defined]
+
+    assert not lookahead.active
+    assert lookahead.following([A]) is None
+    next(lookahead.over([C, D]))
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_two_loops_at_once_are_refused(started: bool) -> None:
+    lookahead = Lookahead(lambda: None)
+    first = lookahead.over([A, B, C])
+    if started:
+        next(first)
+
+    with pytest.raises(RuntimeError, match=r"^expected one lookahead at a time, in lookahead\(\), found an earlier"):
+        lookahead.over([D])
+
+    assert list(first)[-1] is C  # which goes on undisturbed
+    assert list(lookahead.over([D])) == [D]
+
+
+def test_a_loader_that_writes_into_its_last_batch_is_refused() -> None:
+    def reusing() -> Iterator[Tensor]:
+        batch = torch.zeros(1)
+        for _ in range(3):
+            yield batch.add_(1)
+
+    with pytest.raises(RuntimeError, match=r"^expected a loader that yields each batch in tensors of its own"):
+        next(Lookahead(lambda: None).over(reusing()))
+
+
+def test_epochs_follow_each_other() -> None:
+    loader = Loader(*tensors(3))
+    lookahead = Lookahead(lambda: None)
+
+    for _ in range(2):
+        assert [batch.item() for batch in lookahead.over(loader)] == [0, 1, 2]
+
+
+def test_an_error_of_the_loader_is_the_loops() -> None:
+    def broken() -> Iterator[Tensor]:
+        yield A
+        yield B
+        raise OSError("disk full")
+
+    lookahead = Lookahead(lambda: None)
+    loop = lookahead.over(broken())
+
+    assert next(loop) is A
+    with pytest.raises(OSError, match="disk full"):
+        list(loop)
+    assert not lookahead.active
+    assert lookahead.following([B]) is None

@@ -1,0 +1,125 @@
+"""The pipeline: its order, what is kept after each pass, and that nothing broken gets through."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embrace_fx.passes.shard import ShardTables
+from embrace_fx.passes.verifier.invariants import VerificationError
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.session.pipeline import run_passes, training_passes
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.plan import Decision, Plan
+from tests.support.graphs import (
+    IDS,
+    Tables,
+    analysed,
+    assert_equal_outputs,
+    averaged,
+    classifier,
+    own_part,
+    run_graph,
+    tables_model,
+    targets,
+)
+from tests.support.ranks import run_ranks
+from tests.support.table_cases import plain
+
+TABLE, OTHER = "table.weight", "other.weight"
+NAMES = ["captured", "eager_dropout", "shard_tables", "narrow_exchange", "global_frequency", "reduce_gradients"]
+
+
+def plan_of(
+    *sharded: str, world_size: int = 1, buckets: tuple[tuple[str, ...], ...] = (), renormed: tuple[str, ...] = ()
+) -> Plan:
+    decisions = tuple(Decision(name, (10, 4), True, "alltoall", "asked for", 0, 0, 0.0) for name in sharded)
+    return Plan(world_size, decisions, buckets, renormed)
+
+
+def test_a_snapshot_after_each_pass_and_the_phases_last() -> None:
+    graph = analysed(classifier(), IDS)
+
+    compiled = run_passes(graph, training_passes(plan_of("words.weight"), {"words.weight"}, 0))
+
+    assert list(compiled.graphs) == [*NAMES, "partition", *compiled.graph.phases]
+    assert compiled.graphs["captured"] is graph.module
+    assert compiled.graphs["shard_tables"] is not graph.module
+    assert compiled.graphs["narrow_exchange"] is compiled.graphs["shard_tables"]
+    assert compiled.graphs["backward"] is compiled.graph.phases["backward"]
+
+
+def test_each_snapshot_can_be_printed() -> None:
+    compiled = run_passes(analysed(classifier(), IDS), training_passes(plan_of("words.weight"), {"words.weight"}, 0))
+
+    for module in compiled.graphs.values():
+        assert module.print_readable(print_output=False).startswith("class GraphModule")
+
+
+def test_a_plan_that_shards_and_reduces_nothing_changes_nothing() -> None:
+    graph = analysed(classifier(), IDS)
+
+    compiled = run_passes(graph, training_passes(plan_of(), {"words.weight"}, 0))
+
+    assert all(compiled.graphs[name] is graph.module for name in [*NAMES, "partition"])
+    assert compiled.graph.module is graph.module
+
+
+def test_tables_that_a_graph_does_not_read_are_left_out() -> None:
+    """An evaluation may read fewer tables than the training for which the plan was made."""
+    passes = training_passes(plan_of(TABLE, OTHER, renormed=("third.weight",)), {OTHER}, 0)
+
+    assert ShardTables((OTHER,), (), 0, 1) in passes
+
+
+@pytest.mark.parametrize(("reduce", "expected"), [(True, 1), (False, 0)])
+def test_gradients_are_left_alone_where_they_are_accumulated(reduce: bool, expected: int) -> None:
+    plan = plan_of(world_size=2, buckets=(("linear.weight", "linear.bias"),))
+
+    compiled = run_passes(analysed(tables_model(plain), IDS), training_passes(plan, {TABLE}, 0, reduce=reduce))
+
+    assert targets(compiled.graph.graph).count("_c10d_functional::all_reduce_") == expected
+
+
+class DropsWaits:
+    """A pass with a bug."""
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        result = graph.edit()
+        for wait in result.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.wait_tensor.default):
+            wait.replace_all_uses_with(wait.all_input_nodes[0])
+            result.graph.erase_node(wait)
+        return result
+
+
+def test_a_broken_pass_is_named() -> None:
+    shard = training_passes(plan_of(TABLE), {TABLE}, 0)[1]
+
+    with pytest.raises(VerificationError, match=r"launches_and_waits_paired: .*; in pass DropsWaits"):
+        run_passes(analysed(tables_model(plain), IDS), (shard, DropsWaits()))
+
+
+def many_uses(model: Tables, ids: Tensor) -> Tensor:
+    vectors: Tensor = model.linear(model.table(ids) * model.table((ids + 1) % 10)) + model.other(ids)
+    return vectors.sum() * model.vector.sum()
+
+
+def the_whole_pipeline(rank: int, world_size: int) -> None:
+    communicator = Communicator(dist.group.WORLD)
+    model = tables_model(many_uses)
+    batch = (IDS + rank) % 10
+    graph = analysed(model, batch)
+    replicas = ("linear.bias", "linear.weight", OTHER)
+    plan = plan_of(TABLE, world_size=world_size, buckets=(replicas[:1], replicas[1:]))
+
+    compiled = run_passes(graph, training_passes(plan, {TABLE, OTHER}, rank))
+
+    whole = averaged(run_graph(graph, model, batch), [*replicas, TABLE], communicator)
+    found = run_graph(compiled.graph, model, batch, communicator=communicator)
+    assert_equal_outputs(found, own_part(whole, [TABLE], communicator))
+
+
+def test_values_on_several_ranks() -> None:
+    run_ranks(3, the_whole_pipeline)

@@ -1,0 +1,55 @@
+"""Golden texts: printed graphs, plans and schedules, kept in tests/golden/ and compared word by word.
+
+`pytest --update-golden` writes them; what changed is then read in the version control's diff, like any other change.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+GOLDEN_DIR = Path(__file__).parents[1] / "golden"
+
+
+@dataclass
+class Options:
+    """How goldens are treated in this session.
+
+    Attributes:
+        update: write the files instead of comparing with them (`--update-golden`).
+    """
+
+    update: bool = False
+
+
+options = Options()
+
+
+def check_golden(name: str, text: str) -> None:
+    """Compares `text` with tests/golden/{name}.txt; trailing white space of the text's end does not count.
+
+    Fails the test with a unified diff where they differ, and with what to do where there is no such file.
+    """
+    __tracebackhide__ = True
+    path = GOLDEN_DIR / f"{name}.txt"
+    found = text.rstrip() + "\n"
+    if options.update:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(found, encoding="utf-8")
+        return
+    if not path.exists():
+        pytest.fail(
+            f"expected the golden file tests/golden/{name}.txt, found none; write it with "
+            f"`pytest --update-golden` and read it before you commit it. The text would be:\n{found}",
+            pytrace=False,
+        )
+    expected = path.read_text(encoding="utf-8")
+    if found == expected:
+        return
+    diff = difflib.unified_diff(
+        expected.splitlines(), found.splitlines(), f"tests/golden/{name}.txt", "found", lineterm=""
+    )
+    pytest.fail("\n".join(diff) + "\n\nif the new text is right, write it with `pytest --update-golden`", pytrace=False)

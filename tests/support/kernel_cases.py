@@ -1,0 +1,451 @@
+"""What the kernels of `runtime/kernels/gpu` must compute, on whatever `Put` puts the tensors on.
+
+On a GPU they run as they are, without one in Triton's interpreter (`kernel_interpreter.py`). Each case goes through the
+public functions, which choose the kernel, and compares with float64 or with Python.
+
+Shape legend
+    N ranks; V rows of the table; D or d its columns; U rows of one rank; R rows of all; K distinct ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
+
+from embrace_fx.runtime import kernels
+from embrace_fx.runtime.exchanges import hashing
+from embrace_fx.runtime.exchanges.blocks import block_bitmap, cut_blocks, join_blocks
+from embrace_fx.runtime.exchanges.gradient import accumulate, mean_by_id
+from embrace_fx.runtime.flow.routing import RowSplitter
+from embrace_fx.runtime.kernels import gpu
+from embrace_fx.runtime.optimizer.row_optimizers import row_optimizer
+from embrace_fx.vocabulary.ops import own_columns
+
+Put = Callable[[Tensor], Tensor]
+"""A tensor on the CPU -> a copy of it where the kernels run."""
+
+WIDTHS = (1, 3, 33, 192)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 2**-7}
+"""Relative error of a few operations and one rounding. The interpreter cuts bfloat16 off instead of rounding it."""
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def random_ids(count: int, num_rows: int, seed: int = 0) -> Tensor:
+    """With repeated ids, and id 0 among them."""
+    ids = torch.randint(num_rows, (count,), generator=torch.Generator().manual_seed(seed))
+    ids[: min(count, 1)] = 0
+    return ids
+
+
+def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Both compared as float64; `dtype` is what the result was rounded to."""
+    assert found.dtype == dtype
+    tolerance = ROUNDING[dtype]
+    torch.testing.assert_close(plain(found).double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, of torch's own class."""
+    return tensor.cpu().as_subclass(Tensor)
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(plain(found), expected, rtol=0, atol=0, equal_nan=True)
+
+
+# -- lookup and columns ------------------------------------------------------------------------------------------------
+
+
+def lookup_pack(put: Put) -> None:
+    for dtype in DTYPES:
+        for width in WIDTHS:
+            table = random(50, width, dtype=dtype)
+            for count in (0, 1, 70):
+                ids = random_ids(count, 50)
+                assert_same(kernels.lookup(put(table), put(ids)), table[ids])
+
+
+def lookup_pack_casts(put: Put) -> None:
+    ids = random_ids(20, 9)
+    for dtype in (torch.float32, torch.float64):
+        table = random(9, 33, dtype=dtype)
+        for narrow in (torch.bfloat16, torch.float32):
+            assert_near(kernels.lookup_as(put(table), put(ids), narrow), table[ids], narrow)
+
+
+def columns_by_rank(rows: Tensor, ranks: int) -> Tensor:
+    return torch.cat([rows[:, slice(*own_columns(rows.shape[1], ranks, rank))].reshape(-1) for rank in range(ranks)])
+
+
+COLUMN_CASES = [(1, 2), (3, 2), (2, 4), (10, 4), (33, 4), (192, 3), (192, 1)]
+
+
+def pack_columns(put: Put) -> None:
+    for dtype in DTYPES:
+        for width, ranks in COLUMN_CASES:
+            rows = random(9, width, dtype=dtype)
+            for count in (0, 1, 9):
+                assert_same(kernels.split_columns(put(rows[:count]), ranks), columns_by_rank(rows[:count], ranks))
+            mask = torch.tensor([True, False, False, True, True, False, False, False, True])
+            for selected in (mask, ~mask, torch.zeros_like(mask)):
+                found = kernels.split_selected_columns(put(rows), put(selected), ranks)
+                assert_same(found, columns_by_rank(rows[selected], ranks))
+            positions = torch.tensor([8, 0, 0, 3])
+            found = kernels.split_selected_columns(put(rows), put(positions), ranks)
+            assert_same(found, columns_by_rank(rows[positions], ranks))
+
+
+def unpack_columns(put: Put) -> None:
+    for dtype in DTYPES:
+        for width, ranks in COLUMN_CASES:
+            for count in (0, 1, 7):
+                rows = random(count, width, dtype=dtype)
+                flat = put(columns_by_rank(rows, ranks))
+                assert_same(kernels.join_columns(flat, width, ranks), rows)
+                out, positions = torch.zeros(12, width, dtype=dtype), torch.arange(11, -1, -1)[:count]
+                expected = out.index_copy(0, positions, rows)
+                found = put(out)
+                kernels.join_columns_into(found, put(positions), flat, ranks)
+                assert_same(found, expected)
+
+
+@given(st.integers(0, 9), st.integers(1, 70), st.integers(1, 9), st.sampled_from(DTYPES))
+def _columns_codec(put: Put, rows: int, width: int, ranks: int, dtype: torch.dtype) -> None:
+    whole = random(rows, width, dtype=dtype, seed=rows)
+    assert_same(kernels.join_columns(kernels.split_columns(put(whole), ranks), width, ranks), whole)
+
+
+def columns_codec(put: Put) -> None:
+    _columns_codec(put)
+
+
+def split_prior_delayed(put: Put) -> None:
+    """One splitter for more calls than there are stamps: the marks of earlier calls are not taken for one of this."""
+    splitter = RowSplitter(3000, put(torch.zeros(1)).device)
+    for call in range(gpu.STAMPS + 1):  # the first and the last one have the same stamp
+        ids = torch.cat([random_ids(call % 9, 60, seed=call), torch.arange(100, 110)])
+        others = torch.arange(100, 160) if call == 0 else random_ids(call % 7, 60, seed=call + 1000)
+        assert_same(splitter.among(put(ids), put(others)), torch.isin(ids, others))
+    many, others = torch.arange(3000), torch.arange(2999, 0, -2)
+    assert_same(splitter.among(put(many), put(others)), torch.isin(many, others))
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+def sums_of_ids(ids: Tensor, rows: Tensor, padding_idx: int, scale: float) -> tuple[Tensor, Tensor]:
+    """One id after the other, in float64."""
+    unique = sorted(set(ids.tolist()) - {padding_idx})
+    sums = [scale * rows[ids == one].double().sum(dim=0) for one in unique]
+    return torch.tensor(unique, dtype=torch.int64), torch.stack(sums) if sums else rows[:0].double()
+
+
+def coalesce(put: Put) -> None:
+    sizes = [(0, 5, -1, 1.0), (1, 5, -1, 0.25), (40, 9, 3, 1 / 3), (40, 9, 0, 1.0), (70, 60, -1, 0.5)]
+    for dtype in DTYPES:
+        for width in WIDTHS:
+            for count, num_rows, padding_idx, scale in sizes:
+                ids, rows = random_ids(count, num_rows), random(count, width, dtype=dtype)
+                expected = sums_of_ids(ids, rows, padding_idx, scale)
+                found = kernels.coalesce(put(ids), put(rows.view(-1)), width, padding_idx, scale)
+                assert_same(found[0], expected[0])
+                assert_near(found[1], expected[1], dtype)
+
+
+def coalesce_adds_in_the_order_of_ranks(put: Put) -> None:
+    """To the bit: 1e8 - 1e8 + 3 is 3, and 0 where 3 is not the last to be added."""
+    ids = torch.tensor([4, 7, 4, 7, 4, 9])
+    rows = torch.tensor([1e8, 1.0, -1e8, 2.0, 3.0, 5.0]).unsqueeze(1).repeat(1, 33)
+    in_order = torch.tensor([3.0, 3.0, 5.0]).unsqueeze(1).repeat(1, 33)
+    found = kernels.coalesce(put(ids), put(rows.view(-1)), 33, -1, 1.0)
+    assert_same(found[1], in_order)
+
+
+def coalesce_adds_narrow_values_widely(put: Put) -> None:
+    """256 + 1 is 256 in bfloat16."""
+    rows = torch.tensor([256.0, *[1.0] * 8]).bfloat16()
+    found = kernels.coalesce(put(torch.zeros(9, dtype=torch.int64)), put(rows), 1, -1, 1.0)
+    assert found[1].item() == 264.0
+
+
+def sum_segments(put: Put) -> None:
+    """With the segments found before the rows are there, and used for two sets of rows."""
+    ids = random_ids(40, 9)
+    segments = gpu.segments_of(put(ids), 3)
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = random(40, 5, dtype=dtype)
+        unique, sums = sums_of_ids(ids, rows, 3, 0.5)
+        assert_same(segments.ids, unique)
+        assert_near(gpu.sum_segments(put(rows.view(-1)), segments, 5, 0.5), sums, dtype)
+
+
+def scatter_add(put: Put) -> None:
+    for dtype in DTYPES:
+        wide = torch.promote_types(dtype, torch.float32)
+        for width in WIDTHS:
+            counts, ids = [3, 0, 5], torch.tensor([4, 0, 7, 1, 0, 8, 4, 2])
+            rows = random(8, width, dtype=dtype)
+            expected = torch.zeros(9, width, dtype=torch.float64).index_add(0, ids, rows.double())
+            assert_near(accumulate(put(ids), put(rows), counts, 9), expected, wide)
+            mean = mean_by_id(put(ids), put(rows), counts, 9, divisor=3)
+            assert_same(mean.ids, ids.unique())
+            assert_near(mean.rows, expected[ids.unique()] / 3, dtype)
+
+
+# -- row updates -------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (SGD, {"lr": 0.1}),
+    (SGD, {"lr": 0.1, "maximize": True}),
+    (SGD, {"lr": torch.tensor(0.125), "weight_decay": 0.01}),
+    (SGD, {"lr": 0.1, "momentum": 0.9}),
+    (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True, "maximize": True}),
+    (Adagrad, {"lr": 0.1}),
+    (Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-3, "weight_decay": 0.1}),
+    (Adagrad, {"lr": 0.1, "maximize": True}),
+    (Adam, {"lr": 0.01}),
+    (Adam, {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-3, "maximize": True}),
+    (Adam, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1}),
+    (AdamW, {"lr": 0.01}),
+    (AdamW, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1, "maximize": True}),
+    (SparseAdam, {"lr": 0.01}),
+    (SparseAdam, {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-3, "maximize": True}),
+]
+
+
+def update_rows(put: Put) -> None:
+    """Three steps of rows 0, 3, 4 and 9, against torch.optim in float64 on a model that has these rows only."""
+    ids = torch.tensor([0, 3, 4, 9])
+    for kind, options in OPTIMIZERS:
+        for dtype, widths in ((torch.float32, (3, 192)), (torch.float64, (1,))):
+            for width in widths:
+                table = random(11, width, dtype=dtype)
+                gradients = [random(4, width, dtype=dtype, seed=step + 1) for step in range(3)]
+                # Adam divides a gradient by its own size: one near zero makes noise of its rounding.
+                gradients = [gradient.sign() * (gradient.abs() + 0.1) for gradient in gradients]
+                shard, state = _train(put, kind, options, table, ids, gradients)
+                weight, expected = _train_torch(kind, options, table[ids].double(), gradients)
+                untouched = torch.ones(11, dtype=torch.bool).index_fill(0, ids, False)
+                assert_same(shard[put(untouched)], table[untouched])
+                for found, value in [(shard, weight), *((state[k], v) for k, v in expected.items())]:
+                    assert_near(found[put(ids)], value, dtype)
+
+
+def update_rows_of_bfloat16(put: Put) -> None:
+    """One step: computed widely, rounded once."""
+    ids = torch.tensor([8, 0])
+    for kind, options in OPTIMIZERS:
+        table, gradient = random(9, 33, dtype=torch.bfloat16), random(2, 33, dtype=torch.bfloat16, seed=1)
+        shard, _ = _train(put, kind, options, table, ids, [gradient])
+        weight, _ = _train_torch(kind, options, table[ids].double(), [gradient])
+        assert_near(shard[put(ids)], weight, torch.bfloat16)
+
+
+def update_no_rows(put: Put) -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    for kind, options in OPTIMIZERS:
+        for width in (0, 3):
+            table = random(5, width)
+            shard, _ = _train(put, kind, options, table, none, [torch.empty(0, width)])
+            assert_same(shard, table)
+
+
+def _train(
+    put: Put, kind: type[Optimizer], options: dict[str, Any], table: Tensor, ids: Tensor, gradients: Sequence[Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    make: Any = kind
+    group = make([nn.Parameter(table)], **options).param_groups[0]
+    rows, shard = row_optimizer(kind), put(table)
+    state = rows.init_state(shard, group)
+    for gradient in gradients:
+        rows.advance(state)
+        rows.apply(shard, state, put(ids), put(gradient), group)
+    return shard, state
+
+
+def _train_torch(
+    kind: type[Optimizer], options: dict[str, Any], table: Tensor, gradients: Sequence[Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The table and its state but for the step counter, after dense steps."""
+    make: Any = kind
+    parameter = nn.Parameter(table.clone())
+    optimizer = make([parameter], **options)
+    for gradient in gradients:
+        parameter.grad = gradient.double()
+        if kind is SparseAdam:
+            every = torch.arange(table.shape[0])[None]
+            with torch.sparse.check_sparse_tensor_invariants():
+                parameter.grad = torch.sparse_coo_tensor(every, parameter.grad, table.shape, is_coalesced=True)
+        optimizer.step()
+    state = optimizer.state[parameter]
+    return parameter.detach(), {k: v for k, v in state.items() if isinstance(v, Tensor) and v.ndim}
+
+
+# -- hashing and bitmaps -----------------------------------------------------------------------------------------------
+
+SEEDS = st.integers(-(2**63), 2**63 - 1)
+
+
+def _id_sets(num_ids: int) -> st.SearchStrategy[Tensor]:
+    ids = st.sets(st.integers(0, num_ids - 1)).map(sorted)
+    return ids.map(lambda found: torch.tensor(found, dtype=torch.int64))
+
+
+@given(st.lists(st.integers(0, 2**62), max_size=50), st.integers(1, 9), SEEDS)
+def _server_of(put: Put, values: list[int], servers: int, seed: int) -> None:
+    """To the bit: another rank may hash on its CPU."""
+    ids = torch.tensor(values, dtype=torch.int64)
+    assert_same(hashing.server_of(put(ids), servers, seed), hashing.server_of(ids, servers, seed))
+
+
+def server_of(put: Put) -> None:
+    _server_of(put)
+    many = torch.arange(3000)  # more than one program
+    assert_same(hashing.server_of(put(many), 7, -1), hashing.server_of(many, 7, -1))
+
+
+@given(_id_sets(400), st.integers(1, 9), SEEDS)
+def _hash_partition(put: Put, ids: Tensor, servers: int, seed: int) -> None:
+    partition = hashing.hash_partition(put(ids), servers, seed)
+    order, counts = plain(partition.order), plain(partition.counts)
+    assert torch.equal(order.sort().values, torch.arange(ids.numel()))
+    for server, part in enumerate(ids[order].split(counts.tolist())):
+        assert (hashing.server_of(part, servers, seed) == server).all()
+
+
+def hash_partition(put: Put) -> None:
+    """Every index once, at its server."""
+    _hash_partition(put)
+
+
+def hash_partition_where_all_collide(put: Put) -> None:
+    """One server and one slot for all, by each of the hash functions: one index is placed, nobody is lost."""
+    count, seed = 6, 5
+    parallel = hashing.SLOTS_PER_INDEX * count
+    ids = torch.arange(100_000)
+    for attempt in range(1, hashing.REHASHES + 1):
+        ids = ids[hashing._below(hashing.murmur(ids, seed + attempt), parallel) == 3]
+    ids = ids[:count]
+    assert ids.numel() == count
+    partition = hashing.hash_partition(put(ids), 1, seed)
+    assert partition.serial.tolist() == [count - 1]
+    assert torch.equal(plain(partition.order).sort().values, torch.arange(count))
+
+
+@given(_id_sets(400), st.integers(1, 4), SEEDS)
+def _bitmaps(put: Put, ids: Tensor, servers: int, seed: int) -> None:
+    server = hashing.server_of(ids, servers, seed)
+    for index, index_set in enumerate(hashing.index_sets(400, servers, seed, torch.device("cpu"))):
+        own = ids[server == index]
+        bitmap = hashing.hash_bitmap(put(own), put(index_set))
+        assert_same(bitmap, hashing.hash_bitmap(own, index_set))
+        padded = torch.cat([plain(bitmap), torch.full((2,), 255, dtype=torch.uint8)])
+        assert_same(hashing.ids_of_bitmap(put(padded), put(index_set)), own)
+
+
+def hash_bitmaps(put: Put) -> None:
+    """decode(encode(x)) = x, with the CPU's bytes; also over several programs, of no ids, and of no index set."""
+    _bitmaps(put)
+    index_set = torch.arange(0, 9000, 3)
+    for ids in (index_set, index_set[:0], index_set[::7], index_set[-1:], index_set[:1]):
+        bitmap = hashing.hash_bitmap(put(ids), put(index_set))
+        assert_same(bitmap, hashing.hash_bitmap(ids, index_set))
+        assert_same(hashing.ids_of_bitmap(bitmap, put(index_set)), ids)
+    nothing = hashing.hash_bitmap(put(index_set[:0]), put(index_set[:0]))
+    assert nothing.numel() == hashing.ids_of_bitmap(nothing, put(index_set[:0])).numel() == 0
+
+
+def block_bitmaps(put: Put) -> None:
+    for dtype in (*DTYPES, torch.float16):
+        for width in (*WIDTHS, 1500):
+            for count in (1, 40):
+                blocks = torch.zeros(count, width, dtype=dtype)
+                blocks[::3] = -0.0
+                blocks[1::3, -1:] = torch.nan
+                blocks[2::6, :1] = torch.finfo(dtype).smallest_normal
+                assert_same(block_bitmap(put(blocks)), (blocks.double() != 0).any(dim=1))
+
+
+@given(st.lists(st.integers(0, 7), max_size=3), st.integers(1, 9), st.sampled_from(DTYPES), st.integers(0, 99))
+def _blocks(put: Put, shape: list[int], block_size: int, dtype: torch.dtype, seed: int) -> None:
+    dense = random(*shape, dtype=dtype, seed=seed)
+    dense = torch.where(random(*shape, seed=seed + 1) > 0.8, dense, 0)
+    blocks = cut_blocks(put(dense), block_size)
+    assert (plain(blocks.rows) != 0).any(dim=1).all()
+    assert_same(join_blocks(blocks, dense.shape), dense)
+
+
+def blocks_codec(put: Put) -> None:
+    _blocks(put)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def refuse_strided(put: Put) -> None:
+    """A kernel called by itself refuses it; the public functions leave such a tensor to torch's ops."""
+    table, ids = put(random(6, 8)).t(), put(torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match=r"as table of lookup_pack, found shape \(8, 6\) with strides \(1, 8\); pass"):
+        gpu.lookup_pack(table, ids)
+    assert_same(kernels.lookup(table, ids), plain(table)[[1, 0]])
+    assert_same(kernels.split_columns(table, 4), columns_by_rank(plain(table), 4))
+
+
+CASES: dict[Callable[[Put], None], str] = {
+    lookup_pack: "lookup_pack",
+    lookup_pack_casts: "lookup_pack",
+    pack_columns: "pack_columns",
+    unpack_columns: "unpack_columns",
+    columns_codec: "pack_columns",
+    split_prior_delayed: "split_prior_delayed",
+    coalesce: "coalesce",
+    coalesce_adds_in_the_order_of_ranks: "coalesce",
+    coalesce_adds_narrow_values_widely: "coalesce",
+    sum_segments: "segments_of sum_segments",
+    scatter_add: "scatter_add",
+    update_rows: "sgd_rows adagrad_rows adam_rows",
+    update_rows_of_bfloat16: "sgd_rows adagrad_rows adam_rows",
+    update_no_rows: "sgd_rows adagrad_rows adam_rows",
+    server_of: "server_of",
+    hash_partition: "claim_slots",
+    hash_partition_where_all_collide: "claim_slots",
+    hash_bitmaps: "hash_bitmap ids_of_bitmap",
+    block_bitmaps: "block_bitmap",
+    blocks_codec: "block_bitmap lookup_pack",
+    refuse_strided: "lookup_pack",
+}
+"""Each case, and the kernels that it must call."""
+
+
+def kernels_called(case: Callable[[Put], None], put: Put) -> set[str]:
+    """Runs a case, which raises where a result is wrong. Returns those of its kernels that it has called."""
+    called: set[str] = set()
+
+    def counted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.add(name)
+            return kernel(*args, **kwargs)
+
+        return call
+
+    kept = {name: getattr(gpu, name) for name in CASES[case].split()}
+    try:
+        for name, kernel in kept.items():
+            setattr(gpu, name, counted(name, kernel))
+        case(put)
+    finally:
+        for name, kernel in kept.items():
+            setattr(gpu, name, kernel)
+    return called

@@ -1,0 +1,264 @@
+"""The shared ranks: results, errors, deaths and hangs of real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import (
+    GROUP_TIMEOUT_S,
+    Pool,
+    RankDied,
+    RankError,
+    RankTimeout,
+    fresh_ranks,
+    run_ranks,
+    run_ranks_expecting_errors,
+)
+
+
+def _own_pid(rank: int, world_size: int) -> int:
+    return os.getpid()
+
+
+@pytest.fixture
+def started() -> None:
+    """For tests that measure time: the fork server's and the ranks' start is not part of it."""
+    run_ranks(4, _own_pid)
+
+
+def _sum_of_ranks(rank: int, world_size: int, scale: float) -> torch.Tensor:
+    value = torch.full((3,), scale * rank)
+    dist.all_reduce(value)
+    assert dist.get_world_size() == world_size
+    return value
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_default_group_holds_exactly_the_ranks_asked_for(world_size: int) -> None:
+    total = 2.0 * sum(range(world_size))
+
+    results = run_ranks(world_size, _sum_of_ranks, 2.0)
+
+    assert [r.tolist() for r in results] == [[total] * 3] * world_size
+
+
+def _pid_and_groups(rank: int, world_size: int) -> tuple[int, int]:
+    existing = len(dist.distributed_c10d._world.pg_map)
+    dist.new_group(range(world_size))
+    return os.getpid(), existing
+
+
+def test_processes_outlive_a_call_and_groups_do_not() -> None:
+    first = run_ranks(2, _pid_and_groups)
+    second = run_ranks(2, _pid_and_groups)
+
+    assert first == second
+    assert [groups for _, groups in second] == [1, 1]
+
+
+def test_a_world_size_beyond_the_pool_is_refused() -> None:
+    with pytest.raises(ValueError, match="from 1 to 4, found 5"):
+        run_ranks(5, _sum_of_ranks, 1.0)
+
+
+def _raise_on(rank: int, world_size: int, failing: int) -> int:
+    if rank == failing:
+        raise KeyError(f"rank {rank} of {world_size} fails")
+    return rank
+
+
+def test_an_exception_is_raised_with_its_rank_and_traceback_and_the_next_call_works() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1.*KeyError: 'rank 1 of 3 fails'.*in _raise_on") as caught:
+        run_ranks(3, _raise_on, 1)
+
+    assert [type(error) for error in caught.value.by_rank] == [type(None), KeyError, type(None)]
+    assert run_ranks(3, _raise_on, -1) == [0, 1, 2]
+
+
+def _raise_before_a_collective(rank: int, world_size: int) -> None:
+    if rank == 0:
+        raise ValueError("before the collective")
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.usefixtures("started")
+def test_peers_of_a_rank_that_raised_end_long_before_the_group_timeout() -> None:
+    start_s = time.monotonic()
+
+    with pytest.raises(RankError, match=r"(?s)^rank 0, .*ValueError") as caught:
+        run_ranks(2, _raise_before_a_collective)
+
+    assert time.monotonic() - start_s < GROUP_TIMEOUT_S / 2
+    assert [type(error) for error in caught.value.by_rank] == [ValueError, RuntimeError]
+
+
+def _raise_late(rank: int, world_size: int) -> None:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.3 * rank)
+    raise ValueError(f"rank {rank} saw it too")
+
+
+def test_errors_are_returned_by_rank() -> None:
+    errors = run_ranks_expecting_errors(3, _raise_late)
+
+    assert [str(error) for error in errors] == [f"rank {r} saw it too" for r in range(3)]
+    assert all(isinstance(error, ValueError) for error in errors)
+    assert run_ranks_expecting_errors(2, _sum_of_ranks, 1.0) == [None, None]
+
+
+class _Peculiar(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def _raise_peculiar(rank: int, world_size: int) -> None:
+    raise _Peculiar(1, 2)
+
+
+def _return_unpicklable(rank: int, world_size: int) -> object:
+    return lambda: rank
+
+
+def test_what_cannot_be_pickled_is_reported_as_such() -> None:
+    (error,) = run_ranks_expecting_errors(1, _raise_peculiar)
+    assert isinstance(error, RuntimeError)
+    assert "_Peculiar (which cannot be pickled): 1 and 2" in str(error)
+
+    (error,) = run_ranks_expecting_errors(1, _return_unpicklable)
+    assert isinstance(error, TypeError)
+    assert "expected a result that can be pickled, found function" in str(error)
+
+
+def _warn(rank: int, world_size: int) -> None:
+    warnings.warn("mind the rank", UserWarning, stacklevel=1)
+
+
+def test_warnings_are_errors_on_the_ranks_where_they_are_in_the_test() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (error,) = run_ranks_expecting_errors(1, _warn)
+        assert isinstance(error, UserWarning)
+
+        warnings.simplefilter("ignore")
+        assert run_ranks(1, _warn) == [None]
+
+
+def _hang_on(rank: int, world_size: int, hanging: int) -> int:
+    while rank == hanging:
+        time.sleep(0.1)
+    return rank
+
+
+@pytest.mark.usefixtures("started")
+def test_a_hanging_rank_is_named_and_its_stack_shown() -> None:
+    with pytest.raises(RankError, match=r"(?s)^rank 1, .*still busy after 5 s.* in _hang_on") as caught:
+        run_ranks(3, _hang_on, 1, timeout_s=5)
+
+    assert [type(error) for error in caught.value.by_rank] == [type(None), RankTimeout, type(None)]
+    assert run_ranks(3, _hang_on, -1) == [0, 1, 2]
+
+
+def test_a_hang_is_never_an_expected_error() -> None:
+    with pytest.raises(RankError, match="still busy"):
+        run_ranks_expecting_errors(1, _hang_on, 0, timeout_s=2)
+
+
+def _die(rank: int, world_size: int, dying: int, how: str) -> str:
+    dist.all_reduce(torch.ones(1))
+    if rank == dying:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(7)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return str(error)
+    return "the collective went through"
+
+
+@pytest.mark.parametrize(("how", "exitcode", "text"), [("kill", -9, "SIGKILL"), ("exit", 7, "exit status 7")])
+@pytest.mark.usefixtures("started")
+def test_a_rank_that_dies_is_reported_within_seconds(how: str, exitcode: int, text: str) -> None:
+    survivor, dead = fresh_ranks(2, _die, 1, how)
+
+    assert survivor.exception is None
+    assert "Connection" in str(survivor.result)
+    assert survivor.exitcode == 0
+    assert isinstance(dead.exception, RankDied)
+    assert text in str(dead.exception)
+    assert dead.exitcode == dead.exception.exitcode == exitcode
+    assert max(survivor.elapsed_s, dead.elapsed_s) < GROUP_TIMEOUT_S / 2
+
+
+def test_a_death_in_the_shared_pool_is_reported_and_the_next_call_works() -> None:
+    with pytest.raises(RankError, match="the process of rank 0 died with SIGKILL"):
+        run_ranks(2, _die, 0, "kill")
+
+    assert run_ranks(2, _raise_on, -1) == [0, 1]
+
+
+def test_ranks_that_died_between_calls_are_replaced() -> None:
+    first = run_ranks(2, _own_pid)
+    os.kill(first[1], signal.SIGKILL)
+    while Path(f"/proc/{first[1]}").exists():
+        time.sleep(0.01)
+
+    assert set(run_ranks(2, _own_pid)).isdisjoint(first)
+
+
+def test_fresh_ranks_report_results_exceptions_and_exit_statuses() -> None:
+    good, bad = fresh_ranks(2, _raise_on, 1)
+
+    assert (good.result, good.exception, good.exitcode) == (0, None, 0)
+    assert (type(bad.exception), bad.exitcode) == (KeyError, 1)
+    assert "_raise_on" in bad.traceback
+
+
+def test_a_closed_pool_leaves_no_process_behind() -> None:
+    pool = Pool(3)
+    pids = [outcome.result for outcome in pool.call(3, _own_pid, (), 60)]
+
+    assert pool.close(10) == [0, 0, 0]
+
+    for pid in pids:
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.long
+def test_a_session_that_used_the_pool_leaves_no_process_behind(tmp_path: Path) -> None:
+    mark = f"RANKS_OF={tmp_path}"
+    own_test = f"{__file__}::{test_processes_outlive_a_call_and_groups_do_not.__name__}"
+
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", own_test]
+    done = subprocess.run(
+        command, env={**os.environ, "RANKS_OF": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    deadline_s = time.monotonic() + 20  # the fork server ends by itself once the session's process has gone
+    while left := [pid for pid in _pids() if mark in _environment(pid)]:
+        assert time.monotonic() < deadline_s, f"processes {left} are left of the session"
+        time.sleep(0.1)
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _environment(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except (PermissionError, ProcessLookupError, FileNotFoundError):
+        return ""  # another user's, or gone

@@ -1,0 +1,208 @@
+"""Replicas whose gradients are exchanged sparsely: training, the graph, and the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import embrace_fx
+from embrace_fx.cost.links import Cluster
+from embrace_fx.runtime.exchanges.in_place import ExchangeKind, ExchangeThread
+from embrace_fx.vocabulary.exactness import RowUpdates
+from embrace_fx.vocabulary.plan import EXCHANGES
+from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
+from tests.support.cases import long_but
+from tests.support.models import MODELS, Workload
+from tests.support.ranks import run_ranks, run_ranks_expecting_errors
+from tests.support.reference import assert_same
+from tests.support.training import OPTIMIZERS, Trained, Way, expected_parameters, train_compiled
+from tests.training.test_training_variants import LookupsWorkload
+
+WORKLOADS = dict(MODELS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training through every strategy.
+
+    Attributes:
+        vary: batches of other sizes and lengths on every rank and in every step.
+    """
+
+    model: str
+    world_size: int
+    optimizer: str
+    schedule: ScheduleName = "2d"
+    dtype: torch.dtype = torch.float64
+    row_updates: RowUpdates = "exact"
+    vary: bool = False
+
+
+CASES = (
+    {
+        f"{model}-{n}-{optimizer}": Case(model, n, optimizer)
+        for model, n, optimizer in product(WORKLOADS, (1, 2, 3, 4), ("sgd", "adagrad", "adam"))
+    }
+    | {f"schedule {name}": Case("two_table_lm", 2, "adam", name) for name in SCHEDULES}
+    | {f"float32-{model}": Case(model, 2, "adagrad", dtype=torch.float32) for model in WORKLOADS}
+    | {f"varying-{model}-{n}": Case(model, n, "adagrad", vary=True) for model, n in product(WORKLOADS, (2, 3))}
+    | {f"two_table_lm-3-{optimizer}": Case("two_table_lm", 3, optimizer) for optimizer in OPTIMIZERS}
+    | {"lazy": Case("two_table_lm", 3, "adam", row_updates="lazy")}
+)
+
+
+def _check(workload: Workload, case: Case, ways: Mapping[str, Way]) -> list[Trained]:
+    """Trains on ranks in each way, strategy -> way, and compares with the reference; what rank 0 has of each."""
+    __tracebackhide__ = True
+    expected = expected_parameters(
+        case.world_size, workload, case.dtype, case.optimizer, case.row_updates, next(iter(ways.values())).steps
+    )
+    of_rank_0 = []
+    for strategy, way in ways.items():
+        by_rank = run_ranks(
+            case.world_size, train_compiled, workload, case.dtype, case.optimizer, case.row_updates, way
+        )
+        for found in by_rank:
+            assert set(found.strategies.values()) == {strategy}
+            assert_same(found.parameters, expected, case.dtype)
+        of_rank_0.append(by_rank[0])
+    return of_rank_0
+
+
+@pytest.mark.parametrize("case", long_but(("tied_lm-2-sgd",), {name: (case,) for name, case in CASES.items()}))
+def test_training_equals_the_reference(case: Case) -> None:
+    workload: Any = WORKLOADS[case.model]
+    if case.vary:
+        workload = replace(workload, vary=True)
+
+    _check(workload, case, {strategy: Way(strategy, case.schedule) for strategy in EXCHANGES})
+
+
+ODD = {
+    "empty on one rank or on all": LookupsWorkload(some_empty=True),
+    "one id, many times": LookupsWorkload(only_id=7),
+    "nothing but padding": LookupsWorkload(padding_idx=7, only_id=7),
+    "all of it": LookupsWorkload(padding_idx=7, only_id=7, some_empty=True),
+    "a single id": LookupsWorkload(shape=(), id_dtype=torch.int32),
+    "a column": LookupsWorkload(dim=1),
+}
+
+
+@pytest.mark.parametrize("workload", long_but(("all of it",), {name: (workload,) for name, workload in ODD.items()}))
+def test_odd_batches(workload: Workload) -> None:
+    case = Case("", 3, "adagrad")
+
+    _check(workload, case, {strategy: Way(strategy, steps=8) for strategy in EXCHANGES})
+
+
+NARROW = Cluster(bandwidth_bytes_per_ms=1.0, latency_ms=0.0)
+"""Links on which bytes alone count."""
+
+
+@pytest.mark.parametrize(
+    ("scheme", "world_size", "cluster"),
+    [
+        ("balanced", 3, NARROW),
+        ("hierarchical", 3, None),
+        pytest.param("balanced", 4, NARROW, marks=pytest.mark.long),
+        pytest.param("hierarchical", 4, None, marks=pytest.mark.long),
+    ],
+)
+def test_both_schemes_of_zen(scheme: str, world_size: int, cluster: Cluster | None) -> None:
+    workload = LookupsWorkload(some_empty=True)
+    case = Case("", world_size, "adagrad")
+
+    (found,) = _check(workload, case, {"zen": Way("zen", steps=8, cluster=cluster)})
+
+    assert found.plan["table.weight"].scheme == scheme
+
+
+class Pruned(nn.Module):
+    """A linear layer of which few inputs are ever there, between a table and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 6)
+        self.wide = nn.Linear(300, 6)
+
+    def forward(self, ids: Tensor, features: Tensor) -> Tensor:
+        loss: Tensor = (self.table(ids) * self.wide(features)).square().mean()
+        return loss
+
+
+def _train_pruned(rank: int, world_size: int, strategy: dict[str, str]) -> tuple[dict[str, Tensor], str]:
+    torch.manual_seed(0)
+    model = Pruned().double()
+    compiled = embrace_fx.compile(model, optimizer=torch.optim.Adam(model.parameters(), 0.01), strategy=strategy)
+    for step in range(4):
+        random = torch.Generator().manual_seed(10 * step + rank)
+        features = torch.zeros(5, 300, dtype=torch.float64)
+        features[:, torch.randint(300, (7,), generator=random)] = 1.0
+        compiled(torch.randint(40, (5,), generator=random), features).backward()
+        compiled.optimizer.step()
+        compiled.optimizer.zero_grad()
+    parameters = {name: value.detach().clone() for name, value in compiled.named_parameters()}
+    return parameters, str(compiled.graphs["reduce_gradients"].graph)
+
+
+@pytest.mark.parametrize("strategy", long_but(("omnireduce", "zen"), {each: (each,) for each in EXCHANGES}))
+def test_a_dense_parameter_may_be_exchanged_too(strategy: str) -> None:
+    """Its own gradient has zeros where inputs are absent: here in columns, and it is one row set per output."""
+    expected = run_ranks(3, _train_pruned, {"*": "allreduce"})
+    for (found, graph), (reference, plain) in zip(
+        run_ranks(3, _train_pruned, {"wide.*": strategy}), expected, strict=True
+    ):
+        assert_same(found, reference, torch.float64)
+        assert graph.count("exchange_gradient_") == 2  # weight and bias
+        assert "exchange_gradient_" not in plain
+
+
+# -- the thread --------------------------------------------------------------------------------------------------------
+
+ROWS, WIDTH = 50, 3
+
+
+def _gradient(rank: int, k: int) -> Tensor:
+    random = torch.Generator().manual_seed(100 * k + rank)
+    dense = torch.randint(-4, 5, (ROWS, WIDTH), generator=random).double()
+    return dense * (torch.rand(ROWS, 1, generator=random) < 0.2)
+
+
+def _exchange_many(rank: int, world_size: int) -> list[tuple[Tensor, int]]:
+    thread = ExchangeThread(dist.new_group(list(range(world_size))), Cluster())
+    started = [
+        thread.start(_gradient(rank, k).view(-1), ExchangeKind(ROWS, strategy, ""))
+        for k, strategy in enumerate(EXCHANGES)
+    ]
+    found = []
+    for each in started:
+        each.work.get_future().wait()
+        assert each.sent_bytes is not None
+        found.append((each.value, each.sent_bytes()))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_exchanges_in_place_are_the_mean(world_size: int) -> None:
+    for found in run_ranks(world_size, _exchange_many):
+        for k, (mean, sent_bytes) in enumerate(found):
+            expected = torch.stack([_gradient(rank, k) for rank in range(world_size)]).sum(0) / world_size
+            assert torch.equal(mean, expected.view(-1)), EXCHANGES[k]
+            assert sent_bytes > 0
+
+
+def _start_a_bad_one(rank: int, world_size: int) -> None:
+    thread = ExchangeThread(dist.new_group(list(range(world_size))), Cluster())
+    thread.start(torch.ones(7), ExchangeKind(3, "zen", "")).work.get_future().wait()
+
+
+def test_an_exchange_that_fails_tells_whoever_waits() -> None:
+    for error in run_ranks_expecting_errors(2, _start_a_bad_one):
+        assert "shape" in str(error)

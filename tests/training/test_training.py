@@ -1,0 +1,110 @@
+"""Every model x optimizer x row updates x number of ranks x dtype trains to the parameters of the reference.
+
+One group (model, ranks, dtype) runs all of its optimizers in a single visit to the ranks; each optimizer is a test of
+its own. Two groups run by default, with both dtypes and every optimizer; other models and three ranks come with the
+default cases of the schedules. The others are `long`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import get_args
+
+import pytest
+import torch
+
+from embrace_fx.vocabulary.exactness import RowUpdates
+from tests.support.models import MODELS, Workload
+from tests.support.ranks import reset_torch_state, run_ranks
+from tests.support.reference import assert_same
+from tests.support.training import MOVING, OPTIMIZERS, Trained, expected_parameters, train_compiled
+
+WORKLOADS = dict(MODELS)
+CASES: tuple[tuple[str, RowUpdates], ...] = tuple(product(OPTIMIZERS, get_args(RowUpdates)))
+TIMEOUT_S = 280.0
+"""For twelve trainings on up to four ranks, which may have to share two cores with other work."""
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@dataclass(frozen=True)
+class Group:
+    """What one visit to the ranks trains, by all optimizers."""
+
+    model: str
+    world_size: int
+    dtype: torch.dtype
+
+    @property
+    def workload(self) -> Workload:
+        return WORKLOADS[self.model]
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.world_size}-{str(self.dtype).removeprefix('torch.')}"
+
+
+GROUPS = tuple(Group(*g) for g in product(WORKLOADS, (1, 2, 3, 4), (torch.float64, torch.float32)))
+DEFAULT = frozenset(
+    {
+        Group("two_table_lm", 2, torch.float64),
+        Group("tied_lm", 1, torch.float32),
+    }
+)
+
+
+def _train_all(rank: int, world_size: int, group: Group) -> dict[tuple[str, RowUpdates], Trained]:
+    results = {}
+    for optimizer, row_updates in CASES:
+        reset_torch_state()
+        try:
+            results[optimizer, row_updates] = train_compiled(
+                rank, world_size, group.workload, group.dtype, optimizer, row_updates
+            )
+        except Exception as error:
+            error.add_note(f"while training {group} with {optimizer}, {row_updates}")
+            raise
+    return results
+
+
+@dataclass(frozen=True)
+class Run:
+    """A group and what its ranks have made of every case."""
+
+    group: Group
+    by_rank: list[dict[tuple[str, RowUpdates], Trained]]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(g, id=str(g), marks=() if g in DEFAULT else pytest.mark.long) for g in GROUPS],
+)
+def run(request: pytest.FixtureRequest) -> Run:
+    group: Group = request.param
+    return Run(group, run_ranks(group.world_size, _train_all, group, timeout_s=TIMEOUT_S))
+
+
+@pytest.mark.parametrize(("optimizer", "row_updates"), CASES)
+def test_parameters_equal_the_reference(run: Run, optimizer: str, row_updates: RowUpdates) -> None:
+    group = run.group
+    expected = expected_parameters(group.world_size, group.workload, group.dtype, optimizer, row_updates)
+
+    for results in run.by_rank:
+        assert_same(results[optimizer, row_updates].parameters, expected, group.dtype)
+
+
+@pytest.mark.parametrize(("optimizer", "row_updates"), CASES)
+def test_a_table_is_sharded_or_its_reason_named(run: Run, optimizer: str, row_updates: RowUpdates) -> None:
+    if run.group.model == "tied_lm":
+        strategy, reason = "allreduce", "also read densely"
+    elif optimizer in MOVING and row_updates == "exact":
+        strategy, reason = "allreduce", "moves every row at each step"
+    else:
+        strategy, reason = "alltoall", "asked for"
+
+    for results in run.by_rank:
+        decisions = [each for each in results[optimizer, row_updates].plan.values() if each.is_table]
+        assert decisions
+        for decision in decisions:
+            assert decision.strategy == strategy, decision
+            assert reason in decision.reason

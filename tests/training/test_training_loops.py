@@ -1,0 +1,289 @@
+"""What a training loop does beside its steps: accumulation, clipping, schedulers, and steps of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adagrad
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, StepLR
+
+import embrace_fx
+from embrace_fx.vocabulary.schedule import ScheduleName
+from tests.support.cases import long_but
+from tests.support.models import MODELS, Workload
+from tests.support.ranks import run_ranks
+from tests.support.reference import assert_same
+from tests.support.training import SEED, expected_parameters, make_optimizers, trained, whole
+
+STEPS = 8
+DTYPE = torch.float64
+WORKLOADS = dict(MODELS)
+
+SHARDED_AND_NOT = pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+"""Under exact row updates the tables of the first are sharded, those of the second are not."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a training loop does in a step; every rank, and the reference, does the same.
+
+    Attributes:
+        optimizer: a name of `tests.support.training.OPTIMIZERS`.
+        micro_batches: batches whose gradients are summed up.
+        max_norm: what the norm of the gradients is clipped to; None: it is left alone.
+        norm_type: the order of that norm.
+    """
+
+    optimizer: str
+    micro_batches: int = 1
+    max_norm: float | None = None
+    norm_type: float = 2.0
+
+
+def _reference(workload: Workload, world_size: int, loop: Loop) -> tuple[dict[str, Tensor], list[float]]:
+    """Parameters, and the norms before clipping, of a single process with torch's own optimizers."""
+    model = workload.make(DTYPE, SEED)
+    (optimizer,) = make_optimizers(loop.optimizer, model)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for k in range(loop.micro_batches):
+            for rank in range(world_size):
+                (model(*workload.batches(step * loop.micro_batches + k, rank, SEED)) / world_size).backward()
+        if loop.max_norm is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), loop.max_norm, loop.norm_type)))
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
+
+
+def _run_loop(
+    rank: int, world_size: int, workload: Workload, loop: Loop
+) -> tuple[dict[str, Tensor], list[float], dict[str, str]]:
+    model = workload.make(DTYPE, SEED)
+    compiled = embrace_fx.compile(model, optimizer=make_optimizers(loop.optimizer, model)[0], strategy="alltoall")
+    norms = []
+    for step in range(STEPS):
+        compiled.optimizer.zero_grad()
+        *early, last = range(step * loop.micro_batches, (step + 1) * loop.micro_batches)
+        with compiled.no_sync():
+            for k in early:
+                compiled(*workload.batches(k, rank, SEED)).backward()
+        compiled(*workload.batches(last, rank, SEED)).backward()
+        if loop.max_norm is not None:
+            norms.append(float(compiled.clip_grad_norm_(loop.max_norm, loop.norm_type)))
+        compiled.optimizer.step()
+    result = trained(compiled)
+    return result.parameters, norms, result.strategies
+
+
+def _check_loop(workload: Workload, world_size: int, loop: Loop) -> list[float]:
+    """Compares ranks and reference; returns the norms before clipping."""
+    __tracebackhide__ = True
+    expected, expected_norms = _reference(workload, world_size, loop)
+    strategy = "alltoall" if loop.optimizer == "adagrad" else "allreduce"
+    for parameters, norms, strategies in run_ranks(world_size, _run_loop, workload, loop):
+        assert set(strategies.values()) == {strategy}
+        assert norms == pytest.approx(expected_norms, rel=1e-9)
+        assert_same(parameters, expected, DTYPE)
+    return expected_norms
+
+
+@SHARDED_AND_NOT
+def test_gradients_accumulate_under_no_sync(optimizer: str) -> None:
+    _check_loop(WORKLOADS["two_table_lm"], 2, Loop(optimizer, micro_batches=3))
+
+
+@SHARDED_AND_NOT
+@pytest.mark.parametrize(
+    ("norm_type", "max_norm"),
+    long_but(("2", "inf"), {"2": (2.0, 0.2), "1": (1.0, 1.0), "inf": (float("inf"), 0.05)}),
+)
+def test_the_norm_that_is_clipped_spans_the_sharded_tables(optimizer: str, norm_type: float, max_norm: float) -> None:
+    norms = _check_loop(WORKLOADS["bag_recommender"], 3, Loop(optimizer, 1, max_norm, norm_type))
+
+    assert max(norms) > max_norm
+
+
+def test_accumulated_gradients_are_clipped_as_a_whole() -> None:
+    norms = _check_loop(WORKLOADS["two_table_lm"], 2, Loop("adagrad", 2, 0.05))
+
+    assert max(norms) > 0.05
+
+
+def _schedulers(optimizers: Any) -> list[LRScheduler]:
+    return [
+        scheduler
+        for optimizer in optimizers
+        for scheduler in (StepLR(optimizer, 2, 0.5), ExponentialLR(optimizer, 0.9))
+    ]
+
+
+def _train_with_schedulers(rank: int, world_size: int, workload: Workload, optimizer: str) -> dict[str, Tensor]:
+    model = workload.make(DTYPE, SEED)
+    optimizers = make_optimizers(optimizer, model)
+    schedulers: list[LRScheduler] = [StepLR(each, 2, 0.5) for each in optimizers]
+    compiled = embrace_fx.compile(model, optimizer=optimizers, strategy="alltoall")
+    schedulers += [ExponentialLR(each, 0.9) for each in compiled.optimizer]
+    for step in range(STEPS):
+        compiled(*workload.batches(step, rank, SEED)).backward()
+        for each in compiled.optimizer:
+            each.step()
+            each.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+    return trained(compiled).parameters
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "sparse_adam"])
+def test_schedulers_made_before_and_after_compile_both_drive_the_tables(optimizer: str) -> None:
+    workload = WORKLOADS["two_table_lm"]
+    expected = expected_parameters(2, workload, DTYPE, optimizer, steps=STEPS, make_schedulers=_schedulers)
+
+    for parameters in run_ranks(2, _train_with_schedulers, workload, optimizer):
+        assert_same(parameters, expected, DTYPE)
+
+
+# -- without an optimizer ----------------------------------------------------------------------------------------------
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        gradients[name] = parameter.grad.clone()
+    return gradients
+
+
+def _gradients_of_both(
+    rank: int, world_size: int, workload: Workload
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Gradients after each step: of the compiled model, and of DDP. The second step's come on top of the first's."""
+    own, ddps = workload.make(DTYPE, SEED), workload.make(DTYPE, SEED)
+    compiled, parallel = embrace_fx.compile(own), DistributedDataParallel(ddps)
+    found: list[dict[str, Tensor]] = []
+    expected: list[dict[str, Tensor]] = []
+    for step in range(2):
+        for model, kept, of in ((compiled, found, own), (parallel, expected, ddps)):
+            model(*workload.batches(step, rank, SEED)).backward()
+            kept.append(_gradients(of))
+    assert {each.strategy for each in compiled.plan} == {"allreduce"}
+    return found, expected
+
+
+@pytest.mark.parametrize("name", list(WORKLOADS))
+def test_without_an_optimizer_gradients_are_left_in_grad_as_ddp_leaves_them(name: str) -> None:
+    for found, expected in run_ranks(2, _gradients_of_both, WORKLOADS[name]):
+        for of_step, expected_of_step in zip(found, expected, strict=True):
+            assert_same(of_step, expected_of_step, DTYPE)
+
+
+def _train_by_hand(rank: int, world_size: int, workload: Workload) -> dict[str, Tensor]:
+    model = workload.make(DTYPE, SEED)
+    compiled = embrace_fx.compile(model)
+    for step in range(STEPS):
+        compiled(*workload.batches(step, rank, SEED)).backward()
+        with torch.no_grad():
+            for parameter in compiled.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.1)
+        compiled.zero_grad()
+    return whole(compiled.named_parameters())
+
+
+def test_without_an_optimizer_a_hand_written_step_equals_sgd() -> None:
+    workload = WORKLOADS["transformer_encoder"]
+    expected = expected_parameters(2, workload, DTYPE, "sgd", steps=STEPS)
+
+    for parameters in run_ranks(2, _train_by_hand, workload):
+        assert_same(parameters, expected, DTYPE)
+
+
+# -- optimizers and loops that the library does not know ---------------------------------------------------------------
+
+
+class Zeroing(NamedTuple):
+    """Who steps and zeroes, and when within a step."""
+
+    own: bool = False  # the optimizer that compile was given
+    by_hand: bool = False
+    before_forward: bool = True
+
+
+def _train_apart(rank: int, world_size: int, schedule: ScheduleName, zeroing: Zeroing) -> tuple[int, str]:
+    """Steps until an error, and what it says."""
+    model = WORKLOADS["two_table_lm"].make(DTYPE, SEED)
+    compiled = embrace_fx.compile(
+        model, optimizer=Adagrad(model.parameters(), lr=0.1), strategy="alltoall", schedule=schedule
+    )
+    other = compiled.optimizer if zeroing.own else Adagrad(model.parameters(), lr=0.1)
+
+    def zero() -> None:
+        if zeroing.by_hand:
+            for parameter in model.parameters():
+                parameter.grad = None
+        else:
+            other.zero_grad()
+
+    for step in range(STEPS):
+        if zeroing.before_forward:
+            zero()
+        try:
+            loss = compiled(*WORKLOADS["two_table_lm"].batches(step, rank, SEED))
+        except RuntimeError as error:
+            return step, str(error)
+        if not zeroing.before_forward:
+            zero()
+        loss.backward()
+        other.step()
+    return STEPS, ""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "zeroing"),
+    [
+        ("2d", Zeroing()),
+        pytest.param("none", Zeroing(), marks=pytest.mark.long),
+        pytest.param("2d", Zeroing(by_hand=True), marks=pytest.mark.long),
+        ("none", Zeroing(by_hand=True)),
+        ("2d", Zeroing(before_forward=False)),
+        pytest.param("none", Zeroing(before_forward=False), marks=pytest.mark.long),
+    ],
+)
+def test_an_optimizer_that_cannot_see_the_tables_is_refused(schedule: str, zeroing: Zeroing) -> None:
+    for steps, error in run_ranks(2, _train_apart, schedule, zeroing):
+        assert steps == (1 if zeroing.before_forward else 2)
+        assert "Pass every optimizer to compile()" in error
+
+
+@pytest.mark.parametrize("schedule", long_but(("2d",), {"none": ("none",), "2d": ("2d",)}))
+@pytest.mark.parametrize("before_forward", [True, False])
+def test_the_optimizer_that_compile_was_given_is_not(before_forward: bool, schedule: str) -> None:
+    for steps, error in run_ranks(2, _train_apart, schedule, Zeroing(own=True, before_forward=before_forward)):
+        assert (steps, error) == (STEPS, "")
+
+
+def _train_at_two_paces(rank: int, world_size: int, workload: Workload) -> int:
+    """An optimizer of the dense parameters steps each time, one of the tables every other time."""
+    model = workload.make(DTYPE, SEED)
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    known = {id(parameter) for parameter in tables}
+    often = Adagrad([p for p in model.parameters() if id(p) not in known], lr=0.1)
+    seldom = Adagrad(tables, lr=0.1)
+    compiled = embrace_fx.compile(model, optimizer=(often, seldom), strategy="alltoall")
+    for step in range(STEPS):
+        compiled(*workload.batches(step, rank, SEED)).backward()
+        often.step()
+        often.zero_grad()
+        if step % 2:
+            seldom.step()
+            seldom.zero_grad()
+    return STEPS
+
+
+def test_optimizers_of_compile_may_keep_different_paces() -> None:
+    assert run_ranks(2, _train_at_two_paces, WORKLOADS["two_table_lm"]) == [STEPS, STEPS]

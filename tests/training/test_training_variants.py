@@ -1,0 +1,344 @@
+"""Training on odd batches and odd tables; the plain case, each model with each optimizer, is test_training.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import embrace_fx
+from embrace_fx.vocabulary.exactness import RowUpdates
+from embrace_fx.vocabulary.ops import own_columns
+from tests.support.cases import long_but
+from tests.support.models import MODELS, Batch, TwoTableLMWorkload, Workload
+from tests.support.ranks import run_ranks
+from tests.support.reference import assert_same
+from tests.support.training import (
+    SEED,
+    Trained,
+    Way,
+    expected_parameters,
+    make_optimizers,
+    train_compiled,
+    trained,
+    whole,
+)
+
+STEPS = 8
+DTYPE = torch.float64
+WORKLOADS = dict(MODELS)
+
+SHARDED_BY: tuple[tuple[str, RowUpdates], ...] = (("adagrad", "exact"), ("adam", "lazy"), ("sparse_adam", "exact"))
+"""Optimizers that shard a table, with the row updates under which they do."""
+
+
+def _check(
+    world_size: int,
+    workload: Workload,
+    optimizer: str,
+    row_updates: RowUpdates,
+    strategies: Mapping[str, str],
+    strategy: Any = "alltoall",
+) -> None:
+    """Trains on ranks, compares with the reference, and says how the tables were expected to be kept."""
+    __tracebackhide__ = True
+    expected = expected_parameters(world_size, workload, DTYPE, optimizer, row_updates, STEPS)
+    way = Way(strategy, steps=STEPS)
+    for result in run_ranks(world_size, train_compiled, workload, DTYPE, optimizer, row_updates, way):
+        assert_same(result.parameters, expected, DTYPE)
+        assert result.strategies == strategies
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+VARYING: tuple[tuple[str, int, str, RowUpdates, dict[str, str]], ...] = (
+    ("two_table_lm", 2, "adagrad", "exact", {"embedding.weight": "alltoall", "output.weight": "alltoall"}),
+    ("transformer_encoder", 2, "adam", "lazy", {"tokens.weight": "alltoall", "positions.weight": "alltoall"}),
+    ("tied_lm", 3, "adamw", "exact", {"embedding.weight": "allreduce"}),
+    (
+        "bag_recommender",
+        2,
+        "sparse_adam",
+        "exact",
+        {"history.weight": "alltoall", "tags.weight": "alltoall", "genres.weight": "alltoall"},
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "optimizer", "row_updates", "strategies"),
+    long_but(("bag_recommender",), {name: (name, *rest) for name, *rest in VARYING}),
+)
+def test_batch_sizes_and_lengths_differ_by_step_and_by_rank(
+    name: str, world_size: int, optimizer: str, row_updates: RowUpdates, strategies: dict[str, str]
+) -> None:
+    workload: Any = WORKLOADS[name]
+
+    _check(world_size, replace(workload, vary=True), optimizer, row_updates, strategies)
+
+
+class Lookups(nn.Module):
+    """A table under a small network; the loss is a sum, so that it has a value on a batch without examples.
+
+    The padding row is not zero, as in a table that was trained without padding: weight decay would move it.
+    """
+
+    def __init__(self, dim: int, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding.from_pretrained(torch.randn(30, dim), freeze=False, **options)
+        self.mix = nn.Linear(dim, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (torch.tanh(self.mix(self.table(ids))) - 0.3).square().sum() / 20
+
+
+@dataclass(frozen=True)
+class LookupsWorkload:
+    """A table's width and options; batches of ids of one shape, kind and content."""
+
+    dim: int = 10
+    padding_idx: int | None = None
+    max_norm: float | None = None
+    scale_grad_by_freq: bool = False
+    shape: tuple[int, ...] = (4, 5)
+    id_dtype: torch.dtype = torch.int64
+    only_id: int | None = None
+    some_empty: bool = False
+    vary: bool = False
+
+    def make(self, dtype: torch.dtype, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        options = {key: getattr(self, key) for key in ("padding_idx", "max_norm", "scale_grad_by_freq")}
+        return Lookups(self.dim, **options).to(dtype)
+
+    def batches(self, step: int, rank: int, seed: int) -> Batch:
+        random = torch.Generator().manual_seed((seed * 100 + step) * 10 + rank)
+        shape = self.shape
+        if self.some_empty and (rank == step % 3 or step % 5 == 4):  # on one rank, at times on all
+            shape = (0, *shape[1:])
+        ids = torch.randint(30, shape, generator=random)
+        if self.only_id is not None and step % 2:
+            ids.fill_(self.only_id)
+        return (ids.to(self.id_dtype),)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "row_updates"),
+    long_but(("adagrad", "adam"), {optimizer: (optimizer, row_updates) for optimizer, row_updates in SHARDED_BY}),
+)
+def test_a_batch_is_empty_on_one_rank_or_on_all(optimizer: str, row_updates: RowUpdates) -> None:
+    workload = LookupsWorkload(some_empty=True)
+
+    _check(2, workload, optimizer, row_updates, {"table.weight": "alltoall"})
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        pytest.param(LookupsWorkload(only_id=7), id="one id, many times"),
+        pytest.param(LookupsWorkload(padding_idx=7, only_id=7), id="nothing but padding"),
+        pytest.param(LookupsWorkload(id_dtype=torch.int32), id="int32"),
+        pytest.param(LookupsWorkload(shape=(2, 3, 4)), id="3-D"),
+        pytest.param(LookupsWorkload(id_dtype=torch.int32, shape=(2, 3, 4), padding_idx=0), id="int32, 3-D, padded"),
+        pytest.param(LookupsWorkload(shape=()), id="a single id"),
+    ],
+)
+def test_ids_of_any_kind(workload: Workload) -> None:
+    _check(2, workload, "adamw", "lazy", {"table.weight": "alltoall"})
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dim", "widths"), [(1, [1, 0, 0, 0]), (3, [1, 1, 1, 0]), (7, [2, 2, 2, 1])], ids=str)
+def test_columns_that_do_not_divide_evenly_among_the_ranks(dim: int, widths: list[int]) -> None:
+    owned = [own_columns(dim, 4, rank) for rank in range(4)]
+    assert [last - first for first, last in owned] == widths
+
+    _check(4, LookupsWorkload(dim=dim), "adam", "lazy", {"table.weight": "alltoall"})
+
+
+class ManyUses(nn.Module):
+    """One table, read by two layers that share it, by a function, by a bag, and twice with the same ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(30, 6)
+        self.again = nn.Embedding(30, 6)
+        self.again.weight = self.table.weight
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        first = self.table(a) * torch.sigmoid(self.again(a))
+        second = self.mix(F.embedding(b, self.table.weight)).mean(1)
+        third = F.embedding_bag(b, self.table.weight, mode="sum")
+        loss: Tensor = (first.mean(1) * second - third).square().mean()
+        return loss
+
+
+@dataclass(frozen=True)
+class ManyUsesWorkload:
+    """Two batches of ids, of different lengths."""
+
+    vary: bool = False
+
+    def make(self, dtype: torch.dtype, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return ManyUses().to(dtype)
+
+    def batches(self, step: int, rank: int, seed: int) -> Batch:
+        random = torch.Generator().manual_seed((seed * 100 + step) * 10 + rank)
+        return torch.randint(30, (3, 4), generator=random), torch.randint(30, (3, 2), generator=random)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "row_updates"),
+    long_but(("adagrad", "adam"), {optimizer: (optimizer, row_updates) for optimizer, row_updates in SHARDED_BY}),
+)
+def test_one_table_with_several_uses(optimizer: str, row_updates: RowUpdates) -> None:
+    _check(3, ManyUsesWorkload(), optimizer, row_updates, {"table.weight": "alltoall"})
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_max_norm_shortens_the_same_rows_on_every_rank(optimizer: str) -> None:
+    _check(3, LookupsWorkload(max_norm=2.0), optimizer, "exact", {"table.weight": "allreduce"})
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
+def test_scale_grad_by_freq_counts_the_ids_of_all_ranks(optimizer: str) -> None:
+    workload = LookupsWorkload(scale_grad_by_freq=True)
+    model = workload.make(DTYPE, SEED)
+    (own,) = make_optimizers(optimizer, model)
+    for step in range(STEPS):
+        ids = torch.cat([workload.batches(step, rank, SEED)[0] for rank in range(2)])
+        own.zero_grad()
+        (model(ids) / 2).backward()
+        own.step()
+
+    for result in run_ranks(2, train_compiled, workload, DTYPE, optimizer, "exact", Way(steps=STEPS)):
+        assert result.strategies == {"table.weight": "allreduce"}
+        assert_same(result.parameters, whole(model.named_parameters()), DTYPE)
+
+
+# -- autocast ----------------------------------------------------------------------------------------------------------
+
+
+REPEATING = LookupsWorkload(only_id=7)
+"""Every other batch is one id twenty times: summed in bfloat16, its gradient is not what rounding the sum gives."""
+
+
+def trains_under_autocast(rank: int, world_size: int) -> Trained:
+    """SGD in float32, the forward under autocast as users write it."""
+    model = REPEATING.make(torch.float32, SEED)
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.5), strategy="alltoall")
+    for batch in compiled.lookahead([REPEATING.batches(step, rank, SEED) for step in range(STEPS)]):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = compiled(*batch)
+        loss.backward()
+        compiled.optimizer.step()
+        compiled.optimizer.zero_grad()
+    return trained(compiled)
+
+
+def trained_with_casts_by_hand(world_size: int) -> dict[str, Tensor]:
+    """What autocast casts, cast by hand; a rank's row gradient is summed in float32, and rounded once for its way."""
+    narrow = torch.bfloat16
+    parameters = dict(REPEATING.make(torch.float32, SEED).named_parameters())
+    table, weight, bias = parameters.values()
+    for step in range(STEPS):
+        by_rank = []
+        for rank in range(world_size):
+            rows = F.embedding(REPEATING.batches(step, rank, SEED)[0], table).to(narrow)
+            mixed = F.linear(rows, weight.to(narrow), bias.to(narrow))
+            loss = (torch.tanh(mixed) - 0.3).square().sum() / 20
+            gradients = torch.autograd.grad(loss, [table, weight, bias])
+            by_rank.append([gradients[0].to(narrow).float(), *gradients[1:]])
+        with torch.no_grad():
+            for parameter, *of_ranks in zip((table, weight, bias), *by_rank, strict=True):
+                parameter -= 0.5 * sum(of_ranks) / world_size
+    return {name: parameter.detach() for name, parameter in parameters.items()}
+
+
+def test_a_sharded_table_under_autocast() -> None:
+    expected = trained_with_casts_by_hand(2)
+
+    for result in run_ranks(2, trains_under_autocast):
+        assert result.strategies == {"table.weight": "alltoall"}
+        assert_same(result.parameters, expected, torch.float32)
+
+
+class Summed(nn.Module):
+    """One row many times: each of its gradients is 100, their sum 100,000."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, _weight=torch.full((10, 4), 1e-3))
+        self.linear = nn.Linear(4, 1, bias=False)
+        nn.init.constant_(self.linear.weight, 100.0)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.linear(self.table(ids)).float().sum()
+        return loss
+
+
+def sums_beyond_half_precision(rank: int, world_size: int) -> Tensor:
+    model = Summed()
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 1e-4), strategy="alltoall")
+    with torch.autocast("cpu", torch.float16):
+        loss = compiled(torch.zeros(1000, dtype=torch.long))
+    loss.backward()
+    compiled.optimizer.step()
+    return whole(compiled.named_parameters())["table.weight"][0]
+
+
+def test_a_rows_gradient_may_be_beyond_half_precision() -> None:
+    for row in run_ranks(2, sums_beyond_half_precision):
+        torch.testing.assert_close(row, torch.full((4,), 1e-3 - 10.0))
+
+
+def clips_half_precision(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """The norm of all gradients, and those left, of a model whose gradients' squares float16 does not hold."""
+    model = nn.Linear(8, 8, bias=False).half()
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
+    (compiled(torch.ones(2, 8, dtype=torch.float16)).sum() * 200).backward()
+    norm = compiled.clip_grad_norm_(1.0)
+    assert model.weight.grad is not None
+    return norm, model.weight.grad.clone()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_clipping_in_half_precision(world_size: int) -> None:
+    for norm, gradient in run_ranks(world_size, clips_half_precision):
+        assert norm.item() == pytest.approx(400 * 8, rel=1e-3)
+        torch.testing.assert_close(gradient.float(), torch.full((8, 8), 1 / 8), rtol=1e-2, atol=0.0)
+
+
+# -- strategies --------------------------------------------------------------------------------------------------------
+
+
+def test_strategies_by_name() -> None:
+    asked = {"*": "allreduce", "output.*": "alltoall"}
+    strategies = {"embedding.weight": "allreduce", "output.weight": "alltoall"}
+
+    _check(2, WORKLOADS["two_table_lm"], "adagrad", "exact", strategies, asked)
+
+
+@pytest.mark.parametrize(("num_words", "chosen"), [(60, "allreduce"), (300_000, "alltoall")])
+def test_auto_shards_a_table_that_is_large_for_what_a_batch_reads(num_words: int, chosen: str) -> None:
+    workload = TwoTableLMWorkload(num_words=num_words)
+    strategies = {"embedding.weight": chosen, "output.weight": chosen}
+
+    _check(2, workload, "adagrad", "exact", strategies, "auto")
+
+
+def test_auto_shards_whatever_sparse_adam_updates() -> None:
+    strategies = {"embedding.weight": "alltoall", "output.weight": "alltoall"}
+
+    _check(2, WORKLOADS["two_table_lm"], "sparse_adam", "exact", strategies, "auto")

@@ -1,0 +1,354 @@
+"""Models of the `transformers` library, built from tiny configurations, train as in the single-process reference.
+
+They bring what no model of ours does: batches that are dicts, results that are objects with a `.loss`, caches of keys
+and values among the results, masks made of sizes, log messages in the forward. Lengths differ between steps and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+import embrace_fx
+from embrace_fx.vocabulary.plan import Decision
+from tests.support.question_answering import make_bert
+from tests.support.ranks import run_ranks
+from tests.support.reference import assert_same, train_reference
+from tests.support.training import whole
+
+NUM_WORDS = 120
+PAD, START = 0, 1
+IGNORED = -100
+BATCH_SIZE = 3
+TIMEOUT_S = 280.0
+Batch = dict[str, Any]
+
+_ENCODER_DECODER: Mapping[str, Any] = {
+    "d_model": 32,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "pad_token_id": PAD,
+    "bos_token_id": START,
+    "eos_token_id": 2,
+    "decoder_start_token_id": START,
+    "forced_eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+
+
+def make_gpt2() -> transformers.GPT2LMHeadModel:
+    config = transformers.GPT2Config(
+        vocab_size=NUM_WORDS,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=START,
+        eos_token_id=2,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def make_t5(layers: int = 2) -> nn.Module:
+    general: dict[str, Any] = {"decoder_start_token_id": PAD}
+    config = transformers.T5Config(
+        vocab_size=NUM_WORDS,
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=layers,
+        num_heads=2,
+        dropout_rate=0.0,
+        pad_token_id=PAD,
+        **general,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def make_marian(layers: int = 2) -> nn.Module:
+    """Source and target have tables of their own, and so has the softmax."""
+    config = transformers.MarianConfig(
+        vocab_size=NUM_WORDS,
+        decoder_vocab_size=NUM_WORDS,
+        share_encoder_decoder_embeddings=False,
+        encoder_layers=layers,
+        decoder_layers=layers,
+        **_ENCODER_DECODER,
+    )
+    return transformers.MarianMTModel(config)
+
+
+def make_bart() -> nn.Module:
+    """As Marian, with positions that are learnt."""
+    config = transformers.BartConfig(vocab_size=NUM_WORDS, encoder_layers=2, decoder_layers=2, **_ENCODER_DECODER)
+    return transformers.BartForConditionalGeneration(config)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, its optimizer, and its batches: `lengths[rank][step]` tokens in the longest example.
+
+    Attributes:
+        kind: what a batch holds beside the ids: "question" (start and end), "language" or "translation" (labels).
+        extra: further arguments of the model's call.
+    """
+
+    make: Callable[[], nn.Module]
+    kind: str
+    optimizer: Callable[..., Optimizer]
+    lengths: tuple[tuple[int, ...], ...]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    dynamic: bool | None = None
+
+    @property
+    def steps(self) -> int:
+        return len(self.lengths[0])
+
+    def make_model(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return self.make().train().to(dtype)
+
+    def batch(self, step: int, rank: int) -> Batch:
+        return make_batch(self.kind, self.lengths[rank][step], 100 * step + rank) | dict(self.extra)
+
+
+def make_batch(kind: str, length: int, seed: int) -> Batch:
+    """Padded examples: the first is `length` tokens long, the others shorter."""
+    random = torch.Generator().manual_seed(seed)
+
+    def text(longest: int, padding: int) -> tuple[Tensor, Tensor]:
+        real = torch.randint(max(1, longest // 2), longest + 1, (BATCH_SIZE,), generator=random)
+        real[0] = longest
+        mask = (torch.arange(longest) < real.unsqueeze(1)).long()
+        ids = torch.randint(3, NUM_WORDS, mask.shape, generator=random)
+        return torch.where(mask.bool(), ids, padding), mask
+
+    ids, mask = text(length, PAD)
+    batch: Batch = {"input_ids": ids, "attention_mask": mask}
+    if kind == "question":
+        batch["start_positions"] = torch.randint(0, length, (BATCH_SIZE,), generator=random)
+        batch["end_positions"] = torch.randint(0, length, (BATCH_SIZE,), generator=random)
+    elif kind == "language":
+        batch["labels"] = torch.where(mask.bool(), ids, IGNORED)
+    else:
+        batch["labels"] = text(length + 2, IGNORED)[0]
+    return batch
+
+
+SGD_01 = partial(SGD, lr=0.1)
+ADAGRAD = partial(Adagrad, lr=0.05, eps=1e-3)
+ADAM = partial(Adam, lr=0.01, eps=1e-3)
+BERT = partial(make_bert, NUM_WORDS, hidden=32, intermediate=64, layers=2, max_length=64)
+FOUR = ((9, 12, 7, 9), (11, 6, 8, 10))
+THREE = ((9, 5, 8), (6, 10, 7))
+
+# Symbolic sizes make a capture three times as long: the pairs of encoder and decoder, one layer deep here, go through
+# it once, the others twice (first length, then all lengths).
+TRAININGS = {
+    "bert": Training(BERT, "question", ADAGRAD, FOUR),
+    "gpt2": Training(make_gpt2, "language", ADAM, FOUR),
+    "t5": Training(partial(make_t5, 1), "translation", SGD_01, THREE, {"use_cache": False}, dynamic=True),
+    "marian": Training(partial(make_marian, 1), "translation", SGD_01, THREE, dynamic=True),
+}
+LONG = {
+    "t5": Training(make_t5, "translation", partial(SGD, lr=0.1, momentum=0.9), THREE),
+    "marian": Training(make_marian, "translation", ADAGRAD, THREE),
+    "bart": Training(make_bart, "translation", SGD_01, THREE),
+    "gpt2 without cache": Training(make_gpt2, "language", ADAM, THREE, {"use_cache": False}),
+}
+T5_BIASES = {f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight" for part in ("encoder", "decoder")}
+"""Tables too, of a row per distance; what they are looked up with follows from the sizes."""
+SHARDED_IN_LONG = {
+    "marian": {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"},
+    "bart": {f"model.{part}.embed_{of}.weight" for part in ("encoder", "decoder") for of in ("tokens", "positions")},
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank has after training.
+
+    Attributes:
+        losses: one per step.
+        captures: how many graphs were captured.
+        result: type of a result, and its fields.
+    """
+
+    parameters: dict[str, Tensor]
+    plan: dict[str, Decision]
+    losses: list[float]
+    captures: int
+    result: tuple[str, tuple[str, ...]]
+
+    @property
+    def sharded(self) -> set[str]:
+        return {name for name, decision in self.plan.items() if decision.strategy == "alltoall"}
+
+
+def train_compiled(rank: int, world_size: int, training: Training) -> Trained:
+    """Trains a compiled model as a user would, from initial values that only rank 0 has right."""
+    model = training.make_model(seed=rank)
+    optimizer = training.optimizer(model.parameters())
+    compiled = embrace_fx.compile(model, optimizer=optimizer, strategy="alltoall", dynamic=training.dynamic)
+    losses = []
+    for step in range(training.steps):
+        result = compiled(**training.batch(step, rank))
+        result.loss.backward()
+        compiled.optimizer.step()
+        compiled.optimizer.zero_grad()
+        losses.append(result.loss.item())
+    plan = {decision.parameter: decision for decision in compiled.plan}
+    kind = type(result).__name__, tuple(result.keys())
+    return Trained(whole(compiled.named_parameters()), plan, losses, compiled._session._captures.count, kind)
+
+
+class LossOnly(nn.Module):
+    """A model whose forward returns its loss, as the reference wants it; `losses` are those of all calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.losses: list[float] = []
+
+    def forward(self, **batch: Any) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+
+def _check(training: Training) -> Trained:
+    """Trains on two ranks and asserts losses and parameters of the reference; returns what rank 0 has."""
+    results = run_ranks(2, train_compiled, training, timeout_s=TIMEOUT_S)
+    reference = LossOnly(training.make_model())
+    batches = [[training.batch(step, rank) for step in range(training.steps)] for rank in range(2)]
+    expected = train_reference(
+        lambda: reference, lambda model: [training.optimizer(model.parameters())], batches, training.steps
+    )
+    for rank, result in enumerate(results):
+        assert result.losses == pytest.approx(reference.losses[rank::2], rel=1e-9)
+        assert_same(result.parameters, {n.removeprefix("model."): v for n, v in expected.items()}, torch.float64)
+        assert (result.plan, result.captures) == (results[0].plan, results[0].captures)
+    return results[0]
+
+
+def test_bert_answers_questions() -> None:
+    trained = _check(TRAININGS["bert"])
+    tables = ("word_embeddings", "position_embeddings", "token_type_embeddings")
+    assert trained.sharded == {f"bert.embeddings.{table}.weight" for table in tables}
+    assert trained.captures == 2  # the first length, and all others
+    assert trained.result == ("QuestionAnsweringModelOutput", ("loss", "start_logits", "end_logits"))
+
+
+@pytest.mark.long
+def test_gpt2_keeps_its_tied_table_data_parallel() -> None:
+    trained = _check(TRAININGS["gpt2"])
+    assert trained.sharded == set()
+    assert "dense" in trained.plan["transformer.wte.weight"].reason
+    assert trained.captures == 2
+    assert trained.result == ("CausalLMOutputWithCrossAttentions", ("loss", "logits", "past_key_values"))
+
+
+@pytest.mark.long
+def test_t5_keeps_its_tied_table_data_parallel() -> None:
+    trained = _check(TRAININGS["t5"])
+    assert trained.sharded == T5_BIASES
+    assert "dense" in trained.plan["shared.weight"].reason
+    assert trained.captures == 1
+    assert trained.result == ("Seq2SeqLMOutput", ("loss", "logits", "encoder_last_hidden_state"))
+
+
+@pytest.mark.long
+def test_marian_translates_with_untied_tables() -> None:
+    trained = _check(TRAININGS["marian"])
+    assert trained.sharded == {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"}
+    assert trained.captures == 1
+
+
+def test_autocast_computes_the_loss_and_the_gradients_of_eager_autocast() -> None:
+    training = TRAININGS["bert"]
+    model, eager = training.make_model(torch.float32), training.make_model(torch.float32)
+    compiled = embrace_fx.compile(model, optimizer=training.optimizer(model.parameters()), strategy="alltoall")
+    optimizer = training.optimizer(eager.parameters())
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = compiled(**training.batch(0, 0)), eager(**training.batch(0, 0))
+    assert found.start_logits.dtype == expected.start_logits.dtype == torch.bfloat16
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-2)
+
+    found.loss.backward()
+    expected.loss.backward()
+    compiled.optimizer.step()
+    optimizer.step()
+    wanted = eager.get_parameter("qa_outputs.weight")
+    torch.testing.assert_close(model.get_parameter("qa_outputs.weight"), wanted, rtol=0.02, atol=2e-3)
+
+
+def test_evaluation_returns_the_objects_that_the_model_returns() -> None:
+    training = TRAININGS["gpt2"]
+    model, eager = training.make_model(), training.make_model()
+    compiled = embrace_fx.compile(model, optimizer=training.optimizer(model.parameters()))
+    found, expected = compiled(**training.batch(0, 0)), eager(**training.batch(0, 0))
+    _assert_same_cache(found.past_key_values, expected.past_key_values)
+
+    compiled.eval()
+    eager.eval()
+    with torch.no_grad():
+        found, expected = compiled(**training.batch(1, 0)), eager(**training.batch(1, 0))
+    assert type(found) is type(expected)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-9, atol=1e-12)
+    assert not found.loss.requires_grad
+    _assert_same_cache(found.past_key_values, expected.past_key_values)
+    routes = [variant.captured.route for kind in compiled._session._kinds.values() for variant in kind.variants]
+    assert routes == ["dynamo", "dynamo"]  # the log message in its forward notwithstanding
+
+
+def _assert_same_cache(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected) is transformers.DynamicCache
+    assert found.get_seq_length() == expected.get_seq_length()
+    for found_layer, expected_layer in zip(found.layers, expected.layers, strict=True):
+        assert isinstance(expected_layer, transformers.DynamicLayer)
+        assert type(found_layer) is type(expected_layer)
+        assert found_layer.dtype == expected_layer.dtype
+        torch.testing.assert_close(found_layer.keys, expected_layer.keys, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_gradient_checkpointing_gives_the_same_gradients() -> None:
+    training = TRAININGS["gpt2"]
+    model, eager = make_gpt2().double(), training.make_model()
+    model.load_state_dict(eager.state_dict())
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
+    compiled = embrace_fx.compile(model)
+    batch = training.batch(0, 0) | {"use_cache": False}
+    compiled(**batch).loss.backward()
+    eager(**batch).loss.backward()
+    assert_same(_gradients(model), _gradients(eager), torch.float64)
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG)
+def test_further_models_match_the_reference(name: str) -> None:
+    trained = _check(LONG[name])
+    assert trained.sharded == SHARDED_IN_LONG.get(name, set())
+    assert trained.captures == 2

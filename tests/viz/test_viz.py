@@ -1,0 +1,404 @@
+"""Pictures of a schedule and a timeline: what is in each file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embrace_fx import viz
+from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, paint
+from embrace_fx.viz.picture import Panel, Picture, labels
+from embrace_fx.vocabulary.schedule import LANES, Dependence, Operation, Schedule, Span, StepGraph, Timeline, Wait
+from tests.support import timelines
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def schedule() -> Schedule:
+    return timelines.schedule()
+
+
+@pytest.fixture(scope="module")
+def timeline(schedule: Schedule) -> Timeline:
+    return timelines.timeline(schedule)
+
+
+def saved(folder: Path, suffix: str, schedule: Schedule | None = None, timeline: Timeline | None = None) -> str:
+    path = folder / f"picture{suffix}"
+    viz.save(path, schedule=schedule, timeline=timeline)
+    return path.read_text(encoding="utf-8")
+
+
+def compute(name: str, start: float, end: float, window: int = 0, rank: int = 0) -> Span:
+    kind = name.split(maxsplit=1)[0]
+    return Span(Operation(name, kind, "compute", end - start), window, rank, start, end)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------- what there is to draw
+
+
+def test_suffix_decides_and_an_unknown_one_is_an_error(tmp_path: Path, schedule: Schedule) -> None:
+    with pytest.raises(ValueError, match=r"expected a file name that ends in \.html.*found 'picture\.png'"):
+        viz.save(tmp_path / "picture.png", schedule=schedule)
+    assert not list(tmp_path.iterdir())
+    viz.save(tmp_path / "picture.SVG", schedule=schedule)
+    assert (tmp_path / "picture.SVG").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("suffix", [".html", ".json", ".svg", ".dot"])
+def test_nothing_to_draw_is_an_error(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(ValueError, match="expected a schedule or a timeline to draw, found neither"):
+        viz.save(tmp_path / f"picture{suffix}")
+    with pytest.raises(ValueError, match="expected a measured timeline with compute, found 0 spans without"):
+        viz.save(tmp_path / f"picture{suffix}", timeline=Timeline((), (), 2))
+
+
+def test_a_timeline_alone_has_no_step_graph(tmp_path: Path, timeline: Timeline) -> None:
+    with pytest.raises(ValueError, match=r"expected a schedule, in save\(\) to a \.dot file"):
+        viz.save(tmp_path / "picture.dot", timeline=timeline)
+
+
+def test_drawn_data_is_the_same_data(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
+    drawn, measured = viz.drawn(schedule), viz.drawn(timeline, schedule)
+    assert isinstance(drawn, Schedule)
+    assert isinstance(measured, Timeline)
+    assert drawn.digest() == schedule.digest()
+    assert drawn.diagnostics() == schedule.diagnostics()
+    assert measured.diagnostics() == timeline.diagnostics()
+    for suffix in viz.SUFFIXES:
+        measured.save(tmp_path / f"picture{suffix}")
+        assert (tmp_path / f"picture{suffix}").read_text() == saved(tmp_path, suffix, schedule, timeline)
+        drawn.save(tmp_path / f"alone{suffix}")
+        assert (tmp_path / f"alone{suffix}").read_text() == saved(tmp_path, suffix, schedule)
+
+
+def test_printed_are_the_diagnostics(schedule: Schedule, timeline: Timeline) -> None:
+    text = str(viz.drawn(timeline, schedule))
+    rows = {cells[1].strip(): [c.strip() for c in cells[2:-1]] for cells in map(_cells, text.splitlines()) if cells}
+    predicted, measured = schedule.diagnostics(), timeline.diagnostics()
+    assert rows["step"] == [
+        f"{predicted.step_ms:.2f} ms",
+        f"{measured.step_ms:.2f} ms",
+        f"{measured.step_ms / predicted.step_ms:.2f}",
+    ]
+    assert rows["exposed dense"][:2] == [f"{d.exposed_ms['dense']:.2f} ms" for d in (predicted, measured)]
+    assert rows["overlap ratio"][:2] == [f"{d.overlap_ratio:.3f}" for d in (predicted, measured)]
+    assert rows["memory held"][0] == f"{predicted.held_bytes / 2**20:.2f} MiB"
+    assert "measured" not in str(viz.drawn(schedule))
+
+
+def _cells(line: str) -> list[str]:
+    return line.split("│") if line.startswith("│") else []
+
+
+# ------------------------------------------------------------------------------------------------------ panels
+
+
+def panel_of(*spans: Span, waits: tuple[Wait, ...] = ()) -> Panel:
+    return Picture(None, Timeline(spans, waits, 1)).panels[0]
+
+
+def test_phases_of_two_windows() -> None:
+    """backward | gap | forward; backward | forward: the second window has no time that is the step's alone."""
+    panel = panel_of(
+        compute("backward a", 0, 4),
+        compute("update a", 4, 5),
+        compute("forward a", 6, 8),
+        compute("backward a", 9, 12, window=1),
+        compute("forward a", 12, 15, window=1),
+    )
+    assert [(p.label, p.start_ms, p.end_ms) for p in panel.phases] == [
+        ("backward t", 0, 4),
+        ("step t", 4, 6),
+        ("forward t+1", 6, 9),
+        ("backward t+1", 9, 12),
+        ("forward t+2", 12, 15),
+    ]
+
+
+def test_an_update_within_backward_makes_no_phase() -> None:
+    panel = panel_of(compute("update b", 1, 2), compute("backward a", 2, 4), compute("forward a", 4, 5))
+    assert [(p.name, p.start_ms) for p in panel.phases] == [("backward", 1), ("forward", 4)]
+
+
+def test_overlapping_spans_of_a_lane_get_rows_of_their_own() -> None:
+    sent = Operation("bucket 0", "all_reduce", "dense", 2.0, 1)
+    spans = [Span(replace(sent, name=f"bucket {k}"), 0, 0, start, start + 2) for k, start in enumerate((0, 1, 2, 3.5))]
+    rows = panel_of(compute("backward a", 0, 6), *spans).rows[0, "dense"]
+    assert [[s.operation.name for s in row] for row in rows] == [["bucket 0", "bucket 2"], ["bucket 1", "bucket 3"]]
+
+
+def test_a_window_without_compute_is_not_counted() -> None:
+    sent = Operation("delayed", "delayed", "delayed", 3.0, 1)
+    panel = panel_of(Span(sent, -1, 0, 0, 3), compute("backward a", 2, 4), compute("backward a", 5, 6, window=1))
+    assert panel.windows == (0, 1)
+    assert panel.origin_ms == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "serves", "short"),
+    [("backward bucket 5", "bucket 5", "5"), ("backward encoder.5", "encoder.5", "5"), ("prior", "emb.weight", "emb")],
+)
+def test_labels_get_shorter(name: str, serves: str, short: str) -> None:
+    first, *_, last = labels(Operation(name, "backward", "compute", 1.0, serves=(serves,)))
+    assert (first, last) == (name, short)
+
+
+def test_a_lane_without_operations_is_left_out(schedule: Schedule) -> None:
+    assert Picture(schedule, None).lanes == LANES
+    assert panel_of(compute("backward a", 0, 1)).lanes == ("compute",)
+
+
+def test_still_pictures_show_the_last_two_windows(schedule: Schedule) -> None:
+    panel = Picture(None, timelines.timeline(schedule, windows=5)).panels[0]
+    assert panel.origin_ms == panel.window_start_ms(3)
+    shown = [s for s in panel.timeline.spans if s.window >= 3]
+    assert panel.shown == (
+        min(s.start_ms for s in shown) - panel.origin_ms,
+        max(s.end_ms for s in shown) - panel.origin_ms,
+    )
+
+
+def test_everything_drawn_has_a_colour_that_can_be_read() -> None:
+    drawn = [Operation("any", kind, "compute", 1.0) for kind in ("backward", "forward", "update", "rows")]
+    drawn += [Operation("any", "delayed", lane, 1.0) for lane in LANES[1:]]
+    assert {paint(operation) for operation in drawn} == set(PAINTS)
+    for theme in (LIGHT, DARK):
+        assert set(theme.fill) == set(theme.ink) == set(PAINTS)
+        for name in PAINTS:
+            assert contrast(theme.fill[name], theme.ink[name]) > 4.5, f"ink on {name}"
+        for ground in (theme.page, theme.strip):
+            assert contrast(theme.faint, ground) > 4.5
+            assert contrast(theme.text, ground) > 7
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2.1, relative luminance."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+        r, g, b = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+# ------------------------------------------------------------------------------------------------------- .json
+
+
+def events_of(text: str) -> defaultdict[str, list[dict[str, Any]]]:
+    events = defaultdict(list)
+    for event in json.loads(text)["traceEvents"]:
+        events[event["ph"]].append(event)
+    return events
+
+
+def test_trace_has_a_process_per_rank_and_a_thread_per_lane(
+    tmp_path: Path, schedule: Schedule, timeline: Timeline
+) -> None:
+    events = events_of(saved(tmp_path, ".json", schedule, timeline))
+    processes = {e["pid"]: e["args"]["name"] for e in events["M"] if e["name"] == "process_name"}
+    assert list(processes.values()) == ["predicted, rank 0", *(f"measured, rank {rank}" for rank in range(4))]
+    for pid in processes:
+        threads = {e["tid"]: e["args"]["name"] for e in events["M"] if e["name"] == "thread_name" and e["pid"] == pid}
+        assert tuple(threads[tid] for tid in sorted(threads)) == LANES
+
+
+def test_trace_has_every_span_and_wait(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
+    events = events_of(saved(tmp_path, ".json", timeline=timeline))["X"]
+    assert len(events) == len(timeline.spans) + len(timeline.waits)
+    span = next(s for s in timeline.spans if s.operation.lane == "embedding" and s.rank == 2)
+    (event,) = [
+        e for e in events if e["name"] == span.operation.name and e["pid"] == 3 and e["args"]["window"] == span.window
+    ]
+    assert event["ts"] == pytest.approx(span.start_ms * 1e3, abs=1e-3)
+    assert event["dur"] == pytest.approx((span.end_ms - span.start_ms) * 1e3, abs=2e-3)
+    assert event["args"]["sent_bytes"] == span.operation.sent_bytes > 0
+    assert event["args"]["serves"] == ", ".join(span.operation.serves)
+    assert {e["cat"] for e in events if e["name"].startswith("wait for ")} == {"wait"}
+
+
+def test_trace_events_of_a_thread_do_not_overlap(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
+    """Perfetto cuts what only partly overlaps on one thread."""
+    threads = defaultdict(list)
+    for event in events_of(saved(tmp_path, ".json", schedule, timeline))["X"]:
+        threads[event["pid"], event["tid"]].append(event)
+    for events in threads.values():
+        events.sort(key=lambda e: e["ts"])
+        for before, after in pairwise(events):
+            assert round(before["ts"] + before["dur"], 3) <= after["ts"]
+
+
+def test_trace_arrows_lead_along_the_critical_path(tmp_path: Path, schedule: Schedule) -> None:
+    events = events_of(saved(tmp_path, ".json", schedule))
+    assert len(events["s"]) == len(events["f"]) == len(schedule.critical_path) - 1
+
+    def at(arrow: dict[str, Any]) -> tuple[int, str]:
+        (slice_,) = [
+            e
+            for e in events["X"]
+            if (e["pid"], e["tid"]) == (arrow["pid"], arrow["tid"]) and e["ts"] <= arrow["ts"] < e["ts"] + e["dur"]
+        ]
+        return slice_["args"]["window"], slice_["name"]
+
+    starts, ends = ({e["id"]: at(e) for e in events[ph]} for ph in "sf")
+    assert [(starts[k], ends[k]) for k in sorted(starts)] == list(pairwise(schedule.critical_path))
+
+
+def test_trace_says_the_figures_and_the_order(tmp_path: Path, schedule: Schedule) -> None:
+    other = json.loads(saved(tmp_path, ".json", schedule))["otherData"]
+    assert other["predicted"]["step_ms"] == schedule.diagnostics().step_ms
+    assert tuple(other["launch_order"]) == schedule.launch_order
+    assert other["digest"] == schedule.digest()
+
+
+# -------------------------------------------------------------------------------------------------------- .svg
+
+
+def test_svg_is_self_contained(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
+    text = saved(tmp_path, ".svg", schedule, timeline)
+    root = ET.fromstring(text)
+    assert root.get("width") == "900"
+    assert text.count("http") == 1, "the name space alone"
+    assert "prefers-color-scheme:dark" in text
+    assert root.findtext(f"{SVG}title") == "Schedule 2d, predicted and measured"
+
+
+def test_svg_shows_every_span_where_it_belongs(tmp_path: Path, schedule: Schedule) -> None:
+    root = ET.fromstring(saved(tmp_path, ".svg", schedule))
+    titles = [t.text or "" for t in root.iterfind(f".//{SVG}g/{SVG}title")]
+    for span in schedule.predicted.spans:
+        assert sum(t.startswith(f"{span.operation.name}: ") for t in titles) == 2, "once in each window"
+    assert sum(t.startswith("waits for ") for t in titles) == len(schedule.predicted.waits) > 0
+    sent = next(t for t in titles if t.startswith("embedding prior gradients"))
+    assert "sends 0.50 MiB, for embedding" in sent
+    for rectangle in root.iterfind(f".//{SVG}g/{SVG}rect"):
+        x, width = float(rectangle.get("x", "")), float(rectangle.get("width", ""))
+        assert x >= 0
+        assert x + width <= 900
+        assert float(rectangle.get("y", "")) < float(root.get("height", ""))
+
+
+def test_svg_has_legend_axis_figures_and_path(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
+    root = ET.fromstring(saved(tmp_path, ".svg", schedule, timeline))
+    texts = [t.text for t in root.iterfind(f"{SVG}text")]
+    for expected in (*PAINTS.values(), "critical path", "ms", "10", "rank 3", "backward t", "forward t+1"):
+        assert expected in texts
+    assert f"overlap ratio {timeline.diagnostics().overlap_ratio:.3f}" in " ".join(t or "" for t in texts)
+    framed = [r for r in root.iterfind(f"{SVG}rect") if r.get("class") == "critical"]
+    assert len(framed) == len(schedule.critical_path) + 1, "the path, and once in the legend"
+    assert any(str(r.get("fill")).startswith("url(#h-") for r in root.iterfind(f".//{SVG}g/{SVG}rect"))
+
+
+def test_svg_names_the_ranks_it_leaves_out(tmp_path: Path, schedule: Schedule) -> None:
+    text = saved(tmp_path, ".svg", timeline=timelines.timeline(schedule, world_size=6))
+    assert "Measured, first 4 ranks" in text
+    assert ">rank 3<" in text
+    assert ">rank 4<" not in text
+
+
+# -------------------------------------------------------------------------------------------------------- .dot
+
+
+def test_dot_has_blocks_communications_and_their_dependences(tmp_path: Path, schedule: Schedule) -> None:
+    lines = [line.strip() for line in saved(tmp_path, ".dot", schedule).splitlines()]
+    assert (lines[0], lines[-1]) == ("digraph step {", "}")
+    place = schedule.launch_order.index("embedding prior gradients") + 1
+    (node,) = [line for line in lines if line.startswith('"embedding prior gradients" [')]
+    assert f'label="{place}. embedding prior gradients\\n0.80 ms, 0.50 MiB"' in node
+    assert f'fillcolor="{LIGHT.fill["embedding"]}"' in node
+    assert 'shape="ellipse"' in node
+    for dependence in schedule.steps.dependences:
+        (edge,) = [ln for ln in lines if ln.startswith(f'"{dependence.before}" -> "{dependence.after}"')]
+        assert ("style=dashed" in edge) == (dependence.distance == 1)
+    assert '"backward encoder.5" -> "backward encoder.4" [weight=20' in "\n".join(lines)
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed on this machine")
+def test_graphviz_reads_any_name(tmp_path: Path) -> None:
+    names = ('backward "a\\b"', "backward <b>", "backward c -> d")
+    steps = StepGraph(
+        tuple(Operation(name, "backward", "compute", 1.0) for name in names),
+        (Dependence(names[0], names[1]), Dependence(names[2], names[0], 1)),
+        names,
+    )
+    predicted = Timeline(tuple(Span(o, 0, 0, k, k + 1) for k, o in enumerate(steps.operations)), (), 1)
+    viz.save(tmp_path / "odd.dot", schedule=Schedule("none", (), steps, predicted))
+    done = subprocess.run(
+        ["dot", "-Tjson0", str(tmp_path / "odd.dot")], capture_output=True, text=True, check=True, timeout=60
+    )
+    read = json.loads(done.stdout)
+    lines = [node["label"].partition("\\n")[0].replace("\\\\", "\\") for node in read["objects"]]
+    assert lines == list(names)
+    assert {(edge["tail"], edge["head"]) for edge in read["edges"]} == {(0, 1), (1, 2), (2, 0)}
+
+
+# ------------------------------------------------------------------------------------------------------- .html
+
+
+class _Page(HTMLParser):
+    """Collects what a page would load, and its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.policy = ""
+        self.data = ""
+        self._in_data = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.loads += [value for name, value in given.items() if name in ("src", "href") and value]
+        if given.get("http-equiv") == "Content-Security-Policy":
+            self.policy = given["content"] or ""
+        self._in_data = tag == "script" and given.get("id") == "data"
+
+    def handle_data(self, data: str) -> None:
+        if self._in_data:
+            self.data += data
+
+
+def page_of(text: str) -> _Page:
+    page = _Page()
+    page.feed(text)
+    return page
+
+
+def test_page_loads_nothing(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
+    text = saved(tmp_path, ".html", schedule, timeline)
+    page = page_of(text)
+    assert page.loads == []
+    assert "default-src 'none'" in page.policy
+    assert "http://" not in text
+    assert "https://" not in text
+
+
+def test_page_holds_the_picture(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
+    data = json.loads(page_of(saved(tmp_path, ".html", schedule, timeline)).data)
+    predicted, measured = data["panels"]
+    assert (predicted["status"], measured["status"]) == ("predicted", "measured")
+    assert len(predicted["spans"]) == len(schedule.predicted.spans)
+    assert len(measured["waits"]) == len(timeline.waits)
+    path = [predicted["spans"][k] for k in predicted["critical"]]
+    assert [(s["window"], predicted["operations"][s["op"]]["name"]) for s in path] == list(schedule.critical_path)
+    figures = {f["label"]: f["value"] for f in measured["figures"]}
+    assert figures["step"] == timeline.diagnostics().step_ms
+
+
+def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+    name = "backward </script><b>&"
+    text = saved(tmp_path, ".html", timeline=Timeline((compute(name, 0, 1),), (), 1))
+    assert text.count("</script>") == 2, "the data's and the script's own"
+    assert json.loads(page_of(text).data)["panels"][0]["operations"][0]["name"] == name

@@ -1,0 +1,232 @@
+"""The page in a browser, without a network: what is seen, pointed at, pressed and chosen."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embrace_fx import viz
+from embrace_fx.vocabulary.schedule import LANES, Operation, Schedule, Span, Timeline, Wait
+from tests.support import timelines
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: pip install 'embrace-fx[browser]'"
+)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser on this machine: none of {', '.join(BROWSERS)}")
+
+
+@pytest.fixture(scope="module")
+def schedule() -> Schedule:
+    return timelines.schedule()
+
+
+@pytest.fixture(scope="module")
+def timeline(schedule: Schedule) -> Timeline:
+    return timelines.timeline(schedule)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        # Containers, where tests run as root, do not let it have its sandbox.
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Any]:
+    """A tab without network that fails the test on any error it reports, or anything it asks for but the file."""
+    context = browser.new_context(offline=True, viewport={"width": 1400, "height": 1100})
+    tab = context.new_page()
+    complaints: list[str] = []
+    tab.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    tab.on("request", lambda request: None if request.url.startswith("file:") else complaints.append(request.url))
+    yield tab
+    context.close()
+    assert complaints == []
+
+
+def opened(tab: Any, folder: Path, schedule: Schedule | None = None, timeline: Timeline | None = None) -> Any:
+    path = folder / "picture.html"
+    viz.save(path, schedule=schedule, timeline=timeline)
+    tab.goto(path.as_uri())
+    return tab
+
+
+def found_along(tab: Any, panel: str, lane: str, text: str) -> str:
+    """Moves the pointer along a lane of the panel's first rank until the tip has `text`; returns the tip."""
+    label = tab.locator(f"#{panel} .lane", has_text=lane).first.bounding_box()
+    canvas = tab.locator(f"#{panel} canvas").bounding_box()
+    for x in range(0, int(canvas["width"]), 4):
+        tab.mouse.move(canvas["x"] + x, label["y"] + label["height"] / 2)
+        tip = tab.locator("#tip")
+        if tip.is_visible() and text in tip.inner_text():
+            return str(tip.inner_text())
+    raise AssertionError(f"nothing with {text!r} along lane {lane} of the {panel} panel")
+
+
+def drawn_pixels(tab: Any, panel: str) -> bytes:
+    tab.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    return bytes(tab.locator(f"#{panel} canvas").screenshot())
+
+
+def test_lanes_of_every_rank_and_the_figures(tab: Any, tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
+    opened(tab, tmp_path, schedule, timeline)
+    assert tab.locator("#predicted .lane").all_inner_texts() == [*LANES]
+    assert tab.locator("#measured .lane").all_inner_texts() == [*LANES] * 4
+    assert tab.locator("#measured .rank").all_inner_texts() == [f"rank {k}" for k in range(4)]
+    step = tab.locator("#figures tbody tr").first.inner_text()
+    assert f"{schedule.diagnostics().step_ms:.2f} ms" in step
+    assert f"{timeline.diagnostics().step_ms:.2f} ms" in step
+    assert tab.locator("#legend").inner_text().count("wait") > 0
+
+
+def test_pointing_at_a_communication_tells_bytes_and_times(
+    tab: Any, tmp_path: Path, schedule: Schedule, timeline: Timeline
+) -> None:
+    opened(tab, tmp_path, schedule, timeline)
+    tip = found_along(tab, "predicted", "embedding", "embedding prior gradients")
+    assert "512.00 KiB per rank" in tip
+    assert "serves\nembedding" in tip
+    assert "predicted\n0.800 ms" in tip
+    (span,) = [
+        s for s in timeline.spans if s.operation.name == "embedding prior gradients" and (s.window, s.rank) == (0, 0)
+    ]
+    assert f"measured\n{span.end_ms - span.start_ms:.3f} ms on rank 0" in tip
+
+
+def test_an_operation_that_waits_cut_into_pieces_is_told_as_one(tab: Any, tmp_path: Path) -> None:
+    cut = Operation("forward a", "forward", "compute", 4.0)
+    wait = Wait("bucket 0", "dense", 0, 0, 1.0, 3.0)
+    opened(tab, tmp_path, timeline=Timeline((Span(cut, 0, 0, 0.0, 1.0), Span(cut, 0, 0, 3.0, 6.0)), (wait,), 1))
+    assert "measured\n4.000 ms in 2 pieces, starts at 0.000 ms" in found_along(tab, "measured", "compute", "forward a")
+    tab.locator("#list summary").click()
+    assert tab.locator("#operations tbody tr").inner_text().endswith("4.000 ms\t4.000 ms")
+
+
+def test_pointing_at_a_wait_tells_what_is_waited_for(tab: Any, tmp_path: Path, timeline: Timeline) -> None:
+    opened(tab, tmp_path, timeline=timeline)
+    wait = min((w for w in timeline.waits if w.rank == 0), key=lambda w: w.start_ms)
+    tip = found_along(tab, "measured", "compute", "waits for")
+    assert wait.launch in tip
+    assert f"{wait.end_ms - wait.start_ms:.3f} ms" in tip
+
+
+def test_choosing_predicted_or_measured_changes_what_is_drawn(
+    tab: Any, tmp_path: Path, schedule: Schedule, timeline: Timeline
+) -> None:
+    opened(tab, tmp_path, schedule, timeline)
+    both = drawn_pixels(tab, "predicted")
+    tab.get_by_text("Measured", exact=True).first.click()
+    assert tab.locator("#predicted").is_hidden()
+    assert tab.locator("#measured").is_visible()
+    tab.get_by_text("Predicted", exact=True).first.click()
+    assert tab.locator("#measured").is_hidden()
+    assert tab.locator("#predicted").is_visible()
+    tab.locator("#zoom-fit").click()
+    assert drawn_pixels(tab, "predicted") != both, "it has the width to itself"
+    tab.get_by_text("Both", exact=True).click()
+    tab.locator("#zoom-fit").click()
+    assert drawn_pixels(tab, "predicted") == both
+
+
+def test_the_critical_path_can_be_left_out(tab: Any, tmp_path: Path, schedule: Schedule) -> None:
+    opened(tab, tmp_path, schedule)
+    assert tab.locator("#shown").is_hidden(), "there is one panel only"
+    shown = drawn_pixels(tab, "predicted")
+    tab.locator("#critical").uncheck()
+    assert drawn_pixels(tab, "predicted") != shown
+
+
+def test_keys_go_from_operation_to_operation(tab: Any, tmp_path: Path, schedule: Schedule) -> None:
+    opened(tab, tmp_path, schedule)
+    tab.locator("#predicted canvas").focus()
+    seen = []
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowUp", "ArrowLeft"):
+        tab.keyboard.press(key)
+        seen.append(tab.locator("#detail strong").inner_text())
+    assert seen[:2] == ["backward encoder.5", "backward encoder.4"]
+    assert seen[2] == "next ids"
+    assert "needed by\nsoftmax prior gradients, look up softmax" in _pressed(tab, "ArrowDown", "next ids")
+    tab.keyboard.press("Escape")
+    assert tab.locator("#detail").inner_text() == ""
+
+
+def _pressed(tab: Any, key: str, name: str) -> str:
+    """What is said once `key` has been pressed until `name` is kept."""
+    for _ in range(20):
+        tab.keyboard.press(key)
+        if tab.locator("#detail strong").inner_text() == name:
+            return str(tab.locator("#detail").inner_text())
+    raise AssertionError(f"{name!r} was not reached by {key}")
+
+
+@pytest.mark.parametrize("way", ["wheel", "keys", "buttons"])
+def test_zooming_and_coming_back(tab: Any, tmp_path: Path, schedule: Schedule, way: str) -> None:
+    opened(tab, tmp_path, schedule)
+    fitted = drawn_pixels(tab, "predicted")
+    canvas = tab.locator("#predicted canvas")
+    if way == "wheel":
+        canvas.hover(position={"x": 5, "y": 3})
+        tab.keyboard.down("Control")
+        tab.mouse.wheel(0, -400)
+        tab.keyboard.up("Control")
+    elif way == "keys":
+        canvas.focus()
+        tab.keyboard.press("+")
+    else:
+        tab.locator("#zoom-in").click()
+    tab.wait_for_function("state.end - state.start < 60")
+    assert drawn_pixels(tab, "predicted") != fitted
+    tab.locator("#zoom-fit").click()
+    tab.mouse.move(0, 0)
+    tab.locator("#zoom-fit").blur()
+    assert drawn_pixels(tab, "predicted") == fitted
+
+
+def test_dragging_moves_the_picture(tab: Any, tmp_path: Path, schedule: Schedule) -> None:
+    opened(tab, tmp_path, schedule)
+    tab.locator("#zoom-in").click()
+    start = tab.evaluate("state.start")
+    box = tab.locator("#predicted canvas").bounding_box()
+    tab.mouse.move(box["x"] + 600, box["y"] + 40)
+    tab.mouse.down()
+    tab.mouse.move(box["x"] + 500, box["y"] + 40, steps=4)
+    tab.mouse.up()
+    assert tab.evaluate("state.start") > start
+    assert tab.locator("#detail").inner_text() == "", "a drag keeps nothing"
+
+
+def test_many_ranks_and_windows(tab: Any, tmp_path: Path, schedule: Schedule) -> None:
+    opened(tab, tmp_path, schedule, timelines.timeline(schedule, world_size=9, windows=6))
+    assert tab.locator("#measured .rank").all_inner_texts() == ["rank 0"], "until all are asked for"
+    last = drawn_pixels(tab, "measured")
+    tab.select_option("#window", "0")
+    assert drawn_pixels(tab, "measured") != last
+    tab.select_option("#rank", "all")
+    assert len(tab.locator("#measured .rank").all()) == 9
+
+
+def test_dark_follows_the_system_and_the_button(browser: Any, tmp_path: Path, schedule: Schedule) -> None:
+    grounds = {}
+    for scheme in ("light", "dark"):
+        context = browser.new_context(color_scheme=scheme)
+        tab = opened(context.new_page(), tmp_path, schedule)
+        ground = "getComputedStyle(document.body).backgroundColor"
+        first = tab.evaluate(ground), drawn_pixels(tab, "predicted")
+        tab.locator("#theme").click()
+        tab.locator("#theme").blur()
+        tab.mouse.move(0, 0)
+        grounds[scheme] = (first, (tab.evaluate(ground), drawn_pixels(tab, "predicted")))
+        context.close()
+    assert grounds["light"] == grounds["dark"][::-1]
+    assert grounds["light"][0] != grounds["light"][1]

@@ -1,0 +1,180 @@
+"""The plan as data: what it can be asked, what ranks compare, how it prints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from embrace_fx.cost.links import Cluster, Link
+from embrace_fx.cost.sparsity import Sparsity
+from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan, Stack, readable_bytes, render
+from tests.support.golden import check_golden
+
+MIB = 2**20
+
+PLAN = Plan(
+    world_size=4,
+    decisions=(
+        Decision("project.weight", (512, 256), False, "allreduce", "dense gradient", 786_432, 786_432, 0.55),
+        Decision("scale", (), False, "frozen", "takes no gradient", 0, 0, 0.0),
+        Decision(
+            "words.weight",
+            (60_000, 256),
+            True,
+            "alltoall",
+            "1200 of 60000 rows read (2.00%), 64 columns per rank",
+            1_900_000,
+            88 * MIB,
+            0.91,
+        ),
+        Decision(
+            "positions.weight",
+            (512, 256),
+            True,
+            "allreduce",
+            "its ids do not depend on the batch",
+            786_432,
+            786_432,
+            0.55,
+        ),
+    ),
+    buckets=(("project.weight", "positions.weight"),),
+    renormed=(),
+)
+
+
+def test_golden() -> None:
+    check_golden("plan", str(PLAN))
+
+
+def test_a_plan_without_decisions_prints_its_totals() -> None:
+    assert "0 bucket(s)" in render(Plan(1, (), ()))
+
+
+def test_a_decision_by_its_parameter() -> None:
+    assert PLAN["words.weight"].strategy == "alltoall"
+    assert [decision.parameter for decision in PLAN] == [
+        "project.weight",
+        "scale",
+        "words.weight",
+        "positions.weight",
+    ]
+    with pytest.raises(KeyError, match=r"expected a parameter of the model, found 'word'; it has \['project\.weight'"):
+        PLAN["word"]
+
+
+def test_the_sharded_tables() -> None:
+    assert PLAN.sharded == ("words.weight",)
+
+
+def test_what_is_exchanged_sparsely() -> None:
+    assert PLAN.exchanged == ()
+    assert _with(0, strategy="zen", scheme="balanced").exchanged == ("project.weight",)
+
+
+def test_candidates_are_explained() -> None:
+    candidates = (
+        Candidate("alltoall", "", 1_900_000, 0.91, 20 * MIB, ""),
+        Candidate("zen", "hierarchical", 4_000_000, 1.3, 120 * MIB, "1.43 times the time"),
+        Candidate("allreduce", "", 88 * MIB, 30.0, 117 * MIB, "32.97 times the time"),
+    )
+
+    lying = str(Sparsity(30_000, 512, 4, (600, 600), (600.0, 900.0), 2.0, 1.5, draws_per_unit=3.2))
+    check_golden("plan_explained", _with(2, candidates=candidates, measured=lying).explain())
+    assert "no parameter had a choice" in PLAN.explain()
+    assert "a single rank exchanges nothing" in replace(PLAN, world_size=1).explain()
+
+
+def _with(position: int, **changes: object) -> Plan:
+    decisions = list(PLAN.decisions)
+    decisions[position] = replace(decisions[position], **changes)  # type: ignore[arg-type]
+    return replace(PLAN, decisions=tuple(decisions))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(PLAN, world_size=3),
+        replace(PLAN, buckets=(("positions.weight", "project.weight"),)),
+        replace(PLAN, renormed=("positions.weight",)),
+        replace(PLAN, decisions=PLAN.decisions[::-1]),
+        _with(2, strategy="allreduce"),
+        _with(2, shape=(60_000, 128)),
+        _with(2, scheme="balanced"),
+        replace(PLAN, links=Cluster(latency_ms=1.0)),
+    ],
+    ids=["world size", "bucket order", "renormed", "order", "strategy", "shape", "scheme", "links"],
+)
+def test_what_ranks_must_agree_on_changes_the_digest(other: Plan) -> None:
+    assert other.digest() != PLAN.digest()
+
+
+def test_predictions_and_reasons_are_not_agreed_on() -> None:
+    candidate = Candidate("alltoall", "", 1, 9.0, 1, "")
+    assert _with(2, candidates=(candidate,)).digest() == PLAN.digest()
+    assert _with(2, reason="asked for", sent_bytes_per_step=1, predicted_ms=9.0).digest() == PLAN.digest()
+    assert replace(PLAN).digest() == PLAN.digest()
+
+
+def test_a_plan_is_plain_data() -> None:
+    loaded = json.loads(json.dumps(PLAN.to_dict()))
+
+    assert loaded["world_size"] == 4
+    assert loaded["decisions"][2]["parameter"] == "words.weight"
+    assert loaded["decisions"][2]["shape"] == [60_000, 256]
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (MIB, "1.0 MiB"), (3 * 1024 * MIB, "3.0 GiB")],
+)
+def test_readable_bytes(count: int, expected: str) -> None:
+    assert readable_bytes(count) == expected
+
+
+# ---- files ----
+
+
+def full_plan() -> Plan:
+    """One that has every field there is."""
+    candidates = (Candidate("alltoall", "", 9, 0.5, 7, "", Grid(2, 2)), Candidate("zen", "balanced", 8, 1.0, 6, "slow"))
+    links = Cluster(1e6, 0.1, (("all_to_all", Link(1e5, 0.2, 0.3)),), 2, Link(1e7, 0.01))
+    return replace(
+        _with(2, grid=Grid(2, 2), candidates=candidates, measured="evenly"),
+        renormed=("positions.weight",),
+        links=links,
+        links_are="probed",
+        watched=("words.weight",),
+        history=("before",),
+        stacks=(Stack(("words.weight", "items.weight"), (0, 60_000)),),
+    )
+
+
+def test_a_saved_plan_is_the_same_plan(tmp_path: Path) -> None:
+    full_plan().save(tmp_path / "plan.json")
+
+    found = Plan.load(tmp_path / "plan.json")
+    assert found == full_plan()
+    assert found.digest() == full_plan().digest()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "No such file"),
+        ("{", "Expecting property name"),
+        ("[]", "does not say that it is a Plan"),
+        ('{"what": "Plan", "value": {"world_size": "2"}}', r"Plan\.world_size is '2'"),
+        ('{"what": "Plan", "value": {"ranks": 2}}', r"\['ranks'\], which it should not have"),
+        ('{"what": "Plan", "value": {"world_size": 2}}', "missing 2 required"),
+    ],
+)
+def test_a_file_that_holds_no_plan_is_told(content: str | None, told: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "plan.json").write_text(content)
+
+    with pytest.raises(ValueError, match=rf"expected a plan as plan\.save.*plan\.json, found: .*{told}.*Save it anew"):
+        Plan.load(tmp_path / "plan.json")
