@@ -149,8 +149,8 @@ class CompiledModel(nn.Module):
         if session.shards:
             raise TypeError(
                 "expected a model with whole tables, in copy or pickle, found a compiled "
-                f"{type(session.model).__name__} whose {', '.join(session.shards)} are sharded. Save full_state_dict(), "
-                "or copy model.module."
+                f"{type(session.model).__name__} whose {', '.join(session.shards)} are sharded. Save "
+                "full_state_dict(), or copy model.module."
             )
         return _compiled_again, (session.model, session.options)
 
