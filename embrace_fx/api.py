@@ -181,6 +181,15 @@ class CompiledModel(nn.Module):
         """Applies every pending update and waits for it. Called by itself wherever parameters are to be read."""
         self._session.synchronize()
 
+    def close(self) -> None:
+        """Ends the model: applies every pending update, and ends its threads and process groups. Call it on every rank.
+
+        Parameters, their state in the optimizer and `state_dict()` stay as they are; calling the model raises. A model
+        that is no longer referenced is closed by itself; of a process group of fewer ranks than the job's, the groups
+        made for the model stay until the job ends.
+        """
+        self._session.close()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._session.model.zero_grad(set_to_none)  # the model's own: it hands no parameters out
         self._session.clear_row_gradients()

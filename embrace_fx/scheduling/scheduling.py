@@ -67,10 +67,10 @@ class Scheduling:
         """Makes what follows the schedule. Collective."""
         communicator, state, plan = self._setting.communicator, self._setting.state, self._plan
         device = next(self._setting.model.parameters()).device
-        communicator.open_lanes(device)
+        order = launches(self.schedule, self.looks_ahead)
+        communicator.open_lanes(device, {lane for _, lane in order})
         on = streams.streams_of(device)
         recorder = Recorder(on.clock() if on is not None else None)
-        order = launches(self.schedule, self.looks_ahead)
         of_forward = ["ids", *(f"{name} rows" for name in self._exchanged)]
         launcher = (
             Launcher(order, of_forward, recorder) if on is None else StreamLauncher(order, of_forward, recorder, on)

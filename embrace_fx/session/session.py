@@ -173,6 +173,7 @@ class Session:
             check_still_alone(default_group())
         leaves, spec = pytree.tree_flatten((args, kwargs))
         train, communicator = torch.is_grad_enabled(), self._communicator
+        communicator.check_open()
         communicator.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
         if self._parameters_are() != self._compiled_for:
             if self._plan is None:  # the other ranks make no announcements yet
@@ -369,6 +370,18 @@ class Session:
         """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
         if self._flow is not None:
             self._flow.parameters_may_change()
+
+    def close(self) -> None:
+        """Applies what is pending, and ends the threads and process groups behind the model."""
+        flow, self._flow = self._flow, None
+        for stepping in self._setting.stepping.values():
+            stepping.flow = None
+        if flow is not None:
+            flow.close()
+        self._kinds.clear()
+        if self._builder is not None:
+            self._builder.flow = None
+        self._communicator.close()
 
     def clear_row_gradients(self) -> None:
         self._state.gradients.take()

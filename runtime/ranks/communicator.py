@@ -10,8 +10,9 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.kernels import bad_id, column_widths
 from embrace_fx.runtime.ranks.failure import PeerFailure, RollCall
-from embrace_fx.vocabulary.schedule import LANES
+from embrace_fx.vocabulary.schedule import LANES, Lane
 from embrace_fx.vocabulary.stream_program import URGENT
 
 ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
@@ -38,6 +39,9 @@ LANE_GROUPS = tuple(f"{lane} lane" for lane in LANES if lane != "compute")
 """The groups of the launcher's thread."""
 
 CPU = torch.device("cpu")
+
+_FAREWELL_S = 5.0
+"""How long the end of a communicator waits for the threads of its groups."""
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Torch renamed it, and the old name warns."""
@@ -81,7 +85,11 @@ class Communicator:
         self.asked_to_plan = False  # any rank would, as of the last announcement
         self.meshes: dict[Any, Any] = {}  # of tables on a grid of these ranks (`embrace_fx.runtime.tables.layouts`)
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._hosts: dist.ProcessGroup | None = None  # what ranks tell each other about a step
+        self._made: list[dist.ProcessGroup] = []  # of those and others, what ends with this
         self._roll_call: RollCall | None = None
+        self._end: Callable[[], object] = lambda: None
+        self._closed = False
         if group is not None:
             self.join(group)
 
@@ -98,22 +106,39 @@ class Communicator:
             self._hosts = self._groups["ids"] if on_host else self._new_group("hosts", backend="gloo")
             store = dist.distributed_c10d._get_default_store()
             self._roll_call = RollCall(store, self._groups["ids"].group_name, self.rank, self.world_size)
-            weakref.finalize(self, self._roll_call.close)
+        self._end = weakref.finalize(self, end_groups, self._roll_call, self._made)
 
-    def open_lanes(self, device: torch.device = CPU) -> None:
+    def close(self) -> None:
+        """Ends the groups and threads that this has made. On each rank by itself; nothing may be under way."""
+        self._closed, self._hosts = True, None
+        self._groups.clear()
+        self._end()
+
+    def check_open(self) -> None:
+        """Raises `RuntimeError` once this is closed."""
+        if self._closed:
+            raise RuntimeError(
+                "expected a compiled model that is open, found that it has been closed: its process groups have ended. "
+                "Compile a model anew."
+            )
+
+    def open_lanes(self, device: torch.device = CPU, lanes: Collection[Lane] = LANES) -> None:
         """Makes the launcher's own groups, one for each class: a group has one thread launching on it. Collective.
 
         Args:
             device: of the tensors that they carry.
+            lanes: those classes of which anything is to be launched.
         """
-        if self.world_size > 1 and self.uses_nccl(device):
-            for lane, name in zip(LANES[1:], LANE_GROUPS, strict=True):
-                if name in self._groups:
-                    continue
+        if self.world_size == 1:
+            return
+        for lane, name in zip(LANES[1:], LANE_GROUPS, strict=True):
+            if name in self._groups or lane not in lanes:
+                continue
+            if self.uses_nccl(device):
                 self._groups[name] = self._new_group(name, backend="nccl", urgent=lane in URGENT)
                 self._connect(name, device)
-        elif self.world_size > 1:
-            self._open(LANE_GROUPS)
+            else:
+                self._groups[name] = self._new_group(name)
 
     def open_group(self, name: str) -> dist.ProcessGroup:
         """Another group of the same ranks, or the one of that name. Collective, of at least two ranks."""
@@ -156,6 +181,8 @@ class Communicator:
             use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
         assert isinstance(created, dist.ProcessGroup)
+        if len(ranks) == dist.get_world_size():
+            self._made.append(created)
         return created
 
     def _connect(self, name: str, device: torch.device) -> None:
@@ -172,7 +199,7 @@ class Communicator:
         assert self.group is not None
         return device.type == "cuda" and _carries(self.group, device) and "nccl" in _backend(self.group, device)
 
-    def _group_for(self, name: str, tensor: Tensor) -> dist.ProcessGroup:
+    def _group_for(self, name: str, tensor: Tensor) -> dist.ProcessGroup | None:
         """A class's group, or that of the hosts where the class's does not take the tensor."""
         group = self._groups[name]
         return group if _carries(group, tensor.device) else self._hosts
@@ -181,6 +208,7 @@ class Communicator:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """`value` of every rank, in rank order. For set-up and failures, never on the step's path."""
+        self.check_open()
         if self.world_size == 1:
             return [value]
         gathered: list[Any] = [None] * self.world_size
@@ -194,6 +222,7 @@ class Communicator:
         Raises:
             PeerFailure: any rank has a `failure`, or the ranks are not doing the same thing; on all ranks.
         """
+        self.check_open()
         failure, self.failure = self.failure or failure, None
         if self.world_size == 1:
             if failure is not None:
@@ -226,6 +255,7 @@ class Communicator:
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Rank 0's values, in place."""
+        self.check_open()
         if self.world_size == 1:
             return
         assert self.group is not None
@@ -237,6 +267,7 @@ class Communicator:
 
     def reduce_scalar(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
         """The sum or maximum of a small tensor over ranks, by element."""
+        self.check_open()
         if self.world_size > 1:
             with self.watching():
                 dist.all_reduce(value, reduce_op, group=self._group_for("dense", value))
@@ -248,6 +279,7 @@ class Communicator:
 
     def host_group(self) -> dist.ProcessGroup:
         """The group that carries tensors of the hosts, of at least two ranks."""
+        assert self._hosts is not None
         return self._hosts
 
     def timeout(self) -> timedelta | None:
@@ -424,6 +456,27 @@ class Communicator:
             "_c10d_functional::all_reduce_": self.all_reduce_,
             "_c10d_functional::wait_tensor": self.wait,
         }
+
+
+def end_groups(roll_call: RollCall | None, groups: list[dist.ProcessGroup]) -> None:
+    """Ends a roll call, and process groups of all ranks of the job, for this rank.
+
+    Torch names groups of fewer ranks by how many groups there are, so that a later one would meet the addresses of one
+    that has ended: those stay. Nobody waits for ever for a group on which something is still under way.
+    """
+    if roll_call is not None:
+        roll_call.close()
+
+    def end() -> None:
+        registered = dist.distributed_c10d._world.pg_map
+        while groups:
+            group = groups.pop()
+            if group in registered:
+                dist.destroy_process_group(group)
+
+    thread = threading.Thread(target=end, name="embrace_fx end", daemon=True)
+    thread.start()
+    thread.join(_FAREWELL_S)
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
