@@ -95,6 +95,8 @@ def full_state_dict(stateful: HasState) -> dict[str, Any]:
 
 def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
+
     return CompiledModel(Session(model, (), group, options), single=True)
 
 

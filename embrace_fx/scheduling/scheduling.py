@@ -139,7 +139,7 @@ class Scheduling:
     def _follow(self, flow: Flow, own: Profile) -> None:
         """Orders by what was measured, on all ranks, from the next window on."""
         communicator = self._setting.communicator
-        everyone: list[Profile] = communicator.gather_objects(own)
+        everyone = communicator.gather(own, Profile)
         self.schedule = self._order(agree_on_profile(everyone))
         flow.launcher.reorder(launches(self.schedule, self.looks_ahead))
         self._profiled = True
@@ -151,7 +151,8 @@ class Scheduling:
             found = schedule(
                 self._step_graph(profiled), self._setting.options.schedule, "profile" if profiled else "cost model"
             )
-        agreed: Schedule = communicator.gather_objects(found)[0]
+        agreed = communicator.gather(found, Schedule | None)[0]
+        assert agreed is not None  # rank 0 has found one
         return agreed
 
     def _expected_bytes(self) -> dict[str, int]:

@@ -10,12 +10,13 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.kernels import bad_id, column_widths
 from embrace_fx.runtime.ranks.failure import PeerFailure, RollCall
+from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 from embrace_fx.vocabulary.schedule import LANES, Lane
 from embrace_fx.vocabulary.stream_program import URGENT
 
@@ -39,6 +41,11 @@ LANE_GROUPS = tuple(f"{lane} lane" for lane in LANES if lane != "compute")
 """The groups of the launcher's thread."""
 
 CPU = torch.device("cpu")
+
+MOST_BYTES = 2**28
+"""What a rank may tell the others at once. A plan of a thousand parameters takes some 2**20."""
+
+T = TypeVar("T")
 
 _FAREWELL_S = 5.0
 """How long the end of a communicator waits for the threads of its groups."""
@@ -206,15 +213,36 @@ class Communicator:
 
     # -- agreement -----------------------------------------------------------------------------------------------------
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order. For set-up and failures, never on the step's path."""
+    def gather(self, value: T, kind: Any) -> list[T]:
+        """`value` of every rank, in rank order. For set-up and failures, never on the step's path.
+
+        It travels as plain data (`embrace_fx.vocabulary.plain_data`), which is checked where it arrives.
+
+        Args:
+            kind: its type, as a hint; the same on all ranks.
+
+        Raises:
+            RuntimeError: a rank has more to tell than `MOST_BYTES`, on every rank; or what it tells is of another type.
+        """
         self.check_open()
         if self.world_size == 1:
             return [value]
-        gathered: list[Any] = [None] * self.world_size
+        own = torch.frombuffer(bytearray(json.dumps(to_plain(value)).encode()), dtype=torch.uint8)
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
         with self.watching():
-            dist.all_gather_object(gathered, value, group=self._hosts)
-        return gathered
+            all_gather_single(sizes, torch.tensor([own.numel()]), group=self._hosts)
+        longest = int(sizes.max())
+        if longest > MOST_BYTES:
+            raise RuntimeError(
+                f"expected at most {MOST_BYTES} bytes from each rank, in what ranks tell each other, found {longest} "
+                f"from rank {int(sizes.argmax())}. Leave out what no other rank needs to know."
+            )
+        everyone = torch.empty((self.world_size, longest), dtype=torch.uint8)
+        with self.watching():
+            padded = torch.cat([own, own.new_zeros(longest - own.numel())])
+            all_gather_single(everyone.view(-1), padded, group=self._hosts)
+        told = [row[:size].numpy().tobytes() for row, size in zip(everyone, sizes.tolist(), strict=True)]
+        return [_of_peer(kind, content, rank) for rank, content in enumerate(told)]
 
     def announce(self, sizes: Sequence[int], failure: str | None = None) -> list[list[int]]:
         """Every rank's `sizes`, at the head of a step.
@@ -244,7 +272,7 @@ class Communicator:
         self.rows_read = {}
         self.note_rows(self.watched, [row[2:first] for row in rows])
         if any(row[0] & _FAILED for row in rows):
-            failures = self.gather_objects(failure)
+            failures = self.gather(failure, str | None)
             raise PeerFailure({rank: text for rank, text in enumerate(failures) if text is not None})
         check_activities([row[1] for row in rows])
         return [row[first : first + len(sizes)] for row in rows]
@@ -456,6 +484,16 @@ class Communicator:
             "_c10d_functional::all_reduce_": self.all_reduce_,
             "_c10d_functional::wait_tensor": self.wait,
         }
+
+
+def _of_peer(kind: Any, content: bytes, rank: int) -> Any:
+    try:
+        return from_plain(kind, json.loads(content))
+    except (ValueError, RecursionError) as error:
+        raise RuntimeError(
+            f"expected plain data of type {getattr(kind, '__name__', kind)} from rank {rank}, in what ranks tell each "
+            f"other, found something else: {error}. Run the same version of embrace_fx on every rank."
+        ) from error
 
 
 def end_groups(roll_call: RollCall | None, groups: list[dist.ProcessGroup]) -> None:
