@@ -95,6 +95,8 @@ def full_state_dict(stateful: HasState) -> dict[str, Any]:
 
 def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
+
     return CompiledModel(Session(model, (), group, options), single=True)
 
 
@@ -202,6 +204,15 @@ class CompiledModel(nn.Module):
     def synchronize(self) -> None:
         """Applies every pending update and waits for it. Called by itself wherever parameters are to be read."""
         self._session.synchronize()
+
+    def close(self) -> None:
+        """Ends the model: applies every pending update, and ends its threads and process groups. Call it on every rank.
+
+        Parameters, their state in the optimizer and `state_dict()` stay as they are; calling the model raises. A model
+        that is no longer referenced is closed by itself; of a process group of fewer ranks than the job's, the groups
+        made for the model stay until the job ends.
+        """
+        self._session.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._session.model.zero_grad(set_to_none)  # the model's own: it hands no parameters out

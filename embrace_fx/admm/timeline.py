@@ -37,7 +37,7 @@ def save_timeline(
         in_step: whether iterations are common to the ranks.
     """
     if not in_step:
-        longest_s = max(communicator.gather_objects(_window_s(recording)))
+        longest_s = max(communicator.gather(_window_s(recording), float))
         recording = by_time(recording, longest_s)
     timeline = gather_timeline(communicator, recording, STEPS)
     if communicator.rank == 0:

@@ -178,6 +178,7 @@ class Session:
             check_still_alone(default_group())
         leaves, spec = pytree.tree_flatten((args, kwargs))
         train, communicator = torch.is_grad_enabled(), self._communicator
+        communicator.check_open()
         communicator.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
         self._look_at_model()
         kind = self._kinds.setdefault(kind_key(self._watch.modes(), leaves, spec, train), Kind())
@@ -398,6 +399,18 @@ class Session:
         """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
         if self._flow is not None:
             self._flow.parameters_may_change()
+
+    def close(self) -> None:
+        """Applies what is pending, and ends the threads and process groups behind the model."""
+        flow, self._flow = self._flow, None
+        for stepping in self._setting.stepping.values():
+            stepping.flow = None
+        if flow is not None:
+            flow.close()
+        self._kinds.clear()
+        if self._builder is not None:
+            self._builder.flow = None
+        self._communicator.close()
 
     def clear_row_gradients(self) -> None:
         self._state.gradients.take()
