@@ -142,9 +142,10 @@ class CompiledModel(nn.Module):
         session = self._session
         session.parameters_may_change()
         if session.shards:
+            name, sharded = type(session.model).__name__, ", ".join(session.shards)
             raise TypeError(
-                f"expected a model with whole tables, in copy or pickle, found a compiled {type(session.model).__name__} "
-                f"whose {', '.join(session.shards)} are sharded. Save full_state_dict(), or copy model.module."
+                f"expected a model with whole tables, in copy or pickle, found a compiled {name} whose {sharded} are "
+                "sharded. Save full_state_dict(), or copy model.module."
             )
         return _compiled_again, (session.model, session.options)
 
