@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.runtime.tables.state_dicts import whole_state
-from embrace_fx.session.session import Session
 from embrace_fx.setup.options import Options
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
+
+if TYPE_CHECKING:
+    from embrace_fx.session.session import Session
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -67,6 +68,8 @@ def compile(
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
             optimizer or option that differs between ranks. On every rank.
     """
+    from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
+
     options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan)
     optimizers = _as_tuple(optimizer)
     session = Session(model, optimizers, process_group, options)
@@ -84,6 +87,8 @@ def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
 
     Collective. For an optimizer, a model that contains a compiled one, an average of its weights; or a state dict.
     """
+    from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
+
     found: dict[str, Any] = whole_state(stateful if isinstance(stateful, dict) else stateful.state_dict())
     return found
 
@@ -267,6 +272,8 @@ class CompiledModel(nn.Module):
 
         Collective: every rank calls it, and then one may save.
         """
+        from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
+
         found: dict[str, Any] = whole_state(self.state_dict())
         return found
 
