@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -82,14 +82,14 @@ class HasState(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
 
-def full_state_dict(stateful: HasState) -> dict[str, Any]:
+def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
     """`stateful.state_dict()` with every sharded tensor whole, on every rank: what `torch.save` on one rank wants.
 
-    Collective. For an optimizer, a model that contains a compiled one, an average of its weights.
+    Collective. For an optimizer, a model that contains a compiled one, an average of its weights; or a state dict.
     """
     from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
 
-    found: dict[str, Any] = whole_state(stateful.state_dict())
+    found: dict[str, Any] = whole_state(stateful if isinstance(stateful, dict) else stateful.state_dict())
     return found
 
 
@@ -149,10 +149,10 @@ class CompiledModel(nn.Module):
         session = self._session
         session.parameters_may_change()
         if session.shards:
+            name, sharded = type(session.model).__name__, ", ".join(session.shards)
             raise TypeError(
-                "expected a model with whole tables, in copy or pickle, found a compiled "
-                f"{type(session.model).__name__} whose {', '.join(session.shards)} are sharded. Save "
-                "full_state_dict(), or copy model.module."
+                f"expected a model with whole tables, in copy or pickle, found a compiled {name} whose {sharded} are "
+                "sharded. Save full_state_dict(), or copy model.module."
             )
         return _compiled_again, (session.model, session.options)
 
@@ -200,6 +200,18 @@ class CompiledModel(nn.Module):
             yield
         finally:
             self._session.synchronised = before
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Has gradients travel as one of DDP's hooks says, before the first call, on every rank.
+
+        Those of `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`: `allreduce_hook`, `fp16_compress_hook` and
+        `bf16_compress_hook`. The latter two round what is sent, rows of tables included, to 16 bits: `report()` tells.
+
+        Raises:
+            ValueError: another hook, or a state for these.
+            RuntimeError: the model has been called.
+        """
+        self._session.register_comm_hook(state, hook)
 
     def synchronize(self) -> None:
         """Applies every pending update and waits for it. Called by itself wherever parameters are to be read."""

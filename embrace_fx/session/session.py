@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from embrace_fx.scheduling.timeline import gather_timeline
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Variant, kind_key
 from embrace_fx.session.captures import Captures
+from embrace_fx.session.comm_hooks import dtype_of_hook, told_of
 from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
@@ -125,7 +126,15 @@ class Session:
         return self._graphs
 
     def report(self) -> str:
-        return str(self.plan)
+        return str(self.plan) + told_of(self._communicator.gradient_dtype)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        if self._plan is not None:
+            raise RuntimeError(
+                "expected a hook before the model's first call, in register_comm_hook(), found that it has been called "
+                "and gradients travel already. Register it after compile()."
+            )
+        self._communicator.gradient_dtype = dtype_of_hook(state, hook)
 
     @property
     def schedule(self) -> Schedule:

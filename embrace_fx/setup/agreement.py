@@ -183,16 +183,17 @@ def agree_on_sequence(communicator: Communicator, graph: TrainingGraph | None, f
         PeerFailure: a pass failed on some rank; on every rank.
         RuntimeError: the ranks would launch different collectives; on every rank.
     """
-    own = ("" if graph is None else sequence_hash(graph), None if failure is None else failure_text(failure))
-    everyone = communicator.gather(own, tuple[str, str | None])
-    if failures := {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}:
+    launched = "" if graph is None else sequence_hash(graph)
+    own = (launched, str(communicator.gradient_dtype), None if failure is None else failure_text(failure))
+    everyone = communicator.gather(own, tuple[str, str, str | None])
+    if failures := {rank: text for rank, (*_, text) in enumerate(everyone) if text is not None}:
         raise PeerFailure(failures) from failure
     others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
     if others:
         raise RuntimeError(
             "expected every rank's graph to launch the same collectives, after the last pass, found that ranks "
             f"{others} differ from rank 0: their batches led the forward along another path. Make the forward read "
-            "the same tables and parameters on every rank."
+            "the same tables and parameters on every rank, and register the same hook."
         )
     return own[0]
 
