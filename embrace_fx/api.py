@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.runtime.tables.state_dicts import whole_state
-from embrace_fx.session.session import Session
 from embrace_fx.setup.options import Options
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
+
+if TYPE_CHECKING:
+    from embrace_fx.session.session import Session
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -66,6 +68,8 @@ def compile(
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
             optimizer or option that differs between ranks. On every rank.
     """
+    from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
+
     options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan)
     optimizers = _as_tuple(optimizer)
     session = Session(model, optimizers, process_group, options)
@@ -83,8 +87,15 @@ def full_state_dict(stateful: HasState) -> dict[str, Any]:
 
     Collective. For an optimizer, a model that contains a compiled one, an average of its weights.
     """
+    from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
+
     found: dict[str, Any] = whole_state(stateful.state_dict())
     return found
+
+
+def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return CompiledModel(Session(model, (), group, options), single=True)
 
 
 def _as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
@@ -126,15 +137,26 @@ class CompiledModel(nn.Module):
             self._session.parameters_may_change()
         return found
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Neither `copy.deepcopy` nor pickle: process groups and the optimizer's tables belong to one object."""
-        raise TypeError(
-            f"expected a plain model, in copy or pickle, found a compiled {type(self._session.model).__name__}, which "
-            "is bound to its process groups and its optimizer. Copy the model before compile(), or save state_dict()."
-        )
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """For `copy.deepcopy` and pickle: the model and the options, compiled again, over the default group, where they
+        are put together. As with DDP that is collective, and the optimizer is not part of it.
+
+        Raises:
+            TypeError: tables are sharded.
+        """
+        session = self._session
+        session.parameters_may_change()
+        if session.shards:
+            raise TypeError(
+                "expected a model with whole tables, in copy or pickle, found a compiled "
+                f"{type(session.model).__name__} whose {', '.join(session.shards)} are sharded. Save "
+                "full_state_dict(), or copy model.module."
+            )
+        return _compiled_again, (session.model, session.options)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # inside of torch.compile it runs as it is
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on one batch, called exactly as the model would be.
 
@@ -238,6 +260,8 @@ class CompiledModel(nn.Module):
 
         Collective: every rank calls it, and then one may save.
         """
+        from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
+
         found: dict[str, Any] = whole_state(self.state_dict())
         return found
 
