@@ -202,11 +202,11 @@ class Session:
             self._flow.leave()
         calls = self._calls
         calls.count += train
-        results = run_step(program, leaves, train=train, following=following)
+        results = run_step(program, variant.captured.inputs(leaves), train=train, following=following)
         if self._drift is not None and train and calls.count % SAMPLED_EVERY == 0:
             self._drift.observe(communicator.rows_read)
             communicator.asks_to_plan = self._drift.wants_plan
-        return pytree.tree_unflatten(results, variant.captured.result_spec)
+        return variant.captured.results(results, args, kwargs)
 
     def _look_at_model(self) -> None:
         """Refuses a model with other parameters than the plan's; one with other modules is captured anew.
@@ -267,10 +267,10 @@ class Session:
         if coming is None or self._kinds.get(kind_key(self._watch.modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
-        if variant is None or variant.program is None:
-            return None
+        if variant is None or variant.program is None or (variant.captured.replay and variant.captured.replay.states):
+            return None  # what the next batch is computed with, this step is still to make
         try:
-            return variant.program.ahead(coming)
+            return variant.program.ahead(variant.captured.inputs(coming))
         except Exception:  # what is wrong with it, its own call will tell all ranks
             return None
 
@@ -321,7 +321,7 @@ class Session:
         if self._plan is None:
             given = self.options.given_plan
             if given is None:
-                plan, findings = make_plan(self._setting, analysed, leaves)
+                plan, findings = make_plan(self._setting, analysed, captured.inputs(leaves))
             else:
                 plan, findings = repeated(self._setting, analysed, given), None
             self._adopt(plan, findings)
@@ -360,7 +360,7 @@ class Session:
         if not all(may for (may,) in everyone):
             return
         old, used = self.plan, {d.parameter for d in self.plan if d.strategy not in ("frozen", "unused")}
-        findings = find(self._setting, variant.analysed, leaves, used)
+        findings = find(self._setting, variant.analysed, variant.captured.inputs(leaves), used)
         if findings is not None and self._drift is not None:
             findings = findings.with_rows(self._drift.rows)
         new = plan_on_links(self._setting, findings, old)

@@ -13,6 +13,7 @@ from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.runtime.ranks.communicator import Communicator, check_activities
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.setup.options import Options
+from embrace_fx.setup.shared_memory import refuse_shared_memory
 from embrace_fx.vocabulary.graph import TrainingGraph
 
 
@@ -34,6 +35,7 @@ def agree_on_set_up(
             check_toolchain({parameter.device.type for parameter in model.parameters()})
         check_trainable(model)
         refuse_hooks(model)
+        refuse_shared_memory(model)
         own = describe(model, optimizers, options)
     except ValueError as error:
         own = str(error)
