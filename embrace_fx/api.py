@@ -6,8 +6,9 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
@@ -95,6 +96,11 @@ def full_state_dict(stateful: HasState) -> dict[str, Any]:
     return found
 
 
+def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return CompiledModel(Session(model, (), group, options), single=True)
+
+
 def _as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
     """What was given as an optimizer, or as several; whether it is any is checked with all ranks."""
     given: Any = () if optimizer is None else optimizer
@@ -134,15 +140,26 @@ class CompiledModel(nn.Module):
             self._session.parameters_may_change()
         return found
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Neither `copy.deepcopy` nor pickle: process groups and the optimizer's tables belong to one object."""
-        raise TypeError(
-            f"expected a plain model, in copy or pickle, found a compiled {type(self._session.model).__name__}, which "
-            "is bound to its process groups and its optimizer. Copy the model before compile(), or save state_dict()."
-        )
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """For `copy.deepcopy` and pickle: the model and the options, compiled again, over the default group, where they
+        are put together. As with DDP that is collective, and the optimizer is not part of it.
+
+        Raises:
+            TypeError: tables are sharded.
+        """
+        session = self._session
+        session.parameters_may_change()
+        if session.shards:
+            raise TypeError(
+                "expected a model with whole tables, in copy or pickle, found a compiled "
+                f"{type(session.model).__name__} whose {', '.join(session.shards)} are sharded. Save "
+                "full_state_dict(), or copy model.module."
+            )
+        return _compiled_again, (session.model, session.options)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # inside of torch.compile it runs as it is
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on one batch, called exactly as the model would be.
 

@@ -34,6 +34,7 @@ from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Variant, kind_key
 from embrace_fx.session.captures import Captures
 from embrace_fx.session.lookahead import Lookahead
+from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.programs import ProgramBuilder
 from embrace_fx.session.state_hooks import add_state_hooks
@@ -74,6 +75,7 @@ class Session:
             agree_on_set_up(self._communicator, model, optimizers, options)
         self._state = ModelState(model)
         self._compiled_for = self._parameters_are()
+        self._watch = ModelWatch(model)
         stepping = {
             id(optimizer): Stepping(communicator=self._communicator, gradients=self._state.gradients)
             for optimizer in optimizers
@@ -161,13 +163,16 @@ class Session:
     # -- calling -------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """At the first call, the ranks are those of the default group at that moment. Collective."""
+        """At the first call, ranks and model are those of that moment. Collective."""
         if self._given_group is None:
             group = default_group()
             check_group(group, self._communicator.group)
             if self._communicator.group is None and group is not None:
                 self._communicator.join(group)
-                agree_on_set_up(self._communicator, self.model, self.optimizers, self.options)
+        agree_on_set_up(self._communicator, self.model, self.optimizers, self.options)  # it may have changed since
+        self._state.refresh(self.model)
+        self._watch.note()
+        self._compiled_for = self._parameters_are()
         self._begun = True
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,11 +183,8 @@ class Session:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         train, communicator = torch.is_grad_enabled(), self._communicator
         communicator.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
-        if self._parameters_are() != self._compiled_for:
-            if self._plan is None:  # the other ranks make no announcements yet
-                agree_on_first_call(communicator, _CHANGED_PARAMETERS)
-            give_up(communicator, _CHANGED_PARAMETERS)
-        kind = self._kinds.setdefault(kind_key(self.model, leaves, spec, train), Kind())
+        self._look_at_model()
+        kind = self._kinds.setdefault(kind_key(self._watch.modes(), leaves, spec, train), Kind())
         if self._plan is None and not train:
             return self._evaluate_plainly(args, kwargs)
         variant = self._variant(kind, leaves, args, kwargs, train)
@@ -199,6 +201,27 @@ class Session:
             self._drift.observe(communicator.rows_read)
             communicator.asks_to_plan = self._drift.wants_plan
         return pytree.tree_unflatten(results, variant.captured.result_spec)
+
+    def _look_at_model(self) -> None:
+        """Refuses a model with other parameters than the plan's; one with other modules is captured anew.
+
+        Raises:
+            PeerFailure: on every rank. Before there is a plan, CaptureError.
+        """
+        changed = None
+        if name := self._watch.parameters_changed():
+            changed = RuntimeError(_OTHER_PARAMETERS.format(name))
+        elif self._parameters_are() != self._compiled_for:
+            changed = _CHANGED_PARAMETERS
+        if changed is not None:
+            if self._plan is None:  # the other ranks make no announcements yet
+                agree_on_first_call(self._communicator, changed)
+            give_up(self._communicator, changed)
+        if self._watch.modules_changed():
+            self.parameters_may_change()
+            self._watch.note()
+            self._state.refresh(self.model)
+            self._kinds.clear()
 
     def _variant(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
@@ -236,7 +259,7 @@ class Session:
         coming = self.lookahead.following(leaves)
         if coming is None and self.lookahead.known and program.flow is not None and program.flow.looks_ahead:
             self._warn_of_other_batch()
-        if coming is None or self._kinds.get(kind_key(self.model, coming, spec, True)) is not kind:
+        if coming is None or self._kinds.get(kind_key(self._watch.modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
         if variant is None or variant.program is None:
@@ -303,6 +326,7 @@ class Session:
             self._adopt(plan, findings)
             with stage("placing parameters", rank):
                 place(self._setting, analysed, plan)
+            self._watch.note_parameters()
         variant = Variant(captured, analysed, train)
         self._build(variant)
         kind.variants.append(variant)
@@ -350,6 +374,7 @@ class Session:
         if self._flow is not None:
             self._flow.close()
         place_anew(self._setting, variant.analysed, old, new)
+        self._watch.note_parameters()
         told = story(self._calls.count, old, new)
         self._adopt(replace(new, history=(*old.history, told)), findings)
         for stepping in self._setting.stepping.values():
@@ -377,6 +402,10 @@ class Session:
         """Applies every update that an optimizer has stepped. Waits for nothing that other ranks are still to do."""
         if self._flow is not None:
             self._flow.settle()
+
+    def parameters_were_loaded(self) -> None:
+        """Other parameters may stand in the place of those that were: `assign=True`."""
+        self._watch.note_parameters()
 
     def parameters_may_change(self) -> None:
         """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
@@ -409,6 +438,12 @@ def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
 _NOTHING_SENT = (
     "expected at least two ranks, before the {} is read, found one: nothing is sent, so nothing is scheduled. Start "
     "the program with torchrun on more ranks."
+)
+
+_OTHER_PARAMETERS = (
+    "expected the parameters of compile(), in the model's call, found that {} came, went or was replaced: gradients "
+    "are exchanged, and tables sharded, for those that there were. Change layers, resize embeddings, tie weights and "
+    "parametrize before the first call, or compile the changed model anew"
 )
 
 _CHANGED_PARAMETERS = RuntimeError(

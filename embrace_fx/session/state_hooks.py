@@ -80,8 +80,17 @@ class TakeOwnPart(_Hook):
             take_own_part(module, state_dict, prefix, self.group)
 
 
+class ParametersWereLoaded(_Hook):
+    """After a state dict is loaded."""
+
+    def __call__(self, *_: Any) -> None:
+        if self.session is not None:
+            self.session.parameters_were_loaded()
+
+
 def add_state_hooks(session: Session) -> None:
     """Has the model's state dicts show what a session has made of it."""
     session.model.register_state_dict_pre_hook(ParametersMayChange(session))
     session.model.register_state_dict_post_hook(ShowShards(session))
     session.model.register_load_state_dict_pre_hook(TakeOwnPart(session))
+    session.model.register_load_state_dict_post_hook(ParametersWereLoaded(session))

@@ -85,8 +85,8 @@ def test_ranks_compute_what_the_formulas_say() -> None:
 def test_ranks_reach_the_accuracy_of_one_process(world_size: int) -> None:
     """Within two points, the same weights and the same figures on all ranks."""
     rnn, head = modules(WORDS, HIDDEN, 2)
-    alone = admm.train(rnn, head, shard(0, 1), iterations=60)
-    results = run_ranks(world_size, _train, 60)
+    alone = admm.train(rnn, head, shard(0, 1), iterations=120)
+    results = run_ranks(world_size, _train, 120)
     best = {f.name: i for i, f in enumerate(fields(admm.Progress))}["accuracy"]
     accuracy = max(row[best] for row in results[0].history)
     assert accuracy >= max(progress.accuracy for progress in alone.history) - 0.02
