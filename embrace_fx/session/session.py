@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -22,14 +22,13 @@ from embrace_fx.planning.placing import place, place_anew
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift, TrainingCalls, changes, story
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.optimizer.clipping import clip_gradients
-from embrace_fx.runtime.optimizer.stepping import Stepping, attach
+from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
-from embrace_fx.runtime.tables.layouts import state_by_columns
-from embrace_fx.runtime.tables.placement import broadcast_state, with_own_part
+from embrace_fx.runtime.tables.placement import broadcast_state
+from embrace_fx.runtime.tables.showing import load_parts, show_shards
 from embrace_fx.scheduling.timeline import gather_timeline
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Variant, kind_key
@@ -40,6 +39,7 @@ from embrace_fx.session.programs import ProgramBuilder
 from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up, is_hooked
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
+from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
 
@@ -71,32 +71,42 @@ class Session:
         agree_on_set_up(self._communicator, model, optimizers, options)
         self._state = ModelState(model)
         self._compiled_for = self._parameters_are()
-        stepping = {
-            id(optimizer): Stepping(communicator=self._communicator, gradients=self._state.gradients)
-            for optimizer in optimizers
-        }
-        classes = {id(optimizer): attach(optimizer, stepping[id(optimizer)]) for optimizer in optimizers}
-        self._setting = Setting(model, optimizers, classes, stepping, self._state, self._communicator, options)
+        itself = weakref.ref(self)  # neither the model nor its optimizers must keep their session alive
+
+        def make_whole(names: Sequence[str], reason: str) -> None:
+            if (session := itself()) is not None:
+                session._make_whole(names, reason)
+
+        stepping = Stepping(self._state, self._communicator, make_whole)
+        for optimizer in optimizers:
+            stepping.adopt(optimizer)
+        self._setting = Setting(model, stepping, self._state, self._communicator, options)
         self._plan: Plan | None = None
+        self._findings: Findings | None = None  # of rank 0
         self._drift: Drift | None = None  # of rank 0, where anything may drift
         self._calls = TrainingCalls()
         self._captures = Captures(self._setting)
         self._buffers = BufferSharing(self._state, self._communicator)
         self._builder: ProgramBuilder | None = None  # of the plan in use
         self._replicated = False
-        itself = weakref.ref(self)  # the model must not keep its session alive
 
         def before_state(*_: Any) -> None:
             if (session := itself()) is not None:
                 session.parameters_may_change()
 
-        def after_state_dict(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> None:
+        def before_loading(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+            if (session := itself()) is not None:
+                session.parameters_may_change()
+                with session._communicator.watching():
+                    load_parts(session._state, state_dict, prefix, session._communicator.group)
+
+        def after_state_dict(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
             if (session := itself()) is not None:
                 with session._communicator.watching():
-                    state_by_columns(state_dict, session._communicator.group)
+                    show_shards(session._state, state_dict, prefix, session._communicator.group)
 
         model.register_state_dict_pre_hook(before_state)
-        model.register_load_state_dict_pre_hook(before_state)
+        model.register_load_state_dict_pre_hook(before_loading)
         model.register_state_dict_post_hook(after_state_dict)
         self._kinds: dict[Any, Kind] = {}
 
@@ -289,7 +299,7 @@ class Session:
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
         """Puts a plan in use, of which nothing is built yet."""
-        self._plan = plan
+        self._plan, self._findings = plan, findings
         self._drift = _drift(plan, findings)
         self._flow = None
         self._builder = ProgramBuilder(self._setting, plan, self._calls, self._buffers, self._warn_of_other_batch)
@@ -313,18 +323,39 @@ class Session:
         if not changes(old, new):
             self._drift = _drift(old, findings)
             return
+        self._place_anew(variant.analysed, old, new, findings)
+
+    def _place_anew(self, analysed: TrainingGraph, old: Plan, new: Plan, findings: Findings | None) -> None:
+        """Puts another plan in use, between two steps. Collective."""
         if self._flow is not None:
             self._flow.close()
-        place_anew(self._setting, variant.analysed, old, new)
+        place_anew(self._setting, analysed, old, new)
         told = story(self._calls.count, old, new)
         self._adopt(replace(new, history=(*old.history, told)), findings)
-        for stepping in self._setting.stepping.values():
-            stepping.flow = None
+        self._setting.stepping.flow = None
         for kind in self._kinds.values():
             for each in kind.variants:
                 each.program = each.accumulating = None
         if self._communicator.rank == 0:
             logger.info("planned again %s", told)
+
+    def _make_whole(self, names: Sequence[str], reason: str) -> None:
+        """Another plan, before a step is taken that needs tables whole. Collective, as the step is.
+
+        Raises:
+            RuntimeError: a backward under the plan in use is still to come; on every rank, and nothing changed.
+        """
+        variant = next(v for kind in self._kinds.values() for v in kind.variants if v.train)
+        if not self._may_plan_again(variant):
+            raise RuntimeError(
+                f"expected an element-wise optimizer, in optimizer.step(), found that {reason}, while results of an "
+                f"earlier call still wait for their backward and {', '.join(names)} cannot be put together. Pass the "
+                "optimizer to compile(), or step after every backward."
+            )
+        old, findings = self.plan, self._findings
+        if findings is not None:
+            findings = findings.with_whole(names, reason)
+        self._place_anew(variant.analysed, old, plan_on_links(self._setting, findings, old), findings)
 
     def _may_plan_again(self, variant: Variant) -> bool:
         """Whether this rank can do without the plan in use: no backward is to come, no sum half made, no recording."""
@@ -349,27 +380,9 @@ class Session:
         if self._flow is not None:
             self._flow.parameters_may_change()
 
-    def clear_row_gradients(self) -> None:
-        self._state.gradients.take()
+    def clear_gradients(self) -> None:
+        """What backwards under `no_sync` left is gone with the gradients."""
         self._state.unreduced.clear()
-        for name, table in self._state.tables.items():
-            table.clear_gradient()
-            if self._flow is not None:
-                self._flow.of_table[name].discard()
-
-    def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
-        if self._flow is not None:
-            self._flow.materialise()
-        dense = [p for name, p in self.model.named_parameters() if name not in self._state.tables]
-        tables = list(self._state.tables.values())
-        norm = clip_gradients(dense, tables, self._communicator, max_norm, norm_type)
-        self._state.gradients.note(dense)
-        return norm
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-        with self._communicator.watching():
-            own = with_own_part(self.model, state_dict, self._communicator.group)
-        return self.model.load_state_dict(own, strict, assign)
 
 
 def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
