@@ -28,9 +28,6 @@ from tests.support.reference import train_reference
 STEPS = 20
 SEED = 0
 
-MOVING = frozenset({"momentum", "adam", "adamw"})
-"""The optimizers of `OPTIMIZERS` that move rows without gradient too."""
-
 _ONE: Mapping[str, Callable[..., Optimizer]] = {
     "sgd": partial(SGD, lr=0.1),
     "momentum": partial(SGD, lr=0.05, momentum=0.9),
