@@ -6,6 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.runtime.optimizer.stepping import DenseTable
+from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable, own_state
 from embrace_fx.setup.setting import Setting
@@ -53,7 +54,7 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
     parameter, communicator = setting.state.parameter(name), setting.communicator
     if mesh is None:
         mesh = shard_parameter(parameter, communicator, plan[name].grid)
-    table = RowTable(name, parameter, shape, mesh, communicator, setting.options.row_updates)
+    table = RowTable(name, parameter, Place(shape, mesh), communicator, setting.options.row_updates)
     for optimizer in setting.stepping.holders.optimizers:
         if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
             table.optimizer = optimizer
@@ -69,7 +70,7 @@ def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     for found in graph.tables:
         parameter = setting.state.parameter(found.parameter)
         if found.parameter not in plan.sharded and stepping.holders.updates_rows(parameter, row_updates):
-            table = RowTable(found.parameter, parameter, parameter.shape, None, None, row_updates)
+            table = RowTable(found.parameter, parameter, Place(parameter.shape, None), None, row_updates)
             stepping.dense_tables.append(DenseTable(table, all_rows=found.use != "sparse"))
     exchanged = (*plan.sharded, *plan.renormed)
     setting.communicator.tables = len(exchanged)

@@ -24,7 +24,7 @@ def agree_on_set_up(
     Raises:
         ValueError: some rank's arguments are bad, or differ from rank 0's; on every rank.
     """
-    own: dict[str, Any] | str
+    own: dict[str, str] | str
     try:
         check_arguments(model, optimizers)
         options.check()
@@ -37,13 +37,13 @@ def agree_on_set_up(
         own = describe(model, optimizers, options)
     except ValueError as error:
         own = str(error)
-    check_agreement(communicator.gather_objects(own))
+    check_agreement(communicator.gather(own, dict[str, str] | str))
 
 
-def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: object) -> dict[str, Any]:
+def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> dict[str, str]:
     """A rank's model, optimizers and options, as comparable text by aspect."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, Any] = {"model": type(model).__name__}
+    found: dict[str, str] = {"model": type(model).__name__}
     for name, parameter in model.named_parameters():
         frozen = "" if parameter.requires_grad else ", frozen"
         found[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype}{frozen}"
@@ -54,7 +54,7 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: object)
             settings = {key: _plain(value) for key, value in group.items() if key != "params"}
             held = [names.get(id(parameter), "not of the model") for parameter in group["params"]]
             found[f"optimizer {k}, param group {g}"] = f"{type(optimizer).__name__} {settings} over {held}"
-    found["options"] = repr(options)
+    found["options"] = options.agreed()
     return found
 
 
@@ -93,7 +93,7 @@ def check_trainable(model: nn.Module) -> None:
         )
 
 
-def check_agreement(reports: Sequence[dict[str, Any] | str]) -> None:
+def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
     """Raises where a rank differs from rank 0, or has not come as far as to describe itself.
 
     Args:
@@ -161,7 +161,7 @@ def agree_on_first_call(communicator: Communicator, failure: Exception | None) -
         CaptureError: a rank could not; on every rank.
     """
     own = (communicator.activity, None if failure is None else failure_text(failure))
-    everyone: list[tuple[int, str | None]] = communicator.gather_objects(own)
+    everyone = communicator.gather(own, tuple[int, str | None])
     check_activities([activity for activity, _ in everyone])
     for rank, (_, report) in enumerate(everyone):
         if report is not None:
@@ -184,7 +184,7 @@ def agree_on_sequence(communicator: Communicator, graph: TrainingGraph | None, f
         RuntimeError: the ranks would launch different collectives; on every rank.
     """
     own = ("" if graph is None else sequence_hash(graph), None if failure is None else failure_text(failure))
-    everyone: list[tuple[str, str | None]] = communicator.gather_objects(own)
+    everyone = communicator.gather(own, tuple[str, str | None])
     if failures := {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}:
         raise PeerFailure(failures) from failure
     others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]

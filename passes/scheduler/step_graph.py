@@ -70,7 +70,7 @@ def compute_durations(graph: TrainingGraph, cluster: cost.Cluster) -> dict[str, 
     durations: dict[str, float] = {}
     spent = 0.0
     for node in graph.phases["backward"].graph.nodes:
-        spent += _node_ms(node)
+        spent += _node_ms(node, cluster.compute)
         if op_name(node) in SUBMISSIONS:
             what = node.args[3] if op_name(node).endswith("rows") else f"bucket {node.args[1]}"
             durations[f"backward {what}"] = spent
@@ -82,18 +82,12 @@ def compute_durations(graph: TrainingGraph, cluster: cost.Cluster) -> dict[str, 
             durations[segment] = spent
             what = node.args[3] if op_name(node).endswith("rows") else f"bucket {node.args[1]}"
             segment, spent = f"forward {what}", 0.0
-        spent += _node_ms(node)
+        spent += _node_ms(node, cluster.compute)
     durations[segment] = spent
     return durations
 
 
-_FLOPS_PER_MS = 2e10 / 1e3
-_BYTES_PER_MS = 1e10 / 1e3
-"""A core of a server: 20 GFLOP/s of matrix products, 10 GB/s of everything else. A profile replaces them after a few
-steps; until then only their proportions matter."""
-
-
-def _node_ms(node: fx.Node) -> float:
+def _node_ms(node: fx.Node, compute: cost.Compute) -> float:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
     inputs = [_shape(n.meta.get("val")) for n in node.all_input_nodes]
@@ -104,7 +98,7 @@ def _node_ms(node: fx.Node) -> float:
         flops = 2.0 * _elements(outputs[0]) * (inputs[-2] or [1])[-1]
     elif "rnn" in node.target.name() or "conv" in node.target.name() or "attention" in node.target.name():
         flops = 2.0 * max(map(_elements, inputs), default=0) * max((s[-1] for s in inputs if s), default=1)
-    return flops / _FLOPS_PER_MS + moved / _BYTES_PER_MS
+    return compute.time_ms(flops, moved)
 
 
 def _shape(value: Any) -> list[int]:

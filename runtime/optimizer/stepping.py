@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
@@ -30,9 +31,10 @@ from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.optimizer.holders import Holders
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
-from embrace_fx.runtime.tables.layouts import by_columns
+from embrace_fx.runtime.tables.layouts import whole_table
 from embrace_fx.runtime.tables.row_gradient import RowGradient
-from embrace_fx.runtime.tables.row_table import RowTable, own_state, shown_state
+from embrace_fx.runtime.tables.row_table import RowTable, own_state
+from embrace_fx.runtime.tables.state_dicts import as_table_shard, shard_by_columns
 from embrace_fx.vocabulary.exactness import is_element_wise, not_element_wise
 
 Hook = Callable[..., Any]
@@ -114,6 +116,9 @@ class Stepping:
         """Has an optimizer's steps and state dicts cover the model's tables."""
         if not self.holders.add(optimizer):
             return
+        for parameter, state in list(optimizer.state.items()):  # loaded before anyone knew of it
+            if isinstance(parameter, nn.Parameter) and isinstance(state, dict):
+                optimizer.state[parameter] = self._own_state(parameter, state)
         optimizer.register_step_pre_hook(_told(self, Stepping._before))
         optimizer.register_step_post_hook(_told(self, Stepping._after))
         optimizer.register_state_dict_pre_hook(_told(self, Stepping._settle))
@@ -214,8 +219,6 @@ class Stepping:
         for table, _ in held:
             if table.optimizer is not optimizer:
                 table.optimizer = optimizer
-                if state := optimizer.state.get(table.parameter):
-                    optimizer.state[table.parameter] = own_state(table, state, self._communicator.group)
         return [table for table, _ in held if table.name not in whole]
 
     def _own_replicas(self, optimizer: Optimizer) -> list[DenseTable]:
@@ -310,28 +313,46 @@ class Stepping:
     def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The tables' state as DTensors by columns, which re-shard. Collective where a table lies on a grid."""
         group, shown = self._communicator.group, dict(state_dict["state"])
-        for key, table in self._numbered(optimizer, state_dict):
-            if key in shown and table.mesh is not None:
-                state = shown_state(table, _without_gradients(shown[key]))
-                assert group is not None
-                shown[key] = {k: by_columns(v, group) if isinstance(v, Tensor) else v for k, v in state.items()}
+        for key, parameter in _numbered(optimizer, state_dict):
+            table = self._table_of(parameter)
+            if key not in shown or table is None or table.place.mesh is None:
+                continue
+            state, shape = _without_gradients(shown[key]), table.local.shape
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == shape:
+                    state[name] = as_table_shard(
+                        shard_by_columns(value, table.place, group), f"{name} of parameter {key}"
+                    )
+            shown[key] = state
         return {**state_dict, "state": shown}
 
     def _load_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Of state that comes whole or in DTensors, this rank's part. Collective as `_show_state` is."""
         self._settle()
         loaded = dict(state_dict["state"])
-        for key, table in self._numbered(optimizer, state_dict):
+        for key, parameter in _numbered(optimizer, state_dict):
             if key in loaded:
-                loaded[key] = own_state(table, loaded[key], self._communicator.group)
+                loaded[key] = self._own_state(parameter, loaded[key])
         return {**state_dict, "state": loaded}
 
-    def _numbered(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, RowTable]]:
-        """The tables that an optimizer holds, by their numbers in a state dict."""
-        by_parameter = {table.parameter: table for table in self._state.tables.values()}
-        numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [(key, by_parameter[p]) for key, p in zip(numbers, parameters, strict=False) if p in by_parameter]
+    def _table_of(self, parameter: nn.Parameter) -> RowTable | None:
+        return next((table for table in self._state.tables.values() if table.parameter is parameter), None)
+
+    def _own_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        """State of a parameter as it is here: this rank's part of a sharded table's, and of others all of it."""
+        table = self._table_of(parameter)
+        if table is not None:
+            return own_state(table, state, self._communicator.group)
+        return {
+            key: whole_table(v, v.device_mesh.get_group()) if isinstance(v, DTensor) else v for key, v in state.items()
+        }
+
+
+def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, nn.Parameter]]:
+    """An optimizer's parameters, by their numbers in a state dict."""
+    numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return list(zip(numbers, parameters, strict=False))
 
 
 def _without_gradients(state: dict[str, Any]) -> dict[str, Any]:

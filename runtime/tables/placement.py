@@ -30,11 +30,6 @@ def set_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> Non
                 module._parameters[key] = new
 
 
-def parameter_named(model: nn.Module, name: str) -> nn.Parameter:
-    """A parameter by any of its names."""
-    return dict(model.named_parameters(remove_duplicate=False))[name]
-
-
 @contextlib.contextmanager
 def whole_parameters(model: nn.Module, sharded: Mapping[str, torch.Size]) -> Iterator[None]:
     """For the time of a capture, shards and meta parameters look like whole ones on the model's device.
@@ -80,7 +75,7 @@ def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer], group: d
             optimizer.state[parameter] = {
                 key: whole_table(v, group) if isinstance(v, DTensor) else v for key, v in shown.items()
             }
-    parameter.data = whole_table(table.shard(), group)
+    parameter.data = whole_table(table.place.shard(table.local), group)
     parameter.grad = gradient
 
 

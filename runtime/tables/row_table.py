@@ -1,7 +1,7 @@
 """Sharded tables: where a table's own part lives, where its gradient is found, and how an optimizer steps it.
 
 A table's parameter stays the object it was; its data become this rank's part, a plain tensor, so that whatever holds
-the parameter holds the part. State dicts show DTensors (`embrace_fx.runtime.tables.showing`). On a single process it
+the parameter holds the part. State dicts show shards (`embrace_fx.runtime.tables.state_dicts`). On a single process it
 stays the user's own tensor. Row ids are those of the part, V' x d: the table's own by columns, id // rows on a grid.
 
 Contract of a step
@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, SparseAdam
 
 from embrace_fx.runtime.optimizer.own_step import (
@@ -34,7 +32,7 @@ from embrace_fx.runtime.optimizer.own_step import (
 )
 from embrace_fx.runtime.optimizer.row_optimizers import row_optimizer
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.layouts import as_shard, like, own_part, whole_table
+from embrace_fx.runtime.tables.layouts import Place, own_part, whole_table
 from embrace_fx.runtime.tables.row_gradient import Held, RowGradient, Rows
 from embrace_fx.vocabulary.exactness import RowUpdates, row_update_blocker
 from embrace_fx.vocabulary.plan import Grid
@@ -57,8 +55,7 @@ class RowTable:
     Args:
         name: the parameter's name.
         parameter: the table's parameter, whose data are this rank's part.
-        shape: of the whole table, (V, D).
-        mesh: on which its parts lie; None: this rank has all of it.
+        place: where its parts lie.
         communicator: the ranks that have the other parts; None: there are none.
         row_updates: the semantics the user asked for.
 
@@ -70,16 +67,14 @@ class RowTable:
         self,
         name: str,
         parameter: nn.Parameter,
-        shape: torch.Size,
-        mesh: DeviceMesh | None,
+        place: Place,
         communicator: Communicator | None,
         row_updates: RowUpdates,
         optimizer: Optimizer | None = None,
     ) -> None:
         self.name = name
         self.parameter = parameter
-        self.shape = shape
-        self.mesh = mesh
+        self.place = place
         self.row_updates = row_updates
         self.optimizer = optimizer
         self._communicator = communicator
@@ -91,29 +86,19 @@ class RowTable:
         return self.parameter.detach()
 
     @property
+    def shape(self) -> torch.Size:
+        """Of the whole table, (V, D)."""
+        return self.place.shape
+
+    @property
     def grid(self) -> Grid | None:
         """The grid on which it lies; None: by columns."""
-        return Grid(*self.mesh.shape) if self.mesh is not None and self.mesh.ndim > 1 else None
+        return self.place.grid
 
     @property
     def version(self) -> int:
         """Counts what is written into this rank's part."""
         return self.parameter._version
-
-    def shard(self, local: Tensor | None = None) -> Tensor:
-        """This rank's part, or another tensor of its shape, as that of the whole: a DTensor."""
-        return as_shard(self.local if local is None else local, self.shape, self.mesh)
-
-    def own_part(self, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """Of a table's values, whole or a DTensor, this rank's part. Collective from columns to a grid."""
-        if self.mesh is None or (not isinstance(value, DTensor) and value.shape == self.local.shape):
-            return value
-        if not isinstance(value, DTensor):
-            return value[own_part(self.shape, self.mesh)].contiguous()
-        shard = self.shard()
-        assert isinstance(shard, DTensor)
-        found = like(value, shard, group)
-        return found.to_local() if isinstance(found, DTensor) else found
 
     # -- the gradient --------------------------------------------------------------------------------------------------
 
@@ -147,12 +132,12 @@ class RowTable:
     def dense_gradient(self, group: dist.ProcessGroup | None) -> Tensor | None:
         """The gradient as that of the whole table (V, D), None where there is none. Collective."""
         held = self.held
-        return None if held is None else whole_table(self.shard(held.dense()), group)
+        return None if held is None else whole_table(self.place.shard(held.dense()), group)
 
     def add_dense_gradient(self, gradient: Tensor) -> None:
         """Makes this rank's part of a whole table's gradient (V, D) that of `.grad`."""
-        assert self.mesh is not None
-        rows, columns = own_part(gradient.shape, self.mesh)
+        assert self.place.mesh is not None
+        rows, columns = own_part(gradient.shape, self.place.mesh)
         of_rows = gradient[rows]
         ids = of_rows.ne(0).any(dim=1).nonzero().view(-1)
         self.add_gradient(ids, of_rows.index_select(0, ids)[:, columns].contiguous())
@@ -274,21 +259,15 @@ class RowTable:
 
 
 def own_state(table: RowTable, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Of an optimizer's state of a table, whole or in DTensors, this rank's part. Collective as `own_part` is."""
-    return {key: table.own_part(v, group) if _has_shape_of(table, v) else v for key, v in state.items()}
+    """Of an optimizer's state of a table, whole or in DTensors, this rank's part. Collective as `Place.part_of` is."""
+    return {key: table.place.part_of(v, group) if isinstance(v, Tensor) else v for key, v in state.items()}
 
 
 def shown_state(table: RowTable, state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state of a table as state dicts show it: DTensors."""
+    """An optimizer's state of a table in DTensors."""
     shape = table.local.shape
-    return {
-        key: table.shard(v) if table.mesh is not None and isinstance(v, Tensor) and v.shape == shape else v
-        for key, v in state.items()
-    }
-
-
-def _has_shape_of(table: RowTable, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.shape == table.shape
+    is_part = {key: isinstance(value, Tensor) and value.shape == shape for key, value in state.items()}
+    return {key: table.place.shard(value) if is_part[key] else value for key, value in state.items()}
 
 
 def suppose(optimizer: Optimizer, group: Options, rows: Tensor, state: dict[str, Any]) -> Supposed:

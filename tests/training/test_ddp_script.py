@@ -86,7 +86,7 @@ def run_script(rank: int, wrap: Callable[[nn.Module], Any], script: Script) -> t
         with contextlib.nullcontext() if steps else model.no_sync():
             loss = model(*batch) / script.micro_batches
             scaler.scale(loss).backward()
-        log.append(float(loss))
+        log.append(loss.item())
         if not steps:
             continue
         for optimizer in optimizers:

@@ -29,6 +29,7 @@ from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable, own_state
 from embrace_fx.vocabulary.ops import own_columns
@@ -177,7 +178,7 @@ class Training:
         self.optimizer = kind([parameter], **options)
         mesh = shard_parameter(parameter, communicator)
         self.group = self.optimizer.param_groups[0]
-        self.table = Watched("t", parameter, whole.shape, mesh, communicator, "exact", self.optimizer)
+        self.table = Watched("t", parameter, Place(whole.shape, mesh), communicator, "exact", self.optimizer)
         self.table.updates = []
         state = self.optimizer.state[parameter]  # Adagrad makes its own before anything is sharded
         state.update(own_state(self.table, state, communicator.group))
