@@ -20,6 +20,7 @@ from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.planning.findings import facts_of
 from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
+from embrace_fx.runtime.optimizer.holders import Holders
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.setup.options import Options
@@ -71,7 +72,9 @@ def plan(
             "as a DataLoader yields them, pass tuple(batch)."
         )
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
-    classes = {id(each): type(each) for each in optimizers}
+    holders = Holders()
+    for each in optimizers:
+        holders.add(each)
     state = ModelState(model)
     measured = [_measured(model, state, each) for each in batches]
     graph = measured[0].graph
@@ -88,7 +91,7 @@ def plan(
                 at_home[table.parameter] = {each: tuple(own[each] for own in by_rank) for each in grid_rows(ranks)}
     planned = decide(
         graph,
-        facts_of(model, optimizers, classes, row_updates, used),
+        facts_of(model, holders, row_updates, used, {}),
         rows,
         world_size=ranks,
         strategy=strategy,
