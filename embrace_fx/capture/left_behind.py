@@ -15,6 +15,7 @@ from embrace_fx.capture.errors import RefusedError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class LeftBehind:
@@ -78,8 +79,11 @@ def _set(module: nn.Module, key: str, value: Any) -> None:
 
 def _copies(module: nn.Module) -> dict[str, Any]:
     """The contents of a module's own containers, without those that every module has."""
-    own = {key: value for key, value in vars(module).items() if not key.startswith("_") or not isinstance(value, dict)}
-    return {key: value.copy() for key, value in own.items() if isinstance(value, _CONTAINERS)}
+    return {
+        key: value.copy()
+        for key, value in vars(module).items()
+        if key not in _OF_EVERY_MODULE and isinstance(value, _CONTAINERS)
+    }
 
 
 def _differs(before: Any, now: Any) -> bool:
