@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.runtime.tables.state_dicts import whole_state
-from embrace_fx.session.session import Session
 from embrace_fx.setup.options import Options
+from embrace_fx.setup.telling import stage
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
+
+if TYPE_CHECKING:
+    from embrace_fx.session.session import Session
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -66,6 +70,9 @@ def compile(
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
             optimizer or option that differs between ranks. On every rank.
     """
+    with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
+        from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
+
     options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan)
     optimizers = _as_tuple(optimizer)
     session = Session(model, optimizers, process_group, options)
@@ -78,13 +85,22 @@ class HasState(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
 
-def full_state_dict(stateful: HasState) -> dict[str, Any]:
+def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
     """`stateful.state_dict()` with every sharded tensor whole, on every rank: what `torch.save` on one rank wants.
 
-    Collective. For an optimizer, a model that contains a compiled one, an average of its weights.
+    Collective. For an optimizer, a model that contains a compiled one, an average of its weights; or a state dict.
     """
-    found: dict[str, Any] = whole_state(stateful.state_dict())
+    from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
+
+    found: dict[str, Any] = whole_state(stateful if isinstance(stateful, dict) else stateful.state_dict())
     return found
+
+
+def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
+
+    return CompiledModel(Session(model, (), group, options), single=True)
 
 
 def _as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
@@ -127,15 +143,26 @@ class CompiledModel(nn.Module):
             self._session.parameters_may_change()
         return found
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Neither `copy.deepcopy` nor pickle: process groups and the optimizer's tables belong to one object."""
-        raise TypeError(
-            f"expected a plain model, in copy or pickle, found a compiled {type(self._session.model).__name__}, which "
-            "is bound to its process groups and its optimizer. Copy the model before compile(), or save state_dict()."
-        )
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """For `copy.deepcopy` and pickle: the model and the options, compiled again, over the default group, where they
+        are put together. As with DDP that is collective, and the optimizer is not part of it.
+
+        Raises:
+            TypeError: tables are sharded.
+        """
+        session = self._session
+        session.parameters_may_change()
+        if session.shards:
+            name, sharded = type(session.model).__name__, ", ".join(session.shards)
+            raise TypeError(
+                f"expected a model with whole tables, in copy or pickle, found a compiled {name} whose {sharded} are "
+                "sharded. Save full_state_dict(), or copy model.module."
+            )
+        return _compiled_again, (session.model, session.options)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # inside of torch.compile it runs as it is
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on one batch, called exactly as the model would be.
 
@@ -178,9 +205,30 @@ class CompiledModel(nn.Module):
         finally:
             self._session.synchronised = before
 
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Has gradients travel as one of DDP's hooks says, before the first call, on every rank.
+
+        Those of `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`: `allreduce_hook`, `fp16_compress_hook` and
+        `bf16_compress_hook`. The latter two round what is sent, rows of tables included, to 16 bits: `report()` tells.
+
+        Raises:
+            ValueError: another hook, or a state for these.
+            RuntimeError: the model has been called.
+        """
+        self._session.register_comm_hook(state, hook)
+
     def synchronize(self) -> None:
         """Applies every pending update and waits for it. Called by itself wherever parameters are to be read."""
         self._session.synchronize()
+
+    def close(self) -> None:
+        """Ends the model: applies every pending update, and ends its threads and process groups. Call it on every rank.
+
+        Parameters, their state in the optimizer and `state_dict()` stay as they are; calling the model raises. A model
+        that is no longer referenced is closed by itself; of a process group of fewer ranks than the job's, the groups
+        made for the model stay until the job ends.
+        """
+        self._session.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._session.model.zero_grad(set_to_none)  # the model's own: it hands no parameters out
@@ -239,6 +287,8 @@ class CompiledModel(nn.Module):
 
         Collective: every rank calls it, and then one may save.
         """
+        from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
+
         found: dict[str, Any] = whole_state(self.state_dict())
         return found
 

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
+from embrace_fx.capture.checkpointing import mark_backward, regions_noted
 from embrace_fx.capture.effects import Replay, noted_effects, refuse_effects, replay_of, state_inputs
 from embrace_fx.capture.errors import CaptureError
 from embrace_fx.capture.guards import Conditions, dynamo_guards, name_of_model
@@ -234,6 +235,8 @@ def _trace_joint(
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(context))
         stack.enter_context(_KeepWhole())
+        stack.enter_context(regions_noted())
         # The direct route has made its sizes symbolic by itself; its numbers stay constants.
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=route == "direct")
+        mark_backward(joint.graph_module.graph)
         return Traced(joint.graph_module, joint.out_spec, context.fake_mode, route, conditions, names)

@@ -21,6 +21,7 @@ from embrace_fx.runtime.probe.probe import probed_links
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.setup.agreement import failure_text
 from embrace_fx.setup.setting import Setting
+from embrace_fx.setup.telling import stage
 from embrace_fx.vocabulary.exactness import RowUpdates, row_update_blocker
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import LinksAre, Plan
@@ -114,13 +115,15 @@ def find(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], used: Co
     Raises:
         PeerFailure: a rank's batch is bad, on every rank.
     """
-    own: dict[str, Any] = {"used": used_parameters(graph), "tables": [t.parameter for t in graph.tables]}
+    reads, failure = {}, None
     try:
-        own["reads"] = _measure_reads(setting, graph, leaves)
+        reads = _measure_reads(setting, graph, leaves)
     except Exception as error:  # the batch may be bad, on this rank alone
-        own["failure"] = failure_text(error)
-    everyone = setting.communicator.gather_objects(own)
-    if failures := {rank: report["failure"] for rank, report in enumerate(everyone) if "failure" in report}:
+        failure = failure_text(error)
+    tables = tuple(table.parameter for table in graph.tables)
+    own = _Report(tuple(sorted(used_parameters(graph))), tables, reads, failure)
+    everyone = setting.communicator.gather(own, _Report)
+    if failures := {rank: report.failure for rank, report in enumerate(everyone) if report.failure is not None}:
         raise PeerFailure(failures)
     return _findings(setting, graph, everyone, used) if setting.communicator.rank == 0 else None
 
@@ -129,7 +132,8 @@ def _probed(setting: Setting, plan: Plan) -> Cluster | None:
     """The links between the ranks, where a step sends enough to be cut. Collective."""
     devices = {parameter.device for parameter in setting.model.parameters() if parameter.device.type != "meta"}
     device = devices.pop() if len(devices) == 1 else torch.get_default_device()
-    return probed_links(setting.communicator, plan.sent_bytes_per_step, device)
+    with stage("probing links", setting.communicator.rank):
+        return probed_links(setting.communicator, plan.sent_bytes_per_step, device)
 
 
 def _agree_on_plan(
@@ -142,20 +146,18 @@ def _agree_on_plan(
             plan = findings.plan(*links, current)
         except Exception as error:  # whatever it is, the other ranks wait for it
             plan = str(error) if isinstance(error, ValueError) else failure_text(error)
-    plan = setting.communicator.gather_objects(plan)[0]
+    plan = setting.communicator.gather(plan, Plan | str | None)[0]
     if isinstance(plan, str):
         raise ValueError(plan)
     assert plan is not None
     return plan
 
 
-def _findings(
-    setting: Setting, graph: TrainingGraph, everyone: list[dict[str, Any]], used: Collection[str]
-) -> Findings:
+def _findings(setting: Setting, graph: TrainingGraph, everyone: list[_Report], used: Collection[str]) -> Findings:
     """What follows from everything that the ranks reported."""
-    used = set(used).union(*(report["used"] for report in everyone))
-    reads = [report["reads"] for report in everyone]
-    rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in everyone[0]["tables"]}
+    used = set(used).union(*(report.used for report in everyone))
+    reads = [report.reads for report in everyone]
+    rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in everyone[0].tables}
     facts = facts_of(setting.model, setting.optimizers, setting.classes, setting.options.row_updates, used)
     sparsity = {
         table.parameter: found
@@ -165,7 +167,7 @@ def _findings(
     ranks = setting.communicator.world_size
     at_home = {
         name: {each: tuple(own[name].at_home[each] for own in reads) for each in grid_rows(ranks)}
-        for name in everyone[0]["tables"]
+        for name in everyone[0].tables
         if all(name in own for own in reads)
     }
     options = setting.options
@@ -234,7 +236,18 @@ class _Reported:
     rows: int
     ids: Tensor | None
     draws: int
-    at_home: Mapping[int, int]
+    at_home: dict[int, int]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What one rank tells of its batch: parameters with a gradient, tables, of each table that it reads what it reads;
+    or why that could not be measured."""
+
+    used: tuple[str, ...]
+    tables: tuple[str, ...]
+    reads: dict[str, _Reported]
+    failure: str | None
 
 
 def _measure_reads(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, _Reported]:

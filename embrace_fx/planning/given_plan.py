@@ -19,7 +19,7 @@ def repeated(setting: Setting, graph: TrainingGraph, plan: Plan) -> Plan:
         ValueError: it does not fit on some rank; on every rank, with the first thing that does not.
     """
     own = next(_misfits(setting, graph, plan), None)
-    everyone = setting.communicator.gather_objects(own)
+    everyone = setting.communicator.gather(own, str | None)
     found = next((each for each in everyone if each is not None), None)
     if found is not None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The verifier that runs between passes: eleven invariants of a training graph, each a function of its own.
+"""The verifier that runs between passes: thirteen invariants of a training graph, each a function of its own.
 
 Contract
     `verify` reads graphs and changes nothing, neither the graph nor the symbols and guards of its fake tensors.
@@ -35,7 +35,9 @@ from embrace_fx.passes.collectives import (
     op_name,
     running_modules,
 )
+from embrace_fx.passes.verifier.again import computed_again_alike, drawn_again_alike
 from embrace_fx.passes.verifier.fake_values import disagreement, fake_mode_of, nothing_recorded, unchanged
+from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.graph import (
     Gradient,
     InputRole,
@@ -67,16 +69,6 @@ _SYM_OPS: frozenset[Callable[..., object]] = frozenset(
 
 class VerificationError(RuntimeError):
     """A pass left a graph that breaks an invariant: a defect of the pass, not of the user's model."""
-
-
-@dataclass(frozen=True)
-class Violation:
-    """One place where an invariant does not hold; `node` is None where no single node is to blame."""
-
-    node: fx.Node | None
-    expected: str
-    found: str
-    remedy: str
 
 
 def verify(
@@ -335,6 +327,8 @@ _OF_THE_GRAPH: tuple[Callable[[TrainingGraph, TrainingGraph], Iterator[Violation
     forward_kept,
     collectives_in_one_order,
     handed_over_once,
+    computed_again_alike,
+    drawn_again_alike,
 )
 
 

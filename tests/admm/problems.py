@@ -51,8 +51,9 @@ def modules(
 
 
 def weighed_words(sequences: int, steps: int, *, seed: int, words: int = 6) -> tuple[Tensor, Tensor]:
-    """Is the sum of a sequence's words, whose values are fixed, above zero? One-hot (B, N, I), and classes (B,)."""
+    """Is the sum of a sequence's words, whose values are fixed, above its mean? One-hot (B, N, I), and classes (B,)."""
     values = torch.randn(words, generator=torch.Generator().manual_seed(99))
+    values -= values.mean()
     ids = torch.randint(words, (sequences, steps), generator=torch.Generator().manual_seed(seed))
     return nn.functional.one_hot(ids, words).float(), (values[ids].sum(1) > 0).long()
 

@@ -16,9 +16,9 @@ from embrace_fx import admm
 from embrace_fx.admm.asynchronous import Report
 from embrace_fx.admm.master import Contributions
 from embrace_fx.admm.progress import Splits
-from embrace_fx.runtime.failure import DeadRank, PeerFailure
+from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure
 from tests.admm.problems import modules, weighed_words
-from tests.ranks import Outcome, RankDied, fresh_ranks, run_ranks, run_ranks_expecting_errors
+from tests.support.ranks import Outcome, RankDied, fresh_ranks, run_ranks, run_ranks_expecting_errors
 
 STEPS, WORDS, HIDDEN = 5, 6, 12
 DATA = weighed_words(240, STEPS, seed=0, words=WORDS)
@@ -93,16 +93,16 @@ def _one_slow(rank: int, world_size: int, staleness: int, slow_s: float) -> Resu
         if rank == 1:
             time.sleep(slow_s)
 
-    return run(rank, world_size, admm.Asynchronous(arrivals=1, staleness=staleness, patience_s=5), 60, sleep)
+    return run(rank, world_size, admm.Asynchronous(arrivals=1, staleness=staleness, patience_s=5), 150, sleep)
 
 
 def test_a_slow_worker_holds_nobody_up_within_the_staleness_bound() -> None:
     """Its contributions are older than others', never older than allowed, and the model is learned all the same."""
-    master, slow, fast = run_ranks(3, _one_slow, 6, 0.1)
+    master, slow, fast = run_ranks(3, _one_slow, 6, 0.05)
     ages = [progress.staleness for progress in master.history]
     assert 2 <= max(ages) < 6
     assert len(fast.history) > 2 * len(slow.history)
-    assert max(progress.accuracy for progress in master.history) > 0.9
+    assert max(progress.accuracy for progress in master.history) > 0.85
     for worker in (slow, fast):
         assert worker.best_iteration == master.best_iteration
         assert worker.stopped == "the master ended the training"

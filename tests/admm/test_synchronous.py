@@ -15,9 +15,9 @@ from embrace_fx import admm
 from embrace_fx.admm.lagrangian import Penalties, Variables
 from embrace_fx.admm.model import read_data, read_weights
 from embrace_fx.admm.sweep import Consensus, Sweeper
-from embrace_fx.runtime.failure import DeadRank, PeerFailure
+from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure
 from tests.admm.problems import modules, weighed_words
-from tests.ranks import RankDied, fresh_ranks, run_ranks, run_ranks_expecting_errors
+from tests.support.ranks import RankDied, fresh_ranks, run_ranks, run_ranks_expecting_errors
 
 SEQUENCES, STEPS, WORDS, HIDDEN = 240, 5, 6, 12
 
@@ -85,8 +85,8 @@ def test_ranks_compute_what_the_formulas_say() -> None:
 def test_ranks_reach_the_accuracy_of_one_process(world_size: int) -> None:
     """Within two points, the same weights and the same figures on all ranks."""
     rnn, head = modules(WORDS, HIDDEN, 2)
-    alone = admm.train(rnn, head, shard(0, 1), iterations=60)
-    results = run_ranks(world_size, _train, 60)
+    alone = admm.train(rnn, head, shard(0, 1), iterations=120)
+    results = run_ranks(world_size, _train, 120)
     best = {f.name: i for i, f in enumerate(fields(admm.Progress))}["accuracy"]
     accuracy = max(row[best] for row in results[0].history)
     assert accuracy >= max(progress.accuracy for progress in alone.history) - 0.02
