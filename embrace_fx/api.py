@@ -117,6 +117,7 @@ class CompiledModel(nn.Module):
     """
 
     _session: Session
+    _wraps_a_model = True
 
     def __init__(self, session: Session, *, single: bool) -> None:
         super().__init__()

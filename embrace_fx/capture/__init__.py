@@ -100,6 +100,8 @@ def capture(
     Raises:
         CaptureError: neither route can take the model; the message names the user's line and both reasons.
     """
+    if train:
+        _refuse_backward_hooks(model)
     args, kwargs = private_copies(args, kwargs, dynamic)
     failures: list[tuple[str, Exception]] = []
     for route, trace in (("dynamo", trace_dynamo), ("direct", trace_direct)):
@@ -113,6 +115,21 @@ def capture(
         except Exception as error:
             failures.append((route, error))
     raise CaptureError(explain(model, failures)) from failures[0][1]
+
+
+def _refuse_backward_hooks(model: nn.Module) -> None:
+    """Raises where a module has backward hooks: they would run while the graph is captured, and never again.
+
+    Raises:
+        RefusedError: naming the module.
+    """
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise RefusedError(
+                f"expected modules without backward hooks, in {type(model).__name__}, found one on "
+                f"{name or 'the model'}: it would run while the graph is captured, and never again. Remove it, and "
+                "look at gradients after backward(); hooks of the compiled model itself run at each backward."
+            )
 
 
 def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captured:

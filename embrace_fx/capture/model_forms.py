@@ -63,7 +63,11 @@ def _run_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], state
 
 
 class Untied(nn.Module):
-    """A model with every parameter and buffer registered once, whatever the number of its names."""
+    """A model with every parameter and buffer registered once, whatever the number of its names.
+
+    Attributes:
+        assigned: the name of a buffer or parameter in whose place the forward puts another; None: there is none.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -71,6 +75,7 @@ class Untied(nn.Module):
         self._own_names: dict[int, str] = {}
         self.names: dict[str, str] = {}
         self._aliases: list[tuple[str, str]] = []
+        self.assigned: str | None = None
         for fqn, value in model.named_parameters(remove_duplicate=False):
             self._register(fqn, value, nn.Module.register_parameter)
         for fqn, buffer in model.named_buffers(remove_duplicate=False):
@@ -86,4 +91,7 @@ class Untied(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         named = {fqn: getattr(self, own) for fqn, own in self._aliases}
-        return torch.func.functional_call(self._call[0], named, args, kwargs, tie_weights=False)
+        given = dict(named)
+        results = torch.func.functional_call(self._call[0], named, args, kwargs, tie_weights=False)
+        self.assigned = next((fqn for fqn, value in named.items() if value is not given[fqn]), None)
+        return results

@@ -33,6 +33,7 @@ from embrace_fx.capture.checkpointing import mark_backward, regions_noted
 from embrace_fx.capture.effects import Replay, noted_effects, refuse_effects, replay_of, state_inputs
 from embrace_fx.capture.errors import CaptureError
 from embrace_fx.capture.guards import Conditions, dynamo_guards, name_of_model
+from embrace_fx.capture.left_behind import LeftBehind
 from embrace_fx.capture.model_forms import STATES, OpenResults, Untied
 from embrace_fx.capture.read_values import ReadValues
 from embrace_fx.capture.rnn_mode import KeepRnnWhole
@@ -164,12 +165,32 @@ def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def trace_direct(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    left = LeftBehind(model)
+    try:
+        traced = _trace_as_python(model, args, kwargs)
+    finally:
+        name = left.put_back()
+    if name is not None:
+        left.refuse(name)
+    if left.numbers:  # a number that is the same after each call is no state: what was found once is kept
+        again = LeftBehind(model)
+        traced = _trace_as_python(model, args, kwargs)
+        again.put_back()
+        if again.numbers:
+            left.reset_numbers()
+            left.refuse(again.numbers[0])
+    return traced
+
+
+def _trace_as_python(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     untied = Untied(model)
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     args, kwargs = pytree.tree_map_only(Tensor, lambda own: _fake(own, fake_mode), (args, kwargs))
     read, context = ReadValues.of_modules(model), TracingContext(fake_mode)
     with _no_python_random(), _compiling_state_context():  # models ask `is_compiling()` before they look into tensors
         traced = _trace_joint(OpenResults(untied), args, kwargs, context, "direct", untied.names, read)
+    if untied.assigned is not None:
+        LeftBehind(model).refuse(untied.assigned)
     return replace(traced, conditions=read.unchanged())
 
 

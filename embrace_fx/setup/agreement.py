@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from embrace_fx.capture.errors import CaptureError
@@ -66,6 +67,12 @@ def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         raise ValueError(
             f"expected model to be an nn.Module, in compile(), found {_what(model)}. Put the function into the forward "
             "of a module that holds its parameters."
+        )
+    by_torch = isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules  # torch.compile's
+    if by_torch or getattr(type(model), "_wraps_a_model", False):
+        raise ValueError(
+            f"expected a plain model, in compile(), found a {type(model).__name__}, which wraps one already. Pass the "
+            "model that was wrapped, once: compile() stands in the wrapper's place."
         )
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:

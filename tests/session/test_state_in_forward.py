@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -212,3 +213,84 @@ def test_a_hook_on_a_tensor_of_the_forward_changes_its_gradient() -> None:
         compiled(ids_BT).backward()
         plain(ids_BT).backward()
     torch.testing.assert_close(model.inner.weight.grad, plain.inner.weight.grad)
+
+
+class Unread(Words):
+    """Captured by the direct route: what each subclass leaves behind."""
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        sys.stdout.flush()
+        x = self.encode(ids_BT)
+        self.leave(x)
+        return x.square().sum()
+
+    def leave(self, x: Tensor) -> None: ...
+
+
+class LeavesTensor(Unread):
+    def leave(self, x: Tensor) -> None:
+        self.seen = x.detach()
+
+
+class LeavesInList(Unread):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def leave(self, x: Tensor) -> None:
+        self.seen.append(x)
+
+
+class LeavesBuffer(Unread):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(6))
+
+    def leave(self, x: Tensor) -> None:
+        self.seen = self.seen + x.detach()
+
+
+class LeavesCount(Unread):
+    seen = 0
+
+    def leave(self, x: Tensor) -> None:
+        self.seen += 1
+
+
+@pytest.mark.parametrize("make", [LeavesTensor, LeavesInList, LeavesBuffer, LeavesCount])
+def test_what_the_direct_route_cannot_repeat_is_refused(make: type[Unread]) -> None:
+    model = make()
+    before = {key: repr(value) for key, value in vars(model).items()}
+    with pytest.raises(CaptureError, match=f"in {make.__name__}, found that it also sets seen"):
+        embrace_fx.compile(model)(torch.zeros((2, 2), dtype=torch.long))
+    assert {k: repr(v) for k, v in vars(model).items() if "state_dict" not in k} == {
+        k: v for k, v in before.items() if "state_dict" not in k
+    }
+
+
+class LeavesLength(Unread):
+    longest = 0
+
+    def leave(self, x: Tensor) -> None:
+        self.longest = max(self.longest, 5)
+
+
+def test_a_number_that_is_the_same_after_each_call_is_no_state() -> None:
+    model = LeavesLength()
+    compiled = embrace_fx.compile(model)
+    for _ in range(2):
+        compiled(torch.zeros((2, 2), dtype=torch.long)).backward()
+    assert model.longest == 5
+
+
+def test_backward_hooks_of_modules_are_refused_and_training_goes_on() -> None:
+    model = Queued()
+    compiled, ids_BT = embrace_fx.compile(model), torch.zeros((2, 2), dtype=torch.long)
+    compiled(ids_BT).backward()
+    hook = model.inner.register_full_backward_hook(lambda module, before, after: None)
+    with pytest.raises(CaptureError, match="expected modules without backward hooks, in Queued, found one on inner"):
+        compiled(ids_BT)
+    hook.remove()
+    compiled(ids_BT).backward()
