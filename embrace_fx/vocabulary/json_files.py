@@ -30,6 +30,17 @@ def read_json(kind: type[T], path: str | Path) -> T:
     return found
 
 
+def from_json(kind: type[T], value: Any) -> T:
+    """A value of a dataclass from what JSON makes of it; what is left out has its default.
+
+    Raises:
+        ValueError: something else; with what is wrong.
+        TypeError: something is missing that has no default.
+    """
+    found: T = _read(kind, value, kind.__name__)
+    return found
+
+
 def _read(kind: Any, value: Any, where: str) -> Any:
     """A value of a type hint from what JSON makes of it.
 
