@@ -86,6 +86,7 @@ class Session:
                 session._make_whole(names, reason)
 
         stepping = Stepping(self._state, self._communicator, make_whole)
+        stepping.listen()
         for optimizer in optimizers:
             stepping.adopt(optimizer)
         self._setting = Setting(model, stepping, self._state, self._communicator, options)
