@@ -27,7 +27,7 @@ from embrace_fx.vocabulary.graph import (
     Shard,
     TrainingGraph,
 )
-from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS
+from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, op_name
 
 EQUAL_SHAPES: frozenset[str] = frozenset(
     {"_c10d_functional::all_reduce", "_c10d_functional::all_reduce_", "embrace::exchange_gradient_"}
@@ -113,11 +113,6 @@ def launch_options(launch: fx.Node) -> dict[str, Any]:
 def running_modules(graph: TrainingGraph) -> Iterable[fx.GraphModule]:
     """The modules that run in a step: the phases in their order, or the joint one where there are none."""
     return graph.phases.values() or (graph.module,)
-
-
-def op_name(node: fx.Node) -> str:
-    """The op a node calls, as "namespace::name" without overload; "" where it calls none."""
-    return str(node.target._schema.name) if isinstance(node.target, OpOverload) else ""
 
 
 def is_launch(node: Argument) -> bool:

@@ -14,9 +14,9 @@ from itertools import accumulate
 
 from torch import fx
 
-from embrace_fx.passes.collectives import op_name
 from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
+from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Stack
 
 STACK_BYTES = 2**30

@@ -32,7 +32,6 @@ from embrace_fx.passes.collectives import (
     is_relaxed,
     is_wait,
     launch_options,
-    op_name,
     running_modules,
 )
 from embrace_fx.passes.verifier.fake_values import disagreement, fake_mode_of, nothing_recorded, unchanged
@@ -52,7 +51,7 @@ from embrace_fx.vocabulary.graph import (
     outputs_of,
     source_of,
 )
-from embrace_fx.vocabulary.ops import LAUNCHES
+from embrace_fx.vocabulary.ops import LAUNCHES, launch_of, op_name
 
 _SYM_OPS: frozenset[Callable[..., object]] = frozenset(
     {
@@ -292,7 +291,7 @@ def collectives_in_one_order(graph: TrainingGraph, captured: TrainingGraph) -> I
 def handed_over_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
     """In a relaxed graph, each exchange of the joint graph is still there: as itself, or submitted, or awaited.
 
-    A stack's exchange is that of each of its tables.
+    A stack's exchange is that of each of its tables. Early and delayed parts, and chunks but the first, come besides.
     """
     if not is_relaxed(graph):
         return
@@ -301,6 +300,9 @@ def handed_over_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[
     for module in graph.phases.values():
         of_submitted = {value: role for value, role in outputs_of(module) if isinstance(role, PendingRows)}
         for node in module.graph.nodes:
+            launch = launch_of(node)
+            if launch is not None and (launch.part == "delayed" or launch.number > 0):
+                continue
             stacked = [len(user.args[1]) for user in node.users if op_name(user) == "embrace::unstack_rows"]
             tables = len(of_submitted[node].tables) if node in of_submitted else sum(stacked) or 1
             after[op_name(node)] += tables
@@ -313,9 +315,9 @@ def handed_over_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[
 
 
 _HANDED_OVER = {
-    "embrace::submit_bucket": ("_c10d_functional::all_reduce_", "embrace::exchange_gradient_"),
-    "embrace::submit_rows": ("embrace::all_to_all_gradients",),
-    "embrace::await_rows": ("embrace::all_to_all_rows",),
+    "embrace::submit_chunk": ("_c10d_functional::all_reduce_", "embrace::exchange_gradient_"),
+    "embrace::submit_gradients": ("embrace::all_to_all_gradients",),
+    "embrace::join_rows": ("embrace::all_to_all_rows",),
 }
 """What stands for an exchange of the joint graph in a relaxed one."""
 
@@ -385,7 +387,7 @@ def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
 
 
 def _shared_buffers(module: fx.GraphModule) -> Iterator[Violation]:
-    in_place = ("_c10d_functional::all_reduce_", "embrace::exchange_gradient_", "embrace::submit_bucket")
+    in_place = ("_c10d_functional::all_reduce_", "embrace::exchange_gradient_", "embrace::submit_chunk")
     launches = [node for node in module.graph.nodes if op_name(node) in in_place]
     if not launches:
         return

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.kernels import bad_id, column_widths
 from embrace_fx.runtime.ranks.failure import PeerFailure, RollCall
-from embrace_fx.vocabulary.schedule import LANES
+from embrace_fx.vocabulary.schedule import LANES, Lane
 from embrace_fx.vocabulary.stream_program import URGENT
 
 ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
@@ -36,6 +36,9 @@ _FAILED, _ASKS_TO_PLAN = 1, 2
 
 LANE_GROUPS = tuple(f"{lane} lane" for lane in LANES if lane != "compute")
 """The groups of the launcher's thread."""
+
+LANE_GROUP: Mapping[Lane, str] = dict(zip(LANES[1:], LANE_GROUPS, strict=True))
+"""The group on which a class of communication travels."""
 
 CPU = torch.device("cpu")
 
