@@ -99,6 +99,7 @@ class Flow:
         self._read_now: dict[str, Tensor] = {}  # table -> ids of the batch whose backward runs
         self._valid = True  # what was prefetched may be used
         self._segment: OperationId | None = None  # of the forward's compute, for the recorder; None: no forward runs
+        self._stands = False
 
     def look_at(self, program: IdsProgram, leaves: Sequence[Any]) -> Ahead:
         """The next batch, as far as it can be known before its turn."""
@@ -166,7 +167,7 @@ class Flow:
 
     def _begin_compute(self) -> None:
         self.recorder.mark(BETWEEN)
-        self._segment = START
+        self._begin_segment(START)
 
     def _read(self, program: IdsProgram, leaves: Sequence[Any]) -> tuple[Values, str | None]:
         """The values of a batch's unique phase, and what is wrong with its ids.
@@ -290,7 +291,7 @@ class Flow:
     def join_rows(self, table: str) -> Tensor:
         rows = self.exchanges[table].rows()
         self.recorder.mark(compute_id("rows", table))
-        self._segment = compute_id("forward", table)
+        self._begin_segment(compute_id("forward", table))
         return rows
 
     def submit_gradients(
@@ -316,11 +317,16 @@ class Flow:
     def update_bucket(self, bucket: int) -> None:
         self.buckets.await_update(bucket)
         self.recorder.mark(compute_id("update", bucket_name(bucket)))
-        self._segment = compute_id("forward", bucket_name(bucket))
+        self._begin_segment(compute_id("forward", bucket_name(bucket)))
 
     def _end_segment(self) -> None:
-        if self._segment is not None:
+        """The forward's compute stands still, until what is awaited is put to use."""
+        if self._segment is not None and not self._stands:
             self.recorder.mark(self._segment)
+        self._stands = True
+
+    def _begin_segment(self, operation: OperationId) -> None:
+        self._segment, self._stands = operation, False
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -402,7 +408,7 @@ class Flow:
         value = self.wait(launch)
         if self._segment is not None:
             self.recorder.mark(compute_id("rows", launch.id.what))
-            self._segment = compute_id("forward", launch.id.what)
+            self._begin_segment(compute_id("forward", launch.id.what))
         return value
 
     def wait(self, ticket: Ticket) -> Tensor:
