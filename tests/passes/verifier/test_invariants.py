@@ -192,7 +192,7 @@ def option_from_the_batch(graph: TrainingGraph) -> None:
 def lost_row_gradient(graph: TrainingGraph) -> TrainingGraph:
     """Its role stays, what submits it does not."""
     backward = copy_module(graph.phases["backward"])
-    (submitted,) = backward.graph.find_nodes(op="call_function", target=embrace.submit_rows.default)
+    (submitted,) = backward.graph.find_nodes(op="call_function", target=embrace.submit_gradients.default)
     (role,) = backward.graph.output_node().meta["roles"]
     set_outputs(backward, [(submitted.args[0], role)])
     backward.graph.erase_node(submitted)
@@ -201,7 +201,7 @@ def lost_row_gradient(graph: TrainingGraph) -> TrainingGraph:
 
 def rows_awaited_twice(graph: TrainingGraph) -> TrainingGraph:
     forward = copy_module(graph.phases["forward"])
-    (awaited,) = forward.graph.find_nodes(op="call_function", target=embrace.await_rows.default)
+    (awaited,) = forward.graph.find_nodes(op="call_function", target=embrace.join_rows.default)
     with forward.graph.inserting_after(awaited):
         again = forward.graph.node_copy(awaited)
     again.meta["val"] = awaited.meta["val"]
