@@ -17,6 +17,7 @@ from torch import Tensor
 from embrace_fx import cost
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import Sizes, build, compute_durations
+from embrace_fx.passes.verifier.windows import check_launches
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, ExchangeThread, exchange_at_once
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
@@ -146,6 +147,9 @@ class Scheduling:
                 self._step_graph(profiled), self._setting.options.schedule, "profile" if profiled else "cost model"
             )
         agreed: Schedule = communicator.gather_objects(found)[0]
+        sent = {each.id: each.sent_bytes for each in agreed.steps.communications if each.id is not None}
+        # Nothing is on its way twice: a window never holds more than it sends.
+        check_launches(self._graph, launches(agreed, self.looks_ahead), sent, sum(sent.values()))
         return agreed
 
     def _expected_bytes(self) -> dict[OperationId, int]:

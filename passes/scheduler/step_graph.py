@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx import cost
+from embrace_fx.passes.collectives import awaited, is_submission
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, op_name
+from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.schedule import (
     BETWEEN,
     EARLY,
@@ -83,18 +84,6 @@ def blocks(graph: TrainingGraph) -> list[Block]:
             if any(_is_lookup(node) for node in block.submits):
                 block.awaits.append((IDS, 0))
     return found + of_forward
-
-
-def is_submission(node: fx.Node) -> bool:
-    """Whether a node hands something to the launcher."""
-    return launch_of(node) is not None and op_name(node) in SUBMISSIONS | LAUNCHES
-
-
-def awaited(node: fx.Node) -> OperationId | None:
-    """The launch that a node waits for, if it does."""
-    if op_name(node) in AWAITS:
-        return launch_of(node)
-    return launch_of(node.all_input_nodes[0]) if op_name(node) == "_c10d_functional::wait_tensor" else None
 
 
 def _is_lookup(node: fx.Node) -> bool:
