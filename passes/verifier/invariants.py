@@ -92,7 +92,8 @@ def verify(
     verified = _by_name(previous.module) if previous else {}
     handed_on: frozenset[str] = frozenset()
     for phase, module in {"joint": graph.module, **graph.phases}.items():
-        scope = Scope(phase, module, verified, handed_on)
+        before = previous.phases.get(phase) if previous else None
+        scope = Scope(phase, module, verified if before is None else verified | _by_name(before), handed_on)
         for of_a_module in _OF_A_MODULE:
             _raise_first(of_a_module(scope), of_a_module.__name__, f"pass {after}, {phase} graph")
         # A phase is made of nodes of the joint graph, which are verified by now.
