@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.session.session import Session
 from embrace_fx.setup.options import Options
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
+
+if TYPE_CHECKING:
+    from embrace_fx.session.session import Session
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -33,6 +37,7 @@ def compile(
     backend: Literal["eager", "inductor"] = "eager",
     dynamic: bool | None = None,
     cluster: Cluster | None = None,
+    plan: Plan | str | Path | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
@@ -41,8 +46,8 @@ def compile(
     Args:
         model: any `nn.Module`; on the meta device too, if its modules have `reset_parameters`.
         optimizer: the optimizer, or several, over the model's parameters. None: gradients are left in `.grad`.
-        process_group: the ranks that train together; None: the default group, or a single process where
-            torch.distributed is not initialised.
+        process_group: the ranks that train together; None: the default group as it is at the first call, or a single
+            process where torch.distributed is not initialised and nothing in the environment speaks of other ranks.
         strategy: "auto", one strategy for every table, or {parameter name pattern: strategy}. "alltoall" shards a
             table, an `embrace_fx.Grid` does by rows and columns; "allreduce", "allgather", "omnireduce", "zen" and "ps"
             exchange the gradient of replicas, of any parameter that a pattern names (docs/strategies.md).
@@ -56,17 +61,41 @@ def compile(
             sizes are, from the first on; False: each new shape is captured for itself.
         cluster: the links between ranks, by which strategies are chosen and messages cut. None: they are probed, where
             a step sends enough for it to matter.
+        plan: a plan, or the path of a saved one, that is repeated: nothing is probed or decided anew. None: the plan is
+            made at the first call.
 
     Raises:
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
             optimizer or option that differs between ranks. On every rank.
     """
-    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster)
+    from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
+
+    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan)
     optimizers = _as_tuple(optimizer)
-    if process_group is None and dist.is_available() and dist.is_initialized():
-        process_group = dist.group.WORLD
     session = Session(model, optimizers, process_group, options)
     return CompiledModel(session, single=not isinstance(optimizer, list | tuple))
+
+
+class HasState(Protocol):
+    """What has a state dict: a module, an optimizer."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+def full_state_dict(stateful: HasState) -> dict[str, Any]:
+    """`stateful.state_dict()` with every sharded tensor whole, on every rank: what `torch.save` on one rank wants.
+
+    Collective. For an optimizer, a model that contains a compiled one, an average of its weights.
+    """
+    from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
+
+    found: dict[str, Any] = whole_state(stateful.state_dict())
+    return found
+
+
+def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return CompiledModel(Session(model, (), group, options), single=True)
 
 
 def _as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
@@ -94,6 +123,7 @@ class CompiledModel(nn.Module):
         self._buffers = model._buffers
         self._modules = model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self._load_state_dict_pre_hooks = model._load_state_dict_pre_hooks  # where it is part of another module
         self.__dict__["training"] = model.training
 
     def __getattr__(self, name: str) -> Any:
@@ -107,15 +137,26 @@ class CompiledModel(nn.Module):
             self._session.parameters_may_change()
         return found
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Neither `copy.deepcopy` nor pickle: process groups and the optimizer's tables belong to one object."""
-        raise TypeError(
-            f"expected a plain model, in copy or pickle, found a compiled {type(self._session.model).__name__}, which "
-            "is bound to its process groups and its optimizer. Copy the model before compile(), or save state_dict()."
-        )
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """For `copy.deepcopy` and pickle: the model and the options, compiled again, over the default group, where they
+        are put together. As with DDP that is collective, and the optimizer is not part of it.
+
+        Raises:
+            TypeError: tables are sharded.
+        """
+        session = self._session
+        session.parameters_may_change()
+        if session.shards:
+            raise TypeError(
+                "expected a model with whole tables, in copy or pickle, found a compiled "
+                f"{type(session.model).__name__} whose {', '.join(session.shards)} are sharded. Save "
+                "full_state_dict(), or copy model.module."
+            )
+        return _compiled_again, (session.model, session.options)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # inside of torch.compile it runs as it is
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on one batch, called exactly as the model would be.
 
@@ -208,15 +249,33 @@ class CompiledModel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own names; a sharded table is a DTensor, which `torch.distributed.checkpoint` re-shards.
 
-        Collective where a table lies on a grid: it is put by columns.
+        `torch.save` of a shard is refused: `full_state_dict` is what it wants. Collective where a table lies on a grid,
+        to put it by columns.
         """
         self._session.parameters_may_change()
         return self._session.model.state_dict(*args, **kwargs)
 
+    def full_state_dict(self) -> dict[str, Any]:
+        """`state_dict()` with every table whole, as a plain tensor, on every rank: what `torch.save` on one rank wants.
+
+        Collective: every rank calls it, and then one may save.
+        """
+        from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
+
+        found: dict[str, Any] = whole_state(self.state_dict())
+        return found
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads whole tensors or DTensors; a sharded table takes its own part of a whole one. Collective likewise."""
-        self._session.parameters_may_change()
-        return self._session.load_state_dict(state_dict, strict, assign)
+        """Loads whole tensors or shards, before the first call or after; a sharded table takes its own part.
+
+        Names may begin with "module.", as in a state dict of DistributedDataParallel. Collective where values are
+        shards of a table that is not sharded here, or that lies on a grid.
+        """
+        model = self._session.model
+        named_by_ddp = state_dict and all(name.startswith("module.") for name in state_dict)
+        if named_by_ddp and "module" not in model._modules:
+            state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
+        return model.load_state_dict(state_dict, strict, assign)
 
     # -- seeing --------------------------------------------------------------------------------------------------------
 

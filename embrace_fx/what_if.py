@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.api import CompiledModel, Optimizers
 from embrace_fx.capture import capture
+from embrace_fx.capture.meta_models import as_on_cpu, is_on_meta
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, extrapolate, measure
 from embrace_fx.passes.planner.asked_strategies import Strategy
@@ -45,7 +46,7 @@ def plan(
     what every strategy is predicted to cost.
 
     Args:
-        model: a plain module, in the mode in which it is trained.
+        model: a plain module, in the mode in which it is trained; on the meta device it needs no memory.
         batch: a rank's batch as the model is called with it: a tensor, a tuple of arguments, or a mapping of keywords;
             or a list of such batches. As many as there are ranks are those ranks' batches, whose overlaps are exact.
             Of fewer, each further rank is taken to draw ids independently, as often as these batches have them; ids
@@ -110,7 +111,11 @@ class _Measured:
 def _measured(model: nn.Module, state: ModelState, batch: Any) -> _Measured:
     args, kwargs = _arguments(batch)
     with torch.random.fork_rng():
-        graph = analyse(capture(model, args, kwargs, train=True))
+        if is_on_meta(model):
+            with as_on_cpu(model, (args, kwargs)) as (twin, (fake_args, fake_kwargs)):
+                graph = analyse(capture(twin, fake_args, fake_kwargs, train=True))
+        else:
+            graph = analyse(capture(model, args, kwargs, train=True))
     return _Measured(graph, reads_of(state, graph, pytree.tree_leaves((args, kwargs))))
 
 

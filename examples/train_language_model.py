@@ -31,7 +31,7 @@ def train(settings: argparse.Namespace, rank: int, world_size: int) -> None:
     corpus = load_corpus(settings.vocabulary)
     loader = load_batches(settings, corpus, rank, world_size)
     plain, optimizer = make_model(settings, corpus)
-    model = embrace_fx.compile(plain, optimizer=optimizer)
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy=settings.strategy)
 
     with Progress(disable=rank != 0) as progress:
         batches = model.lookahead(islice(loader, settings.steps))  # one ahead: the next batch's rows come in time
@@ -90,6 +90,7 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=32, help="pieces of text in a batch")
     parser.add_argument("--length", type=int, default=32, help="words in a piece of text")
     parser.add_argument("--negatives", type=int, default=512, help="words sampled for the softmax, per batch")
+    parser.add_argument("--strategy", default="auto", help="of both tables; auto: what the links make worth it")
     return parser
 
 

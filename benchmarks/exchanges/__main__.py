@@ -29,6 +29,7 @@ import torch
 from benchmarks.exchanges.cases import CASES, SYSTEMS
 from benchmarks.exchanges.report import markdown, summarise, svg
 from benchmarks.network import CONGESTION_CONTROL, Links, network
+from benchmarks.records import write_record
 
 REPEATED_DENSITY = 0.1
 """Above it, a case has one round."""
@@ -134,7 +135,7 @@ def write(folder: Path, measured: Any, rows: Any, configuration: dict[str, Any])
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"exchanges-{configuration['date']}"
     data = {"configuration": configuration, "rows": [asdict(row) for row in rows], "cells": list(measured.values())}
-    (folder / f"{stem}.json").write_text(json.dumps(data, indent=1) + "\n")
+    write_record(folder / stem, data)
     (folder / f"{stem}.md").write_text(markdown(rows, configuration, f"{stem}.svg"))
     (folder / f"{stem}.svg").write_text(svg(rows, configuration))
 

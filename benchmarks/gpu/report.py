@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+
+from benchmarks.records import write_record
 
 Rows = Sequence[Mapping[str, Any]]
 WIDTH, BAR, GAP, LABEL = 760, 16, 4, 300
 
 
 def write(results: Mapping[str, Any], output: Path, stem: str) -> None:
-    (output / f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_record(output / stem, results)
     drawn = svg(results)
     if drawn:
         (output / f"{stem}.svg").write_text(drawn)

@@ -1,7 +1,7 @@
 """What the planner chose, beside each strategy forced: in one measurement, in two, and in the latest of several.
 
-    python -m benchmarks.lab.choice FIRST.json SECOND.json      two results of `python -m benchmarks.lab strategies`
-    python -m benchmarks.lab.choice --latest A.json B.json ..   of each setting, the last of the files that has it
+    python -m benchmarks.lab.choice FIRST.json.xz SECOND.json.xz  two results of `python -m benchmarks.lab strategies`
+    python -m benchmarks.lab.choice --latest A.json.xz B.json.xz ..  of each setting, the last file that has it
 
 Of several plans that take about as long, the fastest of a measurement is so by chance as well: what the chosen one is
 behind it by is more than it would be another time. So the fastest other plan of each measurement is looked at in the
@@ -10,7 +10,6 @@ other one, whose systems were opened anew. Where the planner chose otherwise the
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any
 from benchmarks.lab.cell import Measured
 from benchmarks.lab.kept import Round
 from benchmarks.lab.rounds import Rounds, Spread, paired
+from benchmarks.records import read_record
 
 OWN = "embrace_2d"
 CHOICE_TARGET, PREDICTION_TARGET = 1.05, 0.2
@@ -99,7 +99,7 @@ class _Measurement:
 
 
 def _read(file: Path) -> dict[str, _Measurement]:
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    found: dict[str, Any] = read_record(file)
     return {
         f"{block['model']}, {block['ranks']} ranks, {block['rate_mbit']:g} Mb/s": _Measurement(
             {system: _rounds(rounds) for system, rounds in block["rounds"].items()},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -12,6 +11,7 @@ from benchmarks.lab.choice import OWN
 from benchmarks.lab.kept import write_whole
 from benchmarks.lab.plots import pictures
 from benchmarks.lab.results import ABLATION, Row, Target, as_data
+from benchmarks.records import write_record
 
 MIB = 2**20
 NONE = "-"
@@ -27,7 +27,7 @@ def write(found: Mapping[str, Any], folder: Path) -> Path:
     (folder / stem).mkdir(parents=True, exist_ok=True)
     for name, picture in drawn.items():
         write_whole(folder / stem / name, picture)
-    write_whole(folder / f"{stem}.json", json.dumps(as_data(found), separators=(",", ":")) + "\n")
+    write_record(folder / stem, as_data(found))
     page = folder / f"{stem}.md"
     write_whole(page, markdown(found, {name: f"{stem}/{name}" for name in drawn}))
     return page

@@ -32,6 +32,7 @@ import transformers
 from torch import Tensor, nn
 
 import embrace_fx
+from benchmarks.records import write_record
 
 Batch = dict[str, Tensor]
 
@@ -119,7 +120,7 @@ class Server:
     """A process of its own that runs steps of one system, one at a time."""
 
     def __init__(self, name: str, system: str) -> None:
-        command = [sys.executable, __file__, "--serve", name, system]
+        command = [sys.executable, "-m", "benchmarks.micro.overhead", "--serve", name, system]
         environment = {**os.environ, **KEEP_MEMORY}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -172,7 +173,7 @@ def joint_nodes(name: str) -> int:
 
 
 def _in_fresh_process(*arguments: str) -> str:
-    command = [sys.executable, __file__, *arguments]
+    command = [sys.executable, "-m", "benchmarks.micro.overhead", *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1]
 
 
@@ -263,8 +264,7 @@ def write(output: Path, results: dict[str, Any], options: argparse.Namespace) ->
         "machine": platform.machine(),
         "date": today,
     }
-    text = json.dumps({"configuration": configuration, **results}, indent=2)
-    (output / f"overhead-{today}.json").write_text(text + "\n")
+    write_record(output / f"overhead-{today}", {"configuration": configuration, **results})
     (output / f"overhead-{today}.md").write_text(
         f"# Overhead on one process, {today}\n\nMeasured: `{configuration['command']}`, torch {torch.__version__}, "
         f"Python {platform.python_version()}, one thread.\n\n{report(results)}\n"

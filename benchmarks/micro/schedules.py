@@ -39,6 +39,7 @@ import embrace_fx
 from benchmarks.lab.floors import dependences_ms
 from benchmarks.lab.rank import put_communication_first
 from benchmarks.network import Links, network
+from benchmarks.records import write_record
 from embrace_fx.vocabulary.schedule import SCHEDULES
 
 ALONE = "alone"
@@ -285,8 +286,8 @@ def main() -> None:
     summary = summarise(results, configuration["bare_transfer_mbit"])
     print(report(summary, configuration))
     if options.output:
-        text = json.dumps({"configuration": configuration, "summary": summary, "rounds": results}, indent=1)
-        (options.output / f"schedules-{today}.json").write_text(text + "\n")
+        data = {"configuration": configuration, "summary": summary, "rounds": results}
+        write_record(options.output / f"schedules-{today}", data)
         (options.output / f"schedules-{today}.md").write_text(report(summary, configuration))
 
 

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from benchmarks.lab.rank import COMMUNICATION_NICE
 from benchmarks.network import Links, interface_sent_bytes, network
+from benchmarks.records import write_record
 
 PORT = 5_001
 """On each rank's own host, where every port is free."""
@@ -196,9 +197,8 @@ def measure(options: argparse.Namespace) -> None:
         turns = {
             ranks: [[[asdict(t) for t in both] for both in rank] for rank in each] for ranks, each in found.items()
         }
-        text = json.dumps({"configuration": configuration, "summary": rows, "turns": turns}, indent=1)
         stem = options.output / f"shared-cores-{configuration['date']}"
-        stem.with_suffix(".json").write_text(text + "\n")
+        write_record(stem, {"configuration": configuration, "summary": rows, "turns": turns})
         stem.with_suffix(".md").write_text(report(configuration, rows))
 
 

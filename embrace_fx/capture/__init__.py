@@ -22,8 +22,8 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
-from embrace_fx.capture.errors import CaptureError, explain
-from embrace_fx.capture.read_values import ReadValues
+from embrace_fx.capture.errors import CaptureError, explain, shortfall
+from embrace_fx.capture.guards import Conditions
 from embrace_fx.capture.roles import with_roles
 from embrace_fx.capture.routes import Traced, private_copies, quiet_dynamo, trace_direct, trace_dynamo
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -38,10 +38,11 @@ class Captured:
         result_spec: how the model's results unflatten.
         result_constants: results that are not tensors, by their index among the flattened results.
         route: "dynamo" or "direct".
+        shortfall: why the first route did not take the model; empty where it did.
         guard: Python expression over the batch's tensors, from torch's shape guards; None: any shapes.
         guarded: indices, among the flattened arguments, of the tensors that `guard` calls t0, t1, ...
         fakes: those tensors as the graph was traced with them; none where there is nothing to guard.
-        read: numbers, and tensors that are no parameters or buffers, that the forward has read elsewhere.
+        conditions: what of the model, of globals and of closures must be as it was.
     """
 
     graph: TrainingGraph
@@ -51,7 +52,8 @@ class Captured:
     guard: types.CodeType | None
     guarded: tuple[int, ...]
     fakes: tuple[Tensor, ...]
-    read: ReadValues
+    conditions: Conditions
+    shortfall: str = ""
 
     def guarded_again(self) -> Captured:
         """The same, with the guards that have been added since: compiling a graph adds some."""
@@ -59,7 +61,7 @@ class Captured:
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether the graph is valid for a batch with these flattened arguments (types and dtypes checked before)."""
-        if not self.read.hold():
+        if not self.conditions.hold():
             return False
         if self.guard is None:
             return True
@@ -90,7 +92,8 @@ def capture(
         try:
             with torch.set_grad_enabled(train), quiet_dynamo():
                 traced = trace(model, args, kwargs)
-            return _captured(model, traced, pytree.tree_leaves((args, kwargs)))
+            captured = _captured(model, traced, pytree.tree_leaves((args, kwargs)))
+            return replace(captured, shortfall=shortfall(failures))
         except Exception as error:
             failures.append((route, error))
     raise CaptureError(explain(model, failures)) from failures[0][1]
@@ -101,7 +104,7 @@ def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captur
     guarded, fakes = _guarded(traced.fake_mode, joint.batch, leaves)
     guard = _guard(fakes) if fakes else None
     graph = TrainingGraph(joint.module)
-    return Captured(graph, traced.out_spec, joint.constants, traced.route, guard, guarded, fakes, traced.read)
+    return Captured(graph, traced.out_spec, joint.constants, traced.route, guard, guarded, fakes, traced.conditions)
 
 
 def _guarded(

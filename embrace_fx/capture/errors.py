@@ -38,6 +38,11 @@ def explain(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> str:
     )
 
 
+def shortfall(failures: Sequence[tuple[str, Exception]]) -> str:
+    """In one line, why routes did not take a model that a later one has taken; empty where the first one did."""
+    return "; ".join(f"{_user_line(error) or 'forward'}: {_first_lines(error)}" for _, error in failures)
+
+
 def _is_of_forward(error: Exception) -> bool:
     """Whether a forward would raise this in eager mode too: what tracing alone raises speaks of its fake tensors."""
     spoken = str(error).lower()

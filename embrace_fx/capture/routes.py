@@ -12,10 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import re
 import sys
 import warnings
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
+from embrace_fx.capture.checkpointing import mark_backward, regions_noted
 from embrace_fx.capture.errors import CaptureError
+from embrace_fx.capture.guards import Conditions, dynamo_guards
 from embrace_fx.capture.model_forms import OpenResults, Untied
 from embrace_fx.capture.read_values import ReadValues
 from embrace_fx.capture.rnn_mode import KeepRnnWhole
@@ -40,11 +40,6 @@ _LOG_METHODS = ("debug", "info", "warning", "warn", "error", "exception", "criti
 
 _GLOBAL_SIDE_EFFECTS = r"While compiling, we found certain side effects(?!.*L\[)"
 """Dynamo's warning where none of the changed objects belongs to the model (those it calls `L[...]`)."""
-
-_VALUE_GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH")
-
-_OTHER_GUARDS = re.compile(r"\._(parameters|buffers)\b|\.training$")
-"""What programs read as it is at each call, and what calls are told apart by already."""
 
 
 @dataclass
@@ -62,7 +57,7 @@ class Traced:
     out_spec: pytree.TreeSpec
     fake_mode: Any
     route: str
-    read: ReadValues
+    conditions: Conditions
     names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -143,29 +138,7 @@ def trace_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     with KeepRnnWhole(kernel="loop"):
         gm = dynamo_graph_capture_for_export(model)(*args, **kwargs)
     context = gm.meta.get("tracing_context") or TracingContext(gm.meta["fake_mode"])
-    return _trace_joint(OpenResults(gm), args, kwargs, context, "dynamo", {}, _read_by(gm, model))
-
-
-def _read_by(gm: fx.GraphModule, model: nn.Module) -> ReadValues:
-    """What Dynamo has guarded besides arguments, parameters, buffers and training modes."""
-    flatten: Any = gm._dynamo_bytecode_flatten
-    output = flatten.out.graph_capture_output
-    forward: Any = type(model).forward
-    code = getattr(forward, "__code__", None)
-    cells = dict(zip(code.co_freevars, forward.__closure__ or (), strict=True)) if code is not None else {}
-    model_is = f"L['{code.co_varnames[0]}']" if code is not None and code.co_argcount else "L['args'][0]"  # decorated
-    names = []
-    for guard in output.output_graph.guards:
-        name = guard.name.replace(model_is, "L['self']")
-        root = re.match(r"(.*?)([LG])\['(\w+)'\]", name)
-        if guard.create_fn_name() not in _VALUE_GUARDS or root is None or _OTHER_GUARDS.search(name):
-            continue
-        if root[2] == "G" or root[3] == "self":
-            names.append(name)
-        elif root[3] in cells:
-            names.append(f"{root[1]}C[{root[3]!r}].cell_contents{name[root.end() :]}")
-    of_globals = ChainMap(getattr(forward, "__globals__", {}), output.f_globals)
-    return ReadValues.of(dict.fromkeys(names), {"L": {"self": model}, "G": of_globals, "C": cells})
+    return _trace_joint(OpenResults(gm), args, kwargs, context, "dynamo", {}, dynamo_guards(gm, model))
 
 
 def trace_direct(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -175,7 +148,7 @@ def trace_direct(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     read, context = ReadValues.of_modules(model), TracingContext(fake_mode)
     with _no_python_random(), _compiling_state_context():  # models ask `is_compiling()` before they look into tensors
         traced = _trace_joint(OpenResults(untied), args, kwargs, context, "direct", untied.names, read)
-    return replace(traced, read=read.unchanged())
+    return replace(traced, conditions=read.unchanged())
 
 
 @contextlib.contextmanager
@@ -214,11 +187,13 @@ def _trace_joint(
     context: TracingContext,
     route: str,
     names: Mapping[str, str],
-    read: ReadValues,
+    conditions: Conditions,
 ) -> Traced:
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(context))
         stack.enter_context(_KeepWhole())
+        stack.enter_context(regions_noted())
         # The direct route has made its sizes symbolic by itself; its numbers stay constants.
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=route == "direct")
-        return Traced(joint.graph_module, joint.out_spec, context.fake_mode, route, read, names)
+        mark_backward(joint.graph_module.graph)
+        return Traced(joint.graph_module, joint.out_spec, context.fake_mode, route, conditions, names)

@@ -1,11 +1,13 @@
 """What exchanges and handling cost: bytes, messages, milliseconds. Plain arithmetic, nothing measured here.
 
-`links` has links and collectives, `sparsity` how gradients lie on all ranks, `exchanges` each sparse exchange.
+`links` has links and collectives, `devices` what computes at their ends, `sparsity` how gradients lie on all ranks,
+`exchanges` each sparse exchange.
 """
 
 from embrace_fx.cost.links import (
     Cluster,
     Collective,
+    Compute,
     Exchange,
     Handling,
     Link,
@@ -27,6 +29,7 @@ from embrace_fx.cost.links import (
 __all__ = [
     "Cluster",
     "Collective",
+    "Compute",
     "Exchange",
     "Handling",
     "Link",

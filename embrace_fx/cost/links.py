@@ -91,6 +91,30 @@ class Handling:
 
 
 @dataclass(frozen=True)
+class Compute:
+    """How fast a rank computes its model, until that has been measured.
+
+    Attributes:
+        flops_per_ms: floating-point operations of matrix products.
+        moved_bytes_per_ms: bytes that all other operations read and write.
+        launch_ms: of an operation, whatever its size.
+    """
+
+    flops_per_ms: float
+    moved_bytes_per_ms: float
+    launch_ms: float = 0.0
+
+    def time_ms(self, flops: float, moved_bytes: float) -> float:
+        """Of one operation that multiplies and moves."""
+        return self.launch_ms + flops / self.flops_per_ms + moved_bytes / self.moved_bytes_per_ms
+
+
+CORE = Compute(2e10 / 1e3, 1e10 / 1e3)
+"""A core of a server: 20 GFLOP/s of matrix products, 10 GB/s of everything else. A profile replaces them after a few
+steps; until then only their proportions matter."""
+
+
+@dataclass(frozen=True)
 class Work:
     """What a rank's processor does in an exchange, one thing after the other, while nothing of it is sent.
 
@@ -149,6 +173,7 @@ class Cluster:
         ranks_per_machine: consecutive ranks that share a machine.
         inside: the link between two ranks of one machine; None where each rank has a machine of its own.
         handling: what a rank's processor takes for what it gathers, adds up and writes.
+        compute: how fast a rank computes its model, for schedules that nothing has been measured of.
     """
 
     bandwidth_bytes_per_ms: float = 25e9 / 8 / 1e3
@@ -157,6 +182,7 @@ class Cluster:
     ranks_per_machine: int = 1
     inside: Link | None = None
     handling: Handling = Handling()
+    compute: Compute = CORE
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.links]
@@ -197,7 +223,14 @@ class Cluster:
         if not far:
             inside = self.inside
             of_all = tuple((collective, inside) for collective in COLLECTIVES)
-            return Cluster(inside.bandwidth_bytes_per_ms, inside.latency_ms, of_all, handling=self.handling)
+            return replace(
+                self,
+                bandwidth_bytes_per_ms=inside.bandwidth_bytes_per_ms,
+                latency_ms=inside.latency_ms,
+                links=of_all,
+                ranks_per_machine=1,
+                inside=None,
+            )
         links: list[tuple[Collective, Link]] = []
         for collective in COLLECTIVES:
             outside = self.link(collective)
@@ -214,7 +247,7 @@ class Cluster:
                 least_ms = (near * self.inside.least_ms + far * outside.least_ms) / (near + far)
                 link = Link(1 / ms_per_byte, latency_ms, least_ms)
             links.append((collective, link))
-        return Cluster(self.bandwidth_bytes_per_ms, self.latency_ms, tuple(links), handling=self.handling)
+        return replace(self, links=tuple(links), ranks_per_machine=1, inside=None)
 
     def transfer_ms(self, sent_bytes: float, messages: int, collective: Collective | None = None) -> float:
         """Time in which a rank sends `sent_bytes` in `messages` messages one after the other."""

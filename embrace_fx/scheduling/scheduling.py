@@ -169,7 +169,7 @@ class Scheduling:
             },
             sum(_ids_bytes(plan, table) for table in plan.sharded),
         )
-        durations = profiled.compute_ms if profiled else compute_durations(self._graph)
+        durations = profiled.compute_ms if profiled else compute_durations(self._graph, self._cluster)
         return build(self._graph, sizes, durations, self._cluster, plan.world_size)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -70,7 +71,8 @@ class Lookahead:
             yield self._current
         finally:
             self._known, self._current, self._coming = False, None, None
-            self._at_end()
+            if not sys.is_finalizing():  # else the ranks have parted, and tensors are being taken down
+                self._at_end()
 
     def following(self, leaves: Sequence[Any]) -> list[Any] | None:
         """The flattened arguments of the next call, if the batches differ in nothing but their tensors.

@@ -9,6 +9,7 @@ from torch import fx
 
 from embrace_fx.capture import Captured
 from embrace_fx.passes.dropout import EagerDropout
+from embrace_fx.passes.memory.regions import RecomputeRegions
 from embrace_fx.passes.narrow import NarrowExchange
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.reduce import ReduceGradients
@@ -60,6 +61,7 @@ def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: 
             plan.world_size,
             {name: (plan[name].strategy, plan[name].scheme) for name in plan.exchanged},
         ),
+        RecomputeRegions(),  # checkpointed regions run again in the backward
         Partition(),  # one graph -> unique, ids, forward, backward
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_links
+from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.placing import place, place_anew
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift, TrainingCalls, changes, story
 from embrace_fx.runtime.flow.ahead import Ahead
@@ -28,16 +28,18 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
-from embrace_fx.runtime.tables.layouts import state_by_columns
-from embrace_fx.runtime.tables.placement import broadcast_state, with_own_part
+from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.scheduling.timeline import gather_timeline
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Variant, kind_key
 from embrace_fx.session.captures import Captures
 from embrace_fx.session.lookahead import Lookahead
+from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.programs import ProgramBuilder
+from embrace_fx.session.state_hooks import add_state_hooks
 from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up, is_hooked
+from embrace_fx.setup.group import check_group, check_still_alone, default_group
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.plan import Plan
@@ -67,10 +69,13 @@ class Session:
         self._timeline: Timeline | None = None
         self._warned = False
         self._graphs: Mapping[str, fx.GraphModule] = {}
-        self._communicator = Communicator(group)
+        self._given_group = group
+        self._communicator = Communicator(group if group is not None else default_group())
+        self._begun = False
         agree_on_set_up(self._communicator, model, optimizers, options)
         self._state = ModelState(model)
         self._compiled_for = self._parameters_are()
+        self._watch = ModelWatch(model)
         stepping = {
             id(optimizer): Stepping(communicator=self._communicator, gradients=self._state.gradients)
             for optimizer in optimizers
@@ -84,20 +89,7 @@ class Session:
         self._buffers = BufferSharing(self._state, self._communicator)
         self._builder: ProgramBuilder | None = None  # of the plan in use
         self._replicated = False
-        itself = weakref.ref(self)  # the model must not keep its session alive
-
-        def before_state(*_: Any) -> None:
-            if (session := itself()) is not None:
-                session.parameters_may_change()
-
-        def after_state_dict(_: nn.Module, state_dict: dict[str, Any], *__: Any) -> None:
-            if (session := itself()) is not None:
-                with session._communicator.watching():
-                    state_by_columns(state_dict, session._communicator.group)
-
-        model.register_state_dict_pre_hook(before_state)
-        model.register_load_state_dict_pre_hook(before_state)
-        model.register_state_dict_post_hook(after_state_dict)
+        add_state_hooks(self)
         self._kinds: dict[Any, Kind] = {}
 
     def _parameters_are(self) -> tuple[tuple[bool, torch.dtype, bool], ...]:
@@ -113,6 +105,19 @@ class Session:
                 "gradients enabled."
             )
         return self._plan
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The tables of which this rank holds a part."""
+        return () if self._plan is None or self._communicator.world_size == 1 else self._plan.sharded
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self._communicator.group
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Tells of a rank that dies in a collective inside."""
+        return self._communicator.watching()
 
     @property
     def graphs(self) -> Mapping[str, fx.GraphModule]:
@@ -153,15 +158,29 @@ class Session:
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
+    def _begin(self) -> None:
+        """At the first call, ranks and model are those of that moment. Collective."""
+        if self._given_group is None:
+            group = default_group()
+            check_group(group, self._communicator.group)
+            if self._communicator.group is None and group is not None:
+                self._communicator.join(group)
+        agree_on_set_up(self._communicator, self.model, self.optimizers, self.options)  # it may have changed since
+        self._state.refresh(self.model)
+        self._watch.note()
+        self._compiled_for = self._parameters_are()
+        self._begun = True
+
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._begun:
+            self._begin()
+        elif self._communicator.group is None:
+            check_still_alone(default_group())
         leaves, spec = pytree.tree_flatten((args, kwargs))
         train, communicator = torch.is_grad_enabled(), self._communicator
         communicator.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
-        if self._parameters_are() != self._compiled_for:
-            if self._plan is None:  # the other ranks make no announcements yet
-                agree_on_first_call(communicator, _CHANGED_PARAMETERS)
-            give_up(communicator, _CHANGED_PARAMETERS)
-        kind = self._kinds.setdefault(kind_key(self.model, leaves, spec, train), Kind())
+        self._look_at_model()
+        kind = self._kinds.setdefault(kind_key(self._watch.modes(), leaves, spec, train), Kind())
         if self._plan is None and not train:
             return self._evaluate_plainly(args, kwargs)
         variant = self._variant(kind, leaves, args, kwargs, train)
@@ -178,6 +197,27 @@ class Session:
             self._drift.observe(communicator.rows_read)
             communicator.asks_to_plan = self._drift.wants_plan
         return pytree.tree_unflatten(results, variant.captured.result_spec)
+
+    def _look_at_model(self) -> None:
+        """Refuses a model with other parameters than the plan's; one with other modules is captured anew.
+
+        Raises:
+            PeerFailure: on every rank. Before there is a plan, CaptureError.
+        """
+        changed = None
+        if name := self._watch.parameters_changed():
+            changed = RuntimeError(_OTHER_PARAMETERS.format(name))
+        elif self._parameters_are() != self._compiled_for:
+            changed = _CHANGED_PARAMETERS
+        if changed is not None:
+            if self._plan is None:  # the other ranks make no announcements yet
+                agree_on_first_call(self._communicator, changed)
+            give_up(self._communicator, changed)
+        if self._watch.modules_changed():
+            self.parameters_may_change()
+            self._watch.note()
+            self._state.refresh(self.model)
+            self._kinds.clear()
 
     def _variant(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
@@ -214,7 +254,7 @@ class Session:
         coming = self.lookahead.following(leaves)
         if coming is None and self.lookahead.known and program.flow is not None and program.flow.looks_ahead:
             self._warn_of_other_batch()
-        if coming is None or self._kinds.get(kind_key(self.model, coming, spec, True)) is not kind:
+        if coming is None or self._kinds.get(kind_key(self._watch.modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
         if variant is None or variant.program is None:
@@ -269,9 +309,14 @@ class Session:
             give_up(self._communicator, failure)
         assert captured is not None
         if self._plan is None:
-            plan, findings = make_plan(self._setting, analysed, leaves)
+            given = self.options.given_plan
+            if given is None:
+                plan, findings = make_plan(self._setting, analysed, leaves)
+            else:
+                plan, findings = repeated(self._setting, analysed, given), None
             self._adopt(plan, findings)
             place(self._setting, analysed, plan)
+            self._watch.note_parameters()
         variant = Variant(captured, analysed, train)
         self._build(variant)
         kind.variants.append(variant)
@@ -316,6 +361,7 @@ class Session:
         if self._flow is not None:
             self._flow.close()
         place_anew(self._setting, variant.analysed, old, new)
+        self._watch.note_parameters()
         told = story(self._calls.count, old, new)
         self._adopt(replace(new, history=(*old.history, told)), findings)
         for stepping in self._setting.stepping.values():
@@ -344,6 +390,10 @@ class Session:
         if self._flow is not None:
             self._flow.settle()
 
+    def parameters_were_loaded(self) -> None:
+        """Other parameters may stand in the place of those that were: `assign=True`."""
+        self._watch.note_parameters()
+
     def parameters_may_change(self) -> None:
         """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
         if self._flow is not None:
@@ -366,11 +416,6 @@ class Session:
         self._state.gradients.note(dense)
         return norm
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-        with self._communicator.watching():
-            own = with_own_part(self.model, state_dict, self._communicator.group)
-        return self.model.load_state_dict(own, strict, assign)
-
 
 def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
     """What follows the plan's tables, where there are any to follow, on rank 0."""
@@ -380,6 +425,12 @@ def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
 _NOTHING_SENT = (
     "expected at least two ranks, before the {} is read, found one: nothing is sent, so nothing is scheduled. Start "
     "the program with torchrun on more ranks."
+)
+
+_OTHER_PARAMETERS = (
+    "expected the parameters of compile(), in the model's call, found that {} came, went or was replaced: gradients "
+    "are exchanged, and tables sharded, for those that there were. Change layers, resize embeddings, tie weights and "
+    "parametrize before the first call, or compile the changed model anew"
 )
 
 _CHANGED_PARAMETERS = RuntimeError(

@@ -40,7 +40,7 @@ def agree_on_set_up(
     check_agreement(communicator.gather_objects(own))
 
 
-def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: object) -> dict[str, Any]:
+def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> dict[str, Any]:
     """A rank's model, optimizers and options, as comparable text by aspect."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, Any] = {"model": type(model).__name__}
@@ -54,7 +54,7 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: object)
             settings = {key: _plain(value) for key, value in group.items() if key != "params"}
             held = [names.get(id(parameter), "not of the model") for parameter in group["params"]]
             found[f"optimizer {k}, param group {g}"] = f"{type(optimizer).__name__} {settings} over {held}"
-    found["options"] = repr(options)
+    found["options"] = options.agreed()
     return found
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy, check_strategy
 from embrace_fx.vocabulary.exactness import RowUpdates
+from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
 
 
@@ -20,6 +23,21 @@ class Options:
     backend: str
     dynamic: bool | None
     cluster: Cluster | None = None
+    plan: Plan | str | Path | None = None
+
+    @cached_property
+    def given_plan(self) -> Plan | None:
+        """The plan to repeat, from its file where it is one.
+
+        Raises:
+            ValueError: it is none.
+        """
+        return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
+
+    def agreed(self) -> str:
+        """What must be the same on all ranks: of a plan not where it lies, but what it says."""
+        plan = self.given_plan
+        return repr(replace(self, plan=None)) + (f" and a plan of digest {plan.digest()}" if plan is not None else "")
 
     def check(self, where: str = "compile()") -> None:
         """Raises `ValueError` where an option has a value that does not exist; `where` is the call that it names."""
@@ -36,6 +54,16 @@ class Options:
                 f"expected dynamic to be None, True or False, in {where}, found {self.dynamic!r}. Pass one of these."
             )
         check_strategy(self.strategy, where)
+        if not isinstance(self.plan, Plan | str | Path | None):
+            raise ValueError(
+                f"expected plan to be an embrace_fx.Plan, or the path of a saved one, in {where}, found {self.plan!r}. "
+                "Pass what model.plan gave, or what its save() wrote."
+            )
+        if self.given_plan is not None and self.strategy != "auto":
+            raise ValueError(
+                f"expected a plan or a strategy, in {where}, found both, and the plan says which strategy each "
+                f"parameter has. Leave out strategy={self.strategy!r}, or the plan."
+            )
         if not isinstance(self.cluster, Cluster | None):
             raise ValueError(
                 f"expected cluster to be an embrace_fx.Cluster, in {where}, found {self.cluster!r}. Give its "

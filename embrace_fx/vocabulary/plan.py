@@ -6,12 +6,14 @@ import hashlib
 import io
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 from rich.table import Table as TextTable
 
 from embrace_fx.cost.links import COLLECTIVES, Cluster
+from embrace_fx.vocabulary.json_files import read_json, write_json
 
 STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps")
 """What keeps a parameter consistent: "alltoall" is column shards and AlltoAll of rows, of tables only; all others
@@ -222,6 +224,25 @@ class Plan:
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
+
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON: `compile(plan=path)` repeats it."""
+        write_json(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """The plan in a file.
+
+        Raises:
+            ValueError: there is no such file, or it holds no plan.
+        """
+        try:
+            return read_json(cls, path)
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"expected a plan as plan.save(path) writes it, in {path}, found: {error}. Save it anew, from a model "
+                "that has been called."
+            ) from error
 
     def __str__(self) -> str:
         return render(self)

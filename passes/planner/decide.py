@@ -25,6 +25,12 @@ SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
 """Of a table's rows, read by each rank: at these it is tried out whether its strategy depends on them."""
 
 
+DENSELY = 0.5
+"""Of a table's rows: read by each rank at every step, AllReduce of them all sends about as much as AlltoAll. Below it,
+what links a probe happens to find must not decide between strategies that are nearly as fast: shards win unless whole
+tables are clearly faster."""
+
+
 @dataclass(frozen=True)
 class _Choice:
     """A strategy out of several, with the reason in one line.
@@ -34,6 +40,7 @@ class _Choice:
         against: what spoke against the others, where it was not the time.
         may_travel: the reason that shards of a whole table would have, were they to share another one's start-ups; ""
             where something besides start-ups keeps it whole.
+        sparsely_read: less than `DENSELY` of its rows are.
     """
 
     chosen: Priced
@@ -41,6 +48,7 @@ class _Choice:
     priced: Mapping[str, Priced] = field(default_factory=dict)
     against: str = ""
     may_travel: str = ""
+    sparsely_read: bool = False
 
     def candidates(self) -> tuple[Candidate, ...]:
         """What was weighed, with what spoke against the others."""
@@ -171,11 +179,16 @@ def _travelling(
 
 
 def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
-    """What a step saves by shards that share start-ups; what is in use has to be clearly slower to be changed."""
+    """What a step saves by shards that share start-ups; near ties, and what is in use, count as the faster one."""
     whole_ms, sharded_ms = choice.chosen.sharing_ms, choice.priced["alltoall"].sharing_ms
     if in_use is None:
-        return whole_ms - sharded_ms
+        return whole_ms - _near(choice.sparsely_read) * sharded_ms
     return whole_ms - CLEARLY * sharded_ms if in_use.strategy == "alltoall" else CLEARLY * whole_ms - sharded_ms
+
+
+def _near(sparsely_read: bool) -> float:
+    """Times what shards take: what whole tables must stay below to be chosen."""
+    return CLEARLY if sparsely_read else 1.0
 
 
 def _by_columns(choice: _Choice) -> bool:
@@ -225,20 +238,30 @@ def _of_table(
     if blocker is None and constant:
         return _Choice(allreduce, "its ids do not depend on the batch", priced, "its ids never change")
     if pricing.world_size == 1:
-        cheaper = blocker is None and share < 0.5
+        cheaper = blocker is None and share < DENSELY
     else:
-        cheaper = blocker is None and sharded.added_ms < allreduce.added_ms
+        cheaper = blocker is None and _near(share < DENSELY) * sharded.added_ms < allreduce.added_ms
     best = _sparsely(pricing, priced) or ("alltoall" if cheaper else "allreduce")
     in_use = pricing.in_use[fact.name].strategy if fact.name in pricing.in_use else best
     may_travel = what if pricing.world_size > 1 and blocker is None and sharded.grid is None else ""
     if best != in_use and not _worth_a_change(priced[in_use], priced[best]):
         against = f"{in_use} is in use, {best} not clearly faster"
-        return _Choice(priced[in_use], f"in use; {what}", priced, against, may_travel if in_use == "allreduce" else "")
+        may_travel = may_travel if in_use == "allreduce" else ""
+        return _Choice(priced[in_use], f"in use; {what}", priced, against, may_travel, share < DENSELY)
     if best in EXCHANGES:
         return _Choice(priced[best], f"{blocker}; {read}" if blocker else read, priced)
     if best == "alltoall":
-        return _Choice(sharded, what, priced)
-    return _Choice(allreduce, blocker or f"small, or densely read: {what}", priced, may_travel=may_travel)
+        near = pricing.world_size > 1 and sharded.added_ms > allreduce.added_ms
+        return _Choice(sharded, f"not clearly faster whole; {what}" if near else what, priced)
+    reason = blocker or _whole_because(pricing, sharded, allreduce, what)
+    return _Choice(allreduce, reason, priced, "", may_travel, share < DENSELY)
+
+
+def _whole_because(pricing: Pricing, sharded: Priced, allreduce: Priced, what: str) -> str:
+    """Why a table that could be sharded is whole."""
+    if pricing.world_size == 1:
+        return f"densely read: {what}"
+    return f"AllReduce adds {allreduce.added_ms:.3f} ms to a step, shards {sharded.added_ms:.3f} ms: {what}"
 
 
 def _depends_on_rows(pricing: Pricing, table: Table, fact: ParameterFacts) -> bool:

@@ -72,12 +72,12 @@ class Block:
     submits: list[fx.Node] = field(default_factory=list)
 
 
-def blocks(graph: TrainingGraph) -> list[Block]:
+def blocks(graph: TrainingGraph, compute: cost.Compute) -> list[Block]:
     """The compute operations of a window, in the order of the program."""
     early, end, between = Block(EARLY), Block(END), Block(BETWEEN)
-    found = [early, *_of_backward(graph.phases["backward"], early, end), end, between]
+    found = [early, *_of_backward(graph.phases["backward"], early, end, compute), end, between]
     ids = [node for node in graph.phases["ids"].graph.nodes if launch_of(node) == IDS]
-    of_forward = list(_of_forward(graph.phases["forward"], between))
+    of_forward = list(_of_forward(graph.phases["forward"], between, compute))
     if ids and IDS not in map(launch_of, between.submits):  # at their own turn, by the calling thread
         between.submits += ids
         for block in of_forward:
@@ -91,7 +91,7 @@ def _is_lookup(node: fx.Node) -> bool:
     return launch is not None and launch.kind == "lookups"
 
 
-def _of_backward(backward: fx.GraphModule, early: Block, end: Block) -> Iterator[Block]:
+def _of_backward(backward: fx.GraphModule, early: Block, end: Block, compute: cost.Compute) -> Iterator[Block]:
     block = early
     for node in backward.graph.nodes:
         launch = awaited(node)
@@ -109,10 +109,10 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block) -> Iterator
                 yield block
             block.submits.append(node)
         else:
-            end.ms += _node_ms(node)
+            end.ms += _node_ms(node, compute)
 
 
-def _of_forward(forward: fx.GraphModule, between: Block) -> Iterator[Block]:
+def _of_forward(forward: fx.GraphModule, between: Block, compute: cost.Compute) -> Iterator[Block]:
     segment: Block | None = Block(START)
     waiting = Block(START)  # for what is awaited
     for node in forward.graph.nodes:
@@ -130,7 +130,7 @@ def _of_forward(forward: fx.GraphModule, between: Block) -> Iterator[Block]:
                 segment = None
             waiting.awaits.append((launch, 0))
         else:
-            (segment or waiting).ms += _node_ms(node)
+            (segment or waiting).ms += _node_ms(node, compute)
         ends = _what_awaits_lead_to(node) if not of_rows or launch is None else compute_id("rows", launch.what)
         if ends is not None:
             waiting.id = ends
@@ -160,18 +160,12 @@ def _launch(node: fx.Node) -> OperationId:
     return launch
 
 
-def compute_durations(graph: TrainingGraph) -> dict[OperationId, float]:
+def compute_durations(graph: TrainingGraph, cluster: cost.Cluster) -> dict[OperationId, float]:
     """Estimated milliseconds of each compute operation."""
-    return {block.id: block.ms for block in blocks(graph)}
+    return {block.id: block.ms for block in blocks(graph, cluster.compute)}
 
 
-_FLOPS_PER_MS = 2e10 / 1e3
-_BYTES_PER_MS = 1e10 / 1e3
-"""A core of a server: 20 GFLOP/s of matrix products, 10 GB/s of everything else. A profile replaces them after a few
-steps; until then only their proportions matter."""
-
-
-def _node_ms(node: fx.Node) -> float:
+def _node_ms(node: fx.Node, compute: cost.Compute) -> float:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
     inputs = [_shape(n.meta.get("val")) for n in node.all_input_nodes]
@@ -182,7 +176,7 @@ def _node_ms(node: fx.Node) -> float:
         flops = 2.0 * _elements(outputs[0]) * (inputs[-2] or [1])[-1]
     elif "rnn" in node.target.name() or "conv" in node.target.name() or "attention" in node.target.name():
         flops = 2.0 * max(map(_elements, inputs), default=0) * max((s[-1] for s in inputs if s), default=1)
-    return flops / _FLOPS_PER_MS + moved / _BYTES_PER_MS
+    return compute.time_ms(flops, moved)
 
 
 def _shape(value: Any) -> list[int]:
@@ -221,7 +215,7 @@ def build(
     operations: list[Operation] = []
     dependences: list[Dependence] = []
     order: list[str] = []
-    found = blocks(graph)
+    found = blocks(graph, cluster.compute)
     pieces = _pieces(found)
     for block in found:
         name, served = str(block.id), () if block.id in (EARLY, END, BETWEEN, START) else (block.id.what,)

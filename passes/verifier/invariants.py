@@ -34,9 +34,10 @@ from embrace_fx.passes.collectives import (
     launch_options,
     running_modules,
 )
+from embrace_fx.passes.verifier.again import computed_again_alike, drawn_again_alike
 from embrace_fx.passes.verifier.fake_values import disagreement, fake_mode_of, nothing_recorded, unchanged
+from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.passes.verifier.windows import INVARIANTS as WINDOW_INVARIANTS
-from embrace_fx.passes.verifier.windows import Violation
 from embrace_fx.vocabulary.graph import (
     Gradient,
     InputRole,
@@ -296,6 +297,8 @@ _OF_THE_GRAPH: tuple[Callable[[TrainingGraph, TrainingGraph], Iterator[Violation
     forward_kept,
     collectives_in_one_order,
     *WINDOW_INVARIANTS,
+    computed_again_alike,
+    drawn_again_alike,
 )
 
 

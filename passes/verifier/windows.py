@@ -17,19 +17,10 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from embrace_fx.passes.collectives import awaited, is_relaxed, is_submission
+from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.graph import Parameter, PendingGradients, PendingRows, TrainingGraph, inputs_of, outputs_of
 from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, launch_of, op_name
 from embrace_fx.vocabulary.schedule import IDS, OperationId, bucket_name
-
-
-@dataclass(frozen=True)
-class Violation:
-    """One place where an invariant does not hold; `node` is None where no single node is to blame."""
-
-    node: fx.Node | None
-    expected: str
-    found: str
-    remedy: str
 
 
 @dataclass

@@ -29,6 +29,7 @@ from embrace_fx.vocabulary.schedule import IN_FLIGHT, Lane, OperationId
 STANDSTILL_S = 0.5
 
 _FAREWELL_S = 5.0
+_POLL_S = 0.001
 
 Launch = Callable[[], InFlight]
 
@@ -96,6 +97,7 @@ class _State:
         self.stopped = False
         self.hurried = 0
         self.moved_s = time.perf_counter()
+        self.callbacks: weakref.WeakSet[Any] = weakref.WeakSet()  # of collectives, run and dropped by threads of theirs
 
     # -- everything below is called with the lock held
 
@@ -277,6 +279,7 @@ def _launch(state: _State, ticket: Ticket) -> None:
             return
         _complete(state, ticket)
 
+    state.callbacks.add(completed)
     launched.work.get_future().add_done_callback(completed)
 
 
@@ -301,7 +304,8 @@ def _fail(state: _State, error: BaseException) -> None:
 
 
 def _stop(state: _State, thread: threading.Thread) -> None:
-    """Ends the thread, and everything under way: a completion that comes while the interpreter shuts down ends it."""
+    """Ends the thread, and everything under way: a completion that comes while the interpreter shuts down aborts it."""
+    deadline_s = time.monotonic() + _FAREWELL_S
     with state.changed:
         state.hurried += 1
         state.changed.notify_all()
@@ -311,3 +315,6 @@ def _stop(state: _State, thread: threading.Thread) -> None:
         state.changed.notify_all()
     if thread is not threading.current_thread():
         thread.join(timeout=_FAREWELL_S)
+    # The thread of a collective needs the interpreter once more after its callback has run: to drop it.
+    while state.callbacks and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)

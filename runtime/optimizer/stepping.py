@@ -13,14 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer, SparseAdam
 
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.optimizer.gradient_watch import GradientWatch
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.layouts import grid_of, state_by_columns
-from embrace_fx.runtime.tables.row_table import RowTable, local_tensor, shard_state
+from embrace_fx.runtime.tables.row_table import RowTable, fit_state, local_tensor
+from embrace_fx.runtime.tables.state_dicts import show_shards
 from embrace_fx.vocabulary.exactness import KNOWN_OPTIONS
 
 
@@ -232,20 +233,22 @@ class _RowStepping(Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; of state that comes whole, a sharded table keeps its own part. Collective as `state_dict` is."""
+        """As torch's, of whole state or of shards, before the model's first call or after. Collective likewise, and
+        where shards are loaded of what is whole here."""
         self._settle()
         super().load_state_dict(state_dict)
-        for table in self._embrace_stepping.sharded:
-            shard_state(self.state.get(table.parameter, {}), table.parameter, self._group())
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                fit_state(self.state.get(parameter, {}), parameter, self._group())
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, after every update that has been stepped; tables on a grid by columns, which is collective."""
         self._settle()
         found = super().state_dict()
         for key, state in found["state"].items():
-            if any(isinstance(value, Tensor) and grid_of(value) is not None for value in state.values()):
+            if any(isinstance(value, DTensor) for value in state.values()):
                 found["state"][key] = dict(state)  # torch hands out its own
-                state_by_columns(found["state"][key], self._group())
+                show_shards(found["state"][key], self._group(), of=f" of parameter {key}")
         return found
 
     def _group(self) -> dist.ProcessGroup | None:

@@ -67,13 +67,13 @@ class Communicator:
     Without torch.distributed, or in a group of one, there is nothing to send: launches return their own data.
 
     Args:
-        group: the ranks that train together; None: a single process.
+        group: the ranks that train together; None: a single process, which may join some later.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.world_size = dist.get_world_size(group) if group is not None else 1
-        self.rank = dist.get_rank(group) if group is not None else 0
+        self.group: dist.ProcessGroup | None = None
+        self.world_size = 1
+        self.rank = 0
         self.activity = 0
         self.failure: str | None = None  # found before the step's announcement, which reports it
         self.tables = 0  # how many tables exchange ids, once planned
@@ -85,7 +85,14 @@ class Communicator:
         self.meshes: dict[Any, Any] = {}  # of tables on a grid of these ranks (`embrace_fx.runtime.tables.layouts`)
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._roll_call: RollCall | None = None
-        if group is not None and self.world_size > 1:
+        if group is not None:
+            self.join(group)
+
+    def join(self, group: dist.ProcessGroup) -> None:
+        """Makes a single process, which has launched nothing yet, one of the ranks that train together. Collective."""
+        self.group = group
+        self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        if self.world_size > 1:
             if "nccl" in dist.get_backend_config(group):
                 self._open(CLASSES)
             else:  # every group of gloo has a thread that wakes a hundred times a second, on cores that compute
@@ -241,6 +248,18 @@ class Communicator:
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the error of a broken collective names the ranks that are gone."""
         return self._roll_call.watching() if self._roll_call is not None else contextlib.nullcontext()
+
+    def host_group(self) -> dist.ProcessGroup:
+        """The group that carries tensors of the hosts, of at least two ranks."""
+        return self._hosts
+
+    def timeout(self) -> timedelta | None:
+        """The user's timeout of the ranks' messages; None in a single process, or where the back end does not tell."""
+        return _timeout(self.group) if self.group is not None else None
+
+    def missing_ranks(self) -> list[int]:
+        """The ranks that no longer answer, asked for once a message has failed."""
+        return self._roll_call.missing() if self._roll_call is not None else []
 
     # -- launches: the ops of the same names ---------------------------------------------------------------------------
 

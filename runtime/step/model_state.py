@@ -31,6 +31,13 @@ class ModelState:
         self.awaiting_backward: WeakSet[object] = WeakSet()
         """Calls whose results the user still holds, and has not gone backward from."""
 
+    def refresh(self, model: nn.Module) -> None:
+        """Looks for parameters and buffers again, where modules have been replaced."""
+        for known, kind in ((self._parameters, "_parameters"), (self._buffers, "_buffers")):
+            known.clear()  # the same dict: others look into it
+            known.update(_owners(model, kind))
+        self.names = tuple(self._parameters)
+
     def parameter(self, name: str) -> nn.Parameter:
         owner, key = self._parameters[name]
         found: nn.Parameter = owner[key]

@@ -90,7 +90,9 @@ class Program:
         self.ids = runnable(phases["ids"], state, calls, bound.ids)
         self.forward = runnable(phases["forward"], state, calls, bound.forward, regions)
         self.backward = (
-            runnable(phases["backward"], state, calls, bound.backward, regions) if "backward" in phases else None
+            runnable(phases["backward"], state, calls, bound.backward, regions, last=True)
+            if "backward" in phases
+            else None
         )
         self.ids_program = (
             ids_program(graph, state, self.unique, self.communicator.wait) if self.flow is not None else None

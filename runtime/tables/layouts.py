@@ -61,10 +61,10 @@ def part_of(shape: Sequence[int], grid: Grid, rank: int) -> Part:
 
 def own_part(shape: Sequence[int], mesh: DeviceMesh) -> Part:
     """Likewise of this rank, whose tables lie on a mesh."""
-    if mesh.ndim == 1:
-        return part_of(shape, Grid(1, mesh.size()), mesh.get_local_rank())
-    grid = Grid(*mesh.shape)
-    return part_of(shape, grid, mesh.get_local_rank(0) * grid.columns + mesh.get_local_rank(1))
+    place = mesh.get_coordinate()  # not its groups: torch may hand out an equal mesh of groups that have ended
+    assert place is not None
+    grid = Grid(*mesh.shape) if mesh.ndim > 1 else Grid(1, mesh.size())
+    return part_of(shape, grid, place[0] * grid.columns + place[1] if mesh.ndim > 1 else place[0])
 
 
 def as_shard(local: Tensor, shape: torch.Size, mesh: DeviceMesh | None) -> Tensor:

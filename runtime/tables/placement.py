@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.optimizer.stepping import replace_parameter
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.layouts import as_shard, like, mesh_of, own_part, scatter_table, whole_table
-from embrace_fx.runtime.tables.row_table import shard_state
+from embrace_fx.runtime.tables.row_table import fit_state
 from embrace_fx.vocabulary.plan import Grid
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -81,7 +81,7 @@ def shard_parameter(
     set_parameter(model, old, new)
     replace_parameter(optimizers, old, new)
     for optimizer in optimizers:
-        shard_state(optimizer.state.get(new, {}), new, group)
+        fit_state(optimizer.state.get(new, {}), new, group)
     return new
 
 
@@ -228,14 +228,20 @@ def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:
     return list(zip(starts, (*starts[1:], rows), strict=True))
 
 
-def with_own_part(model: nn.Module, state_dict: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """A state dict in which values of sharded tables, whole or by columns, have become this rank's shards.
+def take_own_part(model: nn.Module, state_dict: dict[str, Any], prefix: str, group: dist.ProcessGroup | None) -> None:
+    """Fits a state dict to a model that is to load it, in place: what is whole in one and not in the other.
 
-    Collective where tables are on a grid and values by columns.
+    Values of sharded tables, whole or by columns, become this rank's shards; shards of tables that are whole here are
+    put together. Collective for the latter, and where tables are on a grid and values by columns.
+
+    Args:
+        prefix: of the model's names in the state dict.
     """
-    loaded = dict(state_dict)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        value = loaded.get(name)
-        if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
-            loaded[name] = like(value, parameter, group)  # of other shapes load_state_dict names both
-    return loaded
+        value = state_dict.get(prefix + name)
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            continue  # load_state_dict names both shapes
+        if isinstance(parameter, DTensor):
+            state_dict[prefix + name] = like(value, parameter, group)
+        elif isinstance(value, DTensor):
+            state_dict[prefix + name] = whole_table(value, value.device_mesh.get_group())

@@ -32,16 +32,19 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def shard_state(state: dict[str, Any], parameter: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Of optimizer state (V, D), whole or by columns, made before compile or loaded, keeps this rank's part, in place.
+def fit_state(state: dict[str, Any], parameter: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Of optimizer state (V, D), whole or by columns, made before compile or loaded, keeps what the parameter is, in
+    place: of a sharded one this rank's part, of a whole one all of it.
 
-    Collective where the table is on a grid and the state is by columns.
+    Collective where the table is on a grid and the state is by columns, and where only the state is sharded.
     """
-    if not isinstance(parameter, DTensor):
-        return
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == parameter.shape:
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            continue
+        if isinstance(parameter, DTensor):
             state[key] = like(value, parameter, group)
+        elif isinstance(value, DTensor):
+            state[key] = whole_table(value, value.device_mesh.get_group())
 
 
 class RowTable:

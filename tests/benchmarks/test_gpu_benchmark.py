@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from benchmarks.gpu import __main__ as benchmark
 from benchmarks.gpu.device import CpuStandIn
 from benchmarks.gpu.emulated import emulated
 from benchmarks.gpu.report import page
+from benchmarks.records import read_record
 from embrace_fx.cost.links import launch_ms
 from embrace_fx.runtime.ranks.communicator import all_gather_single
 
@@ -25,10 +25,10 @@ def test_the_dry_run_executes_every_section(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--output", str(tmp_path)]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
 
-    (found,) = tmp_path.glob("gpu-dry-run-*.json")
-    results = json.loads(found.read_text())
+    (found,) = tmp_path.glob("gpu-dry-run-*.json.xz")
+    results = read_record(found)
     outcomes = {name: section["outcome"] for name, section in results["sections"].items()}
-    assert outcomes == dict.fromkeys(benchmark.SECTIONS, "done"), found.with_suffix(".md").read_text()
+    assert outcomes == dict.fromkeys(benchmark.SECTIONS, "done"), found.with_suffix("").with_suffix(".md").read_text()
     assert ended.returncode == 0
     rows = {name: section["rows"] for name, section in results["sections"].items()}
     assert all(row["passed"] for row in [*rows["kernels"], *rows["parity"], *rows["sharing"]] if "passed" in row)
@@ -39,7 +39,7 @@ def test_the_dry_run_executes_every_section(tmp_path: Path) -> None:
     assert all(row["kind"] != "left out" for section in rows.values() for row in section)
     directory = found.with_suffix("")
     assert {path.name for path in directory.iterdir()} == {"trace.json.gz", "timeline.html"}
-    assert "Emulated" in found.with_suffix(".md").read_text()
+    assert "Emulated" in found.with_suffix("").with_suffix(".md").read_text()
     assert "EMULATED" in found.with_suffix(".svg").read_text()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -31,6 +30,7 @@ from benchmarks.models import MODELS
 from benchmarks.network import Links, network
 from benchmarks.peers import SYSTEMS
 from benchmarks.peers.base import Recorded
+from benchmarks.records import read_record
 
 RANKS = 2
 TINY = replace(
@@ -207,7 +207,7 @@ def test_a_run_is_written_and_not_measured_again(tmp_path: Path) -> None:
     first = run_lab(TINY, kept)
     page = write(first, tmp_path / "results")
 
-    data = json.loads(page.with_suffix(".json").read_text())
+    data = read_record(page.with_suffix(".json.xz"))
     (block,) = data["blocks"]
     assert block["complete"]
     assert block["failures"] == {}

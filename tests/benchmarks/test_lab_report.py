@@ -18,6 +18,7 @@ from benchmarks.lab.results import as_data, results, summarize
 from benchmarks.lab.settings import SETTINGS, Block
 from benchmarks.network import Links, Reached
 from benchmarks.peers.base import Recorded
+from benchmarks.records import read_record
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 
 RECTANGLE = "{http://www.w3.org/2000/svg}rect"
@@ -178,7 +179,7 @@ def test_files_are_written_and_the_data_is_json(kept: Kept, tmp_path: Path) -> N
     found = results(SETTING, kept)
     page = write(found, tmp_path / "results")
 
-    data = json.loads(page.with_suffix(".json").read_text())
+    data = read_record(page.with_suffix(".json.xz"))
     assert data == json.loads(json.dumps(as_data(found)))
     assert data["blocks"][0]["rows"][2]["step_ms"] == {"median": 65.5, "min": 41, "max": 90}
     assert data["blocks"][0]["rounds"]["ddp_sparse"]["1"]["ranks"][0]["step_ms"] == 90

@@ -10,12 +10,8 @@ announcement, and the flags of its backward. Payloads are large enough here for 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import socket
-import stat
-import struct
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +28,7 @@ from torch.optim import SGD
 
 import embrace_fx
 from benchmarks.network import Links, interface_sent_bytes, network, obstacle
+from embrace_fx.runtime.probe import wire
 from tests.support.models import TwoTableLMWorkload, Workload
 from tests.support.ranks import run_ranks
 
@@ -45,27 +42,14 @@ Counter = Callable[[], dict[int, int]]
 
 def sent_by_connection() -> dict[int, int]:
     """Payload bytes that this process has sent over the TCP connections it has open, each byte once."""
-    sent = {}
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # the listing's own descriptor, which is closed by now
-            status = os.fstat(descriptor)
-            if stat.S_ISSOCK(status.st_mode):
-                with socket.socket(fileno=os.dup(descriptor)) as connection:
-                    if connection.family in (socket.AF_INET, socket.AF_INET6):
-                        sent[status.st_ino] = _sent_by(connection)
+    sent = wire.sent_by_connection()
+    assert sent is not None, "expected a Linux of 4.19 or later, which counts a connection's bytes"
     return sent
 
 
 def sent_by_interface() -> dict[int, int]:
     """Bytes of packets that this host has sent."""
     return {0: interface_sent_bytes(os.environ["GLOO_SOCKET_IFNAME"])}
-
-
-def _sent_by(connection: socket.socket) -> int:
-    """`tcpi_bytes_sent` less `tcpi_bytes_retrans` of `struct tcp_info` (linux/tcp.h, since Linux 4.19)."""
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    sent, sent_again = struct.unpack_from("QQ", info, 200)
-    return int(sent - sent_again)
 
 
 class OneTable(nn.Module):

@@ -37,16 +37,16 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 POOL_SIZE = 4
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 """Time limit of one call, start of the ranks included."""
-GROUP_TIMEOUT_S = 20.0
+GROUP_TIMEOUT_S = 60.0
 """Timeout of the default process group: a collective that a rank never joins ends with an error on the others."""
 PEER_GRACE_S = 1.0
 """How long a rank that raised stays connected, so that peers about to raise the same do not see a broken connection."""
-EXIT_S = 10.0
+EXIT_S = 30.0
 """How long ranks may take to exit by themselves once their work is done."""
 
-PRELOAD = ["torch.distributed", "torch.distributed.tensor", "torch._dynamo", "embrace_fx"]
+PRELOAD = ["torch.distributed", "torch.distributed.tensor", "torch._dynamo", "embrace_fx.session.session"]
 """Modules the fork server imports once for all ranks; the ones a first capture would otherwise import on each rank."""
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import (
+    GROUP_TIMEOUT_S,
     Pool,
     RankDied,
     RankError,
@@ -97,7 +98,7 @@ def test_peers_of_a_rank_that_raised_end_long_before_the_group_timeout() -> None
     with pytest.raises(RankError, match=r"(?s)^rank 0, .*ValueError") as caught:
         run_ranks(2, _raise_before_a_collective)
 
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < GROUP_TIMEOUT_S / 2
     assert [type(error) for error in caught.value.by_rank] == [ValueError, RuntimeError]
 
 
@@ -196,7 +197,7 @@ def test_a_rank_that_dies_is_reported_within_seconds(how: str, exitcode: int, te
     assert isinstance(dead.exception, RankDied)
     assert text in str(dead.exception)
     assert dead.exitcode == dead.exception.exitcode == exitcode
-    assert max(survivor.elapsed_s, dead.elapsed_s) < 10
+    assert max(survivor.elapsed_s, dead.elapsed_s) < GROUP_TIMEOUT_S / 2
 
 
 def test_a_death_in_the_shared_pool_is_reported_and_the_next_call_works() -> None:

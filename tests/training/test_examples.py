@@ -28,7 +28,7 @@ SIZES = f"--vocabulary {ROWS} --width {WIDTH} --batch-size 8 --length 16 --negat
 def run(*command: str) -> str:
     """Runs a process of its own, and returns what it printed."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -76,7 +76,8 @@ def test_training_in_a_single_process(run_here: Callable[..., str], tmp_path: Pa
 
 
 def test_comparison_on_two_ranks(tmp_path: Path) -> None:
-    printed = run(*TORCHRUN, str(EXAMPLES / "compare.py"), "--output", str(tmp_path), *SIZES)
+    # What "auto" decides depends on how busy the machine is when its links are probed.
+    printed = run(*TORCHRUN, str(EXAMPLES / "compare.py"), "--output", str(tmp_path), *SIZES, "--strategy", "alltoall")
     assert "The two curves agree" in printed
 
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))

@@ -28,7 +28,7 @@ NUM_WORDS = 120
 PAD, START = 0, 1
 IGNORED = -100
 BATCH_SIZE = 3
-TIMEOUT_S = 110.0
+TIMEOUT_S = 280.0
 Batch = dict[str, Any]
 
 _ENCODER_DECODER: Mapping[str, Any] = {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from embrace_fx.cost.links import Cluster
+from embrace_fx.cost.links import Cluster, Link
 from embrace_fx.cost.sparsity import Sparsity
-from embrace_fx.vocabulary.plan import Candidate, Decision, Plan, readable_bytes, render
+from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan, Stack, readable_bytes, render
 from tests.support.golden import check_golden
 
 MIB = 2**20
@@ -132,3 +133,48 @@ def test_a_plan_is_plain_data() -> None:
 )
 def test_readable_bytes(count: int, expected: str) -> None:
     assert readable_bytes(count) == expected
+
+
+# ---- files ----
+
+
+def full_plan() -> Plan:
+    """One that has every field there is."""
+    candidates = (Candidate("alltoall", "", 9, 0.5, 7, "", Grid(2, 2)), Candidate("zen", "balanced", 8, 1.0, 6, "slow"))
+    links = Cluster(1e6, 0.1, (("all_to_all", Link(1e5, 0.2, 0.3)),), 2, Link(1e7, 0.01))
+    return replace(
+        _with(2, grid=Grid(2, 2), candidates=candidates, measured="evenly"),
+        renormed=("positions.weight",),
+        links=links,
+        links_are="probed",
+        watched=("words.weight",),
+        history=("before",),
+        stacks=(Stack(("words.weight", "items.weight"), (0, 60_000)),),
+    )
+
+
+def test_a_saved_plan_is_the_same_plan(tmp_path: Path) -> None:
+    full_plan().save(tmp_path / "plan.json")
+
+    found = Plan.load(tmp_path / "plan.json")
+    assert found == full_plan()
+    assert found.digest() == full_plan().digest()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "No such file"),
+        ("{", "Expecting property name"),
+        ("[]", "does not say that it is a Plan"),
+        ('{"what": "Plan", "value": {"world_size": "2"}}', r"Plan\.world_size is '2'"),
+        ('{"what": "Plan", "value": {"ranks": 2}}', r"\['ranks'\], which it should not have"),
+        ('{"what": "Plan", "value": {"world_size": 2}}', "missing 2 required"),
+    ],
+)
+def test_a_file_that_holds_no_plan_is_told(content: str | None, told: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "plan.json").write_text(content)
+
+    with pytest.raises(ValueError, match=rf"expected a plan as plan\.save.*plan\.json, found: .*{told}.*Save it anew"):
+        Plan.load(tmp_path / "plan.json")

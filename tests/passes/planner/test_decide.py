@@ -72,10 +72,24 @@ def test_few_rows_of_a_large_table_are_exchanged() -> None:
 
 
 def test_most_rows_of_a_small_table_are_not() -> None:
-    assert first(planned(200)) == (
-        "allreduce",
-        "small, or densely read: 120 of 200 rows read (60.00%), 2 columns per rank",
+    strategy, reason = first(planned(200))
+    ms = {c.strategy: c.predicted_ms for c in planned(200)[TABLE].candidates}
+
+    assert strategy == "allreduce"
+    assert reason.startswith("AllReduce adds 0.009 ms to a step, shards ")
+    assert reason.endswith(f"{ms['alltoall']:.3f} ms: 120 of 200 rows read (60.00%), 2 columns per rank")
+
+
+def test_what_is_nearly_as_fast_whole_is_sharded() -> None:
+    strategy, reason = first(planned(80_000))
+    ms = {c.strategy: c.predicted_ms for c in planned(80_000)[TABLE].candidates}
+
+    assert 0.8 < ms["allreduce"] / ms["alltoall"] < 1
+    assert (strategy, reason) == (
+        "alltoall",
+        "not clearly faster whole; 120 of 80000 rows read (0.15%), 2 columns per rank",
     )
+    assert first(planned(50_000))[0] == "allreduce"
 
 
 def test_ids_that_are_always_the_same_are_not() -> None:

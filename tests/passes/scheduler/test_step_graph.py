@@ -67,7 +67,7 @@ def steps_of_translator(name: str, sent: dict[OperationId, int] | None = None) -
     graph, plan = translator(name)
     row_bytes = {table: plan[table].sent_bytes_per_step // 2 for table in plan.sharded}
     sizes = Sizes(sent or {}, row_bytes, BATCH * LENGTH * 4)
-    return build(graph, sizes, compute_durations(graph), cost.Cluster(), plan.world_size)
+    return build(graph, sizes, compute_durations(graph, cost.Cluster()), cost.Cluster(), plan.world_size)
 
 
 def before(steps: StepGraph, after: str | OperationId, distance: int = 0) -> set[str]:
@@ -174,7 +174,7 @@ def test_every_window_can_be_scheduled(name: str) -> None:
 
 
 def test_every_segment_of_compute_has_a_duration() -> None:
-    durations = compute_durations(translator("2d")[0])
+    durations = compute_durations(translator("2d")[0], cost.Cluster())
 
     steps = steps_of_translator("2d")
     assert {str(each) for each in durations} == set(steps.compute_order)

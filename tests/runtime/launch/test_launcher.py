@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -387,6 +388,37 @@ def test_what_is_under_way_ends_before_the_thread_does(monkeypatch: pytest.Monke
     gc.collect()
 
     assert all(ticket.done for ticket in tickets)
+
+
+class LateFuture:
+    """Of a collective whose thread drops the callback some time after it has run."""
+
+    def __init__(self) -> None:
+        self.dropped_s = 0.0
+
+    def value(self) -> None:
+        """Nothing went wrong."""
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        threading.Thread(target=self._run, args=[[callback]]).start()
+
+    def _run(self, callbacks: list[Callable[[object], None]]) -> None:
+        callbacks[0](self)
+        time.sleep(SHORT_S)
+        callbacks.clear()
+        self.dropped_s = time.monotonic()
+
+
+def test_the_end_comes_after_the_threads_of_collectives_have_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the interpreter to do so, and a process whose interpreter is gone would end with SIGABRT."""
+    monkeypatch.setattr(launcher_module, "_FAREWELL_S", LONG_S)
+    launcher, future = make(), LateFuture()
+    launched = InFlight(torch.zeros(1), SimpleNamespace(get_future=lambda: future))
+    launcher.submit("early rows", lambda: launched, 0)
+
+    launcher._stop()
+
+    assert 0.0 < future.dropped_s <= time.monotonic()
 
 
 # -- the recorder ------------------------------------------------------------------------------------------------------

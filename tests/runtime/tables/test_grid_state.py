@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.optim import Adagrad, Adam, Optimizer
 
 import embrace_fx
 from embrace_fx.planning.placing import place_anew
+from embrace_fx.runtime.tables.state_dicts import TableShard
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
 from tests.support.cases import long_but
@@ -99,7 +100,7 @@ def test_a_checkpoint_is_of_columns_and_continues_on_any_grid(saved: Any, loads:
         assert facts["placements"] == (Shard(1),)
         assert facts["local"] == (ROWS, last - first)
         assert facts["equal"]
-        assert facts["state"].count(DTensor) == 2
+        assert facts["state"].count(TableShard) == 2
 
     expected = _expected_state()
     for world_size, strategy in loads:

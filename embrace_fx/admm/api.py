@@ -1,0 +1,121 @@
+"""`train`: what a user calls."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from embrace_fx.admm.asynchronous import MASTER, Asynchronous, open_lines, work
+from embrace_fx.admm.consensus import InStep, Synchronous
+from embrace_fx.admm.lagrangian import Penalties
+from embrace_fx.admm.loop import Alone, OnIteration, Run, iterate
+from embrace_fx.admm.master import lead
+from embrace_fx.admm.model import write_weights
+from embrace_fx.admm.setup import Own, Parallel, begin, check_patience, group_of, mean_sequences, read_own, together
+from embrace_fx.admm.state import State
+from embrace_fx.admm.stopping import Stopping
+from embrace_fx.admm.timeline import save_timeline
+from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.recorder import Recorder
+
+
+def train(
+    rnn: nn.RNN,
+    head: nn.Linear,
+    data: tuple[Tensor, Tensor],
+    *,
+    iterations: int = 200,
+    penalties: Penalties | None = None,
+    stopping: Stopping | None = None,
+    validation: tuple[Tensor, Tensor] | None = None,
+    state: State | None = None,
+    parallel: Parallel = None,
+    process_group: dist.ProcessGroup | None = None,
+    on_iteration: OnIteration | None = None,
+    timeline: str | os.PathLike[str] | None = None,
+) -> State:
+    """Trains a tanh RNN and its head, in place, without back-propagation (P-ADMMiRNN, arXiv 2006.05622).
+
+    An iteration reads all of the data twice, backward and forward in time. There is no learning rate: step constants
+    are upper bounds of curvatures, taken anew in each iteration. The weights with the lowest loss are left in the
+    modules; `nn.RNN`'s two biases become one, in `bias_ih_l0`.
+
+    Args:
+        rnn: one tanh layer in one direction, float32 or float64, with or without `batch_first`.
+        head: from hidden units to scores of classes.
+        data: inputs (B, N, I), or (N, B, I) without `batch_first`, and classes, int64: (B,) where the head judges a
+            sequence by its last state, or as the inputs' first two sizes where it judges every step (language model).
+            In a parallel training, the rank's own sequences; the asynchronous master's are never trained on.
+        iterations: at which training ends; of a resumed one, those before it included. The master's, each an update
+            of the agreed weights, where ranks are asynchronous.
+        penalties: `Penalties()` if None.
+        stopping: `Stopping()` if None.
+        validation: data to judge weights on, as `data`; the training data itself if None.
+        state: a state to resume from. In a single process and among synchronous ranks what follows is the same to the
+            bit as without a break.
+        parallel: how the ranks of `process_group` train together. None: this process trains alone.
+        process_group: the default group if None.
+        on_iteration: called with an iteration's figures.
+        timeline: a file to draw all ranks' doings to, by rank 0: .svg, .html or .json.
+
+    Returns: the state after the last iteration. `state.best` is what the modules hold, `state.stopped` says why
+        training ended early.
+
+    Raises:
+        ValueError: for what is not supported; in a parallel training `PeerFailure`, on every rank.
+        DeadRank: a rank is gone, by its name.
+        LateRank: an asynchronous worker does not arrive within the master's patience.
+    """
+    penalties, stopping = penalties or Penalties(), stopping or Stopping()
+    communicator = Communicator(group_of(parallel, process_group))
+    in_step = not isinstance(parallel, Asynchronous)
+    trains = in_step or communicator.rank != MASTER
+
+    def prepare() -> Own:
+        if iterations < 0:
+            raise ValueError(f"expected no less than 0 iterations, in admm.train(), found {iterations}.")
+        check_patience(communicator, parallel)
+        own = read_own(rnn, head, data, validation, trains)
+        if state is not None:
+            state.check_fits(own.weights, own.data if trains else None, penalties)
+        return own
+
+    def asked(own: Own) -> dict[str, str]:
+        return {
+            "iterations": str(iterations),
+            "penalties": str(penalties),
+            "stopping": str(stopping),
+            "parallel": str(parallel),
+            "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in own.weights.tensors()),
+            "a class for": "the last step" if own.data.y_MB.shape[0] == 1 else "every step",
+            "a timeline": str(timeline is not None),
+            "a state": str(state is not None and (not in_step or state.iteration)),
+        }
+
+    own = together(communicator, prepare, asked)
+    state = state if state is not None else begin(communicator, own, penalties)
+    run = Run(iterations, stopping, own.monitored, on_iteration, Recorder())
+    recording = run.recorder.start() if timeline is not None else None
+    _train(state, own, run, communicator, parallel)
+    write_weights(state.best.weights, rnn, head)
+    if timeline is not None and recording is not None:
+        save_timeline(timeline, communicator, run.recorder.stop(), in_step=in_step)
+    return state
+
+
+def _train(state: State, own: Own, run: Run, communicator: Communicator, parallel: Parallel) -> None:
+    """The iterations of this rank, in its part."""
+    if parallel is None:
+        iterate(state, own.data, run, Alone())
+        return
+    strength = parallel.strength * mean_sequences(communicator, own)
+    if isinstance(parallel, Synchronous):
+        iterate(state, own.data, run, InStep(communicator, strength, run.recorder))
+        return
+    lines = open_lines(communicator, own.weights.flat())
+    if own.trains:
+        work(state, own.data, run, communicator, lines[MASTER], strength)
+    else:
+        lead(state, run, communicator, lines, parallel)

@@ -1,0 +1,65 @@
+"""Pictures of what each rank did when, in both parallel forms, drawn by `embrace_fx.viz`.
+
+A window is an iteration. Asynchronous ranks have no common iterations; there it is a stretch of time, as long as the
+slowest rank's iterations are.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from embrace_fx import viz
+from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.recorder import Recording
+from embrace_fx.schedule import Kind, Operation, StepGraph
+from embrace_fx.timeline import gather_timeline
+
+KINDS: dict[str, Kind] = {
+    "backward sweep": "backward",
+    "forward sweep": "forward",
+    "multipliers": "update",
+    "duals": "update",
+    "mean of weights": "update",
+    "figures": "update",
+}
+"""How the parts of an iteration are painted."""
+
+STEPS = StepGraph(tuple(Operation(name, kind, "compute", 0.0) for name, kind in KINDS.items()), (), tuple(KINDS))
+
+
+def save_timeline(
+    path: str | os.PathLike[str], communicator: Communicator, recording: Recording, *, in_step: bool
+) -> None:
+    """Draws all ranks' recordings to a file of rank 0's, in the format that its suffix names. Collective.
+
+    Args:
+        in_step: whether iterations are common to the ranks.
+    """
+    if not in_step:
+        longest_s = max(communicator.gather_objects(_window_s(recording)))
+        recording = by_time(recording, longest_s)
+    timeline = gather_timeline(communicator, recording, STEPS)
+    if communicator.rank == 0:
+        viz.save(path, timeline=timeline)
+
+
+def by_time(recording: Recording, window_s: float) -> Recording:
+    """The same marks in windows of equal length since the first mark, whatever iterations they belong to."""
+    start_s = recording.marks[0][2]
+
+    def window(at_s: float) -> int:
+        return int((at_s - start_s) / window_s)
+
+    end_s = recording.marks[-1][2]
+    return Recording(
+        [(name, window(at_s), at_s) for name, _, at_s in recording.marks],
+        [(launch, lane, window(start), start, end) for launch, lane, _, start, end in recording.waits],
+        [replace(each, window=window(each.started_s)) for each in recording.transfers],
+        window(end_s),
+    )
+
+
+def _window_s(recording: Recording) -> float:
+    """Mean length of an iteration."""
+    return (recording.marks[-1][2] - recording.marks[0][2]) / (recording.window + 1)

@@ -1,0 +1,97 @@
+"""What computes at a rank, by its data sheet: memory, matrix products, the link between two of one machine.
+
+A device stands in a prediction for what no probe has measured: plans for clusters that one does not sit at. Rates are
+those of data sheets, in float32, times `ATTAINED`.
+
+Sources, the vendors' data sheets:
+    V100 SXM2 (NVIDIA Tesla V100, 2017)     900 GB/s, 15.7 TFLOP/s, NVLink 150 GB/s each way
+    RTX 2080 (Turing whitepaper, 2018)      448 GB/s, 10.1 TFLOP/s, PCIe 3.0 x16
+    RTX 3090 (GA102 whitepaper, 2020)       936 GB/s, 35.6 TFLOP/s, PCIe 4.0 x16
+    A100 SXM4 40 GB (A100 whitepaper, 2020) 1,555 GB/s, 19.5 TFLOP/s, NVLink 300 GB/s each way
+    H100 SXM5 (H100 whitepaper, 2022)       3,352 GB/s, 66.9 TFLOP/s, NVLink 450 GB/s each way
+    H200 SXM (H200 data sheet, 2023)        4,800 GB/s, 66.9 TFLOP/s, NVLink 450 GB/s each way
+    core    a core of a server's CPU: 10 GB/s and 20 GFLOP/s, of the order that the probe measures
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from embrace_fx.cost.links import CORE, Cluster, Compute, Handling, Link
+
+ATTAINED = 0.7
+"""Of a data sheet's rate: what well-written kernels that stream through memory, or large matrix products, reach."""
+LAUNCH_MS = 0.005
+"""From one kernel's end to the next one's start, where the host enqueues them one by one."""
+KERNELS_OF_ROUND = 10
+"""Kernels that prepare one round of an exchange, and take what came."""
+BYTES_OF_UNIT = 128
+"""Moved to find a row's place among others: eight passes of a radix sort over an int64 index and its position."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """An accelerator.
+
+    Attributes:
+        memory_bytes_per_ms: what it reads and writes of its own memory.
+        flops_per_ms: floating-point operations of matrix products in float32.
+        memory_bytes: how much it holds.
+        inside: the link between two devices of one machine.
+    """
+
+    name: str
+    memory_bytes_per_ms: float
+    flops_per_ms: float
+    memory_bytes: int
+    inside: Link
+
+    @property
+    def compute(self) -> Compute:
+        """How fast it computes."""
+        return Compute(ATTAINED * self.flops_per_ms, ATTAINED * self.memory_bytes_per_ms, LAUNCH_MS)
+
+    @property
+    def handling(self) -> Handling:
+        """How fast it handles gradients. Its allocator keeps memory, so that new blocks cost nothing."""
+        passed = ATTAINED * self.memory_bytes_per_ms
+        return Handling(passed, passed, float("inf"), BYTES_OF_UNIT / passed, KERNELS_OF_ROUND * LAUNCH_MS)
+
+    def cluster(
+        self, bandwidth_bytes_per_ms: float, latency_ms: float = 0.01, *, devices_per_machine: int = 1
+    ) -> Cluster:
+        """Machines of such devices.
+
+        Args:
+            bandwidth_bytes_per_ms: what a machine can send to the others.
+            latency_ms: start-up of a message between machines.
+            devices_per_machine: consecutive ranks that share a machine, and its link to the others.
+        """
+        return Cluster(
+            bandwidth_bytes_per_ms,
+            latency_ms,
+            ranks_per_machine=devices_per_machine,
+            inside=self.inside if devices_per_machine > 1 else None,
+            handling=self.handling,
+            compute=self.compute,
+        )
+
+
+_GIB = 2**30
+_PCIE_3, _PCIE_4 = Link(12.5e6, 0.01), Link(25e6, 0.01)
+"""Sixteen lanes, less what packets' heads take."""
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("V100", 900e6, 15.7e9, 16 * _GIB, Link(150e6, 0.01)),
+        Device("RTX 2080", 448e6, 10.1e9, 8 * _GIB, _PCIE_3),
+        Device("RTX 3090", 936e6, 35.6e9, 24 * _GIB, _PCIE_4),
+        Device("A100", 1555e6, 19.5e9, 40 * _GIB, Link(300e6, 0.01)),
+        Device("H100", 3352e6, 66.9e9, 80 * _GIB, Link(450e6, 0.01)),
+        Device("H200", 4800e6, 66.9e9, 141 * _GIB, Link(450e6, 0.01)),
+    )
+}
+"""Name -> device."""
+
+__all__ = ["ATTAINED", "CORE", "DEVICES", "Device"]

@@ -1,0 +1,56 @@
+"""The process group that a model trains in, where the user names none."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """The default group as it is now; None where torch.distributed is not initialised."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | None) -> None:
+    """Raises where the first call would not train with the ranks that the program was started for.
+
+    Args:
+        now: the default group at the first call.
+        compiled_in: the default group at `compile`.
+
+    Raises:
+        RuntimeError: the environment tells of other ranks, and there is no group; or it is another one than at
+            `compile`, where the ranks have agreed on model and options.
+    """
+    if now is None and compiled_in is None and (ranks := _ranks_told()) > 1:
+        raise RuntimeError(
+            f"expected torch.distributed to be initialised, at the first call, found that it is not, while WORLD_SIZE "
+            f"tells of {ranks} ranks: each would train alone. Call torch.distributed.init_process_group() before, or "
+            "unset WORLD_SIZE to train in a single process."
+        )
+    if compiled_in is not None and now is not compiled_in:
+        raise RuntimeError(
+            "expected the process group of compile(), at the first call, found that it has been destroyed or replaced "
+            "since. Initialise torch.distributed once, or compile the model after it."
+        )
+
+
+def check_still_alone(now: dist.ProcessGroup | None) -> None:
+    """Raises where a model that was first called in a single process has got other ranks since.
+
+    Raises:
+        RuntimeError: torch.distributed has been initialised after the first call.
+    """
+    if now is not None and dist.get_world_size(now) > 1:
+        raise RuntimeError(
+            "expected torch.distributed to be initialised before the first call, in the model's call, found that it "
+            "was initialised later: this model trains in a single process. Initialise it first, or compile the model "
+            "again."
+        )
+
+
+def _ranks_told() -> int:
+    """How many ranks the launcher says there are; torchrun and most others set WORLD_SIZE."""
+    told = os.environ.get("WORLD_SIZE", "")
+    return int(told) if told.isdecimal() else 1

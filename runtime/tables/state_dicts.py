@@ -1,0 +1,91 @@
+"""State dicts with sharded tables: as shards, which only `torch.distributed.checkpoint` may write, or whole.
+
+A state dict shows a sharded table as a `TableShard`, a DTensor by columns. One rank's file of it would hold that rank's
+columns alone, so that pickling it is refused; `whole_state` gives what one rank can write.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from embrace_fx.runtime.tables.layouts import state_by_columns, whole_table
+
+REFUSAL = (
+    "expected whole tensors, in what is saved, found {}: one rank's file would lose the other ranks' columns. Call "
+    "model.full_state_dict() for the model and embrace_fx.full_state_dict(optimizer) for its optimizer on every rank, "
+    "and save what they return on one; or save shards with torch.distributed.checkpoint."
+)
+
+
+class TableShard(DTensor):
+    """A sharded table, or its optimizer's state, in a state dict.
+
+    To torch it is the DTensor that it was made of. A copy of it is a shard too; a pickle of it is refused.
+    """
+
+    _embrace_name: str
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(REFUSAL.format(f"a part of the sharded {self._embrace_name}"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableShard:
+        with torch.no_grad():
+            local = self.to_local().clone()
+        shape, stride = self.shape, self.stride()
+        own = DTensor.from_local(local, self.device_mesh, self.placements, run_check=False, shape=shape, stride=stride)
+        return as_table_shard(own, self._embrace_name)
+
+    # What writers of other formats read a tensor by.
+
+    def untyped_storage(self) -> NoReturn:
+        self.__reduce_ex__(2)
+
+    def data_ptr(self) -> NoReturn:
+        self.__reduce_ex__(2)
+
+    def numpy(self, *_: Any, **__: Any) -> NoReturn:
+        self.__reduce_ex__(2)
+
+
+def as_table_shard(shard: DTensor, name: str) -> TableShard:
+    """A shard as state dicts show it, in the same memory."""
+    found = shard.detach()
+    found.__class__ = TableShard  # a DTensor's constructor takes no subclass
+    assert isinstance(found, TableShard)
+    found._embrace_name = name
+    return found
+
+
+def show_shards(state_dict: dict[str, Any], group: dist.ProcessGroup | None, *, prefix: str = "", of: str = "") -> None:
+    """Puts the tables of a state dict by columns, and marks them as shards, in place. Collective where one lies on a
+    grid.
+
+    Args:
+        prefix: of the names that are looked at.
+        of: what else than its name a shard is called by.
+    """
+    state_by_columns(state_dict, group)
+    for name, value in state_dict.items():
+        if isinstance(value, DTensor) and not isinstance(value, TableShard) and name.startswith(prefix):
+            state_dict[name] = as_table_shard(value, name + of)
+
+
+def whole_state(state: Any) -> Any:
+    """A state dict, nested as it may be, with each sharded table whole, as a plain tensor, on every rank. Collective.
+
+    Everything else is the same object. The tables are gathered in the order of their keys as text: the ranks may have
+    put them into their dicts in other orders.
+    """
+    if isinstance(state, DTensor):
+        return whole_table(state.detach(), state.device_mesh.get_group())
+    if isinstance(state, dict):
+        found = copy.copy(state)
+        whole = {key: whole_state(state[key]) for key in sorted(state, key=str)}
+        found.update({key: whole[key] for key in state})
+        return found
+    return [whole_state(each) for each in state] if isinstance(state, list) else state

@@ -1,0 +1,64 @@
+"""Small problems for tests: random ones in the middle of training, and tasks that can be learned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+from embrace_fx.admm.lagrangian import Penalties, Variables
+from embrace_fx.admm.model import Data, Weights
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Weights, variables, data and penalties as they may be between two updates: nothing is zero, nothing fits."""
+
+    weights: Weights
+    variables: Variables
+    data: Data
+    penalties: Penalties
+
+    def blocks(self) -> dict[str, Tensor]:
+        """The blocks of the Lagrangian by name."""
+        return {f.name: getattr(h, f.name) for h in (self.weights, self.variables) for f in fields(h)}
+
+
+def random_problem(
+    seed: int, steps: int, heads: int, *, dtype: torch.dtype = torch.float64, scale: float = 1.0
+) -> Problem:
+    """A problem of a few sequences; with `heads` steps that the head reads, 1 or `steps`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) * scale
+
+    B, I, H, C = 4, 3, 5, 3  # noqa: E741  # the legend of `embrace_fx.admm.model`
+    weights = Weights(normal(H, I), normal(H, H), normal(H), normal(C, H), normal(C))
+    states = (normal(steps, B, H), normal(steps, B, H), normal(heads, B, C))
+    variables = Variables(*states, normal(B, H), normal(B, H), normal(B, C))
+    data = Data(normal(steps, B, I), torch.randint(C, (heads, B), generator=generator))
+    mu, p1, p2, p3 = (10 ** torch.empty(4).uniform_(-2, 1, generator=generator)).tolist()
+    return Problem(weights, variables, data, Penalties(mu, p1, p2, p3, dual_step=0.7))
+
+
+def modules(
+    inputs: int, hidden: int, classes: int, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[nn.RNN, nn.Linear]:
+    torch.manual_seed(seed)
+    return nn.RNN(inputs, hidden, batch_first=True, dtype=dtype), nn.Linear(hidden, classes, dtype=dtype)
+
+
+def weighed_words(sequences: int, steps: int, *, seed: int, words: int = 6) -> tuple[Tensor, Tensor]:
+    """Is the sum of a sequence's words, whose values are fixed, above its mean? One-hot (B, N, I), and classes (B,)."""
+    values = torch.randn(words, generator=torch.Generator().manual_seed(99))
+    values -= values.mean()
+    ids = torch.randint(words, (sequences, steps), generator=torch.Generator().manual_seed(seed))
+    return nn.functional.one_hot(ids, words).float(), (values[ids].sum(1) > 0).long()
+
+
+def repeated_word(sequences: int, steps: int, *, seed: int, words: int = 4) -> tuple[Tensor, Tensor]:
+    """What was the word before this one (at the first step: this one)? One-hot (B, N, I), and classes (B, N)."""
+    ids = torch.randint(words, (sequences, steps), generator=torch.Generator().manual_seed(seed))
+    return nn.functional.one_hot(ids, words).float(), torch.cat([ids[:, :1], ids[:, :-1]], 1)

@@ -1,0 +1,212 @@
+"""Asynchronous consensus on real ranks: a master, workers of their own pace, and what becomes of late and dead ones."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from embrace_fx import admm
+from embrace_fx.admm.asynchronous import Report
+from embrace_fx.admm.master import Contributions
+from embrace_fx.admm.progress import Splits
+from embrace_fx.runtime.failure import DeadRank, PeerFailure
+from tests.admm.problems import modules, weighed_words
+from tests.ranks import Outcome, RankDied, fresh_ranks, run_ranks, run_ranks_expecting_errors
+
+STEPS, WORDS, HIDDEN = 5, 6, 12
+DATA = weighed_words(240, STEPS, seed=0, words=WORDS)
+
+
+def shard(rank: int, workers: int) -> tuple[Tensor, Tensor]:
+    """The master has all of the data, to judge weights on."""
+    return DATA if rank == 0 else (DATA[0][rank - 1 :: workers], DATA[1][rank - 1 :: workers])
+
+
+@dataclass(frozen=True)
+class Result:
+    parameters: list[Tensor]
+    history: list[admm.Progress]
+    best_iteration: int
+    stopped: str | None
+
+
+def run(
+    rank: int,
+    world_size: int,
+    parallel: admm.Asynchronous,
+    iterations: int,
+    on_iteration: Callable[[admm.Progress], object] | None = None,
+    state: admm.State | None = None,
+    save: Path | None = None,
+) -> Result:
+    rnn, head = modules(WORDS, HIDDEN, 2, seed=rank)
+    state = admm.train(
+        rnn,
+        head,
+        shard(rank, world_size - 1),
+        iterations=iterations,
+        parallel=parallel,
+        on_iteration=on_iteration,
+        state=state,
+    )
+    if save is not None:
+        state.save(save)
+    parameters = [parameter.detach() for parameter in (*rnn.parameters(), *head.parameters())]
+    return Result(parameters, state.history, state.best.iteration, state.stopped)
+
+
+def _in_both_forms(rank: int, world_size: int) -> tuple[Result, list[Tensor]]:
+    asynchronous = run(rank, world_size, admm.Asynchronous(arrivals=world_size - 1, staleness=1, patience_s=5), 8)
+    workers = torch.distributed.new_group(list(range(1, world_size)))
+    rnn, head = modules(WORDS, HIDDEN, 2, seed=0)
+    if rank > 0:
+        admm.train(
+            rnn,
+            head,
+            shard(rank, world_size - 1),
+            iterations=8,
+            parallel=admm.Synchronous(),
+            process_group=workers,
+            stopping=admm.Stopping(patience=None),
+        )
+    return asynchronous, [parameter.detach() for parameter in (*rnn.parameters(), *head.parameters())]
+
+
+def test_a_master_that_waits_for_everybody_is_synchronous() -> None:
+    results = run_ranks(3, _in_both_forms)
+    synchronous = results[1][1]
+    for result, _ in results:
+        assert result.best_iteration == 8
+        for found, wanted in zip(result.parameters, synchronous, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def _one_slow(rank: int, world_size: int, staleness: int, slow_s: float) -> Result:
+    def sleep(progress: admm.Progress) -> None:
+        if rank == 1:
+            time.sleep(slow_s)
+
+    return run(rank, world_size, admm.Asynchronous(arrivals=1, staleness=staleness, patience_s=5), 150, sleep)
+
+
+def test_a_slow_worker_holds_nobody_up_within_the_staleness_bound() -> None:
+    """Its contributions are older than others', never older than allowed, and the model is learned all the same."""
+    master, slow, fast = run_ranks(3, _one_slow, 6, 0.05)
+    ages = [progress.staleness for progress in master.history]
+    assert 2 <= max(ages) < 6
+    assert len(fast.history) > 2 * len(slow.history)
+    assert max(progress.accuracy for progress in master.history) > 0.85
+    for worker in (slow, fast):
+        assert worker.best_iteration == master.best_iteration
+        assert worker.stopped == "the master ended the training"
+        assert all(torch.equal(p, q) for p, q in zip(worker.parameters, master.parameters, strict=True))
+
+
+def _saved_and_resumed(rank: int, world_size: int, folder: Path) -> tuple[Result, Result]:
+    parallel = admm.Asynchronous(arrivals=1, staleness=4, patience_s=5)
+    path = folder / f"{rank}.pt"
+    first = run(rank, world_size, parallel, 10, save=path)
+    return first, run(rank, world_size, parallel, 40, state=admm.State.load(path))
+
+
+def test_a_resumed_training_goes_on(tmp_path: Path) -> None:
+    results = run_ranks(3, _saved_and_resumed, tmp_path)
+    first, resumed = results[0]
+    assert [p.iteration for p in resumed.history] == list(range(1, 41))
+    assert resumed.history[:10] == first.history
+    assert min(p.loss for p in resumed.history[10:]) < min(p.loss for p in first.history)
+    assert resumed.history[10].staleness == 0  # only the workers know what they had sent, so all are heard first
+
+
+# -- the bound, without ranks ------------------------------------------------------------------------------------------
+
+
+def report(value: float) -> Report:
+    return Report(torch.tensor([value]), Splits(1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0))
+
+
+def test_who_is_waited_for() -> None:
+    heard = Contributions(torch.zeros(1), workers=3, arrivals=2, staleness=2, known=True)
+    assert heard.missing() == [1, 2, 3]
+    heard.take(2, report(3.0))
+    assert heard.missing() == [1, 3]
+    heard.take(3, report(6.0))
+    assert heard.missing() == []
+    vector, arrived, oldest = heard.update()
+    assert (vector.tolist(), arrived, oldest) == ([3.0], {2, 3}, 1)
+
+    heard.take(2, report(0.0))
+    heard.take(3, report(0.0))
+    assert heard.missing() == [1]  # of two updates ago, whoever else has come
+    heard.take(1, report(9.0))
+    vector, arrived, oldest = heard.update()
+    assert (vector.tolist(), arrived, oldest) == ([3.0], {1, 2, 3}, 0)
+    assert heard.splits().sequences == 3.0
+
+
+def test_after_a_break_everybody_is_heard_first() -> None:
+    heard = Contributions(torch.zeros(1), workers=2, arrivals=1, staleness=5, known=False)
+    heard.take(1, report(1.0))
+    assert heard.missing() == [2]
+
+
+# -- the late and the dead ---------------------------------------------------------------------------------------------
+
+PATIENCE_S = 3.0
+
+
+def _fail(rank: int, world_size: int, victim: int, how: str) -> None:
+    def fail(progress: admm.Progress) -> None:
+        if rank == victim and progress.iteration == 3:
+            if how == "dies":
+                os._exit(3)
+            time.sleep(2 * PATIENCE_S)
+
+    run(rank, world_size, admm.Asynchronous(staleness=3, patience_s=PATIENCE_S), 10_000, fail)
+
+
+def errors(outcomes: list[Outcome[None]], victim: int) -> list[BaseException | None]:
+    return [outcome.exception for rank, outcome in enumerate(outcomes) if rank != victim]
+
+
+@pytest.mark.parametrize("victim", [2, 0])
+def test_a_rank_that_dies_is_named_by_all_others(victim: int) -> None:
+    outcomes = fresh_ranks(3, _fail, victim, "dies")
+    assert isinstance(outcomes[victim].exception, RankDied)
+    for error in errors(outcomes, victim):
+        assert isinstance(error, DeadRank), error
+        assert f"rank(s) {victim} no longer answer" in str(error)
+
+
+def test_a_worker_that_is_too_late_is_named_by_all() -> None:
+    outcomes = fresh_ranks(3, _fail, 1, "sleeps")
+    for outcome in outcomes:
+        assert isinstance(outcome.exception, admm.LateRank), outcome
+        assert "expected rank 1 to arrive within the master's patience" in str(outcome.exception)
+
+
+def _too_few(rank: int, world_size: int) -> None:
+    run(rank, world_size, admm.Asynchronous(arrivals=2), 3)
+
+
+def _too_patient(rank: int, world_size: int) -> None:
+    run(rank, world_size, admm.Asynchronous(patience_s=60.0), 3)
+
+
+def test_the_master_must_lose_patience_before_messages_time_out() -> None:
+    for error in run_ranks_expecting_errors(2, _too_patient):
+        assert isinstance(error, PeerFailure)
+        assert "found 60" in str(error)
+
+
+def test_a_master_cannot_wait_for_more_workers_than_there_are() -> None:
+    for error in run_ranks_expecting_errors(2, _too_few):
+        assert isinstance(error, ValueError)
+        assert "found 1 workers" in str(error)

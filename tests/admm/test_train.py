@@ -1,0 +1,211 @@
+"""Training in a single process: it learns, keeps the best, stops, resumes to the bit, and refuses what it cannot do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from embrace_fx import admm
+from embrace_fx.admm.progress import Progress
+from embrace_fx.admm.state import State
+from embrace_fx.admm.stopping import Best
+from tests.admm.problems import modules, random_problem, repeated_word, weighed_words
+
+
+def loss_and_accuracy(rnn: nn.RNN, head: nn.Linear, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
+    """By the modules themselves."""
+    with torch.no_grad():
+        states, _ = rnn(inputs)
+        scores = head(states if targets.dim() == 2 else states[:, -1]).flatten(0, -2)
+    loss = nn.functional.cross_entropy(scores, targets.flatten())
+    return float(loss), float((scores.argmax(-1) == targets.flatten()).float().mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("steps", [1, 6])
+def test_classification_of_sequences(dtype: torch.dtype, steps: int) -> None:
+    inputs, targets = weighed_words(150, steps, seed=0)
+    rnn, head = modules(6, 16, 2, dtype=dtype)
+    state = admm.train(rnn, head, (inputs.to(dtype), targets), iterations=100)
+    loss, accuracy = loss_and_accuracy(rnn, head, inputs.to(dtype), targets)
+    assert accuracy > 0.9
+    assert loss == pytest.approx(state.best.loss, rel=1e-4)
+    assert all(parameter.dtype == dtype and parameter.grad is None for parameter in rnn.parameters())
+
+
+def test_language_model_of_25_steps() -> None:
+    """The loss stands at every step, and the answer is in the state alone."""
+    inputs, targets = repeated_word(60, 25, seed=0)
+    rnn, head = modules(4, 16, 4)
+    state = admm.train(rnn, head, (inputs, targets), iterations=100)
+    loss, accuracy = loss_and_accuracy(rnn, head, inputs, targets)
+    assert accuracy > 0.95
+    assert loss == pytest.approx(state.best.loss, rel=1e-4)
+    assert state.history[-1].lagrangian < state.history[0].lagrangian
+    assert {len(state.history), state.iteration} == {100}
+
+
+def test_time_first_is_the_same_training() -> None:
+    inputs, targets = repeated_word(8, 5, seed=0)
+    rnn, head = modules(4, 6, 4)
+    other = nn.RNN(4, 6)
+    other.load_state_dict(rnn.state_dict())
+    other_head = nn.Linear(6, 4)
+    other_head.load_state_dict(head.state_dict())
+    admm.train(rnn, head, (inputs, targets), iterations=5)
+    admm.train(other, other_head, (inputs.transpose(0, 1), targets.t()), iterations=5)
+    for found, wanted in zip(other.parameters(), rnn.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def flat(state: State) -> dict[str, Tensor]:
+    holders = {"weights": state.weights, "agreed": state.agreed, "best": state.best.weights, "v": state.variables}
+    found = {f"{n}.{f.name}": getattr(h, f.name) for n, h in holders.items() if h is not None for f in fields(h)}
+    rows = [progress.row()[:-1] for progress in state.history]  # all but the time
+    return found | {"history": torch.tensor(rows, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_resumed_training_is_the_same_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    inputs, targets = weighed_words(40, 4, seed=0)
+    data = inputs.to(dtype), targets
+    rnn, head = modules(6, 8, 2, dtype=dtype)
+    whole = admm.train(rnn, head, data, iterations=20)
+
+    again, again_head = modules(6, 8, 2, dtype=dtype)
+    admm.train(again, again_head, data, iterations=8).save(tmp_path / "state.pt")
+    torch.load(tmp_path / "state.pt", weights_only=True)
+    fresh, fresh_head = modules(6, 8, 2, dtype=dtype, seed=5)
+    resumed = admm.train(fresh, fresh_head, data, iterations=20, state=State.load(tmp_path / "state.pt"))
+
+    assert resumed.iteration == whole.iteration == 20
+    wanted = flat(whole)
+    for name, value in flat(resumed).items():
+        assert torch.equal(value, wanted[name]), name
+    for found, expected in zip(
+        [*fresh.parameters(), *fresh_head.parameters()], [*rnn.parameters(), *head.parameters()], strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+def test_what_is_kept_is_the_best_and_not_the_last() -> None:
+    """Judged on other data than it is trained on, a model of many units and few sequences gets worse in the end."""
+    rnn, head = modules(6, 48, 2, seed=1)
+    held_out = weighed_words(200, 6, seed=1)
+    state = admm.train(
+        rnn,
+        head,
+        weighed_words(24, 6, seed=0),
+        iterations=300,
+        validation=held_out,
+        stopping=admm.Stopping(patience=30),
+    )
+    losses = [progress.loss for progress in state.history]
+    assert state.best.loss == min(losses) < losses[-1]
+    assert losses.index(min(losses)) + 1 == state.best.iteration == state.iteration - 30
+    assert loss_and_accuracy(rnn, head, *held_out)[0] == pytest.approx(min(losses), rel=1e-4)
+    assert state.stopped == f"30 iterations brought no lower loss than iteration {state.best.iteration}"
+
+
+def test_it_ends_at_an_accuracy() -> None:
+    rnn, head = modules(6, 16, 2)
+    seen: list[Progress] = []
+    stopping = admm.Stopping(accuracy=0.85)
+    state = admm.train(rnn, head, weighed_words(150, 4, seed=0), stopping=stopping, on_iteration=seen.append)
+    assert seen == state.history
+    assert seen[-1].accuracy >= 0.85 > max([progress.accuracy for progress in seen[:-1]], default=0.0)
+    assert state.stopped == "accuracy 0.85 was reached"
+
+
+def test_a_start_that_is_better_than_all_that_follows_is_kept() -> None:
+    inputs, targets = weighed_words(40, 3, seed=0)
+    rnn, head = modules(6, 8, 2)
+    admm.train(rnn, head, (inputs, targets), iterations=60)
+    wanted = [parameter.clone() for parameter in head.parameters()]
+    # Judged on the opposite answers, every iteration that learns is worse than the start.
+    state = admm.train(rnn, head, (inputs, targets), iterations=5, validation=(inputs, 1 - targets))
+    assert state.best.iteration == 0
+    for parameter, value in zip(head.parameters(), wanted, strict=True):
+        assert torch.equal(parameter, value)
+
+
+@pytest.mark.parametrize(("loss", "lagrangian"), [(float("nan"), 1.0), (1.0, float("inf"))])
+def test_a_loss_that_is_no_number_ends_training_and_is_never_best(loss: float, lagrangian: float) -> None:
+    weights = random_problem(0, 1, 1).weights
+    progress = Progress(3, loss, 0.5, lagrangian, 0, 0, 0, 0, 0, 1.0)
+    best = Best(1, 0.9, weights)
+    assert best.or_better(progress, weights) is best
+    assert admm.Stopping().reason(progress, best) == "the loss was not finite at iteration 3"
+
+
+def _data(**changes: Any) -> tuple[Tensor, Tensor]:
+    data = {"inputs": torch.zeros(4, 3, 6), "targets": torch.zeros(4, dtype=torch.int64)} | changes
+    return data["inputs"], data["targets"]
+
+
+@pytest.mark.parametrize(
+    ("rnn", "head", "data", "message"),
+    [
+        (nn.LSTM(6, 8), None, _data(), "expected a torch.nn.RNN and a torch.nn.Linear, .* found LSTM and Linear"),
+        (nn.RNN(6, 8, nonlinearity="relu"), None, _data(), "found nonlinearity='relu'"),
+        (nn.RNN(6, 8, num_layers=2), None, _data(), "found num_layers=2"),
+        (nn.RNN(6, 8, bidirectional=True), None, _data(), "found bidirectional=True"),
+        (nn.RNN(6, 8, bias=False), None, _data(), "found bias=False"),
+        (None, nn.Linear(8, 2, bias=False), _data(), "found bias=False"),
+        (None, nn.Linear(9, 2), _data(), "expected a head with in_features=8.*found 9"),
+        (nn.RNN(6, 8, dtype=torch.float64), None, _data(), "found torch.float32 on cpu, torch.float64 on cpu"),
+        (
+            None,
+            None,
+            _data(inputs=torch.zeros(4, 3, 5)),
+            r"expected inputs of shape \(B, N, I\) with I = 6.*\(4, 3, 5\)",
+        ),
+        (None, None, _data(inputs=torch.zeros(4, 0, 6)), "none of the sizes 0"),
+        (None, None, _data(inputs=torch.zeros(4, 3, 6).double()), "found torch.float64 on cpu"),
+        (None, None, _data(inputs=torch.full((4, 3, 6), float("nan"))), "expected finite inputs"),
+        (None, None, _data(targets=torch.zeros(5, dtype=torch.int64)), r"expected int64 targets of shape \(4,\)"),
+        (None, None, _data(targets=torch.zeros(4)), "found torch.float32"),
+        (None, None, _data(targets=torch.full((4,), 2)), "expected targets from 0 to 1.*found 2 to 2"),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_one_line(
+    rnn: nn.Module | None, head: nn.Linear | None, data: tuple[Tensor, Tensor], message: str
+) -> None:
+    rnn = rnn if rnn is not None else nn.RNN(6, 8, batch_first=True)
+    head = head if head is not None else nn.Linear(8, 2)
+    with pytest.raises(ValueError, match=message) as refused:
+        admm.train(rnn, head, data)  # type: ignore[arg-type]  # a user's mistake
+    assert "\n" not in str(refused.value)
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    rnn, head = modules(6, 8, 2)
+    for make, message in (
+        (lambda: admm.Penalties(mu=0.0), re.escape("found {'mu': 0.0}")),
+        (lambda: admm.Stopping(patience=0), "patience of at least 1"),
+        (lambda: admm.Stopping(accuracy=90.0), "found 90.0"),
+        (lambda: admm.train(rnn, head, weighed_words(4, 3, seed=0), iterations=-1), "found -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_a_state_of_another_training_is_refused(tmp_path: Path) -> None:
+    rnn, head = modules(6, 8, 2)
+    data = weighed_words(12, 3, seed=0)
+    state = admm.train(rnn, head, data, iterations=1)
+    with pytest.raises(ValueError, match=r"the data that the state was saved with.*'sequences': '12 \(now 9\)'"):
+        admm.train(rnn, head, weighed_words(9, 3, seed=0), state=state)
+    with pytest.raises(ValueError, match="the penalties that the state was saved with"):
+        admm.train(rnn, head, data, state=state, penalties=admm.Penalties(mu=3.0))
+    with pytest.raises(ValueError, match="the weights that the state was saved with"):
+        admm.train(*modules(6, 9, 2), data, state=state)
+    torch.save({"else": 1}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="written by admm"):
+        State.load(tmp_path / "other.pt")

@@ -1,0 +1,113 @@
+"""Which ranks a model trains with, where the user names none: those of the default group at the first call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+import embrace_fx
+from tests.support.ranks import run_ranks, run_ranks_expecting_errors
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 8)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        return self.out(self.words(ids_BT)).square().mean()
+
+
+def _train(model: nn.Module, rank: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for step in range(3):
+        ids_BT = torch.randint(50, (2, 4), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(ids_BT)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@contextlib.contextmanager
+def _before_init_process_group() -> Iterator[None]:
+    """The moment of a script before its default group: the pool's is put away for so long."""
+    group = dist.group.WORLD
+    distributed_c10d._update_default_pg(None)
+    try:
+        yield
+    finally:
+        distributed_c10d._update_default_pg(group)
+
+
+def _compiled_before_the_group(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    torch.manual_seed(rank)  # ranks begin with rank 0's parameters
+    with _before_init_process_group():
+        model = embrace_fx.compile(Tagger(), strategy="alltoall")
+    torch.manual_seed(rank)
+    reference = DistributedDataParallel(Tagger())
+    return _train(model, rank), _train(reference, rank)
+
+
+def test_a_model_compiled_before_the_group_trains_with_all_of_its_ranks() -> None:
+    for found, expected in run_ranks(2, _compiled_before_the_group):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def _differs(rank: int, world_size: int) -> None:
+    model = Tagger()
+    model.out = nn.Linear(8, 3 + rank)
+    with _before_init_process_group():
+        compiled = embrace_fx.compile(model)
+    compiled(torch.tensor([[1]]))
+
+
+def test_models_compiled_before_the_group_are_compared_at_the_first_call() -> None:
+    for error in run_ranks_expecting_errors(2, _differs):
+        assert "found on rank 1: parameter out.weight is (4, 8)" in str(error)
+
+
+def _gone(rank: int, world_size: int) -> None:
+    compiled = embrace_fx.compile(Tagger())
+    with _before_init_process_group(), pytest.raises(RuntimeError, match="has been destroyed or replaced since"):
+        compiled(torch.tensor([[1]]))
+
+
+def test_a_group_that_is_replaced_after_compile_is_refused() -> None:
+    run_ranks(1, _gone)
+
+
+def test_a_launcher_without_a_group_is_refused_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    compiled = embrace_fx.compile(Tagger())
+
+    with pytest.raises(RuntimeError, match="WORLD_SIZE tells of 2 ranks: each would train alone") as raised:
+        compiled(torch.tensor([[1]]))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_launcher_of_one_rank_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert embrace_fx.compile(Tagger())(torch.tensor([[1]])).requires_grad
+
+
+def _initialised_late(rank: int, world_size: int) -> None:
+    with _before_init_process_group():
+        compiled = embrace_fx.compile(Tagger())
+        compiled(torch.tensor([[1]]))
+    compiled(torch.tensor([[1]]))
+
+
+def test_a_group_that_comes_after_the_first_call_is_refused() -> None:
+    for error in run_ranks_expecting_errors(2, _initialised_late):
+        assert "found that it was initialised later" in str(error)
