@@ -13,6 +13,7 @@ from embrace_fx.passes.memory.regions import RecomputeRegions
 from embrace_fx.passes.narrow import NarrowExchange
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.reduce import ReduceGradients
+from embrace_fx.passes.relax.advance import AdvanceGradients
 from embrace_fx.passes.relax.buckets import ChunkBuckets, RelaxUpdates
 from embrace_fx.passes.relax.rows import RelaxRows
 from embrace_fx.passes.relax.split import SplitRows
@@ -83,6 +84,7 @@ def relaxing_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[P
         *vertical,  # early and late rows, prior and delayed gradients
         ChunkBuckets(cuts.chunks),  # buckets travel in chunks
         *horizontal,  # buckets are updated where the next forward reads them
+        AdvanceGradients(),  # row gradients leave as soon as they can be had
     )
 
 

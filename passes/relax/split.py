@@ -80,6 +80,7 @@ def _split_forward(forward: fx.GraphModule) -> None:
                 name=f"{name}_early",
             )
         rename(late, rows_id(_table(late), "late"))
+        late.name = f"{name}_late"
         join.args = ([early, late], *join.args[1:])
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx
 
+from embrace_fx.passes.relax.advance import AdvanceGradients
 from embrace_fx.passes.relax.buckets import ChunkBuckets, RelaxUpdates
 from embrace_fx.passes.relax.rows import RelaxRows
 from embrace_fx.passes.relax.split import SplitRows
@@ -98,9 +99,9 @@ def test_which_schedule_relaxes_what(schedule: str) -> None:
     split, updates = SplitRows(cuts.pieces), RelaxUpdates((DENSE,), cuts.chunks)
     expected = {
         "none": [],
-        "horizontal": [*rows, chunks, updates],
-        "vertical": [*rows, split, chunks],
-        "2d": [*rows, split, chunks, updates],
+        "horizontal": [*rows, chunks, updates, AdvanceGradients()],
+        "vertical": [*rows, split, chunks, AdvanceGradients()],
+        "2d": [*rows, split, chunks, updates, AdvanceGradients()],
     }
     assert list(passes) == expected[schedule]
 

@@ -78,8 +78,8 @@ def chunks(*buckets: int, of: int = 2) -> set[str]:
     return {f"bucket {k} [{i}]" for k in buckets for i in range(of)}
 
 
-BACKWARD = (EARLY, *(compute_id("backward", what) for what in ("bucket 0", TABLES[1], "bucket 1", "bucket 2")))
-BACKWARD = (*BACKWARD, compute_id("backward", TABLES[0]), END, BETWEEN)
+BACKWARD = tuple(compute_id("backward", what) for what in ("bucket 0", TABLES[1], "bucket 1", "bucket 2", TABLES[0]))
+ADVANCED = (*BACKWARD[:3], BACKWARD[4], BACKWARD[3])  # the first layer's weights have time, its table has not
 HEAD = (*(compute_id("update", table) for table in TABLES), START)
 
 
@@ -95,7 +95,8 @@ def test_compute_is_cut_where_it_meets_communication() -> None:
     blocks = (*of_rows(TABLES[0]), *of_bucket(2), *of_bucket(1), *of_rows(TABLES[1]), *of_bucket(0))
     rows = (*of_rows(TABLES[0]), *of_rows(TABLES[1]))
     for name in SCHEDULES:
-        expected = (*BACKWARD, *HEAD, *(blocks if name in ("horizontal", "2d") else rows))
+        backward = (EARLY, *(BACKWARD if name == "none" else ADVANCED), END, BETWEEN)
+        expected = (*backward, *HEAD, *(blocks if name in ("horizontal", "2d") else rows))
         steps = steps_of_translator(name)
         assert steps.compute_order == tuple(map(str, expected)), name
         assert {o.name for o in steps.operations if not o.is_communication} == set(steps.compute_order)
