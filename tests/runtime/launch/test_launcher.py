@@ -414,7 +414,7 @@ def test_the_end_comes_after_the_threads_of_collectives_have_let_go(monkeypatch:
     monkeypatch.setattr(launcher_module, "_FAREWELL_S", LONG_S)
     launcher, future = make(), LateFuture()
     launched = InFlight(torch.zeros(1), SimpleNamespace(get_future=lambda: future))
-    launcher.submit("early rows", lambda: launched, 0)
+    launcher.submit(ID["early rows"], lambda: launched, 0)
 
     launcher._stop()
 
