@@ -25,8 +25,8 @@ from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
 from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
-from embrace_fx.scheduling.scheduling import Scheduling
-from embrace_fx.session.pipeline import analyse, run_passes, training_passes
+from embrace_fx.scheduling.scheduling import Scheduling, cuts
+from embrace_fx.session.pipeline import analyse, relaxing_passes, run_passes, training_passes
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.viz import DrawnSchedule, drawn
@@ -76,7 +76,10 @@ class Forecast(Plan):
             )
         tables = {table.parameter for table in self._graph.tables}
         compiled = run_passes(self._graph, training_passes(self, tables, 0))
-        return drawn(Scheduling(self._setting, self, compiled.graph).schedule)
+        found = cuts(self._setting, self)
+        passes = relaxing_passes(self, self._setting.options.schedule, 0, found)
+        compiled = run_passes(self._graph, passes, compiled)
+        return drawn(Scheduling(self._setting, self, compiled.graph, found).schedule)
 
 
 class _Imagined(Communicator):

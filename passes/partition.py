@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from embrace_fx.passes.collectives import op_name
 from embrace_fx.vocabulary.graph import (
     Gradient,
     Mutation,
@@ -34,6 +33,7 @@ from embrace_fx.vocabulary.graph import (
     Saved,
     TrainingGraph,
 )
+from embrace_fx.vocabulary.ops import op_name
 
 _LAUNCH = "embrace::all_gather_ids"
 _IDS = frozenset({"embrace::unique_ids", _LAUNCH, "embrace::unpack_ids"})

@@ -13,13 +13,18 @@ from embrace_fx.passes.memory.regions import RecomputeRegions
 from embrace_fx.passes.narrow import NarrowExchange
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.reduce import ReduceGradients
-from embrace_fx.passes.relax import RelaxDependences
+from embrace_fx.passes.relax.advance import AdvanceGradients
+from embrace_fx.passes.relax.buckets import ChunkBuckets, RelaxUpdates
+from embrace_fx.passes.relax.rows import RelaxRows
+from embrace_fx.passes.relax.split import SplitRows
+from embrace_fx.passes.relax.stacks import StackRows
 from embrace_fx.passes.replicas import GlobalFrequency
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.tables import FindTables
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.vocabulary.graph import TrainingGraph, results_behind
 from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.schedule import Cuts
 
 Pass = Callable[[TrainingGraph], TrainingGraph]
 
@@ -62,7 +67,7 @@ def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: 
     )
 
 
-def relaxing_passes(plan: Plan, schedule: str, rank: int) -> tuple[Pass, ...]:
+def relaxing_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pass, ...]:
     """What follows on `training_passes` where communication runs into the next step.
 
     Args:
@@ -71,7 +76,16 @@ def relaxing_passes(plan: Plan, schedule: str, rank: int) -> tuple[Pass, ...]:
     """
     if schedule == "none":
         return ()
-    return (RelaxDependences(plan.buckets, schedule in ("horizontal", "2d"), plan.stacks, rank),)
+    vertical = (SplitRows(cuts.pieces),) if schedule in ("vertical", "2d") else ()
+    horizontal = (RelaxUpdates(plan.buckets, cuts.chunks),) if schedule in ("horizontal", "2d") else ()
+    return (
+        RelaxRows(),  # rows and their gradients are submitted, awaited and applied
+        StackRows(plan.stacks, rank),  # stacked tables share one exchange
+        *vertical,  # early and late rows, prior and delayed gradients
+        ChunkBuckets(cuts.chunks),  # buckets travel in chunks
+        *horizontal,  # buckets are updated where the next forward reads them
+        AdvanceGradients(),  # row gradients leave as soon as they can be had
+    )
 
 
 def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled | None = None) -> Compiled:

@@ -13,7 +13,7 @@ from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.planning.replanning import TrainingCalls
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.step.program import Program
-from embrace_fx.scheduling.scheduling import Scheduling
+from embrace_fx.scheduling.scheduling import Scheduling, cuts
 from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Variant
@@ -141,11 +141,14 @@ class ProgramBuilder:
                 stacklevel=2,
             )
             return compiled
+        found = cuts(self._setting, self._plan) if self.scheduling is None else self.scheduling.cuts
+        passes = relaxing_passes(self._plan, schedule, self._communicator.rank, found)
+        relaxed = run_passes(analysed, passes, compiled)
         if self.flow is None:
-            self.scheduling = Scheduling(self._setting, self._plan, compiled.graph)
+            self.scheduling = Scheduling(self._setting, self._plan, relaxed.graph, found)
             self.flow = self.scheduling.start(self._on_other_batch)
             self._setting.stepping.flow = self.flow
-        return run_passes(analysed, relaxing_passes(self._plan, schedule, self._communicator.rank), compiled)
+        return relaxed
 
     def _program(self, compiled: Compiled, variant: Variant, *, reduce: bool) -> Program:
         analysed, train = variant.analysed, variant.train

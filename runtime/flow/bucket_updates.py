@@ -21,7 +21,8 @@ from embrace_fx import cost
 from embrace_fx.runtime.kernels import unpack_bucket
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.optimizer.own_step import hyperparameters, step_groups
-from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
+from embrace_fx.runtime.ranks.communicator import LANE_GROUP, Communicator, InFlight
+from embrace_fx.vocabulary.schedule import OperationId, bucket_name
 
 WRITTEN = (
     "expected parameters to be written only through the compiled model, between optimizer.step() and the next call, "
@@ -121,7 +122,6 @@ class BucketUpdates:
 
     Args:
         buckets: parameter names by bucket.
-        chunks: elements of each chunk, by bucket; `submit` launches "bucket k [i]" for each.
         parameter: finds a parameter by name.
         wait: waits for a ticket (and takes the time of it).
         exchanges: by bucket, those that are not AllReduced: what starts the exchange of a flat tensor, in place.
@@ -130,7 +130,6 @@ class BucketUpdates:
     def __init__(
         self,
         buckets: Sequence[tuple[str, ...]],
-        chunks: Sequence[Sequence[int]],
         parameter: Callable[[str], nn.Parameter],
         communicator: Communicator,
         launcher: Launcher,
@@ -138,33 +137,47 @@ class BucketUpdates:
         exchanges: Mapping[int, Callable[[Tensor], InFlight]],
     ) -> None:
         self._exchanges = exchanges
-        self.chunks = tuple(tuple(sizes) for sizes in chunks)
         self._names = tuple(buckets)
+        self._bucket_of = {bucket_name(k): k for k in range(len(buckets))}
         self._parameter = parameter
         self._communicator = communicator
         self._launcher = launcher
         self._wait = wait
         self._waiting: dict[int, _Bucket] = {}
+        self._submitted: dict[OperationId, Ticket] = {}  # of this window, and of no bucket yet
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def reduce(self, k: int, flat: Tensor) -> list[Ticket]:
-        """Launches the AllReduce of a bucket, in place, in chunks, or its exchange."""
-        if (exchange := self._exchanges.get(k)) is not None:
-            return [self._launcher.submit(f"bucket {k} [0]", lambda: exchange(flat), 0)]
-        return [
-            self._launcher.submit(
-                f"bucket {k} [{i}]",
-                lambda part=part: self._communicator.all_reduce_(part, "sum", "dense lane"),  # type: ignore[misc]
-                cost.all_reduce(part.numel() * part.element_size(), self._communicator.world_size).sent_bytes,
-            )
-            for i, part in enumerate(flat.split(self.chunks[k]))
-        ]
+    def launch(self, launch: OperationId, flat: Tensor, start: int, length: int) -> Ticket:
+        """Submits the AllReduce of a part of a packed bucket, in place, or the exchange of a whole one."""
+        exchange = self._exchanges.get(self._bucket_of[launch.what])
+        if exchange is not None:
+            return self._launcher.submit(launch, lambda: exchange(flat), 0)
+        part = flat[start : start + length]
+        return self._launcher.submit(
+            launch,
+            lambda: self._communicator.all_reduce_(part, "sum", LANE_GROUP[launch.lane]),
+            cost.all_reduce(part.numel() * part.element_size(), self._communicator.world_size).sent_bytes,
+        )
 
-    def submit(self, k: int, flat: Tensor) -> None:
-        """Takes a packed bucket over."""
+    def submit_chunk(self, launch: OperationId, flat: Tensor, start: int, length: int) -> None:
+        """The same, to be waited for by its id, or taken over with its bucket."""
+        self._submitted[launch] = self.launch(launch, flat, start, length)
+
+    def await_chunk(self, launch: OperationId) -> None:
+        """Waits for a chunk, if it is on its way: its gradient may have been used, or dropped, before."""
+        ticket = self._submitted.pop(launch, None)
+        if ticket is None and (bucket := self._waiting.get(self._bucket_of[launch.what])) is not None:
+            ticket = next((each for each in bucket.tickets if each.id == launch), None)
+        if ticket is not None:
+            self._wait(ticket)
+
+    def hand_over(self, k: int, flat: Tensor) -> None:
+        """Takes a packed bucket over, all of whose chunks have been submitted."""
         self.await_update(k)  # of the step before, if no forward has read the parameters since
-        self._waiting[k] = _Bucket([self._parameter(name) for name in self._names[k]], flat, self.reduce(k, flat))
+        mine = [launch for launch in self._submitted if self._bucket_of[launch.what] == k]
+        tickets = [self._submitted.pop(launch) for launch in mine]
+        self._waiting[k] = _Bucket([self._parameter(name) for name in self._names[k]], flat, tickets)
 
     def deliver(self, buckets: Sequence[int], absent: Collection[nn.Parameter] = ()) -> None:
         """Puts stand-ins into `.grad` of parameters that have none; sums up where there is a gradient already.

@@ -41,6 +41,9 @@ _FAILED, _ASKS_TO_PLAN = 1, 2
 LANE_GROUPS = tuple(f"{lane} lane" for lane in LANES if lane != "compute")
 """The groups of the launcher's thread."""
 
+LANE_GROUP: Mapping[Lane, str] = dict(zip(LANES[1:], LANE_GROUPS, strict=True))
+"""The group on which a class of communication travels."""
+
 CPU = torch.device("cpu")
 
 MOST_BYTES = 2**28

@@ -26,6 +26,7 @@ from embrace_fx.vocabulary.graph import (
     inputs_of,
     outputs_of,
 )
+from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, op_name
 
 if TYPE_CHECKING:  # importing Inductor takes seconds, which only those who use it are to pay
     from embrace_fx.runtime.lower.inductor import RegionCompiler
@@ -99,14 +100,10 @@ class Program:
     def _note_communication(self, graph: TrainingGraph) -> None:
         """What is announced, awaited, and the same a step earlier."""
         self.is_relaxed = any(
-            str(node.target).startswith(("embrace.await_", "embrace.submit_"))
-            for module in graph.phases.values()
-            for node in module.graph.nodes
+            op_name(node) in SUBMISSIONS | AWAITS for module in graph.phases.values() for node in module.graph.nodes
         )
         self._ids_are_pure = ids_are_pure(graph.phases["unique"], graph.phases["forward"])
-        self.announces = any(
-            str(node.target) == "embrace.all_gather_ids.default" for node in graph.phases["ids"].graph.nodes
-        )
+        self.announces = any(op_name(node) == "embrace::all_gather_ids" for node in graph.phases["ids"].graph.nodes)
 
     def _note_results(self, graph: TrainingGraph) -> None:
         """Which results the forward yields, which have a gradient, and which gradients come from which."""

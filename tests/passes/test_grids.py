@@ -19,7 +19,7 @@ from torch.optim import SGD
 import embrace_fx
 from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.partition import Partition
-from embrace_fx.passes.relax import RelaxDependences
+from embrace_fx.passes.relax.rows import RelaxRows
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.passes.verifier.stream_order import hazards
@@ -80,8 +80,8 @@ def test_golden() -> None:
     graph = analysed(classifier(), IDS)
     passes = ShardTables(("words.weight",), (), 3, 4, {"words.weight": Grid(2, 2)}), Partition()
     sharded = run_passes(graph, passes).graph
-    relaxed = RelaxDependences((), horizontal=False)(sharded)
-    verify(relaxed, after="RelaxDependences", captured=sharded, previous=sharded)
+    relaxed = RelaxRows()(sharded)
+    verify(relaxed, after="RelaxRows", captured=sharded, previous=sharded)
 
     check_golden("grid_shard", text(sharded.module))
     phases = (f"# {name}\n{text(relaxed.phases[name])}" for name in ("forward", "backward"))

@@ -33,7 +33,7 @@ from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable, own_state
 from embrace_fx.vocabulary.ops import own_columns
-from embrace_fx.vocabulary.schedule import Lane
+from embrace_fx.vocabulary.schedule import gradients_id, rows_id
 from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 
@@ -160,6 +160,9 @@ class Reference:
         self.gradient, self.touched = None, set()
 
 
+EARLY, LATE, PRIOR = rows_id("t", "early"), rows_id("t", "late"), gradients_id("t", "prior")
+
+
 class Training:
     """One table's training on a rank, in the order in which a flow calls its exchange."""
 
@@ -185,11 +188,11 @@ class Training:
         self.moves = kind is Adam  # rows without gradient too
         self.early = 0  # forwards that found rows early, and right
         chunks = self.draw.randint(1, 3)
-        delayed = [f"t delayed [{k}]" for k in range(chunks)]
-        order: list[tuple[str, Lane]] = [("t prior", "embedding"), *((name, "delayed") for name in delayed)]
-        order.insert(self.draw.randrange(1, 1 + len(order)), ("t rows", "embedding"))  # which wait for the prior ones
-        order.insert(self.draw.randrange(1 + len(order)), ("t early rows", "embedding"))
-        self.launcher = Launcher(order, ["t rows"], Recorder())
+        self.pieces = [gradients_id("t", "delayed", k) for k in range(chunks)]
+        order = [PRIOR, *self.pieces]
+        order.insert(self.draw.randrange(1, 1 + len(order)), LATE)  # which wait for the prior ones
+        order.insert(self.draw.randrange(1 + len(order)), EARLY)
+        self.launcher = Launcher(order, [LATE], Recorder())
         self.exchange = RowExchange(self.table, communicator, self.launcher, chunks, lambda ticket: ticket.wait())
         self.number = 0
         self.split = 0  # steps whose gradients were cut in two
@@ -202,7 +205,10 @@ class Training:
         self.early += bool(exchange._arriving.rows)
         self.launcher.enter_forward()
         with self.launcher.hurrying():  # an order that launches rows before delayed gradients is not always followed
-            exchange.request(batch.ids, batch.counts, torch.float64)
+            exchange.update(PRIOR)
+            exchange.submit_rows(LATE, batch.ids, batch.counts, torch.float64)
+        for launch in (EARLY, LATE):
+            exchange.await_rows(launch, batch.ids, torch.float64)
         rows = exchange.rows().view(-1, self.reference.weight.shape[1])
         expected = self.reference.weight.detach()[batch.ids]
         torch.testing.assert_close(rows, expected[batch.own(self.communicator.rank)], rtol=1e-12, atol=1e-12)
@@ -210,15 +216,19 @@ class Training:
 
     def backward(self, batch: Batch, gradients: Tensor, following: Batch | None) -> None:
         self.launcher.open_window()
-        self.exchange.apply_delayed()
+        self.exchange.apply_prior()  # of a forward that was not this program's
+        for launch in self.pieces:
+            self.exchange.update(launch)
         cut = following is not None and self.exchange.can_split(batch.ids)
         if following is not None and cut:
-            self.exchange.look_ahead(following.ids, following.counts, torch.float64)
+            self.exchange.cut(following.ids, following.counts)
         else:
-            self.exchange.do_not_split()
+            self.exchange.do_not_cut(self.launcher.order)
+        self.exchange.submit_rows(EARLY, batch.ids, batch.counts, torch.float64)
         scale = 1 / self.communicator.world_size
         own = gradients[batch.own(self.communicator.rank)].contiguous()
-        self.exchange.submit_gradient(own, batch.ids, batch.counts, self.padding_idx, scale)
+        for launch in (PRIOR, *self.pieces):
+            self.exchange.submit_gradient(launch, own, batch.ids, batch.counts, self.padding_idx, scale)
         self.launcher.leave_backward()
         self.exchange.deliver()
         parts = [part.ids.tolist() for part in self.exchange._gradients[-1].parts]

@@ -301,7 +301,7 @@ def _train_narrow(rank: int, size: int, schedule: Any) -> tuple[dict[str, Tensor
         loss.backward()
         compiled.optimizer.step()
         compiled.optimizer.zero_grad()
-    awaited = {str(n.args[4]) for n in compiled.graphs["forward"].graph.nodes if "await_rows" in str(n.target)}
+    awaited = {str(n.args[3]) for n in compiled.graphs["forward"].graph.nodes if "await_rows" in str(n.target)}
     return whole_parameters(compiled), awaited, len(compiled.plan.stacks)
 
 
