@@ -47,7 +47,8 @@ def compile(
 
     Args:
         model: any `nn.Module`; on the meta device too, if its modules have `reset_parameters`.
-        optimizer: the optimizer, or several, over the model's parameters. None: gradients are left in `.grad`.
+        optimizer: the optimizer, or several, over the model's parameters. None: whichever steps them, made before or
+            after, is adopted at its first step; given, one that needs whole tables saves planning again then.
         process_group: the ranks that train together; None: the default group as it is at the first call, or a single
             process where torch.distributed is not initialised and nothing in the environment speaks of other ranks.
         strategy: "auto", one strategy for every table, or {parameter name pattern: strategy}. "alltoall" shards a
@@ -267,7 +268,7 @@ class CompiledModel(nn.Module):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer given to `compile` (a tuple where several were given), now stepping the tables too."""
+        """The optimizer given to `compile` (a tuple where several were given)."""
         optimizers = self._session.optimizers
         if self.__dict__["_single"]:
             return optimizers[0] if optimizers else None

@@ -221,6 +221,8 @@ class Stepping:
             self._make_whole(whole, not_element_wise(type(optimizer)))
         for table, _ in held:
             if table.optimizer is not optimizer:
+                for exchange in self._exchanges([table]):
+                    exchange.begin_step()  # what another one has stepped is applied as its step
                 table.optimizer = optimizer
         return [table for table, _ in held if table.name not in whole]
 

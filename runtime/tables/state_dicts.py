@@ -72,12 +72,12 @@ def show_shards(
         places: of the tables, by each of their names.
         prefix: of the model's names in the state dict.
     """
-    shown: dict[int, DTensor] = {}  # a tied parameter once
+    shown: dict[tuple[Any, ...], DTensor] = {}  # a tied parameter once; tables of a stack share their memory
     for name, place in places.items():
         value = state_dict.get(prefix + name)
         if value is None or isinstance(value, DTensor):
             continue
-        memory = value.untyped_storage()._cdata
+        memory = value.untyped_storage()._cdata, value.storage_offset(), *place.shape
         if memory not in shown:
             shown[memory] = shard_by_columns(value, place, group)
         state_dict[prefix + name] = as_table_shard(shown[memory], prefix + name)

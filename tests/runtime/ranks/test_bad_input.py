@@ -18,7 +18,7 @@ import embrace_fx
 from embrace_fx.capture.errors import CaptureError
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same, train_reference
-from tests.support.training import whole_parameters
+from tests.support.training import whole_parameters, whole_state
 from tests.support.words import (
     DIM,
     LATE_LENGTH,
@@ -81,11 +81,8 @@ def _faulty_batch(does: str, batch: Batch) -> Batch:
 
 def _snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """All that a step may change."""
-    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found = whole_parameters(model) | whole_state(model, optimizer)
     found |= {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    for name, parameter in model.named_parameters():
-        state = optimizer.state.get(parameter, {})
-        found |= {f"{name} {key}": value.clone() for key, value in state.items() if isinstance(value, Tensor)}
     return found
 
 

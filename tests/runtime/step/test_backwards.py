@@ -280,14 +280,6 @@ def _differentiate_twice(loop: Loop, batch: tuple[Tensor, Tensor]) -> None:
     torch.autograd.grad(loop.model(batch[0], x)[0], x, create_graph=True)
 
 
-def _scale_gradients(loop: Loop, batch: tuple[Tensor, Tensor]) -> None:
-    sum(loop.model(*batch)).backward()
-    for parameter in loop.plain.parameters():
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad * 0.5
-    loop.step()
-
-
 WRITTEN = "written in place since, on rank.s. 0, 1"
 REFUSED: dict[str, tuple[Callable[[Loop, tuple[Tensor, Tensor]], None], str]] = {
     "the batch written": (_write_the_batch, rf"{WRITTEN} \(a tensor of the batch\)"),
@@ -295,7 +287,6 @@ REFUSED: dict[str, tuple[Callable[[Loop, tuple[Tensor, Tensor]], None], str]] = 
     "a step between": (_step_between, WRITTEN),
     "parameters written": (_write_parameters, rf"{WRITTEN} \(.*first\.weight"),
     "create_graph": (_differentiate_twice, "without create_graph=True"),
-    "gradients replaced": (_scale_gradients, "or replaced while the sharded tables' were not"),
 }
 
 
