@@ -232,7 +232,7 @@ class CompiledModel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._session.model.zero_grad(set_to_none)  # the model's own: it hands no parameters out
-        self._session.clear_row_gradients()
+        self._session.clear_gradients()
 
     # What hands parameters out does so after every pending update; they may be written, so that what was fetched ahead
     # is not used.
@@ -251,11 +251,11 @@ class CompiledModel(nn.Module):
         return super().named_children()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips the norm of all gradients, those of sharded tables included, as `torch.nn.utils.clip_grad_norm_`.
+        """`torch.nn.utils.clip_grad_norm_` over all parameters, which does the same.
 
         Collective. Returns the total norm before clipping, the same on all ranks.
         """
-        return self._session.clip_gradients(max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(self._session.model.parameters(), max_norm, norm_type)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 Pair = tuple[Tensor, Tensor]
@@ -43,6 +42,8 @@ class Task:
 
 
 def digits(train: int = 200, test: int = 400) -> Task:
+    from sklearn.datasets import load_digits  # noqa: PLC0415  # of an extra that the other tasks do without
+
     bunch = load_digits()
     order = torch.randperm(len(bunch.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(bunch.images, dtype=torch.float32)[order] / 16

@@ -31,7 +31,7 @@ from embrace_fx.admm.lagrangian import Penalties, Residuals, Variables, less_las
 from embrace_fx.admm.model import Data, Weights
 
 REPEATS = 5
-"""The paper takes one step. More cost little, for they do not read the data; with many more the loss turns up earlier."""
+"""The paper takes one step. More cost little, as they do not read the data; with many the loss turns up earlier."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Captures:
             )
         self.count += 1
         kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
-        whole = {name: table.parameter.shape for name, table in self._setting.state.tables.items()}
+        whole = {name: table.shape for name, table in self._setting.state.tables.items()}
         model, dynamic = self._setting.model, _varying(kind, self._setting.options.dynamic)
         with whole_parameters(model, whole):
             captured = capture(model, args, kwargs, train=train, dynamic=dynamic)

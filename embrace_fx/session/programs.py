@@ -144,8 +144,7 @@ class ProgramBuilder:
         if self.flow is None:
             self.scheduling = Scheduling(self._setting, self._plan, compiled.graph)
             self.flow = self.scheduling.start(self._on_other_batch)
-            for stepping in self._setting.stepping.values():
-                stepping.flow = self.flow
+            self._setting.stepping.flow = self.flow
         return run_passes(analysed, relaxing_passes(self._plan, schedule, self._communicator.rank), compiled)
 
     def _program(self, compiled: Compiled, variant: Variant, *, reduce: bool) -> Program:

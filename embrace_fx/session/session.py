@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -22,12 +23,12 @@ from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift, TrainingCalls, 
 from embrace_fx.planning.summary import summary
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.optimizer.clipping import clip_gradients
-from embrace_fx.runtime.optimizer.stepping import Stepping, attach
+from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
+from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.scheduling.timeline import gather_timeline
 from embrace_fx.session.buffer_sharing import BufferSharing
@@ -44,6 +45,7 @@ from embrace_fx.setup.group import check_group, check_still_alone, default_group
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage, tell
+from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
 
@@ -77,13 +79,19 @@ class Session:
         self._state = ModelState(model)
         self._compiled_for = self._parameters_are()
         self._watch = ModelWatch(model)
-        stepping = {
-            id(optimizer): Stepping(communicator=self._communicator, gradients=self._state.gradients)
-            for optimizer in optimizers
-        }
-        classes = {id(optimizer): attach(optimizer, stepping[id(optimizer)]) for optimizer in optimizers}
-        self._setting = Setting(model, optimizers, classes, stepping, self._state, self._communicator, options)
+        itself = weakref.ref(self)  # optimizers must not keep their session alive
+
+        def make_whole(names: Sequence[str], reason: str) -> None:
+            if (session := itself()) is not None:
+                session._make_whole(names, reason)
+
+        stepping = Stepping(self._state, self._communicator, make_whole)
+        stepping.listen()
+        for optimizer in optimizers:
+            stepping.adopt(optimizer)
+        self._setting = Setting(model, stepping, self._state, self._communicator, options)
         self._plan: Plan | None = None
+        self._findings: Findings | None = None  # of rank 0
         self._drift: Drift | None = None  # of rank 0, where anything may drift
         self._calls = TrainingCalls()
         self._captures = Captures(self._setting)
@@ -111,6 +119,13 @@ class Session:
     def shards(self) -> tuple[str, ...]:
         """The tables of which this rank holds a part."""
         return () if self._plan is None or self._communicator.world_size == 1 else self._plan.sharded
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """Where the parts of sharded tables lie, by each of their names."""
+        tables = {table.parameter: table.place for table in self._state.tables.values() if table.place.mesh is not None}
+        named = ((name, self._state.parameter(name)) for name in self._state.names)
+        return {name: tables[parameter] for name, parameter in named if parameter in tables}
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -357,7 +372,7 @@ class Session:
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
         """Puts a plan in use, of which nothing is built yet."""
-        self._plan = plan
+        self._plan, self._findings = plan, findings
         self._drift = _drift(plan, findings)
         self._flow = None
         self._builder = ProgramBuilder(self._setting, plan, self._calls, self._buffers, self._warn_of_other_batch)
@@ -381,19 +396,38 @@ class Session:
         if not changes(old, new):
             self._drift = _drift(old, findings)
             return
+        self._place_anew(variant.analysed, old, new, findings)
+
+    def _place_anew(self, analysed: TrainingGraph, old: Plan, new: Plan, findings: Findings | None) -> None:
+        """Puts another plan in use, between two steps. Collective."""
         if self._flow is not None:
             self._flow.close()
-        place_anew(self._setting, variant.analysed, old, new)
-        self._watch.note_parameters()
+        place_anew(self._setting, analysed, old, new)
         told = story(self._calls.count, old, new)
         self._adopt(replace(new, history=(*old.history, told)), findings)
-        for stepping in self._setting.stepping.values():
-            stepping.flow = None
+        self._setting.stepping.flow = None
         for kind in self._kinds.values():
             for each in kind.variants:
                 each.program = each.accumulating = None
         if self._communicator.rank == 0:
             tell("planned again %s", told)
+
+    def _make_whole(self, names: Sequence[str], reason: str) -> None:
+        """Another plan, before a step is taken that needs tables whole. Collective, as the step is.
+
+        Raises:
+            RuntimeError: a backward under the plan in use is still to come; on every rank, and nothing changed.
+        """
+        variant = next(v for kind in self._kinds.values() for v in kind.variants if v.train)
+        old = self.plan
+        if not self._may_plan_again(variant) or self.options.given_plan is not None:
+            raise RuntimeError(
+                f"expected an element-wise optimizer, in optimizer.step(), found that {reason}, while results of an "
+                f"earlier call still wait for their backward, or the plan is given, and {', '.join(names)} cannot be "
+                "put together. Pass the optimizer to compile(), and step after every backward."
+            )
+        findings = None if self._findings is None else self._findings.with_whole(names, reason)
+        self._place_anew(variant.analysed, old, plan_on_links(self._setting, findings, old), findings)
 
     def _may_plan_again(self, variant: Variant) -> bool:
         """Whether this rank can do without the plan in use: no backward is to come, no sum half made, no recording."""
@@ -415,6 +449,8 @@ class Session:
 
     def parameters_were_loaded(self) -> None:
         """Other parameters may stand in the place of those that were: `assign=True`."""
+        for name, table in self._state.tables.items():
+            table.parameter = self._state.parameter(name)
         self._watch.note_parameters()
 
     def parameters_may_change(self) -> None:
@@ -425,8 +461,7 @@ class Session:
     def close(self) -> None:
         """Applies what is pending, and ends the threads and process groups behind the model."""
         flow, self._flow = self._flow, None
-        for stepping in self._setting.stepping.values():
-            stepping.flow = None
+        self._setting.stepping.flow = None
         if flow is not None:
             flow.close()
         self._kinds.clear()
@@ -434,22 +469,9 @@ class Session:
             self._builder.flow = None
         self._communicator.close()
 
-    def clear_row_gradients(self) -> None:
-        self._state.gradients.take()
+    def clear_gradients(self) -> None:
+        """What backwards under `no_sync` left is gone with the gradients."""
         self._state.unreduced.clear()
-        for name, table in self._state.tables.items():
-            table.clear_gradient()
-            if self._flow is not None:
-                self._flow.of_table[name].discard()
-
-    def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
-        if self._flow is not None:
-            self._flow.materialise()
-        dense = [p for name, p in self.model.named_parameters() if name not in self._state.tables]
-        tables = list(self._state.tables.values())
-        norm = clip_gradients(dense, tables, self._communicator, max_norm, norm_type)
-        self._state.gradients.note(dense)
-        return norm
 
 
 def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
