@@ -179,7 +179,7 @@ def _found(name: str, scope: Mapping[str, Any]) -> Any:
 
 def state_inputs(graph: torch.fx.Graph, itself: str) -> dict[int, str]:
     """Which placeholders of Dynamo's graph are tensors read from objects: position -> expression."""
-    sources = [node._dynamo_source.name for node in graph.nodes if node.op == "placeholder"]  # type: ignore[attr-defined]
+    sources = [node._dynamo_source.name for node in graph.nodes if node.op == "placeholder"]
     return {
         position: name.replace(itself, "L['self']")
         for position, name in enumerate(sources)

@@ -37,6 +37,7 @@ def agree_on_set_up(
         check_trainable(model)
         refuse_hooks(model)
         refuse_shared_memory(model)
+        refuse_ignored(model)
         own = describe(model, optimizers, options)
     except ValueError as error:
         own = str(error)
@@ -148,6 +149,20 @@ def refuse_hooks(model: nn.Module) -> None:
                 "reduced and delivered whole, and a hook would not run. Remove the hook, and change gradients after "
                 "backward()."
             )
+
+
+def refuse_ignored(model: nn.Module) -> None:
+    """Raises where DDP has been told to leave parameters or buffers alone: here all are made equal on all ranks.
+
+    Raises:
+        ValueError: naming one.
+    """
+    if ignored := sorted(getattr(model, "_ddp_params_and_buffers_to_ignore", ())):
+        raise ValueError(
+            f"expected no parameters or buffers to ignore, in compile(), found {len(ignored)}, {ignored[0]} among "
+            "them: every parameter and buffer of the model is made equal on all ranks. Keep what a rank has for itself "
+            "outside of the model, and pass it to forward()."
+        )
 
 
 def is_hooked(parameter: Tensor) -> bool:

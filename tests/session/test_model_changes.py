@@ -188,13 +188,26 @@ def test_weights_tied_after_the_first_call_are_refused() -> None:
 
 def _wrapped(rank: int, world_size: int) -> None:
     model = Tagger()
-    for wrapped in (embrace_fx.compile(model), DistributedDataParallel(Tagger()), torch.compile(Tagger())):
+    by_torch: Any = torch.compile(Tagger())
+    for wrapped in (embrace_fx.compile(model), DistributedDataParallel(Tagger()), by_torch):
         with pytest.raises(ValueError, match=r"expected a plain model, in compile\(\), found a "):
             embrace_fx.compile(wrapped)
 
 
 def test_a_model_that_is_wrapped_already_is_refused() -> None:
     run_ranks(1, _wrapped)
+
+
+def _ignores(rank: int, world_size: int) -> None:
+    model = Tagger()
+    if rank == 0:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["inner.weight"])
+    with pytest.raises(ValueError, match=r"rank 0: expected no parameters or buffers to ignore, .* inner\.weight"):
+        embrace_fx.compile(model)
+
+
+def test_parameters_that_ddp_is_to_ignore_are_refused_on_every_rank() -> None:
+    run_ranks(2, _ignores)
 
 
 def test_functional_call_is_refused() -> None:

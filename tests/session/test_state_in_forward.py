@@ -85,7 +85,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).softmax(-1)
         self.aux = weights.square().sum()
-        return x * weights[..., :1]
+        found: Tensor = x * weights[..., :1]
+        return found
 
 
 class Experts(Words):
@@ -96,7 +97,8 @@ class Experts(Words):
         self.router = Router()
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        return self.router(self.encode(ids_BT)).square().sum()
+        found: Tensor = self.router(self.encode(ids_BT)).square().sum()
+        return found
 
     def state(self) -> Any:
         return self.router.aux.detach()
