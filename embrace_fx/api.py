@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.setup.options import Options
+from embrace_fx.setup.telling import stage
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.plan import Plan
@@ -68,7 +70,8 @@ def compile(
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
             optimizer or option that differs between ranks. On every rank.
     """
-    from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
+    with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
+        from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
     options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan)
     optimizers = _as_tuple(optimizer)
@@ -95,6 +98,8 @@ def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
 
 def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
+
     return CompiledModel(Session(model, (), group, options), single=True)
 
 
@@ -112,6 +117,7 @@ class CompiledModel(nn.Module):
     """
 
     _session: Session
+    _wraps_a_model = True
 
     def __init__(self, session: Session, *, single: bool) -> None:
         super().__init__()
@@ -215,9 +221,18 @@ class CompiledModel(nn.Module):
         """Applies every pending update and waits for it. Called by itself wherever parameters are to be read."""
         self._session.synchronize()
 
+    def close(self) -> None:
+        """Ends the model: applies every pending update, and ends its threads and process groups. Call it on every rank.
+
+        Parameters, their state in the optimizer and `state_dict()` stay as they are; calling the model raises. A model
+        that is no longer referenced is closed by itself; of a process group of fewer ranks than the job's, the groups
+        made for the model stay until the job ends.
+        """
+        self._session.close()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._session.model.zero_grad(set_to_none)  # the model's own: it hands no parameters out
-        self._session.clear_row_gradients()
+        self._session.clear_gradients()
 
     # What hands parameters out does so after every pending update; they may be written, so that what was fetched ahead
     # is not used.
@@ -236,11 +251,11 @@ class CompiledModel(nn.Module):
         return super().named_children()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips the norm of all gradients, those of sharded tables included, as `torch.nn.utils.clip_grad_norm_`.
+        """`torch.nn.utils.clip_grad_norm_` over all parameters, which does the same.
 
         Collective. Returns the total norm before clipping, the same on all ranks.
         """
-        return self._session.clip_gradients(max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(self._session.model.parameters(), max_norm, norm_type)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

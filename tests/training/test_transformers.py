@@ -22,7 +22,7 @@ from embrace_fx.vocabulary.plan import Decision
 from tests.support.question_answering import make_bert
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same, train_reference
-from tests.support.training import whole
+from tests.support.training import whole_parameters
 
 NUM_WORDS = 120
 PAD, START = 0, 1
@@ -216,7 +216,7 @@ def train_compiled(rank: int, world_size: int, training: Training) -> Trained:
         losses.append(result.loss.item())
     plan = {decision.parameter: decision for decision in compiled.plan}
     kind = type(result).__name__, tuple(result.keys())
-    return Trained(whole(compiled.named_parameters()), plan, losses, compiled._session._captures.count, kind)
+    return Trained(whole_parameters(compiled), plan, losses, compiled._session._captures.count, kind)
 
 
 class LossOnly(nn.Module):
