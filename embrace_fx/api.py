@@ -163,7 +163,7 @@ class CompiledModel(nn.Module):
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # inside of torch.compile it runs as it is
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # inside of torch.compile it runs as it is
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on one batch, called exactly as the model would be.
 

@@ -42,7 +42,7 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
             return prepared
         options = getattr(self, "compile_options", {})
         compiled = embrace_fx.compile(prepared, optimizer=getattr(self, "_prepared_together", None) or None, **options)
-        compiled._is_accelerate_prepared = True
+        compiled.__dict__["_is_accelerate_prepared"] = True
         return compiled
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:

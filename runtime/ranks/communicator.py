@@ -81,7 +81,7 @@ class _Widening:
             future.wait()
             return into.copy_(narrow)
 
-        self._done = work.get_future().then(write)
+        self._done: torch.futures.Future[Any] = work.get_future().then(write)
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self._done
