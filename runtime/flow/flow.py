@@ -60,6 +60,7 @@ class Flow:
         self.communicator = communicator
         self.streams = streams
         self.launcher = launcher
+        launcher.noted = communicator.progress.note
         self.recorder = recorder
         self.exchanges: dict[str, RowExchange] = {}
         self.of_table: dict[str, RowExchange] = {}
@@ -323,5 +324,5 @@ class Flow:
         """A ticket's value; where that takes time, the recorder knows."""
         if ticket.done:
             return ticket.wait()
-        with self.communicator.watching(), self.recorder.waiting(ticket.name, ticket.lane):
+        with self.communicator.watching(ticket.name), self.recorder.waiting(ticket.name, ticket.lane):
             return ticket.wait()

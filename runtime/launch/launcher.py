@@ -139,6 +139,7 @@ class Launcher:
         self._order = tuple(order)
         self._lanes = dict(self._order)
         self._of_forward = frozenset(of_forward)
+        self.noted: Callable[[str], None] = lambda name: None  # told of every submission
         self._state = _State(recorder)
         self._state.windows.append(_Window(self._order))
         self._start()
@@ -209,6 +210,7 @@ class Launcher:
         with self._changing() as window:
             window.waiting[name] = ticket
             window.expected.remove(name)
+        self.noted(name)
         return ticket
 
     def _ticket(self, name: str, lane: Lane, launch: Launch, sent_bytes: int, window: int) -> Ticket:
