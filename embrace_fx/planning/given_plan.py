@@ -34,7 +34,7 @@ def _misfits(setting: Setting, graph: TrainingGraph, plan: Plan) -> Iterator[str
     if plan.world_size != setting.communicator.world_size:
         yield f"a plan for {plan.world_size} ranks on {setting.communicator.world_size}"
     used = used_parameters(graph)
-    facts = facts_of(setting.model, setting.optimizers, setting.classes, setting.options.row_updates, used)
+    facts = facts_of(setting.model, setting.stepping.holders, setting.options.row_updates, used, {})
     planned, tables = {d.parameter: d for d in plan}, {table.parameter: table for table in graph.tables}
     if missing := planned.keys() ^ {fact.name for fact in facts}:
         yield f"parameters of the plan or of the model alone: {', '.join(sorted(missing)[:3])}"

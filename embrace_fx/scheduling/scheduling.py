@@ -92,7 +92,6 @@ class Scheduling:
             communicator,
             launcher,
             flow.wait,
-            state.gradients.note,
             self._exchanges(on_streams=on is not None),
         )
         return flow
