@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from embrace_fx.capture.errors import CaptureError
     from embrace_fx.cost.devices import DEVICES, Device
     from embrace_fx.cost.links import Cluster, Link
-    from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure
+    from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure, StuckRank
     from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan
     from embrace_fx.what_if import plan
 
@@ -35,6 +35,7 @@ __all__ = [
     "Link",
     "PeerFailure",
     "Plan",
+    "StuckRank",
     "__version__",
     "compile",
     "full_state_dict",
@@ -54,6 +55,7 @@ _MODULES = {
     "Link": "cost.links",
     "PeerFailure": "runtime.ranks.failure",
     "Plan": "vocabulary.plan",
+    "StuckRank": "runtime.ranks.failure",
     "compile": "api",
     "full_state_dict": "api",
     "plan": "what_if",

@@ -88,6 +88,7 @@ class Flow:
         self.communicator = communicator
         self.streams = streams
         self.launcher = launcher
+        launcher.noted = communicator.progress.note
         self.recorder = recorder
         self.exchanges: dict[str, RowExchange] = {}
         self.of_table: dict[str, RowExchange] = {}
@@ -415,5 +416,5 @@ class Flow:
         """A ticket's value; where that takes time, the recorder knows."""
         if ticket.done:
             return ticket.wait()
-        with self.communicator.watching(), self.recorder.waiting(ticket.id):
+        with self.communicator.watching(str(ticket.id)), self.recorder.waiting(ticket.id):
             return ticket.wait()

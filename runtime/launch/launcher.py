@@ -138,6 +138,7 @@ class Launcher:
     def __init__(self, order: Iterable[OperationId], of_forward: Iterable[OperationId], recorder: Recorder) -> None:
         self._order = tuple(order)
         self._of_forward = frozenset(of_forward)
+        self.noted: Callable[[str], None] = lambda name: None  # told of every submission
         self._state = _State(recorder)
         self._state.windows.append(_Window(self._order))
         self._start()
@@ -212,6 +213,7 @@ class Launcher:
         with self._changing() as window:
             window.waiting[which] = ticket
             window.expected.remove(which)
+        self.noted(str(which))
         return ticket
 
     def _ticket(self, which: OperationId, launch: Launch, sent_bytes: int, window: int) -> Ticket:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from embrace_fx import cost
 from embrace_fx.runtime.kernels import bad_id, column_widths
-from embrace_fx.runtime.ranks.failure import PeerFailure, RollCall
+from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, PeerFailure, Progress, RollCall
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 from embrace_fx.vocabulary.schedule import LANES, Lane
 from embrace_fx.vocabulary.stream_program import URGENT
@@ -127,6 +128,7 @@ class Communicator:
         self._hosts: dist.ProcessGroup | None = None  # what ranks tell each other about a step
         self._made: list[dist.ProcessGroup] = []  # of those and others, what ends with this
         self._roll_call: RollCall | None = None
+        self.progress = Progress()
         self._end: Callable[[], object] = lambda: None
         self._closed = False
         if group is not None:
@@ -144,7 +146,10 @@ class Communicator:
             on_host = _carries(group, CPU)
             self._hosts = self._groups["ids"] if on_host else self._new_group("hosts", backend="gloo")
             store = dist.distributed_c10d._get_default_store()
-            self._roll_call = RollCall(store, self._groups["ids"].group_name, self.rank, self.world_size)
+            # A job that a launcher restarts may find the store of the attempt before, with all that was said there.
+            attempt = self.gather(uuid4().hex, str)[0]
+            name = f"{self._groups['ids'].group_name}/{attempt}"
+            self._roll_call = RollCall(store, name, self.rank, self.world_size, self.progress)
         self._end = weakref.finalize(self, end_groups, self._roll_call, self._made)
 
     def close(self) -> None:
@@ -296,7 +301,8 @@ class Communicator:
         marks = _FAILED * (failure is not None) | _ASKS_TO_PLAN * self.asks_to_plan
         own = torch.tensor([marks, self.activity, *seen, *sizes, *padding], dtype=torch.int64)
         everyone = own.new_empty((self.world_size, own.numel()))
-        with self.watching():
+        self.progress.begin_step()
+        with self.watching(ANNOUNCEMENT):
             all_gather_single(everyone.view(-1), own, group=self._hosts)
         rows: list[list[int]] = everyone.tolist()
         self.asked_to_plan = any(row[0] & _ASKS_TO_PLAN for row in rows)
@@ -333,9 +339,13 @@ class Communicator:
                 dist.all_reduce(value, reduce_op, group=self._group_for("dense", value))
         return value
 
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which the error of a broken collective names the ranks that are gone."""
-        return self._roll_call.watching() if self._roll_call is not None else contextlib.nullcontext()
+    def watching(self, what: str = "") -> contextlib.AbstractContextManager[None]:
+        """A context in which the error of a broken collective names the ranks that are gone, or stuck.
+
+        Args:
+            what: what is waited for inside, by its name in `progress`.
+        """
+        return self._roll_call.watching(what) if self._roll_call is not None else contextlib.nullcontext()
 
     def host_group(self) -> dist.ProcessGroup:
         """The group that carries tensors of the hosts, of at least two ranks."""
@@ -521,9 +531,9 @@ class Communicator:
         written.copy_(on_host[0])
         return InFlight(written, None)
 
-    def wait(self, launch: InFlight) -> Tensor:
+    def wait(self, launch: InFlight, what: str = "") -> Tensor:
         if launch.work is not None:
-            with self.watching():
+            with self.watching(what):
                 launch.work.wait()
         return launch.value
 

@@ -63,7 +63,7 @@ def test_models_in_a_row_leave_nothing_behind(close: bool) -> None:
 def close_and_go_on(rank: int, world_size: int) -> tuple[str, dict[str, Tensor], dict[str, Tensor], int]:
     threads = threading.active_count()
     model = train(rank)
-    expected = {name: _whole(p.detach()) for name, p in model.named_parameters()}
+    expected = {name: _whole(value) for name, value in model.state_dict().items()}
     model.close()
     model.close()  # once more is no harm
     with pytest.raises(RuntimeError) as caught:
