@@ -38,6 +38,7 @@ def compile(
     dynamic: bool | None = None,
     cluster: Cluster | None = None,
     plan: Plan | str | Path | None = None,
+    memory_budget: float | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
@@ -63,6 +64,10 @@ def compile(
             a step sends enough for it to matter.
         plan: a plan, or the path of a saved one, that is repeated: nothing is probed or decided anew. None: the plan is
             made at the first call.
+        memory_budget: the most that forward and backward may hold at a time, in bytes, or, below 1, as a fraction of
+            what they hold where everything is saved; parameters, optimizer state and the batch come on top. What does
+            not fit is computed again in the backward, at the least predicted cost (docs/memory.md). None: everything
+            is saved that the model does not checkpoint itself.
 
     Raises:
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
@@ -70,7 +75,7 @@ def compile(
     """
     from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
 
-    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan)
+    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget)
     optimizers = _as_tuple(optimizer)
     session = Session(model, optimizers, process_group, options)
     return CompiledModel(session, single=not isinstance(optimizer, list | tuple))

@@ -34,6 +34,7 @@ from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Variant, kind_key
 from embrace_fx.session.captures import Captures
 from embrace_fx.session.lookahead import Lookahead
+from embrace_fx.session.memory_report import memory_report
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.programs import ProgramBuilder
@@ -125,7 +126,8 @@ class Session:
         return self._graphs
 
     def report(self) -> str:
-        return str(self.plan)
+        held = self._builder.held() if self._builder is not None else None
+        return str(self.plan) if held is None else f"{self.plan}\n\n{memory_report(held, self.model, self.optimizers)}"
 
     @property
     def schedule(self) -> Schedule:
