@@ -40,6 +40,7 @@ def compile(
     dynamic: bool | None = None,
     cluster: Cluster | None = None,
     plan: Plan | str | Path | None = None,
+    memory_budget: float | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
@@ -66,6 +67,10 @@ def compile(
             a step sends enough for it to matter.
         plan: a plan, or the path of a saved one, that is repeated: nothing is probed or decided anew. None: the plan is
             made at the first call.
+        memory_budget: the most that forward and backward may hold at a time, in bytes, or, below 1, as a fraction of
+            what they hold where everything is saved; parameters, optimizer state and the batch come on top. What does
+            not fit is computed again in the backward, at the least predicted cost (docs/memory.md). None: everything
+            is saved that the model does not checkpoint itself.
 
     Raises:
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
@@ -74,7 +79,7 @@ def compile(
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
-    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan)
+    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget)
     optimizers = _as_tuple(optimizer)
     session = Session(model, optimizers, process_group, options)
     return CompiledModel(session, single=not isinstance(optimizer, list | tuple))

@@ -9,6 +9,7 @@ from torch import fx
 
 from embrace_fx.capture import Captured
 from embrace_fx.passes.dropout import EagerDropout
+from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.regions import RecomputeRegions
 from embrace_fx.passes.narrow import NarrowExchange
 from embrace_fx.passes.partition import Partition
@@ -42,12 +43,20 @@ def analyse(captured: Captured) -> TrainingGraph:
     return replace(FindTables()(captured.graph), results_behind=results_behind(captured.graph))
 
 
-def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: bool = True) -> tuple[Pass, ...]:
+def training_passes(
+    plan: Plan,
+    present: Collection[str],
+    rank: int,
+    *,
+    reduce: bool = True,
+    memory: Memory | None = None,
+) -> tuple[Pass, ...]:
     """The pipeline, in order.
 
     Args:
         present: tables the graph reads; an evaluation may read fewer than the training does.
         reduce: false for a backward under `no_sync`, and for a forward alone.
+        memory: what keeps the step within a budget; None: there is none.
     """
     sharded = tuple(name for name in plan.sharded if name in present)
     renormed = tuple(name for name in plan.renormed if name in present)
@@ -63,6 +72,7 @@ def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: 
             {name: (plan[name].strategy, plan[name].scheme) for name in plan.exchanged},
         ),
         RecomputeRegions(),  # checkpointed regions run again in the backward
+        *((memory,) if memory is not None else ()),  # as much more as a memory budget asks for
         Partition(),  # one graph -> unique, ids, forward, backward
     )
 

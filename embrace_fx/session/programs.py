@@ -10,6 +10,8 @@ from torch import fx
 
 from embrace_fx.capture.structured_trace import log_graph
 from embrace_fx.passes.collectives import sequence_hash
+from embrace_fx.passes.memory.budget import Memory
+from embrace_fx.passes.memory.held import Held, held
 from embrace_fx.planning.replanning import TrainingCalls
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.step.program import Program
@@ -56,6 +58,7 @@ class ProgramBuilder:
         self._buffers = buffers
         self._on_other_batch = on_other_batch
         self._communicator = setting.communicator
+        self._joint: TrainingGraph | None = None  # of the last training program
         self._sequence: str | None = None  # hash of what every training program launches
 
     def build(self, variant: Variant) -> None:
@@ -81,10 +84,15 @@ class ProgramBuilder:
             self._check_sequence(compiled)
             compiled = self._relax(compiled, variant.analysed)
             self.graphs = compiled.graphs
+            self._joint = compiled.graph
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
         variant.program = self._program(compiled, variant, reduce=variant.train)
         self._narrow(variant)
+
+    def held(self) -> Held | None:
+        """What a step of the last training program holds, as predicted; None before the first."""
+        return None if self._joint is None else held(self._joint)
 
     def build_accumulating(self, variant: Variant) -> None:
         """Makes the program of the same graph with its dense gradients left as they are."""
@@ -99,7 +107,10 @@ class ProgramBuilder:
 
     def _compile(self, analysed: TrainingGraph, *, reduce: bool) -> Compiled:
         present = {table.parameter for table in analysed.tables}
-        return run_passes(analysed, training_passes(self._plan, present, self._communicator.rank, reduce=reduce))
+        budget = self._setting.options.memory_budget
+        memory = Memory(budget, self._plan.links.compute) if budget is not None else None
+        rank = self._communicator.rank
+        return run_passes(analysed, training_passes(self._plan, present, rank, reduce=reduce, memory=memory))
 
     def _check_gradients(self, analysed: TrainingGraph) -> None:
         """A gradient that the plan does not know of would stay this rank's own."""

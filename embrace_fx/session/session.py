@@ -36,6 +36,7 @@ from embrace_fx.session.calls import Kind, Variant, kind_key
 from embrace_fx.session.captures import Captures
 from embrace_fx.session.comm_hooks import dtype_of_hook, told_of
 from embrace_fx.session.lookahead import Lookahead
+from embrace_fx.session.memory_report import memory_report
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.programs import ProgramBuilder
@@ -141,7 +142,9 @@ class Session:
         return self._graphs
 
     def report(self) -> str:
-        return str(self.plan) + told_of(self._communicator.gradient_dtype)
+        told = str(self.plan) + told_of(self._communicator.gradient_dtype)
+        held = self._builder.held() if self._builder is not None else None
+        return told if held is None else f"{told}\n\n{memory_report(held, self.model, self.optimizers)}"
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         if self._plan is not None:

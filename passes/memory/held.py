@@ -15,13 +15,17 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from embrace_fx.passes.collectives import aliased_inputs
+from embrace_fx.passes.collectives import aliased_inputs, op_name
 from embrace_fx.passes.partition import members_of
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.in_place import SHARES_MEMORY, written_into
 
 UNKNOWN_SIZE = 64
-"""What stands for a size that only the data knows, rows of a batch say."""
+"""What stands for a size that only the data knows, rows of a batch say.
+
+The workspace of oneDNN's LSTM is known to oneDNN alone: 6.1 times its widest of input and state and 9.4 times its state
+were within 3 % of it for 16 and 32 steps, 12 and 24 sequences, and widths of 32 and 64.
+"""
 
 
 @dataclass
@@ -124,11 +128,7 @@ def _memory(nodes: Sequence[fx.Node], backward: int, outputs: set[fx.Node]) -> d
         elif _is_item(node):
             of[node] = _item(of.get(node.all_input_nodes[0], []), node)
         else:
-            of[node] = [
-                Storage(node, size, k, dies=k, last_forward=k)
-                for leaf in pytree.tree_leaves(node.meta.get("val"))
-                if isinstance(leaf, Tensor) and (size := nbytes(leaf))
-            ]
+            of[node] = [Storage(node, size, k, dies=k, last_forward=k) for size in _sizes(node) if size]
         for storage in of[node]:
             storage.names.append(node)
         for value in node.all_input_nodes:
@@ -138,6 +138,16 @@ def _memory(nodes: Sequence[fx.Node], backward: int, outputs: set[fx.Node]) -> d
         for storage in of.get(value, []):
             storage.dies = len(nodes)
     return of
+
+
+def _sizes(node: fx.Node) -> list[int]:
+    """Bytes of each of a node's results."""
+    sizes = [nbytes(leaf) for leaf in pytree.tree_leaves(node.meta.get("val"))]
+    if op_name(node) == "embrace::rnn_layer" and node.args[-2:] == ("mkldnn", True):
+        input_TBI, output_TBH = node.all_input_nodes[0].meta["val"], node.meta["val"][0]
+        wide = max(_hint(input_TBI.shape[-1]), _hint(output_TBH.shape[-1])) / _hint(output_TBH.shape[-1])
+        sizes[-1] = round(nbytes(output_TBH) * (6.1 * wide + 9.4))
+    return sizes
 
 
 def _read(storage: Storage, position: int, backward: int) -> None:
@@ -175,7 +185,7 @@ def _item(storages: list[Storage], node: fx.Node) -> list[Storage]:
     values = source.meta.get("val")
     if not isinstance(values, list | tuple) or not isinstance(index, int):
         return storages
-    with_memory = [k for k, leaf in enumerate(values) if isinstance(leaf, Tensor) and nbytes(leaf)]
+    with_memory = [k for k, size in enumerate(_sizes(source)) if size]
     if len(with_memory) != len(storages):
         return storages
     return [storages[with_memory.index(index)]] if index in with_memory else []

@@ -28,7 +28,7 @@ class CountedMemory(TorchDispatchMode):
     """
 
     def __init__(self, ignored: Sequence[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self.by_op: list[int] = []
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
