@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.planning.findings import facts_of
 from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
+from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.scheduling.scheduling import Scheduling
@@ -33,6 +34,8 @@ from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
+
+T = TypeVar("T")
 
 
 class Forecast(Plan):
@@ -83,7 +86,7 @@ class _Imagined(Communicator):
         super().__init__(None)
         self.world_size = world_size
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather(self, value: T, kind: Any) -> list[T]:
         """All ranks' values, were they rank 0's."""
         return [value] * self.world_size
 
@@ -134,8 +137,10 @@ def plan(
             "as a DataLoader yields them, pass tuple(batch)."
         )
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
-    classes = {id(each): type(each) for each in optimizers}
-    state = ModelState(model)
+    state, communicator = ModelState(model), _Imagined(ranks)
+    stepping = Stepping(state, communicator, lambda names, reason: None)  # which nobody tells of steps
+    for each in optimizers:
+        stepping.holders.add(each)
     measured = [_measured(model, state, each) for each in batches]
     graph = measured[0].graph
     used = set().union(*(used_parameters(each.graph) for each in measured))
@@ -151,7 +156,7 @@ def plan(
                 at_home[table.parameter] = {each: tuple(own[each] for own in by_rank) for each in grid_rows(ranks)}
     planned = decide(
         graph,
-        facts_of(model, optimizers, classes, row_updates, used),
+        facts_of(model, stepping.holders, row_updates, used, {}),
         rows,
         world_size=ranks,
         strategy=strategy,
@@ -161,8 +166,7 @@ def plan(
         schedule=schedule,
     )
     planned = replace(planned, links_are="assumed" if cluster == Cluster() else "given")
-    setting = Setting(model, optimizers, classes, {}, state, _Imagined(ranks), options)
-    return Forecast.of(planned, setting, graph)
+    return Forecast.of(planned, Setting(model, stepping, state, communicator, options), graph)
 
 
 @dataclass(frozen=True)
