@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer

@@ -118,7 +118,10 @@ def plan(
             that a batch has once stand for those it lacks (`embrace_fx.cost.sparsity.extrapolate`).
         world_size: number of ranks; None: as many as batches.
         cluster: the links between ranks.
-        optimizer, strategy, schedule, row_updates: as `compile` takes them.
+        optimizer: as `compile` takes it.
+        strategy: as `compile` takes it.
+        schedule: as `compile` takes it.
+        row_updates: as `compile` takes it.
 
     Raises:
         CaptureError: the forward cannot be captured.
