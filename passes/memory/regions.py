@@ -27,11 +27,11 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from embrace_fx.passes.collectives import op_name
 from embrace_fx.passes.partition import Members, members_of
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary import again_ops  # noqa: F401  (declares the ops)
 from embrace_fx.vocabulary.graph import Mutation, Parameter, TrainingGraph
+from embrace_fx.vocabulary.ops import op_name
 
 embrace = torch.ops.embrace
 

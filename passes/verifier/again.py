@@ -13,10 +13,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from embrace_fx.passes.collectives import is_launch, is_wait, op_name, running_modules
+from embrace_fx.passes.collectives import is_launch, is_wait, running_modules
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.graph import Mutation, TrainingGraph
-from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS
+from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, op_name
 
 _STATE, _BEGIN, _END = "embrace::random_state", "embrace::begin_replay", "embrace::end_replay"
 

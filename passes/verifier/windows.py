@@ -274,7 +274,7 @@ def parameters_current(graph: TrainingGraph, captured: TrainingGraph) -> Iterato
 
 
 def _updates(node: fx.Node, bucket: int) -> bool:
-    return op_name(node) == "embrace::update_bucket" and node.args[1] == bucket
+    return op_name(node) == "embrace::update_bucket" and bool(node.args[1] == bucket)
 
 
 def _chunks_behind(update: fx.Node) -> Iterator[OperationId]:

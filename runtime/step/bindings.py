@@ -108,7 +108,7 @@ def _of_relaxed(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
         case "embrace::hand_over":
             return lambda flat, bucket: flow.buckets.hand_over(bucket, flat)
         case "embrace::update_bucket":
-            return lambda parameters, bucket: _then(flow.update_bucket(bucket), parameters)
+            return lambda parameters, bucket: _then(lambda: flow.update_bucket(bucket), parameters)
         case "embrace::join_rows":
             return lambda parts, ids, counts, table: flow.join_rows(table)
         case _ if launch is None:
@@ -118,7 +118,7 @@ def _of_relaxed(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
         case "embrace::await_ids":
             return lambda ids, name: flow.await_ids()
         case "embrace::update_rows":
-            return lambda shard, table, name: _then(flow.update_rows(launch), shard)
+            return lambda shard, table, name: _then(lambda: flow.update_rows(launch), shard)
         case "embrace::submit_rows":
             return lambda shard, ids, counts, table, dtype, name: flow.submit_rows(launch, ids, counts, dtype)
         case "embrace::await_rows":
@@ -128,14 +128,15 @@ def _of_relaxed(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
                 launch, rows, ids, counts, padding_idx, scale
             )
         case "embrace::submit_chunk":
-            return lambda flat, start, length, name: _then(flow.submit_chunk(launch, flat, start, length), flat)
+            return lambda flat, start, length, name: _then(lambda: flow.submit_chunk(launch, flat, start, length), flat)
         case "embrace::await_chunk":
-            return lambda value, name: _then(flow.await_chunk(launch), value)
+            return lambda value, name: _then(lambda: flow.await_chunk(launch), value)
     return None
 
 
-def _then(done: None, value: Any) -> Any:
+def _then(do: Callable[[], None], value: Any) -> Any:
     """A value, once something has been done."""
+    do()
     return value
 
 
