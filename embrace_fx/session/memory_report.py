@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from embrace_fx.passes.memory.held import Held
-from embrace_fx.runtime.tables.row_table import local_tensor
 
 SAMPLES = 60
 """Columns of the line that shows memory by time."""
@@ -46,8 +45,7 @@ def line(held: Held) -> str:
 
 
 def _nbytes(values: Iterable[Any]) -> int:
-    found = [local_tensor(value) for value in values if isinstance(value, Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in found)
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
 
 
 def _mib(nbytes: int) -> str:
