@@ -109,7 +109,7 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block, compute: co
                 yield block
             block.submits.append(node)
         else:
-            end.ms += _node_ms(node, compute)
+            end.ms += node_ms(node, compute)
 
 
 def _of_forward(forward: fx.GraphModule, between: Block, compute: cost.Compute) -> Iterator[Block]:
@@ -130,7 +130,7 @@ def _of_forward(forward: fx.GraphModule, between: Block, compute: cost.Compute) 
                 segment = None
             waiting.awaits.append((launch, 0))
         else:
-            (segment or waiting).ms += _node_ms(node, compute)
+            (segment or waiting).ms += node_ms(node, compute)
         ends = _what_awaits_lead_to(node) if not of_rows or launch is None else compute_id("rows", launch.what)
         if ends is not None:
             waiting.id = ends
@@ -165,7 +165,8 @@ def compute_durations(graph: TrainingGraph, cluster: cost.Cluster) -> dict[Opera
     return {block.id: block.ms for block in blocks(graph, cluster.compute)}
 
 
-def _node_ms(node: fx.Node, compute: cost.Compute) -> float:
+def node_ms(node: fx.Node, compute: cost.Compute) -> float:
+    """Estimated milliseconds of one node."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
     inputs = [_shape(n.meta.get("val")) for n in node.all_input_nodes]

@@ -18,12 +18,9 @@ from torch import Tensor
 
 from embrace_fx.runtime.flow.routing import Routing, Selection
 from embrace_fx.runtime.flow.row_exchange import Arriving, Part, RowExchange, Rows
-from embrace_fx.runtime.kernels import lookup_as
 from embrace_fx.runtime.kernels.grid import join_grid_into, route_grid, split_selected_grid
 from embrace_fx.runtime.launch.launcher import Ticket
 from embrace_fx.runtime.ranks.communicator import LANE_GROUP
-from embrace_fx.runtime.tables.layouts import grid_of
-from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.schedule import OperationId
 
@@ -75,8 +72,7 @@ class GridExchange(RowExchange):
         self, launch: OperationId, routing: Routing, selection: Selection | None, dtype: torch.dtype
     ) -> Rows:
         route = self._route(routing, selection)
-        columns = lookup_as(self.table.local, route.ids, dtype)
-        ticket = self.send_rows(launch, columns, route.counts)
+        ticket = self.send_rows(launch, self._look_up(launch, route.ids, dtype), route.counts)
         return _GridRows(route.positions, ticket, route.counts[self._communicator.rank])
 
     def _send_gradient(self, launch: OperationId, rows: Tensor, routing: Routing, selection: Selection | None) -> Part:
@@ -110,8 +106,7 @@ class GridExchange(RowExchange):
 
     @property
     def _grid(self) -> Grid:
-        assert isinstance(self.table, RowTable)  # stacks lie by columns
-        grid = grid_of(self.table.parameter)
+        grid = self.table.grid
         assert grid is not None
         return grid
 

@@ -19,8 +19,9 @@ from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.kernels import pack_bucket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.optimizer.stepping import Stepping, attach
+from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.vocabulary.schedule import chunk_id
 
 WORLD = 2
@@ -88,7 +89,6 @@ class Deferred(Training):
         self._chunks = [[sum(self.parameters[n].numel() for n in BUCKETS[0])], [6, 4]]
         order = [chunk_id(k, i) for k, sizes in enumerate(self._chunks) for i in range(len(sizes))]
         self.launcher = Launcher(order, (), Recorder())
-        self.delivered: list[list[nn.Parameter]] = []
         self.flow = Flow(communicator, self.launcher, Recorder(), False, lambda: None, lambda: None)
         self.flow.buckets = BucketUpdates(
             BUCKETS,
@@ -96,13 +96,15 @@ class Deferred(Training):
             communicator,
             self.launcher,
             self.flow.wait,
-            lambda parameters: self.delivered.append(list(parameters)),
             {},
         )
 
+        state = ModelState(nn.ParameterDict(self.parameters))
+        self.stepping = Stepping(state, communicator, lambda names, reason: None)
+        self.stepping.flow = self.flow
+
     def attach(self, optimizer: Optimizer) -> None:
-        stepping = Stepping(communicator=self._communicator, flow=self.flow)
-        attach(optimizer, stepping)
+        self.stepping.adopt(optimizer)
 
     def backward(self) -> None:
         self.launcher.enter_forward()
@@ -123,7 +125,7 @@ class Deferred(Training):
             for i, length in enumerate(self._chunks[k]):
                 self.flow.submit_chunk(chunk_id(k, i), flat, start, length)
                 start += length
-            self.flow.buckets.take(k, flat)
+            self.flow.buckets.take_over(k, flat)
         self.launcher.leave_backward()
         self.flow.buckets.deliver(range(len(BUCKETS)))
         self.step += 1
