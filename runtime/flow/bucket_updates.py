@@ -172,7 +172,7 @@ class BucketUpdates:
         if ticket is not None:
             self._wait(ticket)
 
-    def hand_over(self, k: int, flat: Tensor) -> None:
+    def take_over(self, k: int, flat: Tensor) -> None:
         """Takes a packed bucket over, all of whose chunks have been submitted."""
         self.await_update(k)  # of the step before, if no forward has read the parameters since
         mine = [launch for launch in self._submitted if self._bucket_of[launch.what] == k]

@@ -72,8 +72,7 @@ class GridExchange(RowExchange):
         self, launch: OperationId, routing: Routing, selection: Selection | None, dtype: torch.dtype
     ) -> Rows:
         route = self._route(routing, selection)
-        columns = self._look_up(route.ids, dtype, launch.part == "early")
-        ticket = self.send_rows(launch, columns, route.counts)
+        ticket = self.send_rows(launch, self._look_up(launch, route.ids, dtype), route.counts)
         return _GridRows(route.positions, ticket, route.counts[self._communicator.rank])
 
     def _send_gradient(self, launch: OperationId, rows: Tensor, routing: Routing, selection: Selection | None) -> Part:

@@ -200,12 +200,11 @@ class RowExchange:
         if selection is not None:
             ids, counts = ids.index_select(0, selection.positions), selection.counts
             positions = selection.own(routing, self._communicator.rank)
-        columns = self._look_up(ids, dtype, launch.part == "early")
-        return Rows(positions, self.send_rows(launch, columns, counts))
+        return Rows(positions, self.send_rows(launch, self._look_up(launch, ids, dtype), counts))
 
-    def _look_up(self, ids: Tensor, dtype: torch.dtype, early: bool) -> Tensor:
+    def _look_up(self, launch: OperationId, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the part, as they are; early ones as the step to come will leave them."""
-        if not early or not self.table.may_move():
+        if launch.part != "early" or not self.table.may_move():
             return lookup_as(self.table.local, ids, dtype)
         columns, self._supposed = self.table.coming(ids)
         return columns.to(dtype)
@@ -368,53 +367,43 @@ class RowExchange:
         self.note_version()
 
     def update(self, launch: OperationId) -> None:
-        """Applies a part of what a step has taken.
+        """Applies a part of what a step has taken; with the last part, what the step does to all other rows.
 
         Of a gradient that no step has taken, what comes before the next lookup is kept for the step.
         """
-        if launch.part != "delayed" and self.waiting:
-            self.materialise()
-        for gradient in [each for each in self._gradients if each.options is not None]:
-            due = [part for part in gradient.parts if part.ticket.id == launch]
-            if not due:
-                continue
-            if len(due) == len(gradient.parts) or due[0] is gradient.parts[-1]:
-                self._finish(gradient)  # with what is left of it, and the rows that have none
-            elif launch.part != "delayed" or not self._moves_all(gradient):  # else one sweep, with the last piece
-                self._apply(gradient, due)
-                gradient.parts = [part for part in gradient.parts if part.ticket.id != launch]
+        for gradient in list(self._gradients):
+            if gradient.options is None:
+                if launch.part != "delayed":
+                    self.materialise()
+                return
+            self._check_unwritten()
+            mine = [part for part in gradient.parts if part.ticket.id == launch]
+            gradient.parts = [part for part in gradient.parts if part.ticket.id != launch]
+            arrived = self.arrive(gradient, mine)
+            if launch.part == "delayed" and not gradient.parts:
+                self.table.finish(arrived, gradient.options)
+                self._gradients.remove(gradient)
+            else:
+                for rows in arrived:
+                    self.table.apply(*rows, gradient.options)
+            self.note_version()
 
     def apply_prior(self) -> None:
         """Applies whatever a step has taken but delayed parts: what no node of a program has applied."""
-        for part in [part for gradient in self._gradients for part in gradient.parts]:
-            if part.ticket.id.part != "delayed" and not self.waiting:
-                self.update(part.ticket.id)
+        if not self.waiting:
+            for part in [part for gradient in self._gradients for part in gradient.parts]:
+                if part.ticket.id.part != "delayed":
+                    self.update(part.ticket.id)
 
     def apply_delayed(self) -> None:
         """Applies everything a step has taken."""
         stepped = [gradient for gradient in self._gradients if gradient.options is not None]
         for gradient in stepped:
-            self._finish(gradient)
-
-    def _apply(self, gradient: _Gradient, parts: Sequence[Part]) -> None:
-        """Updates the rows of some parts of a gradient that a step has taken."""
-        assert gradient.options is not None
-        self._check_unwritten()
-        for rows in self.arrive(gradient, parts):
-            self.table.apply(*rows, gradient.options)
-        self.note_version()
-
-    def _finish(self, gradient: _Gradient) -> None:
-        """Updates all rows that a step has not updated yet, those without gradient too where they move."""
-        assert gradient.options is not None
-        self._check_unwritten()
-        self.table.finish(self.arrive(gradient, gradient.parts), gradient.options)
-        self._gradients.remove(gradient)
-        self.note_version()
-
-    def _moves_all(self, gradient: _Gradient) -> bool:
-        assert gradient.options is not None
-        return self.table.members[0].moves_all(gradient.options)
+            assert gradient.options is not None
+            self._check_unwritten()
+            self.table.finish(self.arrive(gradient, gradient.parts), gradient.options)
+            self.note_version()
+        self._gradients = [gradient for gradient in self._gradients if gradient.options is None]
 
     def materialise(self) -> None:
         """Waits for a gradient that no step has taken: it was asked for, or is summed up."""

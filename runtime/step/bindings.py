@@ -106,7 +106,7 @@ def _of_relaxed(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
     launch = launch_of(node)
     match op_name(node):
         case "embrace::hand_over":
-            return lambda flat, bucket: flow.buckets.hand_over(bucket, flat)
+            return lambda flat, bucket: flow.buckets.take_over(bucket, flat)
         case "embrace::update_bucket":
             return lambda parameters, bucket: _then(lambda: flow.update_bucket(bucket), parameters)
         case "embrace::join_rows":

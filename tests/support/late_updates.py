@@ -125,7 +125,7 @@ class Deferred(Training):
             for i, length in enumerate(self._chunks[k]):
                 self.flow.submit_chunk(chunk_id(k, i), flat, start, length)
                 start += length
-            self.flow.buckets.hand_over(k, flat)
+            self.flow.buckets.take_over(k, flat)
         self.launcher.leave_backward()
         self.flow.buckets.deliver(range(len(BUCKETS)))
         self.step += 1
