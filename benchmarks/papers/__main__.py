@@ -38,7 +38,7 @@ def main() -> None:
     console.print(table(list(zen.rows())))
     console.print(
         "Predicted by embrace_fx.cost on data sheets (V100), ids drawn from Zipf's law: the papers give densities, not "
-        "which rows machines have in common. AllReduce is taken to use the whole link, and what a machine's own devices "
+        "which rows machines have in common. AllReduce is taken to use the whole link; what a machine's own devices "
         "do before and after is left out on both sides; both raise ratios above a testbed's."
     )
 

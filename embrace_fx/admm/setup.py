@@ -15,8 +15,8 @@ from embrace_fx.admm.lagrangian import Penalties
 from embrace_fx.admm.model import Data, Weights, read_data, read_weights
 from embrace_fx.admm.progress import Scores
 from embrace_fx.admm.state import State
-from embrace_fx.runtime.communicator import Communicator
-from embrace_fx.runtime.failure import PeerFailure
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.failure import PeerFailure
 
 Parallel = Synchronous | Asynchronous | None
 

@@ -10,10 +10,10 @@ import os
 from dataclasses import replace
 
 from embrace_fx import viz
-from embrace_fx.runtime.communicator import Communicator
-from embrace_fx.runtime.recorder import Recording
-from embrace_fx.schedule import Kind, Operation, StepGraph
-from embrace_fx.timeline import gather_timeline
+from embrace_fx.runtime.launch.recorder import Recording
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.scheduling.timeline import gather_timeline
+from embrace_fx.vocabulary.schedule import Kind, Operation, StepGraph
 
 KINDS: dict[str, Kind] = {
     "backward sweep": "backward",

@@ -21,6 +21,7 @@ from embrace_fx.runtime.probe.probe import probed_links
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.setup.agreement import failure_text
 from embrace_fx.setup.setting import Setting
+from embrace_fx.setup.telling import stage
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import LinksAre, Plan
@@ -136,7 +137,8 @@ def _probed(setting: Setting, plan: Plan) -> Cluster | None:
     """The links between the ranks, where a step sends enough to be cut. Collective."""
     devices = {parameter.device for parameter in setting.model.parameters() if parameter.device.type != "meta"}
     device = devices.pop() if len(devices) == 1 else torch.get_default_device()
-    return probed_links(setting.communicator, plan.sent_bytes_per_step, device)
+    with stage("probing links", setting.communicator.rank):
+        return probed_links(setting.communicator, plan.sent_bytes_per_step, device)
 
 
 def _agree_on_plan(

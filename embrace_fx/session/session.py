@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_link
 from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.placing import place, place_anew
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift, TrainingCalls, changes, story
+from embrace_fx.planning.summary import summary
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.optimizer.stepping import Stepping
@@ -34,6 +34,7 @@ from embrace_fx.scheduling.timeline import gather_timeline
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Variant, kind_key
 from embrace_fx.session.captures import Captures
+from embrace_fx.session.comm_hooks import dtype_of_hook, told_of
 from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
@@ -43,11 +44,10 @@ from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, giv
 from embrace_fx.setup.group import check_group, check_still_alone, default_group
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
+from embrace_fx.setup.telling import stage, tell
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
-
-logger = logging.getLogger(__name__)
 
 _TRAINING, _ACCUMULATING, _EVALUATING = range(3)
 
@@ -74,7 +74,8 @@ class Session:
         self._given_group = group
         self._communicator = Communicator(group if group is not None else default_group())
         self._begun = False
-        agree_on_set_up(self._communicator, model, optimizers, options)
+        with stage("agreeing with the other ranks", self._communicator.rank):
+            agree_on_set_up(self._communicator, model, optimizers, options)
         self._state = ModelState(model)
         self._compiled_for = self._parameters_are()
         self._watch = ModelWatch(model)
@@ -85,6 +86,7 @@ class Session:
                 session._make_whole(names, reason)
 
         stepping = Stepping(self._state, self._communicator, make_whole)
+        stepping.listen()
         for optimizer in optimizers:
             stepping.adopt(optimizer)
         self._setting = Setting(model, stepping, self._state, self._communicator, options)
@@ -139,7 +141,19 @@ class Session:
         return self._graphs
 
     def report(self) -> str:
-        return str(self.plan)
+        return str(self.plan) + told_of(self._communicator.gradient_dtype)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        if self._plan is not None:
+            raise RuntimeError(
+                "expected a hook before the model's first call, in register_comm_hook(), found that it has been called "
+                "and gradients travel already. Register it after compile()."
+            )
+        self._communicator.gradient_dtype = dtype_of_hook(state, hook)
+
+    def _summary(self) -> str:
+        scheduling = self._builder.scheduling if self._builder is not None else None
+        return summary(self.plan, scheduling.schedule.diagnostics().step_ms if scheduling is not None else None)
 
     @property
     def schedule(self) -> Schedule:
@@ -207,11 +221,11 @@ class Session:
             self._flow.leave()
         calls = self._calls
         calls.count += train
-        results = run_step(program, leaves, train=train, following=following)
+        results = run_step(program, variant.captured.inputs(leaves), train=train, following=following)
         if self._drift is not None and train and calls.count % SAMPLED_EVERY == 0:
             self._drift.observe(communicator.rows_read)
             communicator.asks_to_plan = self._drift.wants_plan
-        return pytree.tree_unflatten(results, variant.captured.result_spec)
+        return variant.captured.results(results, args, kwargs)
 
     def _look_at_model(self) -> None:
         """Refuses a model with other parameters than the plan's; one with other modules is captured anew.
@@ -257,7 +271,8 @@ class Session:
             self._build(variant)
         if accumulates and variant.accumulating is None:
             assert self._builder is not None
-            self._builder.build_accumulating(variant)
+            with stage("compiling", self._communicator.rank):
+                self._builder.build_accumulating(variant)
         program = variant.accumulating if accumulates else variant.program
         if compiles and not variant.captured.accepts(leaves):  # compiling has narrowed what the variant takes
             return self._runs(self._variant(kind, leaves, args, kwargs, train), kind, leaves, args, kwargs, train)
@@ -272,10 +287,10 @@ class Session:
         if coming is None or self._kinds.get(kind_key(self._watch.modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
-        if variant is None or variant.program is None:
-            return None
+        if variant is None or variant.program is None or (variant.captured.replay and variant.captured.replay.states):
+            return None  # what the next batch is computed with, this step is still to make
         try:
-            return variant.program.ahead(coming)
+            return variant.program.ahead(variant.captured.inputs(coming))
         except Exception:  # what is wrong with it, its own call will tell all ranks
             return None
 
@@ -312,35 +327,43 @@ class Session:
     def _capture(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
     ) -> Variant:
-        failure, captured = None, None
+        failure, captured, rank = None, None, self._communicator.rank
         try:
-            captured = self._captures.capture(kind, leaves, args, kwargs, train)
-            analysed = analyse(captured)
+            with stage("capturing", rank):
+                captured = self._captures.capture(kind, leaves, args, kwargs, train)
+                analysed = analyse(captured)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
         if self._plan is None:
-            agree_on_first_call(self._communicator, failure)
+            with stage("waiting for the other ranks to capture", rank):
+                agree_on_first_call(self._communicator, failure)
         elif failure is not None:
             give_up(self._communicator, failure)
         assert captured is not None
-        if self._plan is None:
+        first = self._plan is None
+        if first:
             given = self.options.given_plan
             if given is None:
-                plan, findings = make_plan(self._setting, analysed, leaves)
+                with stage("planning", rank):
+                    plan, findings = make_plan(self._setting, analysed, captured.inputs(leaves))
             else:
                 plan, findings = repeated(self._setting, analysed, given), None
             self._adopt(plan, findings)
-            place(self._setting, analysed, plan)
+            with stage("placing parameters", rank):
+                place(self._setting, analysed, plan)
             self._watch.note_parameters()
         variant = Variant(captured, analysed, train)
         self._build(variant)
         kind.variants.append(variant)
+        if first and rank == 0:
+            tell("%s", self._summary())
         return variant
 
     def _build(self, variant: Variant) -> None:
         """Makes a variant's program under the plan in use."""
         assert self._builder is not None
-        self._builder.build(variant)
+        with stage("compiling", self._communicator.rank):
+            self._builder.build(variant)
         self._flow = self._builder.flow
         if variant.train:
             self._graphs = self._builder.graphs
@@ -365,7 +388,7 @@ class Session:
         if not all(may for (may,) in everyone):
             return
         old, used = self.plan, {d.parameter for d in self.plan if d.strategy not in ("frozen", "unused")}
-        findings = find(self._setting, variant.analysed, leaves, used)
+        findings = find(self._setting, variant.analysed, variant.captured.inputs(leaves), used)
         if findings is not None and self._drift is not None:
             findings = findings.with_rows(self._drift.rows)
         new = plan_on_links(self._setting, findings, old)
@@ -387,7 +410,7 @@ class Session:
             for each in kind.variants:
                 each.program = each.accumulating = None
         if self._communicator.rank == 0:
-            logger.info("planned again %s", told)
+            tell("planned again %s", told)
 
     def _make_whole(self, names: Sequence[str], reason: str) -> None:
         """Another plan, before a step is taken that needs tables whole. Collective, as the step is.

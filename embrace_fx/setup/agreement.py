@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from embrace_fx.capture.errors import CaptureError
@@ -13,6 +14,7 @@ from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.runtime.ranks.communicator import Communicator, check_activities
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.setup.options import Options
+from embrace_fx.setup.shared_memory import refuse_shared_memory
 from embrace_fx.vocabulary.graph import TrainingGraph
 
 
@@ -34,6 +36,7 @@ def agree_on_set_up(
             check_toolchain({parameter.device.type for parameter in model.parameters()})
         check_trainable(model)
         refuse_hooks(model)
+        refuse_shared_memory(model)
         own = describe(model, optimizers, options)
     except ValueError as error:
         own = str(error)
@@ -64,6 +67,12 @@ def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         raise ValueError(
             f"expected model to be an nn.Module, in compile(), found {_what(model)}. Put the function into the forward "
             "of a module that holds its parameters."
+        )
+    by_torch = isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules  # torch.compile's
+    if by_torch or getattr(type(model), "_wraps_a_model", False):
+        raise ValueError(
+            f"expected a plain model, in compile(), found a {type(model).__name__}, which wraps one already. Pass the "
+            "model that was wrapped, once: compile() stands in the wrapper's place."
         )
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -183,16 +192,17 @@ def agree_on_sequence(communicator: Communicator, graph: TrainingGraph | None, f
         PeerFailure: a pass failed on some rank; on every rank.
         RuntimeError: the ranks would launch different collectives; on every rank.
     """
-    own = ("" if graph is None else sequence_hash(graph), None if failure is None else failure_text(failure))
-    everyone = communicator.gather(own, tuple[str, str | None])
-    if failures := {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}:
+    launched = "" if graph is None else sequence_hash(graph)
+    own = (launched, str(communicator.gradient_dtype), None if failure is None else failure_text(failure))
+    everyone = communicator.gather(own, tuple[str, str, str | None])
+    if failures := {rank: text for rank, (*_, text) in enumerate(everyone) if text is not None}:
         raise PeerFailure(failures) from failure
     others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
     if others:
         raise RuntimeError(
             "expected every rank's graph to launch the same collectives, after the last pass, found that ranks "
             f"{others} differ from rank 0: their batches led the forward along another path. Make the forward read "
-            "the same tables and parameters on every rank."
+            "the same tables and parameters on every rank, and register the same hook."
         )
     return own[0]
 

@@ -28,3 +28,14 @@ def read_json(kind: type[T], path: str | Path) -> T:
         raise ValueError(f"it does not say that it is a {kind.__name__}")
     found: T = from_plain(kind, content.get("value"), kind.__name__)
     return found
+
+
+def from_json(kind: type[T], value: Any) -> T:
+    """A value of a dataclass from what JSON makes of it; what is left out has its default.
+
+    Raises:
+        ValueError: something else; with what is wrong.
+        TypeError: something is missing that has no default.
+    """
+    found: T = from_plain(kind, value, kind.__name__)
+    return found

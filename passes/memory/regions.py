@@ -46,11 +46,46 @@ class RecomputeRegions:
         if not any(node.meta.get("region") for node in graph.graph.nodes):
             return graph
         result = graph.edit()
-        if not _Copies(result).insert():
-            return graph
+        computed_again = compute_again(result)
         result.graph.lint()
         result.module.recompile()
-        return result
+        return result if computed_again else graph
+
+
+def compute_again(graph: TrainingGraph) -> list[fx.Node]:
+    """Puts copies of the nodes with regions into the backward, in place; the copies. No node has a region then."""
+    copies = _Copies(graph).insert()
+    for node in graph.graph.nodes:
+        node.meta.pop("region", None)
+        node.meta.pop("kept", None)
+    return copies
+
+
+def can_run_again(node: fx.Node, written: frozenset[object]) -> bool:
+    """Whether a node has no effect but its value, and a tensor for its value.
+
+    A size is saved rather than what it is the size of. A parameter that the forward writes (`max_norm`) is not what it
+    was.
+
+    Args:
+        written: what the forward writes: parameters, buffers, tensors of the batch.
+    """
+    if not isinstance(node.target, OpOverload):
+        source = _source(node)
+        return source is not node and isinstance(node.meta.get("val"), torch.Tensor) and can_run_again(source, written)
+    own = _is_own(node) and not op_name(node).startswith("embrace::rnn_layer")
+    if own or node.target.namespace == "_c10d_functional" or node.target._schema.is_mutable:
+        return False
+    values = node.meta.get("val")
+    if not any(isinstance(v, torch.Tensor) for v in (values if isinstance(values, list | tuple) else [values])):
+        return False
+    roles = [value.meta.get("role") for value in node.all_input_nodes]
+    return not any(isinstance(role, Parameter) and role in written for role in roles)
+
+
+def written_by(graph: TrainingGraph) -> frozenset[object]:
+    """What the forward writes."""
+    return frozenset(role.of for _, role in graph.outputs() if isinstance(role, Mutation))
 
 
 def draws(node: fx.Node) -> bool:
@@ -66,9 +101,9 @@ class _Copies:
         self._rewriter = Rewriter(graph.module)
         members = members_of(graph)
         self._backward = [node for node in graph.graph.nodes if node in members.backward]
-        self._written = {role.of for _, role in graph.outputs() if isinstance(role, Mutation)}
+        self._written = written_by(graph)
         self._paths = self._paths_of(members)
-        self._kept = {node for node in self._paths if _source(node).meta.get("kept")}
+        self._kept = {node for node in self._paths if node.meta.get("kept") or _source(node).meta.get("kept")}
         self._position = {node: k for k, node in enumerate(graph.graph.nodes)}
         self._chains = self._chains_of(members)
         self._wanted: dict[Path, set[fx.Node]] = defaultdict(set)
@@ -76,8 +111,8 @@ class _Copies:
         self._states: dict[fx.Node, fx.Node] = {}  # first draw of a chain -> the state before it
         self._unwritten: dict[fx.Node, fx.Node] = {}
 
-    def insert(self) -> bool:
-        """Puts the copies in; whether there were any to put in."""
+    def insert(self) -> list[fx.Node]:
+        """Puts the copies in."""
         for node in self._backward:
             for value in node.all_input_nodes:
                 self._want(value, self._level(value, node.meta.get("region")))
@@ -88,7 +123,7 @@ class _Copies:
                     self._place(self._paths[value][:level], node)
                     node.replace_input_with(value, self._copies[value, level])
         self._read_unwritten()
-        return bool(self._copies)
+        return list(self._copies.values())
 
     # -- what is computed again ----------------------------------------------------------------------------------------
 
@@ -97,26 +132,9 @@ class _Copies:
         paths: dict[fx.Node, Path] = {}
         for node in self._graph.nodes:
             path = _source(node).meta.get("region", ())
-            if path and node in members.forward and self._can_run_again(node):
+            if path and node in members.forward and can_run_again(node, self._written):
                 paths[node] = path
         return paths
-
-    def _can_run_again(self, node: fx.Node) -> bool:
-        """Whether a node has no effect but its value, and a tensor for its value.
-
-        A size is saved rather than what it is the size of. A parameter that the forward writes (`max_norm`) is not what
-        it was.
-        """
-        if not isinstance(node.target, OpOverload):
-            return isinstance(node.meta.get("val"), torch.Tensor) and self._can_run_again(_source(node))
-        own = _is_own(node) and not op_name(node).startswith("embrace::rnn_layer")
-        if own or node.target.namespace == "_c10d_functional" or node.target._schema.is_mutable:
-            return False
-        values = node.meta.get("val")
-        if not any(isinstance(v, torch.Tensor) for v in (values if isinstance(values, list | tuple) else [values])):
-            return False
-        roles = [value.meta.get("role") for value in node.all_input_nodes]
-        return not any(isinstance(role, Parameter) and role in self._written for role in roles)
 
     def _level(self, value: fx.Node, reader: Path | None) -> int:
         """Which copy of a value a reader within the regions `reader` reads; None: its own backward."""

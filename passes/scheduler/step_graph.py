@@ -70,7 +70,7 @@ def compute_durations(graph: TrainingGraph, cluster: cost.Cluster) -> dict[str, 
     durations: dict[str, float] = {}
     spent = 0.0
     for node in graph.phases["backward"].graph.nodes:
-        spent += _node_ms(node, cluster.compute)
+        spent += node_ms(node, cluster.compute)
         if op_name(node) in SUBMISSIONS:
             what = node.args[3] if op_name(node).endswith("rows") else f"bucket {node.args[1]}"
             durations[f"backward {what}"] = spent
@@ -82,12 +82,13 @@ def compute_durations(graph: TrainingGraph, cluster: cost.Cluster) -> dict[str, 
             durations[segment] = spent
             what = node.args[3] if op_name(node).endswith("rows") else f"bucket {node.args[1]}"
             segment, spent = f"forward {what}", 0.0
-        spent += _node_ms(node, cluster.compute)
+        spent += node_ms(node, cluster.compute)
     durations[segment] = spent
     return durations
 
 
-def _node_ms(node: fx.Node, compute: cost.Compute) -> float:
+def node_ms(node: fx.Node, compute: cost.Compute) -> float:
+    """Estimated milliseconds of one node."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
     inputs = [_shape(n.meta.get("val")) for n in node.all_input_nodes]

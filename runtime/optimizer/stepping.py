@@ -107,6 +107,9 @@ class Stepping:
         self._communicator = communicator
         self._make_whole = make_whole
         self._steps: dict[int, _Step] = {}  # by the id of an optimizer
+
+    def listen(self) -> None:
+        """Adopts every optimizer that is about to step a parameter of the model, from now on."""
         handle = register_optimizer_step_pre_hook(_told(self, Stepping._notice))
         weakref.finalize(self, handle.remove)
 

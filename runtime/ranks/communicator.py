@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from embrace_fx import cost
 from embrace_fx.runtime.kernels import bad_id, column_widths
 from embrace_fx.runtime.ranks.failure import PeerFailure, RollCall
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
@@ -69,6 +70,33 @@ class InFlight:
     reads: tuple[Tensor, ...] = ()
 
 
+class _Widening:
+    """The work of a collective on a narrower tensor: it ends when the values have been written into a wider one."""
+
+    def __init__(self, work: Any, narrow: Tensor, into: Tensor) -> None:
+        def write(future: torch.futures.Future[Any]) -> Tensor:
+            future.wait()
+            return into.copy_(narrow)
+
+        self._done = work.get_future().then(write)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._done
+
+    def wait(self) -> None:
+        self._done.wait()
+
+
+def widened(launched: InFlight, into: Tensor, sent_bytes: int) -> InFlight:
+    """A narrower tensor that is under way, as a wider one."""
+    narrow, work = launched.value, None
+    if launched.work is None:
+        into.copy_(narrow)
+    else:
+        work = _Widening(launched.work, narrow, into)
+    return InFlight(into, work, lambda: sent_bytes, (narrow, *launched.reads))
+
+
 class Communicator:
     """Issues this rank's collectives.
 
@@ -84,6 +112,7 @@ class Communicator:
         self.rank = 0
         self.activity = 0
         self.failure: str | None = None  # found before the step's announcement, which reports it
+        self.gradient_dtype: torch.dtype | None = None  # in which gradients travel; None: their own
         self.tables = 0  # how many tables exchange ids, once planned
         self.watched: tuple[str, ...] = ()  # other tables of which an announcement tells the rows read
         self.rows_seen: dict[str, int] = {}  # of those, in the coming step; of a table that is not there, unknown
@@ -427,7 +456,7 @@ class Communicator:
     ) -> InFlight:
         """`all_to_all_gradients` on a grid, with counts on the host: by rank, by row of the grid."""
         of_owners, of_readers = self._grid_sizes(counts, embedding_dim)
-        return self._all_to_all(flat.new_empty((sum(of_readers),)), flat, of_readers, of_owners, group)
+        return self._all_to_all_narrowly(flat.new_empty((sum(of_readers),)), flat, of_readers, of_owners, group)
 
     def send_gradients(self, flat: Tensor, rows_by_rank: Sequence[int], embedding_dim: int, group: str) -> InFlight:
         """`all_to_all_gradients` with counts on the host."""
@@ -436,7 +465,7 @@ class Communicator:
         widths = column_widths(embedding_dim, self.world_size)
         own_width, own_rows = widths[self.rank], rows_by_rank[self.rank]
         received = flat.new_empty((sum(rows_by_rank) * own_width,))
-        return self._all_to_all(
+        return self._all_to_all_narrowly(
             received,
             flat,
             [rows * own_width for rows in rows_by_rank],
@@ -458,7 +487,27 @@ class Communicator:
 
     def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
         carrier = self._group_for(group, flat)
-        return self._launch(lambda own: dist.all_reduce(own, group=carrier, async_op=True), group, flat)
+        narrow = self._narrow(flat) if group == "dense lane" else flat
+        launched = self._launch(lambda own: dist.all_reduce(own, group=carrier, async_op=True), group, narrow)
+        sent_bytes = cost.all_reduce(narrow.nbytes, self.world_size).sent_bytes
+        return launched if narrow is flat else widened(launched, flat, sent_bytes)
+
+    def _narrow(self, gradient: Tensor) -> Tensor:
+        """A gradient as it travels: itself, or a narrower copy."""
+        dtype = self.gradient_dtype
+        return gradient if dtype is None or dtype.itemsize >= gradient.dtype.itemsize else gradient.to(dtype)
+
+    def _all_to_all_narrowly(
+        self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str
+    ) -> InFlight:
+        """An AlltoAll of gradients."""
+        narrow = self._narrow(sent)
+        if narrow is sent:
+            return self._all_to_all(received, sent, receive_sizes, send_sizes, group)
+        arriving = received.new_empty(received.shape, dtype=narrow.dtype)
+        launched = self._all_to_all(arriving, narrow, receive_sizes, send_sizes, group)
+        sent_bytes = (sum(send_sizes) - send_sizes[self.rank]) * narrow.element_size()
+        return widened(launched, received, sent_bytes)
 
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
         """A collective under way; of tensors on a device over gloo, which takes them from the host, an ended one."""

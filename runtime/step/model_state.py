@@ -61,6 +61,10 @@ class ModelState:
         owner, key = self._parameters[name]
         return lambda: owner[key].detach()  # noqa: PLW0108  (another parameter may be there by then)
 
+    def buffers_in(self, is_meant: Callable[[dict[str, Any]], bool]) -> list[str]:
+        """The names of buffers in the modules' dicts of buffers that are meant."""
+        return [name for name, (owner, _) in self._buffers.items() if is_meant(owner)]
+
     def buffer_reader(self, name: str) -> Callable[[], Tensor]:
         owner, key = self._buffers[name]
         return lambda: owner[key]

@@ -133,7 +133,8 @@ class _Kept(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        if record.getMessage().startswith("planned again"):
+            self.lines.append(record.getMessage())
 
 
 def _evaluate(model: nn.Module) -> float:
