@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -55,11 +55,12 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
     if origin is list and isinstance(value, list):
         return [from_plain(arguments[0], v, f"{where}[{k}]") for k, v in enumerate(value)]
     if origin is dict and isinstance(value, list):
-        return dict(from_plain(tuple[arguments], pair, where) for pair in value)  # type: ignore[misc]
+        pair: Any = tuple.__class_getitem__(arguments)  # a hint made here
+        return dict(from_plain(pair, each, where) for each in value)
     if kind is Tensor and isinstance(value, list):
         return _integers(value, where)
     if is_dataclass(kind) and isinstance(value, dict):
-        hints = _hints(kind)
+        hints = _hints(cast("Any", kind))
         if unknown := value.keys() - {field.name for field in fields(kind)}:
             raise ValueError(f"{where} has {sorted(unknown)}, which it should not have")
         try:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-import embrace_fx
+from embrace_fx.vocabulary import plain_data
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 
 ANNOUNCEMENT = "announcement"
@@ -26,7 +26,7 @@ _LIBRARIES = tuple(
     str(path)
     for path in (
         Path(torch.__file__).parent,
-        Path(embrace_fx.__file__).parent,
+        Path(plain_data.__file__).parents[1],
         Path(__file__).parents[1],
         sysconfig.get_paths()["stdlib"],
     )
