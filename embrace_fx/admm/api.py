@@ -17,8 +17,8 @@ from embrace_fx.admm.setup import Own, Parallel, begin, check_patience, group_of
 from embrace_fx.admm.state import State
 from embrace_fx.admm.stopping import Stopping
 from embrace_fx.admm.timeline import save_timeline
-from embrace_fx.runtime.communicator import Communicator
-from embrace_fx.runtime.recorder import Recorder
+from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.ranks.communicator import Communicator
 
 
 def train(

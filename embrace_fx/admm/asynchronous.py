@@ -31,9 +31,9 @@ from embrace_fx.admm.progress import Scores, Splits, progress_of
 from embrace_fx.admm.state import State
 from embrace_fx.admm.stopping import Best
 from embrace_fx.admm.sweep import Sweeper
-from embrace_fx.runtime.communicator import Communicator
-from embrace_fx.runtime.failure import DeadRank
-from embrace_fx.runtime.recorder import Recorder, Transfer
+from embrace_fx.runtime.launch.recorder import Recorder, Transfer
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.failure import DeadRank
 
 MASTER = 0
 TO_MASTER, TO_WORKER = "weights to the master", "weights from the master"

@@ -47,25 +47,49 @@ def updated_bias(bias: Tensor, r: Tensor, w: Tensor, pull: Pull | None) -> Tenso
     return bias - slope / weight
 
 
-def updated_matrix(matrix: Tensor, r: Tensor, w: Tensor, read: Tensor, curvature: float, pull: Pull | None) -> Tensor:
-    """V, W or U: one step along sum w r^ read', divided by the curvature.
+@dataclass(frozen=True)
+class Quadratic:
+    """A matrix's problem but for its slope.
+
+    Attributes:
+        gram: sum of w read read' over all steps and sequences.
+        curvature: tau, at least its largest eigenvalue.
+    """
+
+    gram: Tensor
+    curvature: float
+
+    @classmethod
+    def of(cls, read: Tensor, w: Tensor) -> Quadratic:
+        """Args: what the matrix is multiplied with, (steps, B, columns), and the weights by step."""
+        rows = (read * w.sqrt()).flatten(0, 1)
+        gram = rows.t() @ rows
+        return cls(gram, largest_eigenvalue_bound(gram))
+
+
+def updated_matrix(
+    matrix: Tensor, r: Tensor, w: Tensor, read: Tensor, quadratic: Quadratic, pull: Pull | None, repeats: int = 1
+) -> Tensor:
+    """V, W or U: a step along sum w r^ read', divided by the curvature, taken `repeats` times.
+
+    After a change D of the matrix that sum has become smaller by D gram, so that only the first step reads the data.
 
     Args:
         r: r^ with the current matrix, (steps, B, rows).
         read: what the matrix is multiplied with, (steps, B, columns).
-        curvature: at least that of the block (`matrix_curvature`).
+        quadratic: that of the same `read` and `w`.
     """
-    step = (w * r).flatten(0, 1).t() @ read.flatten(0, 1)
-    if pull is not None:
-        step = step - pull.strength * (matrix - pull.target)
-        curvature += pull.strength
-    return matrix + step / curvature if curvature else matrix
-
-
-def matrix_curvature(read: Tensor, w: Tensor) -> float:
-    """tau: at least the largest eigenvalue of sum w read read', over all steps and sequences."""
-    rows = (read * w.sqrt()).flatten(0, 1)
-    return largest_eigenvalue_bound(rows.t() @ rows)
+    slope = (w * r).flatten(0, 1).t() @ read.flatten(0, 1)
+    strength = pull.strength if pull is not None else 0.0
+    if quadratic.curvature + strength == 0.0:
+        return matrix
+    updated = matrix
+    for _ in range(repeats):
+        step = slope - (updated - matrix) @ quadratic.gram
+        if pull is not None:
+            step = step - strength * (updated - pull.target)
+        updated = updated + step / (quadratic.curvature + strength)
+    return updated
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from embrace_fx.admm.model import Weights
 from embrace_fx.admm.state import State
 from embrace_fx.admm.sweep import Consensus
-from embrace_fx.runtime.communicator import Communicator
-from embrace_fx.runtime.recorder import Recorder, Transfer
+from embrace_fx.runtime.launch.recorder import Recorder, Transfer
+from embrace_fx.runtime.ranks.communicator import Communicator
 
 AGREE = "AllReduce of weights"
 """The name of the exchange in timelines."""

@@ -33,7 +33,7 @@ class Penalties:
         dual_step: share of p by which the multipliers move; the paper's language model has a tenth.
     """
 
-    mu: float = 1.0
+    mu: float = 3.0
     p1: float = 1.0
     p2: float = 1.0
     p3: float = 1.0

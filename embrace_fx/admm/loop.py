@@ -12,7 +12,7 @@ from embrace_fx.admm.progress import Progress, Scores, Splits, progress_of
 from embrace_fx.admm.state import State
 from embrace_fx.admm.stopping import Stopping
 from embrace_fx.admm.sweep import Consensus, Sweeper
-from embrace_fx.runtime.recorder import Recorder
+from embrace_fx.runtime.launch.recorder import Recorder
 
 OnIteration = Callable[[Progress], object]
 

@@ -20,7 +20,7 @@ from embrace_fx.admm.asynchronous import TO_MASTER, Asynchronous, Line, Order, R
 from embrace_fx.admm.loop import Run
 from embrace_fx.admm.progress import Scores, Splits, progress_of
 from embrace_fx.admm.state import State
-from embrace_fx.runtime.communicator import Communicator
+from embrace_fx.runtime.ranks.communicator import Communicator
 
 
 @dataclass(frozen=True)

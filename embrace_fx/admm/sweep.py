@@ -17,8 +17,8 @@ from torch import Tensor
 
 from embrace_fx.admm.blocks import (
     Pull,
+    Quadratic,
     Reader,
-    matrix_curvature,
     moved_multiplier,
     updated_bias,
     updated_matrix,
@@ -29,6 +29,9 @@ from embrace_fx.admm.blocks import (
 from embrace_fx.admm.bounds import squared_norm_bound
 from embrace_fx.admm.lagrangian import Penalties, Residuals, Variables, less_last, residual_a, residual_o, step_weights
 from embrace_fx.admm.model import Data, Weights
+
+REPEATS = 5
+"""The paper takes one step. More cost little, as they do not read the data; with many the loss turns up earlier."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +46,17 @@ class Sweeper:
     """Iterates on one rank's sequences.
 
     Args:
-        data: does not change, so the curvature of U's problem is taken once.
+        data: does not change, so U's problem is set up once.
+        repeats: steps that V, W and U take in each of their updates.
     """
 
-    def __init__(self, data: Data, penalties: Penalties) -> None:
+    def __init__(self, data: Data, penalties: Penalties, repeats: int = REPEATS) -> None:
         x_NBI, heads = data.x_NBI, data.y_MB.shape[0]
-        self.data, self.penalties = data, penalties
+        self.data, self.penalties, self.repeats = data, penalties, repeats
         self.w1_N11 = step_weights(penalties, penalties.p1, data.steps, x_NBI)
         self.w2_N11 = step_weights(penalties, penalties.p2, data.steps, x_NBI)
         self.w3_M11 = step_weights(penalties, penalties.p3, heads, x_NBI)
-        self.input_curvature = matrix_curvature(x_NBI, self.w1_N11)
+        self.of_inputs = Quadratic.of(x_NBI, self.w1_N11)
 
     def iterate(
         self,
@@ -99,8 +103,8 @@ class Sweeper:
                 r_MBC -= c_C - weights.c_C
                 weights = replace(weights, c_C=c_C)
             else:
-                curvature = matrix_curvature(s_MBH, self.w3_M11)
-                V_CH = updated_matrix(weights.V_CH, r_MBC, self.w3_M11, s_MBH, curvature, _pull(consensus, "V_CH"))
+                quadratic, pull = Quadratic.of(s_MBH, self.w3_M11), _pull(consensus, "V_CH")
+                V_CH = updated_matrix(weights.V_CH, r_MBC, self.w3_M11, s_MBH, quadratic, pull, self.repeats)
                 r_MBC -= s_MBH @ (V_CH - weights.V_CH).t()
                 weights = replace(weights, V_CH=V_CH)
         return weights
@@ -117,15 +121,13 @@ class Sweeper:
                 r_NBH -= b_H - weights.b_H
                 weights = replace(weights, b_H=b_H)
             elif block == "W":
-                curvature = matrix_curvature(s_NBH[:-1], w_N11[1:])
-                W_HH = updated_matrix(
-                    weights.W_HH, r_NBH[1:], w_N11[1:], s_NBH[:-1], curvature, _pull(consensus, "W_HH")
-                )
+                read, w, pull = s_NBH[:-1], w_N11[1:], _pull(consensus, "W_HH")
+                W_HH = updated_matrix(weights.W_HH, r_NBH[1:], w, read, Quadratic.of(read, w), pull, self.repeats)
                 r_NBH[1:] -= s_NBH[:-1] @ (W_HH - weights.W_HH).t()
                 weights = replace(weights, W_HH=W_HH)
             else:
                 pull = _pull(consensus, "U_HI")
-                U_HI = updated_matrix(weights.U_HI, r_NBH, w_N11, x_NBI, self.input_curvature, pull)
+                U_HI = updated_matrix(weights.U_HI, r_NBH, w_N11, x_NBI, self.of_inputs, pull, self.repeats)
                 r_NBH -= x_NBI @ (U_HI - weights.U_HI).t()
                 weights = replace(weights, U_HI=U_HI)
         return weights

@@ -10,10 +10,10 @@ import os
 from dataclasses import replace
 
 from embrace_fx import viz
-from embrace_fx.runtime.communicator import Communicator
-from embrace_fx.runtime.recorder import Recording
-from embrace_fx.schedule import Kind, Operation, StepGraph
-from embrace_fx.timeline import gather_timeline
+from embrace_fx.runtime.launch.recorder import Recording
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.scheduling.timeline import gather_timeline
+from embrace_fx.vocabulary.schedule import Kind, Operation, StepGraph
 
 KINDS: dict[str, Kind] = {
     "backward sweep": "backward",
@@ -37,7 +37,7 @@ def save_timeline(
         in_step: whether iterations are common to the ranks.
     """
     if not in_step:
-        longest_s = max(communicator.gather_objects(_window_s(recording)))
+        longest_s = max(communicator.gather(_window_s(recording), float))
         recording = by_time(recording, longest_s)
     timeline = gather_timeline(communicator, recording, STEPS)
     if communicator.rank == 0:

@@ -15,6 +15,10 @@ class CaptureError(RuntimeError):
     """The model's forward cannot be captured as one graph."""
 
 
+class RefusedError(CaptureError):
+    """The model's forward does what no graph can do at each call; another route would leave it out silently."""
+
+
 def explain(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> str:
     """A `CaptureError`'s message.
 

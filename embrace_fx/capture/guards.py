@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 import types
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from torch._dynamo.guards import CheckFunctionManager
 
 from embrace_fx.capture.read_values import ReadValues
 
-_OF_PROGRAMS = re.compile(r"\._(parameters|buffers)\b|\.training$")
+OF_PROGRAMS = re.compile(r"[.']_(parameters|buffers)\b|\.training$")
 """What programs read as it is at each call, and what calls are told apart by already."""
 
 _VALUE_GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH")
@@ -65,25 +65,45 @@ class DynamoGuards:
             frame = {**frame, **{name: cell.cell_contents for name, cell in self.cells.items()}}
         return bool(self.manager.check(frame)) and self.tensors.hold()
 
+    def without(self, tensors: Collection[str]) -> DynamoGuards:
+        """The same, with these tensors no constants of the graph."""
+        names = [name for name in self.tensors.names if name not in tensors]
+        others = [name for name in self.values.names if name not in tensors]
+        return replace(
+            self,
+            tensors=ReadValues.of(names, self.tensors.scope),
+            values=ReadValues.of(others, self.values.scope),
+        )
+
     def unchanged(self) -> Conditions:
         return self if self.hold() else self.values.unchanged()
 
 
-def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
+def name_of_model(model: nn.Module) -> str:
+    """How Dynamo calls the model, among the locals of its forward."""
+    code = _traced(model).__code__
+    return f"L[{code.co_varnames[0]!r}]" if code.co_argcount else "L['args'][0]"  # decorated: the first of `*args`
+
+
+def _traced(model: nn.Module) -> types.FunctionType:
+    found: types.FunctionType = torch._dynamo.convert_frame.get_traced_fn(model)[0]
+    return found
+
+
+def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> DynamoGuards:
     """What Dynamo has guarded besides arguments, parameters, buffers and modes, while it made a graph of a model."""
     flatten: Any = gm._dynamo_bytecode_flatten
     output = flatten.out.graph_capture_output.output_graph
-    function: Any = torch._dynamo.convert_frame.get_traced_fn(model)[0]
+    function, itself = _traced(model), name_of_model(model)
     code = function.__code__
-    first = code.co_varnames[0] if code.co_argcount else "args"  # decorated: the model is the first of `*args`
-    itself = f"L[{first!r}]" if code.co_argcount else "L['args'][0]"
+    first = code.co_varnames[0] if code.co_argcount else "args"
     frame = {first: model} if code.co_argcount else {first: (model,)}
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     kept: list[Any] = []
 
     def is_kept(name: str) -> bool:
         root = re.search(r"\b([LG])\['(\w+)'\]", name)
-        if root is None or _OF_PROGRAMS.search(name):
+        if root is None or OF_PROGRAMS.search(name):
             return False
         return root[1] == "G" or itself in name or root[2] in cells
 
@@ -107,7 +127,7 @@ def _values(
     for guard in output.guards:
         name = guard.name.replace(itself, "L['self']")
         root = re.match(r"(.*?)([LG])\['(\w+)'\]", name)
-        if guard.create_fn_name() not in _VALUE_GUARDS or root is None or _OF_PROGRAMS.search(name):
+        if guard.create_fn_name() not in _VALUE_GUARDS or root is None or OF_PROGRAMS.search(name):
             continue
         if root[2] == "G" or root[3] == "self":
             names.append(name)

@@ -16,7 +16,7 @@ import embrace_fx
 class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
     """An `Accelerator` whose `prepare` compiles models instead of wrapping them in DistributedDataParallel.
 
-    What it saves is whole, whatever the plan: a checkpoint is loaded on any number of ranks, with or without embrace_fx.
+    What it saves is whole, whatever the plan: any number of ranks loads it, with embrace_fx or without.
 
     Args:
         compile_options: of `embrace_fx.compile`.

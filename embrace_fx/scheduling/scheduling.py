@@ -67,10 +67,10 @@ class Scheduling:
         """Makes what follows the schedule. Collective."""
         communicator, state, plan = self._setting.communicator, self._setting.state, self._plan
         device = next(self._setting.model.parameters()).device
-        communicator.open_lanes(device)
+        order = launches(self.schedule, self.looks_ahead)
+        communicator.open_lanes(device, {lane for _, lane in order})
         on = streams.streams_of(device)
         recorder = Recorder(on.clock() if on is not None else None)
-        order = launches(self.schedule, self.looks_ahead)
         of_forward = ["ids", *(f"{name} rows" for name in self._exchanged)]
         launcher = (
             Launcher(order, of_forward, recorder) if on is None else StreamLauncher(order, of_forward, recorder, on)
@@ -92,7 +92,6 @@ class Scheduling:
             communicator,
             launcher,
             flow.wait,
-            state.gradients.note,
             self._exchanges(on_streams=on is not None),
         )
         return flow
@@ -139,7 +138,7 @@ class Scheduling:
     def _follow(self, flow: Flow, own: Profile) -> None:
         """Orders by what was measured, on all ranks, from the next window on."""
         communicator = self._setting.communicator
-        everyone: list[Profile] = communicator.gather_objects(own)
+        everyone = communicator.gather(own, Profile)
         self.schedule = self._order(agree_on_profile(everyone))
         flow.launcher.reorder(launches(self.schedule, self.looks_ahead))
         self._profiled = True
@@ -151,7 +150,8 @@ class Scheduling:
             found = schedule(
                 self._step_graph(profiled), self._setting.options.schedule, "profile" if profiled else "cost model"
             )
-        agreed: Schedule = communicator.gather_objects(found)[0]
+        agreed = communicator.gather(found, Schedule | None)[0]
+        assert agreed is not None  # rank 0 has found one
         return agreed
 
     def _expected_bytes(self) -> dict[str, int]:

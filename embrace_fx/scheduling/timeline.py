@@ -19,7 +19,7 @@ def gather_timeline(communicator: Communicator, recording: Recording, steps: Ste
     Only whole windows are kept. Times start with the first window of rank 0.
     """
     offset_s = _clock_offset(communicator)
-    everyone: list[tuple[Recording, float]] = communicator.gather_objects((recording, offset_s))
+    everyone = communicator.gather((recording, offset_s), tuple[Recording, float])
     complete = min(each.window for each, _ in everyone)  # the last one begun may be cut off
     marks = everyone[0][0].marks
     zero_s = next((when for name, window, when in marks if not name and window == 0), 0.0) - everyone[0][1]
@@ -64,6 +64,6 @@ def _clock_offset(communicator: Communicator) -> float:
     clocks: list[list[float]] = []
     now = 0.0
     for _ in range(ROUNDS + 1):
-        clocks.append(communicator.gather_objects(now))
+        clocks.append(communicator.gather(now, float))
         now = time.perf_counter()
     return median(round_[communicator.rank] - round_[0] for round_ in clocks[1:])

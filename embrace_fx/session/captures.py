@@ -22,8 +22,9 @@ them at every step. Torch's own limit of recompilations is of this order."""
 
 _KNOWS_LESS = (
     "expected a forward that Dynamo can read, in %s, found one that it cannot (%s): it was traced as Python ran it. "
-    "Attributes and hooks of its modules are looked at in each call; where it reads globals, closures, the environment "
-    "or the inside of objects, a change will not be noticed."
+    "What it prints or logs, and what its hooks do besides computing, happened this once. Attributes and hooks of its "
+    "modules are looked at in each call; where it reads globals, closures, the environment or the inside of objects, a "
+    "change will not be noticed."
 )
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Captures:
             )
         self.count += 1
         kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
-        whole = {name: table.parameter.shape for name, table in self._setting.state.tables.items()}
+        whole = {name: table.shape for name, table in self._setting.state.tables.items()}
         model, dynamic = self._setting.model, _varying(kind, self._setting.options.dynamic)
         with whole_parameters(model, whole):
             captured = capture(model, args, kwargs, train=train, dynamic=dynamic)

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from embrace_fx.passes.memory.held import Held
-from embrace_fx.runtime.tables.row_table import local_tensor
 
 SAMPLES = 60
 """Columns of the line that shows memory by time."""
@@ -46,7 +47,8 @@ def line(held: Held) -> str:
 
 
 def _nbytes(values: Iterable[Any]) -> int:
-    found = [local_tensor(value) for value in values if isinstance(value, Tensor)]
+    with torch.no_grad():
+        found = [v.to_local() if isinstance(v, DTensor) else v for v in values if isinstance(v, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in found)
 
 

@@ -155,8 +155,7 @@ class ProgramBuilder:
         if self.flow is None:
             self.scheduling = Scheduling(self._setting, self._plan, compiled.graph)
             self.flow = self.scheduling.start(self._on_other_batch)
-            for stepping in self._setting.stepping.values():
-                stepping.flow = self.flow
+            self._setting.stepping.flow = self.flow
         return run_passes(analysed, relaxing_passes(self._plan, schedule, self._communicator.rank), compiled)
 
     def _program(self, compiled: Compiled, variant: Variant, *, reduce: bool) -> Program:
@@ -167,12 +166,17 @@ class ProgramBuilder:
             self._communicator,
             self._plan.buckets if reduce else None,
             variant.captured.result_constants,
-            self._buffers.before_forward(analysed, train=train),
+            self._buffers.before_forward(analysed, self._assigned(variant), train=train),
             batch_check(self._setting, self._plan, analysed, self._calls, train=train),
             self.flow if train and reduce else None,
             links=self._plan.links,
             regions=self._region_compiler(),
         )
+
+    def _assigned(self, variant: Variant) -> frozenset[str]:
+        """The buffers that the forward assigns, beside those that its graph writes."""
+        replay, state = variant.captured.replay, self._setting.state
+        return frozenset() if replay is None else frozenset(state.buffers_in(replay.writes))
 
     def _region_compiler(self) -> RegionCompiler | None:
         if self._setting.options.backend == "eager":

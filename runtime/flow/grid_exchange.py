@@ -18,11 +18,8 @@ from torch import Tensor
 
 from embrace_fx.runtime.flow.routing import Routing, Selection
 from embrace_fx.runtime.flow.row_exchange import Arriving, Part, RowExchange, Rows
-from embrace_fx.runtime.kernels import lookup_as
 from embrace_fx.runtime.kernels.grid import join_grid_into, route_grid, split_selected_grid
 from embrace_fx.runtime.launch.launcher import Ticket
-from embrace_fx.runtime.tables.layouts import grid_of
-from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.plan import Grid
 
 Counts = Sequence[Sequence[int]]
@@ -69,10 +66,11 @@ class GridExchange(RowExchange):
         assert joined is not None
         return joined.view(-1)
 
-    def _send_rows(self, what: str, routing: Routing, selection: Selection | None, dtype: torch.dtype) -> Rows:
+    def _send_rows(
+        self, what: str, routing: Routing, selection: Selection | None, dtype: torch.dtype, *, early: bool = False
+    ) -> Rows:
         route = self._route(routing, selection)
-        columns = lookup_as(self.table.local, route.ids, dtype)
-        ticket = self.send_rows(columns, route.counts, what)
+        ticket = self.send_rows(self._look_up(route.ids, dtype, early), route.counts, what)
         return _GridRows(route.positions, ticket, route.counts[self._communicator.rank])
 
     def _send_gradient(self, what: str, rows: Tensor, routing: Routing, selection: Selection | None) -> Part:
@@ -105,8 +103,7 @@ class GridExchange(RowExchange):
 
     @property
     def _grid(self) -> Grid:
-        assert isinstance(self.table, RowTable)  # stacks lie by columns
-        grid = grid_of(self.table.parameter)
+        grid = self.table.grid
         assert grid is not None
         return grid
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,9 +34,10 @@ from embrace_fx.runtime.kernels import (
     split_selected_columns,
 )
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
-from embrace_fx.runtime.optimizer.row_optimizers import hyperparameters
+from embrace_fx.runtime.optimizer.own_step import hyperparameters
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.row_gradient import Rows as RowsOfTable
+from embrace_fx.runtime.tables.row_table import RowTable, Supposed
 from embrace_fx.runtime.tables.stacks import StackedTable
 
 Wait = Callable[[Ticket], Tensor]
@@ -63,6 +65,23 @@ class _Gradient:
     scale: float
     parts: list[Part]
     options: dict[str, Any] | None = None
+
+
+class _Late:
+    """One step's row gradient, for `.grad` of its tables: waited for when someone looks at it."""
+
+    def __init__(self, exchange: RowExchange, gradient: _Gradient) -> None:
+        self._exchange = exchange
+        self._parts = list(gradient.parts)  # a step takes them out of the gradient
+        self.gradient = gradient
+        self._of_tables: list[list[RowsOfTable]] | None = None
+
+    def rows(self, k: int) -> list[RowsOfTable]:
+        """Those of the k-th table."""
+        if self._of_tables is None:
+            split = [self._exchange.table.split(*rows) for rows in self._exchange.arrive(self.gradient, self._parts)]
+            self._of_tables = [list(rows) for rows in zip(*split, strict=True)]
+        return self._of_tables[k]
 
 
 @dataclass
@@ -114,7 +133,8 @@ class RowExchange:
         self._arriving = Arriving()
         self._routing: Routing | None = None  # of the batch whose forward runs or ran last
         self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
-        self.early_rows_stale = False
+        self._stale = False
+        self._supposed: Supposed | None = None  # the step without which the early rows are not what will be read
         self._version = 0  # of the table, as of the last lookup ahead, step or update of its own
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -148,13 +168,21 @@ class RowExchange:
         assert joined is not None
         return joined.view(-1)
 
-    def _send_rows(self, what: str, routing: Routing, selection: Selection | None, dtype: torch.dtype) -> Rows:
+    def _send_rows(
+        self, what: str, routing: Routing, selection: Selection | None, dtype: torch.dtype, *, early: bool = False
+    ) -> Rows:
         ids, counts, positions = routing.ids, routing.counts, None
         if selection is not None:
             ids, counts = ids.index_select(0, selection.positions), selection.counts
             positions = selection.own(routing, self._communicator.rank)
-        columns = lookup_as(self.table.local, ids, dtype)
-        return Rows(positions, self.send_rows(columns, counts, what))
+        return Rows(positions, self.send_rows(self._look_up(ids, dtype, early), counts, what))
+
+    def _look_up(self, ids: Tensor, dtype: torch.dtype, early: bool) -> Tensor:
+        """Rows of the part, as they are; early ones as the step to come will leave them."""
+        if not early or not self.table.may_move():
+            return lookup_as(self.table.local, ids, dtype)
+        columns, self._supposed = self.table.coming(ids)
+        return columns.to(dtype)
 
     def send_rows(self, columns: Tensor, counts: Sequence[int], what: str = "rows") -> Ticket:
         """Launches the AlltoAll of looked-up columns (R, d), `counts[r]` of them rank r's."""
@@ -194,8 +222,18 @@ class RowExchange:
         split = split or self.splitter.split(self._routing, Routing.of(ids, counts), self.delayed_chunks)
         self._split = split
         self._arriving = Arriving(routing=split.following, late=split.late)
-        self._arriving.rows.append(self._send_rows("early rows", split.following, split.early, dtype))
+        self._arriving.rows.append(self._send_rows("early rows", split.following, split.early, dtype, early=True))
         self.note_version()
+
+    @property
+    def early_rows_stale(self) -> bool:
+        """Whether rows that were sent early are not those of the table: it was written, or the step that they suppose
+        has not come."""
+        return self._stale or self._supposed is not None
+
+    @early_rows_stale.setter
+    def early_rows_stale(self, stale: bool) -> None:
+        self._stale = stale
 
     def do_not_split(self) -> None:
         """Instead of `look_ahead`: the whole gradient leaves at once, and no rows before their turn."""
@@ -247,24 +285,52 @@ class RowExchange:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is a gradient that no step has taken."""
-        return bool(self._gradients) and self._gradients[-1].options is None
-
-    def step(self) -> bool:
-        """The optimizer steps: its options of this moment are those of the gradient on its way.
-
-        Returns: false where tables have to be updated at once, from gradients that they hold themselves.
-        """
-        self.apply_delayed()
-        self.early_rows_stale |= self.was_written()
-        if self.table.has_gradient or not self.table.steps_as_one():
-            with self._launcher.hurrying():  # rows of a forward to come may stand before the gradients
-                self.materialise()
-        if not self.waiting:
+        """Whether there is a gradient on its way that no step has taken, and that `.grad` still is of."""
+        if not self._gradients or self._gradients[-1].options is not None:
             return False
+        latest = self._gradients[-1]
+        if any(_waits_for(table, latest) for table in self.table.members):
+            return True
+        self._gradients.remove(latest)  # dropped, or someone has looked at it
+        return False
+
+    def deliver(self) -> None:
+        """At the end of a backward: its gradient is what `.grad` of the tables is, or is added to what it was."""
+        latest = self._gradients[-1]
+        late = _Late(self, latest)
+        for k, table in enumerate(self.table.members):
+            held = table.open_gradient()
+            if held.is_zero:
+                held.will_be(partial(late.rows, k), latest)
+            else:
+                for rows in late.rows(k):
+                    held.add_rows(*rows)
+
+    def may_step(self) -> bool:
+        """Whether a step can take the gradient as it is, on its way, and leave the update to the next forward."""
+        return (
+            self.waiting
+            and all(_waits_for(table, self._gradients[-1]) for table in self.table.members)
+            and self.table.steps_as_one()
+            and self.table.steps_in_parts()
+        )
+
+    def begin_step(self) -> None:
+        """An optimizer is about to step: what the last step has left is applied."""
+        self.apply_delayed()
+        self._stale |= self.was_written()
+
+    def step(self) -> None:
+        """The optimizer has stepped: its options of this moment are those of the gradient on its way."""
         self._gradients[-1].options = hyperparameters(self.table.begin_step())
+        self.stepped_at_once(moved_all=self.table.may_move())
+
+    def stepped_at_once(self, *, moved_all: bool) -> None:
+        """A step has been taken; `moved_all`: of all rows, and not just of those with a gradient of their own."""
+        supposed, self._supposed = self._supposed, None
+        if moved_all and self._arriving.rows:
+            self._stale |= supposed is None or not self.table.is_as(supposed)
         self.note_version()
-        return True
 
     def apply_prior(self) -> None:
         """Applies what the next batch may read, if the step has been taken; otherwise keeps the gradient for it."""
@@ -272,23 +338,29 @@ class RowExchange:
             if gradient.options is None:
                 self.materialise()
                 return
-            self._apply(gradient, gradient.parts[:1])
+            self._check_unwritten()
+            for rows in self.arrive(gradient, gradient.parts[:1]):
+                self.table.apply(*rows, gradient.options)
             del gradient.parts[:1]
+            self.note_version()
 
     def apply_delayed(self) -> None:
         """Applies everything a step has taken."""
         stepped = [gradient for gradient in self._gradients if gradient.options is not None]
         for gradient in stepped:
-            self._apply(gradient, gradient.parts)
+            assert gradient.options is not None
+            self._check_unwritten()
+            self.table.finish(self.arrive(gradient, gradient.parts), gradient.options)
+            self.note_version()
         self._gradients = [gradient for gradient in self._gradients if gradient.options is None]
 
     def materialise(self) -> None:
-        """Moves a gradient that no step has taken to where the table keeps those: it was asked for, or is summed up."""
-        for gradient in self._gradients:
-            if gradient.options is None:
-                for part in gradient.parts:
-                    self.table.add_gradient(*self._arrive(gradient, part))
-        self._gradients = [gradient for gradient in self._gradients if gradient.options is not None]
+        """Waits for a gradient that no step has taken: it was asked for, or is summed up."""
+        if self.waiting:
+            for table in self.table.members:
+                if _waits_for(table, self._gradients[-1]):
+                    table.open_gradient().land()
+        self.discard()
 
     def discard(self) -> None:
         """Forgets a gradient that no step has taken."""
@@ -297,17 +369,18 @@ class RowExchange:
     def forget_rows(self) -> None:
         """What was looked up early is not read: parameters may have been written since."""
         self._arriving = Arriving()
-        self.early_rows_stale = False
+        self._stale, self._supposed = False, None
 
-    def _apply(self, gradient: _Gradient, parts: Sequence[Part]) -> None:
-        assert gradient.options is not None
+    def _check_unwritten(self) -> None:
         if self.was_written():
             raise RuntimeError(WRITTEN.format(f"table {self.table.name}"))
-        for part in parts:
-            self.table.apply(*self._arrive(gradient, part), gradient.options)
-        self.note_version()
 
-    def _arrive(self, gradient: _Gradient, part: Part) -> tuple[Tensor, Tensor]:
+    def arrive(self, gradient: _Gradient, parts: Sequence[Part]) -> list[RowsOfTable]:
+        """The rows of parts of a gradient, once they are here."""
+        with self._launcher.hurrying():  # rows of a forward to come may stand before them
+            return [self._arrive(gradient, part) for part in parts]
+
+    def _arrive(self, gradient: _Gradient, part: Part) -> RowsOfTable:
         local = self.table.local
         flat = self._wait(part.ticket).to(local.dtype)
         how = (part.ids, flat, local.shape[1], gradient.padding_idx, gradient.scale)
@@ -315,3 +388,9 @@ class RowExchange:
             return part.selection.coalesce(*how)
         ids, rows = coalesce(*how)
         return ids, rows
+
+
+def _waits_for(table: RowTable, gradient: _Gradient) -> bool:
+    """Whether what a table's `.grad` is, nobody having looked at it, is a gradient on its way."""
+    held = table.held
+    return held is not None and held.is_late and held.source is gradient

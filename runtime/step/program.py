@@ -16,7 +16,6 @@ from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, runnable
-from embrace_fx.runtime.tables.row_table import local_tensor
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Parameter,
@@ -135,7 +134,7 @@ class Program:
         if not written:
             return ""
         names = {_memory(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}
-        names |= {_memory(local_tensor(self.state.parameter(name))): name for name in self.state.names}
+        names |= {_memory(self.state.parameter(name)): name for name in self.state.names}
         return ", ".join(dict.fromkeys(names.get(_memory(tensor), "a result") for tensor in written))
 
     def without_gradient(self, starts_from: Callable[[int], bool]) -> frozenset[str]:

@@ -40,13 +40,19 @@ class Reference:
     """The problem as nested lists: a[n][i][h] of step n, sequence i, unit h."""
 
     def __init__(
-        self, weights: Weights, variables: Variables, data: Data, penalties: Penalties, constants: Constants
+        self,
+        weights: Weights,
+        variables: Variables,
+        data: Data,
+        penalties: Penalties,
+        constants: Constants,
+        repeats: int,
     ) -> None:
         self.U, self.W, self.b, self.V, self.c = (tensor.tolist() for tensor in weights.tensors())
         self.a, self.s, self.o = (t.tolist() for t in (variables.a_NBH, variables.s_NBH, variables.o_MBC))
         self.l1, self.l2, self.l3 = (t.tolist() for t in (variables.l1_BH, variables.l2_BH, variables.l3_BC))
         self.x, self.y = data.x_NBI.tolist(), data.y_MB.tolist()
-        self.penalties, self.constants = penalties, constants
+        self.penalties, self.constants, self.repeats = penalties, constants, repeats
         self.N, self.B, self.M = len(self.x), len(self.x[0]), len(self.y)
         self.first = self.N - self.M  # the first step that the head reads
 
@@ -107,16 +113,19 @@ class Reference:
         self.b = [b + sum(w * r[h] for w, r in residuals) / weight for h, b in enumerate(self.b)]
 
     def update_V(self) -> None:
-        terms = [(self.w3(n), self.ro(n, i), self.s[n][i]) for n, i in self.everything(head=True)]
-        self.V = self._stepped(self.V, terms)
+        for _ in range(self.repeats):
+            terms = [(self.w3(n), self.ro(n, i), self.s[n][i]) for n, i in self.everything(head=True)]
+            self.V = self._stepped(self.V, terms)
 
     def update_W(self) -> None:
-        terms = [(self.w1(n), self.ra(n, i), self.s[n - 1][i]) for n, i in self.everything() if n]
-        self.W = self._stepped(self.W, terms)
+        for _ in range(self.repeats):
+            terms = [(self.w1(n), self.ra(n, i), self.s[n - 1][i]) for n, i in self.everything() if n]
+            self.W = self._stepped(self.W, terms)
 
     def update_U(self) -> None:
-        terms = [(self.w1(n), self.ra(n, i), self.x[n][i]) for n, i in self.everything()]
-        self.U = self._stepped(self.U, terms)
+        for _ in range(self.repeats):
+            terms = [(self.w1(n), self.ra(n, i), self.x[n][i]) for n, i in self.everything()]
+            self.U = self._stepped(self.U, terms)
 
     def _stepped(self, matrix: Matrix, terms: list[tuple[float, Vector, Vector]]) -> Matrix:
         if not terms:

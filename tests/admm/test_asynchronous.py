@@ -16,9 +16,9 @@ from embrace_fx import admm
 from embrace_fx.admm.asynchronous import Report
 from embrace_fx.admm.master import Contributions
 from embrace_fx.admm.progress import Splits
-from embrace_fx.runtime.failure import DeadRank, PeerFailure
+from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure
 from tests.admm.problems import modules, weighed_words
-from tests.ranks import Outcome, RankDied, fresh_ranks, run_ranks, run_ranks_expecting_errors
+from tests.support.ranks import Outcome, RankDied, fresh_ranks, run_ranks, run_ranks_expecting_errors
 
 STEPS, WORDS, HIDDEN = 5, 6, 12
 DATA = weighed_words(240, STEPS, seed=0, words=WORDS)

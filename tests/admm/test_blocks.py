@@ -66,8 +66,8 @@ def update(problem: Problem, name: str, step: int) -> tuple[Tensor, Tensor | flo
             "W_HH": (weights.W_HH, ra[1:], w1[1:], v.s_NBH[:-1]),
             "U_HI": (weights.U_HI, ra, w1, data.x_NBI),
         }[name]
-        tau = blocks.matrix_curvature(read, w)
-        return blocks.updated_matrix(matrix, residual, w, read, tau, None), tau
+        quadratic = blocks.Quadratic.of(read, w)
+        return blocks.updated_matrix(matrix, residual, w, read, quadratic, None), quadratic.curvature
     s, a, t = v.s_NBH.clone(), v.a_NBH.clone(), v.a_NBH.tanh()
     if name == "a_NBH":
         target = rs[step] + t[step]
@@ -159,8 +159,9 @@ def test_a_pulled_weight_is_a_step_down_the_gradient_with_the_pull(
         new = blocks.updated_bias(old, r_, w, pull)
         constant = float(w.sum()) * data.sequences + strength
     else:
-        tau = blocks.matrix_curvature(read, w)
-        new, constant = blocks.updated_matrix(old, r_, w, read, tau, pull), tau + strength
+        quadratic = blocks.Quadratic.of(read, w)
+        new = blocks.updated_matrix(old, r_, w, read, quadratic, pull)
+        constant = quadratic.curvature + strength
     slope = gradient(problem, name) + strength * (old - pull.target)
     torch.testing.assert_close((old - new) * constant, slope, rtol=1e-7, atol=1e-7 * max(1.0, strength))
 
@@ -172,11 +173,11 @@ def test_a_pulled_weight_is_a_step_down_the_gradient_with_the_pull(
 
 def test_a_matrix_that_reads_nothing_stays() -> None:
     """W of sequences of one step, without a pull: there is no curvature to divide by."""
-    empty = torch.zeros(0, 4, 5)
+    empty, weights = torch.zeros(0, 4, 5), torch.zeros(0, 1, 1)
     matrix = torch.ones(5, 5)
-    assert blocks.matrix_curvature(empty, torch.zeros(0, 1, 1)) == 0.0
-    new = blocks.updated_matrix(matrix, empty, torch.zeros(0, 1, 1), empty, 0.0, None)
-    assert torch.equal(new, matrix)
+    quadratic = blocks.Quadratic.of(empty, weights)
+    assert quadratic.curvature == 0.0
+    assert torch.equal(blocks.updated_matrix(matrix, empty, weights, empty, quadratic, None), matrix)
 
 
 def test_residuals_are_what_the_model_leaves() -> None:

@@ -15,9 +15,9 @@ from embrace_fx import admm
 from embrace_fx.admm.lagrangian import Penalties, Variables
 from embrace_fx.admm.model import read_data, read_weights
 from embrace_fx.admm.sweep import Consensus, Sweeper
-from embrace_fx.runtime.failure import DeadRank, PeerFailure
+from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure
 from tests.admm.problems import modules, weighed_words
-from tests.ranks import RankDied, fresh_ranks, run_ranks, run_ranks_expecting_errors
+from tests.support.ranks import RankDied, fresh_ranks, run_ranks, run_ranks_expecting_errors
 
 SEQUENCES, STEPS, WORDS, HIDDEN = 240, 5, 6, 12
 

@@ -22,8 +22,8 @@ ORDER = ("passes", "refused", "fails", "hangs", "not applicable")
 
 HEAD = """# torch's own DDP tests
 
-Each test of `DistributedDataParallel` in `torch.testing._internal.distributed.distributed_test`, its body unchanged, run
-on 2 ranks with gloo on CPUs: with DDP, and with `embrace_fx.compile` in DDP's place. Where a body asks for a GPU it
+Each test of `DistributedDataParallel` in `torch.testing._internal.distributed.distributed_test`, its body unchanged,
+run on 2 ranks with gloo on CPUs: with DDP, and with `embrace_fx.compile` in DDP's place. Where a body asks for a GPU it
 gets the CPU. Options that only say how DDP gets to its result (`bucket_cap_mb`, `find_unused_parameters`,
 `static_graph`, `gradient_as_bucket_view`) are left out. Made by `python -m tests.conformance`, with torch {version}.
 

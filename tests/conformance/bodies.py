@@ -1,4 +1,4 @@
-"""The bodies of torch's own DDP tests, each of them run on ranks with DDP, or with embrace_fx.compile in DDP's place."""
+"""The bodies of torch's own DDP tests, each run on ranks with DDP, or with embrace_fx.compile in DDP's place."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _is_about_ddp(test: Callable[..., Any], seen: frozenset[str] = frozenset()) 
     read = set(code.co_names).union(*(c.co_names for c in code.co_consts if inspect.iscode(c)))
     if "DistributedDataParallel" in read:
         return True
-    helpers = {name for name in read if name.startswith("_test") or name.startswith("_run")} - seen
+    helpers = {name for name in read if name.startswith(("_test", "_run"))} - seen
     return any(_is_about_ddp(getattr(BASE, name), seen | helpers) for name in helpers if hasattr(BASE, name))
 
 

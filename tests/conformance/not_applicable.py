@@ -6,10 +6,12 @@ import re
 
 from tests.conformance.outcomes import Result
 
+_WITHOUT_THE_FLAG = "asserts that DDP without find_unused_parameters raises"
+
 ASSERTED_OF_DDP = {
-    "test_ddp_multiple_nested_unused_params_error": "asserts that DDP without find_unused_parameters raises",
-    "test_ddp_multiple_nested_unused_params_err_ignore_params": "asserts that DDP without find_unused_parameters raises",
-    "test_ddp_unused_params_rebuild_buckets_exception": "asserts that DDP without find_unused_parameters raises",
+    "test_ddp_multiple_nested_unused_params_error": _WITHOUT_THE_FLAG,
+    "test_ddp_multiple_nested_unused_params_err_ignore_params": _WITHOUT_THE_FLAG,
+    "test_ddp_unused_params_rebuild_buckets_exception": _WITHOUT_THE_FLAG,
     "test_invalid_static_graph": "asserts the message of DDP's static_graph",
     "test_ddp_profiling_autograd_profiler": "counts the profiler's events of DDP's own AllReduces",
     "test_ddp_profiling_torch_profiler": "counts the profiler's events of DDP's own AllReduces",

@@ -70,8 +70,8 @@ def is_timeout(error: BaseException) -> bool:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether an error is one of ours: what was expected, where, what was found; or an option that there is not."""
-    told = re.search(r"expected .* found ", str(error), re.DOTALL) and not isinstance(error, AssertionError)
-    return bool(told) or "unexpected keyword" in str(error)
+    told = re.search(r"expected .*\bfound\b|unexpected keyword", str(error), re.DOTALL | re.IGNORECASE)
+    return told is not None and not isinstance(error, AssertionError)
 
 
 def first_line(error: BaseException) -> str:

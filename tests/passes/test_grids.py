@@ -35,7 +35,14 @@ from tests.support.graphs import IDS, analysed, classifier, text
 from tests.support.models import MODELS, Batch, Workload
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
-from tests.support.training import SEED, Way, expected_parameters, make_optimizers, train_compiled, whole
+from tests.support.training import (
+    SEED,
+    Way,
+    expected_parameters,
+    make_optimizers,
+    train_compiled,
+    whole_parameters,
+)
 from tests.training.test_training_variants import Lookups, LookupsWorkload, ManyUsesWorkload
 
 DTYPE = torch.float64
@@ -240,7 +247,7 @@ def _everything_else(rank: int, world_size: int, strategy: Any, backend: Any, na
     compiled.eval()
     with torch.no_grad():
         found["evaluated"] = loss_of(batches[7])
-    return found | whole(compiled.named_parameters())
+    return found | whole_parameters(compiled)
 
 
 @pytest.mark.filterwarnings("ignore:expected the batch that lookahead")
@@ -286,7 +293,7 @@ def _on_streams(rank: int, world_size: int, grid: Grid, schedule: Any) -> tuple[
             train(3)
         train(1)
         found = recorded.program(f"a grid under {schedule}, rank {rank}")
-        return list(hazards(found)), whole(compiled.named_parameters())
+        return list(hazards(found)), whole_parameters(compiled)
 
 
 @pytest.mark.long

@@ -32,7 +32,7 @@ from tests.support.cases import long_but
 from tests.support.graphs import analysed
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same, train_reference
-from tests.support.training import whole
+from tests.support.training import whole_parameters, whole_state
 
 ROWS, WIDTH = 120, 10
 FEW, MOST = 8, 400
@@ -133,7 +133,8 @@ class _Kept(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        if record.getMessage().startswith("planned again"):
+            self.lines.append(record.getMessage())
 
 
 def _evaluate(model: nn.Module) -> float:
@@ -176,16 +177,8 @@ def _train(rank: int, case: Case) -> Found:
     finally:
         log.removeHandler(kept)
         log.setLevel(logging.NOTSET)
-    parameters = dict(compiled.named_parameters())
-    state = {
-        f"{name} {key}": value
-        for optimizer in compiled.optimizer
-        for name, parameter in parameters.items()
-        for key, value in whole(
-            {k: torch.as_tensor(v) for k, v in optimizer.state.get(parameter, {}).items()}.items()
-        ).items()
-    }
-    return Found(whole(parameters.items()), plans, state, kept.lines, compiled.plan.explain(), _evaluate(compiled))
+    state = {key: value for each in compiled.optimizer for key, value in whole_state(compiled, each).items()}
+    return Found(whole_parameters(compiled), plans, state, kept.lines, compiled.plan.explain(), _evaluate(compiled))
 
 
 def expected(case: Case) -> dict[str, Tensor]:
@@ -295,7 +288,7 @@ def _train_on_pairs(rank: int, world_size: int, how: str) -> tuple[dict[str, Ten
             optimizer.step()
             optimizer.zero_grad()
             strategies.append(compiled.plan[TABLE].strategy)
-    return whole(compiled.named_parameters()), list(dict.fromkeys(strategies))
+    return whole_parameters(compiled), list(dict.fromkeys(strategies))
 
 
 def _reference_on_pairs(world_size: int) -> dict[str, Tensor]:
@@ -306,7 +299,7 @@ def _reference_on_pairs(world_size: int) -> dict[str, Tensor]:
             (model(*batch(each, rank)) / world_size).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return whole(model.named_parameters())
+    return whole_parameters(model)
 
 
 @pytest.mark.parametrize("how", long_but(("backward_twice", "accumulate"), {how: (how,) for how in TWO_BATCHES}))

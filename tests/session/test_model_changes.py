@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
 from tests.support.cases import long_but
@@ -183,3 +184,24 @@ def test_weights_tied_after_the_first_call_are_refused() -> None:
     model.out.weight = model.inner.weight
     with pytest.raises(embrace_fx.PeerFailure, match=r"found that out\.weight came, went or was replaced"):
         compiled(ids_BT)
+
+
+def _wrapped(rank: int, world_size: int) -> None:
+    model = Tagger()
+    for wrapped in (embrace_fx.compile(model), DistributedDataParallel(Tagger()), torch.compile(Tagger())):
+        with pytest.raises(ValueError, match=r"expected a plain model, in compile\(\), found a "):
+            embrace_fx.compile(wrapped)
+
+
+def test_a_model_that_is_wrapped_already_is_refused() -> None:
+    run_ranks(1, _wrapped)
+
+
+def test_functional_call_is_refused() -> None:
+    model = Tagger()
+    compiled, ids_BT = embrace_fx.compile(model), torch.zeros((2, 4), dtype=torch.long)
+    compiled(ids_BT).backward()
+    others = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    with pytest.raises(embrace_fx.PeerFailure, match=r"found that words\.weight came, went or was replaced"):
+        torch.func.functional_call(compiled, others, (ids_BT,))
+    compiled(ids_BT).backward()

@@ -19,8 +19,9 @@ from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.kernels import pack_bucket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.optimizer.stepping import Stepping, attach
+from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.step.model_state import ModelState
 
 WORLD = 2
 STEPS = 4
@@ -87,7 +88,6 @@ class Deferred(Training):
         chunks = [[sum(self.parameters[n].numel() for n in BUCKETS[0])], [6, 4]]
         names = [f"bucket {k} [{i}]" for k, sizes in enumerate(chunks) for i in range(len(sizes))]
         self.launcher = Launcher([(name, "dense") for name in names], (), Recorder())
-        self.delivered: list[list[nn.Parameter]] = []
         self.flow = Flow(communicator, self.launcher, Recorder(), False, lambda: None, lambda: None)
         self.flow.buckets = BucketUpdates(
             BUCKETS,
@@ -96,13 +96,15 @@ class Deferred(Training):
             communicator,
             self.launcher,
             self.flow.wait,
-            lambda parameters: self.delivered.append(list(parameters)),
             {},
         )
 
+        state = ModelState(nn.ParameterDict(self.parameters))
+        self.stepping = Stepping(state, communicator, lambda names, reason: None)
+        self.stepping.flow = self.flow
+
     def attach(self, optimizer: Optimizer) -> None:
-        stepping = Stepping(communicator=self._communicator, flow=self.flow)
-        attach(optimizer, stepping)
+        self.stepping.adopt(optimizer)
 
     def backward(self) -> None:
         self.launcher.enter_forward()

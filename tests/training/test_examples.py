@@ -69,6 +69,16 @@ def test_minimal(run_here: Callable[..., str]) -> None:
     assert "alltoall" in printed
 
 
+def test_admm(run_here: Callable[..., str]) -> None:
+    torch.manual_seed(0)
+    printed = run_here("admm.py")
+    losses = losses_in(printed)
+    assert losses[-1] < losses[0] / 2
+    found = re.search(r"accuracy on new sentences (\d\.\d+)", printed)
+    assert found is not None
+    assert float(found[1]) > 0.8
+
+
 def test_training_in_a_single_process(run_here: Callable[..., str], tmp_path: Path) -> None:
     losses = losses_in(run_here("train_language_model.py", "--output", str(tmp_path), *SIZES))
     assert losses == sorted(losses, reverse=True)

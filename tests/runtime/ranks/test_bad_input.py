@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Optimizer
 
 import embrace_fx
 from embrace_fx.capture.errors import CaptureError
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same, train_reference
+from tests.support.training import whole_parameters
 from tests.support.words import (
     DIM,
     LATE_LENGTH,
@@ -31,10 +31,6 @@ from tests.support.words import (
     words_batch,
     words_model,
 )
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def _message(error: BaseException) -> str:
@@ -85,11 +81,11 @@ def _faulty_batch(does: str, batch: Batch) -> Batch:
 
 def _snapshot(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """All that a step may change."""
-    found = {name: _whole(p.detach()) for name, p in model.named_parameters()}
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
     found |= {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
-        found |= {f"{name} {key}": _whole(value) for key, value in state.items() if isinstance(value, Tensor)}
+        found |= {f"{name} {key}": value.clone() for key, value in state.items() if isinstance(value, Tensor)}
     return found
 
 
@@ -113,7 +109,7 @@ def _train_with_a_fault(rank: int, world_size: int, does: str, at_step: int, str
             after = _snapshot(model, optimizer)
             found["changed"] = [k for k in before | after if k not in before or not torch.equal(before[k], after[k])]
         optimizer.zero_grad()
-    found["parameters"] = {name: _whole(p.detach()) for name, p in model.named_parameters()}
+    found["parameters"] = whole_parameters(model)
     return found
 
 
@@ -180,7 +176,7 @@ def _train_with_a_bad_key(
             continue
         model.optimizer.step()
         model.optimizer.zero_grad()
-    return failed, {name: _whole(p.detach()) for name, p in model.named_parameters()}
+    return failed, whole_parameters(model)
 
 
 @pytest.mark.parametrize(

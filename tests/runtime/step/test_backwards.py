@@ -17,7 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 import embrace_fx
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
-from tests.support.training import SEED, whole
+from tests.support.training import SEED, whole_parameters
 
 DTYPE = torch.float64
 NUM_IDS, DIM = 20, 4
@@ -175,7 +175,7 @@ CASES: dict[str, Callable[[int, bool], Loop]] = {
 
 
 def _compare(rank: int, world_size: int, name: str) -> list[dict[str, Tensor]]:
-    return [whole(CASES[name](rank, compiled).model.named_parameters()) for compiled in (False, True)]
+    return [whole_parameters(CASES[name](rank, compiled).model) for compiled in (False, True)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -323,7 +323,7 @@ def _go_on(rank: int, world_size: int) -> list[dict[str, Tensor]]:
             if faulty:
                 with pytest.raises(RuntimeError, match=WRITTEN):
                     _write_the_batch(loop, _batch(rank, 50 + step))
-    return [whole(loop.model.named_parameters()) for loop in loops]
+    return [whole_parameters(loop.model) for loop in loops]
 
 
 def test_training_goes_on_after_a_refusal() -> None:

@@ -1,0 +1,160 @@
+"""The parallel forms: accuracy on 1, 2 and 4 ranks, wall time with one rank five times slower, and their timelines.
+
+    python -m benchmarks.admm.parallel --output benchmarks/results
+
+Ranks are processes of this machine, with gloo between them, on scikit-learn's digits. Time is emulated: ranks share
+cores, so an iteration's length is made by sleeping until `--iteration-ms` have passed, five times that on the slow
+rank. Messages and waiting are real. Synchronous ranks are all workers; of asynchronous ones rank 0 is the master.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from benchmarks.admm.report import write_parallel
+from benchmarks.admm.tasks import Task, digits
+from embrace_fx import admm
+
+SLOWER = 5
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training.
+
+    Attributes:
+        ranks: 1 trains without torch.distributed.
+        asynchronous: rank 0 is the master; else all ranks are synchronous workers.
+        iterations: at most; the master's are updates.
+        iteration_ms: how long a worker's iteration takes at least; 0: as long as it does.
+        slow_rank: the last one's iterations take `SLOWER` times as long.
+        accuracy: of the test data, at which training ends; None: it goes through.
+        timeline: file for a picture, or "".
+    """
+
+    ranks: int
+    asynchronous: bool = False
+    iterations: int = 150
+    iteration_ms: float = 0.0
+    slow_rank: bool = False
+    accuracy: float | None = None
+    timeline: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rank 0 saw: the highest accuracy, and the wall time to its end."""
+
+    accuracy: float
+    wall_s: float
+    iterations: int
+    stopped: str | None
+
+
+def sleeper(milliseconds: float) -> Callable[[admm.Progress], None]:
+    """Makes every iteration last at least so long."""
+    began_s = [time.perf_counter()]
+
+    def sleep(progress: admm.Progress) -> None:
+        time.sleep(max(0.0, began_s[0] + milliseconds / 1e3 - time.perf_counter()))
+        began_s[0] = time.perf_counter()
+
+    return sleep
+
+
+def run_rank(rank: int, setting: Setting, folder: str) -> None:
+    """A rank's training; rank 0 leaves the outcome in the folder."""
+    torch.set_num_threads(1)
+    if setting.ranks > 1:
+        store = f"file://{folder}/store"
+        timeout = timedelta(minutes=5)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=setting.ranks, timeout=timeout)
+    outcome = train(rank, setting, digits())
+    if rank == 0:
+        Path(folder, "outcome.json").write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    if setting.ranks > 1:
+        dist.destroy_process_group()
+
+
+def train(rank: int, setting: Setting, task: Task) -> Outcome:
+    """Shards the training data over the workers; everybody judges on all of the test data."""
+    workers = setting.ranks - setting.asynchronous
+    worker = max(rank - setting.asynchronous, 0)
+    inputs, classes = task.train
+    rnn, head = task.modules(seed=0, scale=1.0)
+    parallel: admm.Synchronous | admm.Asynchronous | None = None
+    if setting.asynchronous:
+        parallel = admm.Asynchronous(arrivals=1, staleness=2 * workers * SLOWER)
+    elif setting.ranks > 1:
+        parallel = admm.Synchronous()
+    slow = setting.slow_rank and rank == setting.ranks - 1
+    is_master = setting.asynchronous and rank == 0
+    state = admm.train(
+        rnn,
+        head,
+        (inputs[worker::workers], classes[worker::workers]),
+        iterations=setting.iterations,
+        validation=task.test,
+        stopping=admm.Stopping(patience=None, accuracy=setting.accuracy),
+        parallel=parallel,
+        on_iteration=None if is_master else sleeper(setting.iteration_ms * (SLOWER if slow else 1)),
+        timeline=setting.timeline or None,
+    )
+    best = max(progress.accuracy for progress in state.history)
+    return Outcome(best, state.elapsed_s, state.iteration, state.stopped)
+
+
+def measure(setting: Setting) -> Outcome:
+    """In processes of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run_rank, args=(setting, folder), nprocs=setting.ranks)
+        return Outcome(**json.loads(Path(folder, "outcome.json").read_text(encoding="utf-8")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("build/admm"))
+    parser.add_argument("--iterations", type=int, default=150)
+    parser.add_argument("--iteration-ms", type=float, default=200.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+
+    accuracies = {ranks: measure(Setting(ranks, iterations=options.iterations)) for ranks in (1, 2, 4)}
+    target = round(accuracies[1].accuracy - 0.02, 4)
+    timed = []
+    for _ in range(options.rounds):
+        pair = {}
+        for form in ("synchronous", "asynchronous"):
+            is_asynchronous = form == "asynchronous"
+            pair[form] = measure(
+                Setting(
+                    4,
+                    is_asynchronous,
+                    iterations=options.iterations * (20 if is_asynchronous else 2),
+                    iteration_ms=options.iteration_ms,
+                    slow_rank=True,
+                    accuracy=target,
+                )
+            )
+        timed.append(pair)
+    for form in ("synchronous", "asynchronous"):
+        picture = str(options.output / f"admm-{form}.svg")
+        many = 30 if form == "asynchronous" else 6
+        measure(Setting(4, form == "asynchronous", many, options.iteration_ms, slow_rank=True, timeline=picture))
+    write_parallel(options.output, accuracies, timed, target, slower=SLOWER, iteration_ms=options.iteration_ms)
+
+
+if __name__ == "__main__":
+    main()
