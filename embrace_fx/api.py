@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -222,6 +222,22 @@ class CompiledModel(nn.Module):
             RuntimeError: the model has been called.
         """
         self._session.register_comm_hook(state, hook)
+
+    def join(self, *_: Any, **__: Any) -> NoReturn:
+        """DDP's way to go on when ranks have run out of batches: refused here.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "expected loaders of one length on all ranks, found join(): every step needs every rank here. Agree on the "
+            "number of steps before the loop, by an all_reduce with MIN of the loaders' lengths."
+        )
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that train together, as of DDP; None: a single process."""
+        return self._session.group
 
     def synchronize(self) -> None:
         """Applies every pending update and waits for it. Called by itself wherever parameters are to be read."""

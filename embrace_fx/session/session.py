@@ -155,7 +155,7 @@ class Session:
                 "expected a hook before the model's first call, in register_comm_hook(), found that it has been called "
                 "and gradients travel already. Register it after compile()."
             )
-        self._communicator.gradient_dtype = dtype_of_hook(state, hook)
+        self._communicator.gradient_dtype = dtype_of_hook(state, hook, self.group)
 
     def _summary(self) -> str:
         scheduling = self._builder.scheduling if self._builder is not None else None

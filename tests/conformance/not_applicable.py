@@ -19,7 +19,7 @@ ASSERTED_OF_DDP = {
 }
 """Body -> what it asserts of DDP itself."""
 
-INTERNAL = frozenset({"reducer", "logger"})
+INTERNAL = frozenset({"reducer", "logger", "broadcast_bucket_size"})
 """Attributes of DDP without an underscore that are its own business."""
 
 

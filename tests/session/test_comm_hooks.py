@@ -50,6 +50,7 @@ def under_another_name(hook: Callable[..., Any]) -> Callable[..., Any]:
     def renamed(state: Any, bucket: Any) -> Any:
         return hook(state, bucket)
 
+    renamed.__annotations__.clear()  # DDP looks for its own there
     return renamed
 
 
@@ -88,7 +89,11 @@ def register(rank: int, world_size: int, case: str) -> None:
     if case == "PowerSGD":
         model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
     if case == "a state":
-        model.register_comm_hook(dist.group.WORLD, HOOKS["fp16"])
+        model.register_comm_hook(dist.new_group([0, 1]), HOOKS["fp16"])
+    if case == "no function":
+        model.register_comm_hook(None, {})  # type: ignore[arg-type]
+    if case == "join":
+        model.join()
     if case != "on one rank" or rank == 1:
         model.register_comm_hook(None, HOOKS["fp16"])
     model(*batch(0, rank)).backward()
@@ -99,6 +104,8 @@ def register(rank: int, world_size: int, case: str) -> None:
     [
         ("PowerSGD", "expected one of DDP's hooks allreduce_hook, fp16_compress_hook, bf16_compress_hook"),
         ("a state", "expected no state of fp16_compress_hook"),
+        ("no function", "must be callable"),
+        ("join", "expected loaders of one length on all ranks, found join()"),
         ("called already", "expected a hook before the model's first call"),
         ("on one rank", "expected every rank's graph to launch the same collectives"),
     ],

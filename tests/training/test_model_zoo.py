@@ -11,7 +11,6 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.optim import Adagrad
-from transformers.modeling_outputs import SequenceClassifierOutput
 
 import embrace_fx
 from tests.support.ranks import run_ranks
@@ -82,46 +81,12 @@ def make_mbart() -> nn.Module:
     return transformers.MBartForConditionalGeneration(config)
 
 
-def make_longt5() -> nn.Module:
-    general: dict[str, Any] = {"decoder_start_token_id": PAD}
-    config = transformers.LongT5Config(
-        vocab_size=NUM_WORDS,
-        d_model=32,
-        d_kv=16,
-        d_ff=64,
-        num_layers=1,
-        num_heads=2,
-        local_radius=3,
-        dropout_rate=0.0,
-        pad_token_id=PAD,
-        **general,
-    )
-    return transformers.LongT5ForConditionalGeneration(config)
-
-
-class TextTower(nn.Module):
-    """CLIP's text model under a loss of two classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        names = {key: value for key, value in ENCODER.items() if "dropout" not in key}
-        self.text = transformers.CLIPTextModel(transformers.CLIPTextConfig(projection_dim=8, eos_token_id=2, **names))
-        self.head = nn.Linear(32, 2)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> SequenceClassifierOutput:
-        found = self.text(input_ids=input_ids, attention_mask=attention_mask)
-        logits = self.head(found.pooler_output)
-        return SequenceClassifierOutput(loss=F.cross_entropy(logits, (labels[:, 0] % 2).clamp(min=0)), logits=logits)
-
-
 ZOO: dict[str, Training] = {
     "electra": Training(make_electra, "question", ADAGRAD, THREE),
     "deberta-v2": Training(make_deberta, "question", ADAGRAD, THREE),
     "llama": Training(make_llama, "language", ADAGRAD, THREE, {"use_cache": False}),
     "mamba": Training(make_mamba, "language", SGD_01, ((5, 5), (5, 5)), {"use_cache": False}),
     "mbart": Training(make_mbart, "translation", SGD_01, THREE, {"use_cache": False}, dynamic=True),
-    "longt5": Training(make_longt5, "translation", SGD_01, THREE, {"use_cache": False}),
-    "clip text": Training(TextTower, "language", ADAGRAD, THREE),
 }
 
 
