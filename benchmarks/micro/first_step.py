@@ -47,7 +47,8 @@ class Encoder(nn.Module):
         self.top = nn.Linear(width, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.top(self.layers(self.table(ids))).square().mean()
+        loss: Tensor = self.top(self.layers(self.table(ids))).square().mean()
+        return loss
 
 
 class Tables(nn.Module):
@@ -60,7 +61,8 @@ class Tables(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = [table(ids[:, k % ids.shape[1]]) for k, table in enumerate(self.tables)]
-        return self.top(torch.cat(rows, -1)).square().mean()
+        loss: Tensor = self.top(torch.cat(rows, -1)).square().mean()
+        return loss
 
 
 class Chain(nn.Module):
@@ -72,7 +74,7 @@ class Chain(nn.Module):
         self.linears = nn.ModuleList(nn.Linear(width, width) for _ in range(linears))
 
     def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.table(ids)
+        hidden: Tensor = self.table(ids)
         for linear in self.linears:
             hidden = hidden + linear(hidden).tanh()
         return hidden.square().mean()
@@ -165,8 +167,8 @@ def main() -> None:
     parser.add_argument("--system", default="embrace_fx", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.rank_of is not None:
-        store = dist.FileStore(os.environ["STORE"], asked.ranks)
-        dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=asked.ranks)
+        rank, meet = int(os.environ["RANK"]), f"file://{os.environ['STORE']}"
+        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=asked.ranks)
         print(json.dumps(first_step(asked.rank_of, asked.system, asked.profile)))
         dist.destroy_process_group()
         return
