@@ -43,13 +43,13 @@ def tuned_rates(done: dict[Key, dict[str, Any]], task: str) -> dict[str, float |
 
 
 def wanted(done: dict[Key, dict[str, Any]]) -> Iterator[Key]:
-    """Every training, those first that others depend on; then a scale at a time, so that a part of it is fair."""
+    """Every training, those first that others depend on; then a seed at a time, so that a part of it is fair."""
     for task in TASKS:
         for method, (_, rates) in OPTIMIZERS.items():
             for rate in rates:
                 yield task, method, rate, TUNING_SEED, 1.0
-    for scale in SCALES:
-        for seed in SEEDS:
+    for seed in SEEDS:
+        for scale in SCALES:
             for task in TASKS:
                 for method, tuned in tuned_rates(done, task).items():
                     yield task, method, tuned, seed, scale

@@ -118,7 +118,8 @@ def train(rank: int, setting: Setting, task: Task) -> Outcome:
 def measure(setting: Setting) -> Outcome:
     """In processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, args=(setting, folder), nprocs=setting.ranks)
+        start = torch.multiprocessing.spawn
+        start(run_rank, args=(setting, folder), nprocs=setting.ranks)  # type: ignore[no-untyped-call]  # torch has no types here
         return Outcome(**json.loads(Path(folder, "outcome.json").read_text(encoding="utf-8")))
 
 

@@ -68,11 +68,12 @@ def read_weights(rnn: nn.RNN, head: nn.Linear) -> Weights:
         ValueError: for modules that the method is not written for.
     """
     _check_modules(rnn, head)
+    own = dict(rnn.named_parameters())
     with torch.no_grad():
         return Weights(
-            rnn.weight_ih_l0.clone(),
-            rnn.weight_hh_l0.clone(),
-            rnn.bias_ih_l0 + rnn.bias_hh_l0,
+            own["weight_ih_l0"].clone(),
+            own["weight_hh_l0"].clone(),
+            own["bias_ih_l0"] + own["bias_hh_l0"],
             head.weight.clone(),
             head.bias.clone(),
         )
@@ -80,11 +81,12 @@ def read_weights(rnn: nn.RNN, head: nn.Linear) -> Weights:
 
 def write_weights(weights: Weights, rnn: nn.RNN, head: nn.Linear) -> None:
     """Leaves the weights in the modules, the whole bias of the RNN in `bias_ih_l0`."""
+    own = dict(rnn.named_parameters())
     with torch.no_grad():
-        rnn.weight_ih_l0.copy_(weights.U_HI)
-        rnn.weight_hh_l0.copy_(weights.W_HH)
-        rnn.bias_ih_l0.copy_(weights.b_H)
-        rnn.bias_hh_l0.zero_()
+        own["weight_ih_l0"].copy_(weights.U_HI)
+        own["weight_hh_l0"].copy_(weights.W_HH)
+        own["bias_ih_l0"].copy_(weights.b_H)
+        own["bias_hh_l0"].zero_()
         head.weight.copy_(weights.V_CH)
         head.bias.copy_(weights.c_C)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 from embrace_fx.admm.lagrangian import Penalties, Residuals, Variables, lagrangian_with, summed_loss
 from embrace_fx.admm.model import Data, Weights, run_forward
@@ -45,10 +46,17 @@ class Splits:
 
     @classmethod
     def of(cls, residuals: Residuals, variables: Variables, data: Data, penalties: Penalties, gap: float) -> Splits:
-        squared = [float(r.square().sum()) for r in (residuals.ra_NBH, residuals.rs_NBH, residuals.ro_MBC)]
-        value = float(lagrangian_with(residuals, variables, data, penalties))
-        counts = float(residuals.rs_NBH.numel()), float(residuals.ro_MBC.numel())
-        return cls(value, float(data.sequences), *squared, *counts, gap)
+        ra, rs, ro = (float(r.square().sum()) for r in (residuals.ra_NBH, residuals.rs_NBH, residuals.ro_MBC))
+        return cls(
+            lagrangian=float(lagrangian_with(residuals, variables, data, penalties)),
+            sequences=float(data.sequences),
+            ra=ra,
+            rs=rs,
+            ro=ro,
+            states=float(residuals.rs_NBH.numel()),
+            outputs=float(residuals.ro_MBC.numel()),
+            gap=gap,
+        )
 
 
 @dataclass(frozen=True)
@@ -82,8 +90,8 @@ class Progress:
 
     @classmethod
     def of_row(cls, row: list[float]) -> Progress:
-        whole = {"iteration", "staleness"}
-        return cls(**{f.name: int(v) if f.name in whole else v for f, v in zip(fields(cls), row, strict=True)})
+        numbers: dict[str, Any] = dict(zip((f.name for f in fields(cls)), row, strict=True))
+        return cls(**numbers | {name: int(numbers[name]) for name in ("iteration", "staleness")})
 
 
 def progress_of(iteration: int, scores: Scores, splits: Splits, *, staleness: int, elapsed_s: float) -> Progress:

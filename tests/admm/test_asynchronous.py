@@ -88,20 +88,24 @@ def test_a_master_that_waits_for_everybody_is_synchronous() -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def _one_slow(rank: int, world_size: int, staleness: int, slow_s: float) -> Result:
-    def sleep(progress: admm.Progress) -> None:
-        if rank == 1:
-            time.sleep(slow_s)
+def _one_slow(rank: int, world_size: int, staleness: int) -> Result:
+    began_s = [time.perf_counter()]
 
-    return run(rank, world_size, admm.Asynchronous(arrivals=1, staleness=staleness, patience_s=5), 150, sleep)
+    def slow_down(progress: admm.Progress) -> None:
+        """Worker 1 takes five times as long, however busy the machine is."""
+        if rank == 1:
+            time.sleep(4 * (time.perf_counter() - began_s[0]))
+            began_s[0] = time.perf_counter()
+
+    return run(rank, world_size, admm.Asynchronous(arrivals=1, staleness=staleness, patience_s=10), 150, slow_down)
 
 
 def test_a_slow_worker_holds_nobody_up_within_the_staleness_bound() -> None:
     """Its contributions are older than others', never older than allowed, and the model is learned all the same."""
-    master, slow, fast = run_ranks(3, _one_slow, 6, 0.05)
+    master, slow, fast = run_ranks(3, _one_slow, 6)
     ages = [progress.staleness for progress in master.history]
     assert 2 <= max(ages) < 6
-    assert len(fast.history) > 2 * len(slow.history)
+    assert len(fast.history) > 1.5 * len(slow.history)
     assert max(progress.accuracy for progress in master.history) > 0.85
     for worker in (slow, fast):
         assert worker.best_iteration == master.best_iteration

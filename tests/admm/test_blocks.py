@@ -19,7 +19,7 @@ from embrace_fx.admm.lagrangian import (
     less_last,
     step_weights,
 )
-from embrace_fx.admm.model import Weights
+from embrace_fx.admm.model import Weights, write_weights
 from tests.admm.problems import Problem, random_problem
 
 BLOCKS = ("o_MBC", "c_C", "V_CH", "b_H", "W_HH", "U_HI", "s_NBH", "a_NBH")
@@ -75,13 +75,13 @@ def update(problem: Problem, name: str, step: int) -> tuple[Tensor, Tensor | flo
         return a, w1[step] + w2[step] * (1 + TANH_CURVATURE * target.abs())
     readers: tuple[blocks.Reader, ...] = ()
     beta = 0.0
-    for reads, residual, matrix, w in (
-        (step >= N - M, ro[step - N + M] if step >= N - M else None, weights.V_CH, w3),
-        (step < N - 1, ra[step + 1] if step < N - 1 else None, weights.W_HH, w1),
+    for r_BK, matrix, w in (
+        (ro[step - N + M] if step >= N - M else None, weights.V_CH, w3),
+        (ra[step + 1] if step < N - 1 else None, weights.W_HH, w1),
     ):
-        if reads and residual is not None:
+        if r_BK is not None:
             weight, norm = float(w[step - N + M] if w is w3 else w[step + 1]), squared_norm_bound(matrix)
-            readers += (blocks.Reader(residual, matrix, weight, norm),)
+            readers += (blocks.Reader(r_BK, matrix, weight, norm),)
             beta += weight * norm
     s[step] = blocks.updated_state(s[step], s[step] - rs[step], float(w2[step]), readers)
     return s, float(w2[step]) + beta
@@ -186,16 +186,8 @@ def test_residuals_are_what_the_model_leaves() -> None:
     weights: Weights = problem.weights
     rnn = torch.nn.RNN(3, 5)
     head = torch.nn.Linear(5, 3)
+    write_weights(weights, rnn, head)
     with torch.no_grad():
-        for parameter, value in (
-            (rnn.weight_ih_l0, weights.U_HI),
-            (rnn.weight_hh_l0, weights.W_HH),
-            (rnn.bias_ih_l0, weights.b_H),
-            (rnn.bias_hh_l0, torch.zeros(5)),
-            (head.weight, weights.V_CH),
-            (head.bias, weights.c_C),
-        ):
-            parameter.copy_(value)
         s_NBH, _ = rnn(problem.data.x_NBI)
         fitting = replace(problem.variables, s_NBH=s_NBH, a_NBH=s_NBH.atanh(), o_MBC=head(s_NBH))
     r = Residuals.of(weights, fitting, problem.data)
