@@ -145,9 +145,7 @@ class Session:
         told = str(self.plan) + told_of(self._communicator.gradient_dtype)
         held = self._builder.held() if self._builder is not None else None
         optimizers = self._setting.stepping.holders.optimizers
-        return told if held is None else f"{told}
-
-{memory_report(held, self.model, optimizers)}"
+        return told if held is None else f"{told}\n\n{memory_report(held, self.model, optimizers)}"
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         if self._plan is not None:
