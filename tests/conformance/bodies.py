@@ -11,19 +11,20 @@ from collections.abc import Callable
 from typing import Any, Literal
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.common_utils import TestCase
+
+import embrace_fx
+from tests.conformance.on_cpu import gpus_are_cpus, without_devices
+
 WORLD_SIZE = 2
-os.environ.setdefault("BACKEND", "gloo")  # torch's module asks for these when it is imported
-os.environ.setdefault("WORLD_SIZE", str(WORLD_SIZE))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from torch.testing._internal.common_utils import TestCase  # noqa: E402
-from torch.testing._internal.distributed import distributed_test  # noqa: E402
-
-import embrace_fx  # noqa: E402
-from tests.conformance.on_cpu import gpus_are_cpus, without_devices  # noqa: E402
+# torch's module asks for these when it is imported; left there, they would tell of ranks where there are none.
+with mock.patch.dict(os.environ, {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD_SIZE)}):
+    from torch.testing._internal.distributed import distributed_test
 
 Side = Literal["DDP", "embrace_fx"]
 
@@ -68,7 +69,7 @@ class Rank(BASE, TestCase):  # type: ignore[misc, valid-type]
 def run_body(rank: int, world_size: int, name: str, side: Side) -> str:
     """Runs one body on this rank; returns "" or why torch itself skips it."""
     warnings.simplefilter("ignore")
-    os.environ["TEMP_DIR"] = tempfile.gettempdir()
+    os.environ |= {"TEMP_DIR": tempfile.gettempdir(), "WORLD_SIZE": str(WORLD_SIZE)}  # of a rank of these bodies alone
     wrap = without_devices(DistributedDataParallel if side == "DDP" else in_ddps_place)
     body = inspect.unwrap(getattr(BASE, name))
     with (
