@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
@@ -168,7 +167,6 @@ class CompiledModel(nn.Module):
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # inside of torch.compile it runs as it is
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on one batch, called exactly as the model would be.
 

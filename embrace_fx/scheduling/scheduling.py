@@ -53,10 +53,10 @@ class Scheduling:
         self._graph = graph
         self._steps, self._profiled = 0, False
         self._recording: Recording | None = None
-        self.looks_ahead = setting.options.schedule in ("vertical", "2d")
+        self._exchanged = _exchanged(plan)
+        self.looks_ahead = bool(self._exchanged) and setting.options.schedule in ("vertical", "2d")
         self._cluster = plan.links.among(plan.world_size)
         self.cuts = cuts
-        self._exchanged = _exchanged(plan)
         self.schedule = self._order(None)
         self._flow: Flow | None = None
 

@@ -23,7 +23,8 @@ from tests.conformance.on_cpu import gpus_are_cpus, without_devices
 WORLD_SIZE = 2
 
 # torch's module asks for these when it is imported; left there, they would tell of ranks where there are none.
-with mock.patch.dict(os.environ, {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD_SIZE)}):
+with mock.patch.dict(os.environ, {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD_SIZE)}), warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # it still scripts
     from torch.testing._internal.distributed import distributed_test
 
 Side = Literal["DDP", "embrace_fx"]

@@ -24,6 +24,7 @@ from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.planning.findings import Findings, facts_of
 from embrace_fx.planning.reads import used_parameters
 from embrace_fx.planning.replanning import CONFIRMED_BY, LOOK_EVERY, Drift
+from embrace_fx.runtime.optimizer.holders import Holders
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session import batch_check, session
 from embrace_fx.vocabulary.plan import Plan
@@ -343,7 +344,7 @@ def test_what_was_asked_for_stays(strategy: Strategy) -> None:
 def _drift() -> Drift:
     """Rank 0's, of the two tables as the first batches of two ranks read them."""
     graph = analysed(make(), *batch(0, 0))
-    facts = facts_of(make(), [], {}, "exact", used_parameters(graph))
+    facts = facts_of(make(), Holders(), "exact", used_parameters(graph), {})
     legal = tuple(replace(fact, row_update_blocker=None) for fact in facts)
     rows = {TABLE: (8, 8), OTHER: (6, 6)}
     findings = Findings(graph, legal, rows, {}, 2, "auto", "2d")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -357,16 +355,6 @@ def test_a_second_backward_of_one_call() -> None:
     for message, changed in run_ranks(2, _backward_twice):
         assert_grammar(message, "one backward for each call", "in backward()", "Call the model again")
         assert changed == []
-
-
-@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_compiled_model_cannot_be_copied(clone: Callable[[nn.Module], object]) -> None:
-    model = embrace_fx.compile(words_model())
-
-    with pytest.raises(TypeError) as caught:
-        clone(model)
-
-    assert_grammar(str(caught.value), "in copy or pickle", "a compiled Words", "Copy the model before compile()")
 
 
 @pytest.mark.parametrize(
