@@ -50,7 +50,7 @@ class Classifier(nn.Module):
         return scores
 
 
-OPTIMIZERS = {"adam": partial(torch.optim.Adam, lr=0.01), "sgd": partial(torch.optim.SGD, lr=0.1)}
+OPTIMIZERS: dict[str, Any] = {"adam": partial(torch.optim.Adam, lr=0.01), "sgd": partial(torch.optim.SGD, lr=0.1)}
 
 
 def train(accelerator: Any, arguments: argparse.Namespace) -> list[float]:

@@ -11,12 +11,14 @@ import argparse
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
@@ -51,11 +53,12 @@ def train(directory: Path, steps: int, before_step: Callable[[int], None] = lamb
     plain = make_model()
     optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.1)
     model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall")
-    first, found, saving = 0, latest(directory), None
+    first, found = 0, latest(directory)
+    saving: Any = None
     if found is not None:
         weights, state = get_state_dict(plain, optimizer)
-        stored = {"model": weights, "optimizer": state}
-        dcp.load(stored, checkpoint_id=found)
+        stored: dict[str, Any] = {"model": weights, "optimizer": state}
+        load(stored, checkpoint_id=found)
         set_state_dict(plain, optimizer, model_state_dict=stored["model"], optim_state_dict=stored["optimizer"])
         first = int(found.name.removeprefix("step-"))
         print(f"rank {rank} of {ranks} goes on from step {first}", flush=True)
@@ -72,7 +75,7 @@ def train(directory: Path, steps: int, before_step: Callable[[int], None] = lamb
             path = directory / f"step-{step + 1:06d}"
             stored = tree_map_only(DTensor, Tensor.detach, {"model": weights, "optimizer": state})  # as DTensors alone
             # It copies, and writes while training goes on; in a group of its own, for it sends from another thread.
-            saving = dcp.async_save(stored, checkpoint_id=path, process_group=saves)
+            saving = async_save(stored, checkpoint_id=path, process_group=saves)
             if rank == 0:
                 for old in sorted(path.parent for path in directory.glob("step-*/.metadata"))[:-KEPT]:
                     shutil.rmtree(old)

@@ -34,8 +34,9 @@ class EmbraceTrainer(Trainer):
         super()._save(output_dir, embrace_fx.full_state_dict(self.model) if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer = self.optimizer
-        self.optimizer = _Saved(optimizer.state_dict())  # on every rank, of which one writes
+        optimizer: Any = self.optimizer
+        saved: Any = _Saved(optimizer.state_dict())  # on every rank, of which one writes
+        self.optimizer = saved
         try:
             super()._save_optimizer_and_scheduler(output_dir)
         finally:

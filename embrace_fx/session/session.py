@@ -203,7 +203,7 @@ class Session:
         self._compiled_for = self._parameters_are()
         self._begun = True
 
-    @torch.compiler.disable  # inside of torch.compile it runs as it is
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # inside of torch.compile it runs as it is
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._begun:
             self._begin()

@@ -117,8 +117,8 @@ def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
     if failures == list(reports) and len(set(failures)) == 1:
         raise ValueError(failures[0])
     if failures:
-        found = (f"rank {rank}: {report}" for rank, report in enumerate(reports) if isinstance(report, str))
-        raise ValueError("; ".join(found))
+        told = (f"rank {rank}: {report}" for rank, report in enumerate(reports) if isinstance(report, str))
+        raise ValueError("; ".join(told))
     described = [report for report in reports if isinstance(report, dict)]
     first = described[0]
     for rank, other in enumerate(described):

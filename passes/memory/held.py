@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from embrace_fx.passes.collectives import aliased_inputs, op_name
+from embrace_fx.passes.collectives import aliased_inputs
 from embrace_fx.passes.partition import members_of
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.in_place import SHARES_MEMORY, written_into
+from embrace_fx.vocabulary.ops import op_name
 
 UNKNOWN_SIZE = 64
 """What stands for a size that only the data knows, rows of a batch say.

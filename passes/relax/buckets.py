@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -173,4 +174,8 @@ def _await_updates(
             items = [rewriter.item(updated, i, f"{node.name}_updated") for i, node in enumerate(read)]
         for node, item in zip(read, items, strict=True):
             item.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(item, delete_user_cb=lambda user, own=inserted: user not in own)
+            node.replace_all_uses_with(item, delete_user_cb=partial(_is_other, inserted))
+
+
+def _is_other(inserted: set[fx.Node], user: fx.Node) -> bool:
+    return user not in inserted

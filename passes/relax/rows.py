@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -79,12 +80,13 @@ def _await_rows(
     rewriter = Rewriter(forward)
     wait = join.all_input_nodes[0]
     launch = wait.all_input_nodes[0]
-    columns = launch.args[0]
+    columns: Any = launch.args[0]
     lookup = columns if columns.target is embrace.lookup.default else columns.all_input_nodes[0]
     shard, ids = lookup.args
-    counts = launch.args[1]
+    counts: Any = launch.args[1]
+    places: Any = join.args[1]
     if ids.op != "placeholder":  # an item of `route_grid`
-        saved = [ids.name, counts.name, join.args[1].name]
+        saved = [ids.name, counts.name, places.name]
         ids, counts, *_ = ids.all_input_nodes[0].args
         routes[saved[0]] = _Route(ids, counts, saved)
     table, dtype = shard.meta["role"].table, launch.meta["val"].dtype

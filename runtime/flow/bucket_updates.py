@@ -107,7 +107,7 @@ class _Bucket:
     def stands_in(self, parameter: nn.Parameter) -> bool:
         """Whether `.grad` is still what was put there, and nobody has looked at it."""
         stand_in = self.stand_ins[parameter]() if parameter in self.stand_ins else None
-        return stand_in is not None and parameter.grad is stand_in and stand_in.landed is None
+        return isinstance(stand_in, PendingGradient) and parameter.grad is stand_in and stand_in.landed is None
 
     def arrived(self, gradients: Sequence[Tensor]) -> None:
         """Tells whoever still holds a stand-in."""

@@ -25,7 +25,8 @@ class Tied(nn.Module):
         self.register_buffer("scale", torch.ones(8))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.out(self.cell(self.table(ids) * self.scale)[0]).logsumexp(-1).mean()
+        loss: Tensor = self.out(self.cell(self.table(ids) * self.scale)[0]).logsumexp(-1).mean()
+        return loss
 
 
 def statements(module: fx.GraphModule) -> list[str]:
@@ -39,6 +40,7 @@ def test_it_is_the_graph_of_the_model_on_the_cpu() -> None:
         model = Tied()
 
     with as_on_cpu(model, ((ids,), {})) as (twin, (args, kwargs)):
+        assert isinstance(twin, Tied)
         found = capture(twin, args, kwargs, train=True)
 
     expected = capture(Tied(), (ids,), {}, train=True)

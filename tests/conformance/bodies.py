@@ -55,11 +55,11 @@ def in_ddps_place(module: nn.Module, **options: Any) -> embrace_fx.CompiledModel
     return embrace_fx.compile(module, **kept)
 
 
-class Rank(BASE, TestCase):  # type: ignore[misc, valid-type]
+class Rank(BASE, TestCase):
     """What a body calls `self`."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__("run")
+        super().__init__("run")  # type: ignore[no-untyped-call]
         self.rank = rank
         self.world_size = world_size
 

@@ -6,7 +6,7 @@ import torch
 
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import CudaStreams
-from embrace_fx.vocabulary.schedule import LANES
+from embrace_fx.vocabulary.schedule import LANES, compute_id
 from tests.gpu.needs import gpus
 
 CYCLES = 10_000_000
@@ -44,8 +44,8 @@ def test_a_recording_takes_the_devices_time() -> None:
     recorder.start()
     recorder.window()
     torch.cuda._sleep(CYCLES)
-    recorder.mark("slept")
-    recorder.mark("nothing")
+    recorder.mark(compute_id("forward", "slept"))
+    recorder.mark(compute_id("forward", "nothing"))
 
     (_, _, began), (_, _, slept), (_, _, nothing) = recorder.stop().marks
     assert slept - began > 1e-3

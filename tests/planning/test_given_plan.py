@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad
@@ -31,13 +32,11 @@ def train(rank: int, steps: int = 3, **options: Any) -> tuple[embrace_fx.Compile
 def save_and_repeat(rank: int, world_size: int, folder: Path) -> tuple[bool, int]:
     first, expected = train(rank, strategy={"words.*": "alltoall", "items.*": "allreduce"})
     first.plan.save(folder / f"{rank}.json")
-    probed = []
-    before, findings.probed_links = findings.probed_links, lambda *_: probed.append(1)  # what is not to be called
-    try:
+    probed: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(findings, "probed_links", lambda *_: probed.append(1))  # what is not to be called
         second, found = train(rank, plan=folder / f"{rank}.json")
         third, _ = train(rank, plan=first.plan)
-    finally:
-        findings.probed_links = before
     same = all(torch.equal(value, found[name]) for name, value in expected.items())
     return same and first.plan == second.plan == third.plan, len(probed)
 

@@ -65,7 +65,8 @@ Phases = dict[str, fx.GraphModule]
 def of(phases: Phases, phase: str, op: str, launch: OperationId | None = None) -> fx.Node:
     """The node of an op, for a launch where several have one."""
     found = [n for n in phases[phase].graph.nodes if op_name(n) == f"embrace::{op}" and launch in (None, launch_of(n))]
-    return found[0]
+    first: fx.Node = found[0]
+    return first
 
 
 def erase(node: fx.Node) -> None:
@@ -149,7 +150,7 @@ def updated_while_read(phases: Phases) -> None:
 
 def early_rows_left_out(phases: Phases) -> None:
     join = of(phases, "forward", "join_rows")
-    _, late = join.args[0]  # type: ignore[misc]
+    _, late = join.args[0]  # type: ignore[misc, str-unpack]
     join.update_arg(0, [late])
 
 
@@ -197,7 +198,7 @@ def parameter_read_before_its_update(phases: Phases) -> None:
 
 def updated_before_a_chunk_has_arrived(phases: Phases) -> None:
     update = of(phases, "forward", "update_bucket")
-    (there, *rest) = update.args[0]  # type: ignore[misc]
+    (there, *rest) = update.args[0]  # type: ignore[misc, str-unpack]
     update.update_arg(0, [there.args[0], *rest])  # type: ignore[union-attr]
 
 

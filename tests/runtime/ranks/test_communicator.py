@@ -21,7 +21,7 @@ def speaks_beside_a_group_of_devices(rank: int, world_size: int) -> dict[str, ob
 
         patched.setattr(communicator_module, "_carries", of_device_alone)
         communicator = Communicator(dist.group.WORLD)
-        hosts_only.append(communicator._hosts)
+        hosts_only.append(communicator.host_group())
         values = [torch.tensor([float(rank + 1)])]
         communicator.broadcast(values)
         total = communicator.reduce_scalar(torch.tensor(rank + 1), dist.ReduceOp.SUM)

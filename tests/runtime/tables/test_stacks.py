@@ -254,7 +254,8 @@ def _train(rank: int, size: int, act: str, schedule: Any, kind: type[Optimizer])
         do(compiled, optimizer, step)
         optimizer.step()
         optimizer.zero_grad()
-    shards = [table.weight for table in model.tables]
+    tables: Any = model.tables
+    shards = [table.weight for table in tables]
     return whole_parameters(compiled), len({shard.untyped_storage().data_ptr() for shard in shards})
 
 
