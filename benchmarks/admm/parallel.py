@@ -119,7 +119,7 @@ def measure(setting: Setting) -> Outcome:
     """In processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         start = torch.multiprocessing.spawn
-        start(run_rank, args=(setting, folder), nprocs=setting.ranks)  # type: ignore[no-untyped-call]  # torch has no types here
+        start(run_rank, args=(setting, folder), nprocs=setting.ranks)  # type: ignore[no-untyped-call]
         return Outcome(**json.loads(Path(folder, "outcome.json").read_text(encoding="utf-8")))
 
 
