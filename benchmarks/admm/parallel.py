@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.admm.report import write_parallel
 from benchmarks.admm.tasks import Task, digits
@@ -118,8 +118,7 @@ def train(rank: int, setting: Setting, task: Task) -> Outcome:
 def measure(setting: Setting) -> Outcome:
     """In processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
-        start = torch.multiprocessing.spawn
-        start(run_rank, args=(setting, folder), nprocs=setting.ranks)  # type: ignore[no-untyped-call]
+        spawn(run_rank, args=(setting, folder), nprocs=setting.ranks)
         return Outcome(**json.loads(Path(folder, "outcome.json").read_text(encoding="utf-8")))
 
 

@@ -180,7 +180,7 @@ def errors(outcomes: list[Outcome[None]], victim: int) -> list[BaseException | N
     return [outcome.exception for rank, outcome in enumerate(outcomes) if rank != victim]
 
 
-@pytest.mark.parametrize("victim", [2, 0])
+@pytest.mark.parametrize("victim", [2, pytest.param(0, marks=pytest.mark.long)])
 def test_a_rank_that_dies_is_named_by_all_others(victim: int) -> None:
     outcomes = fresh_ranks(3, _fail, victim, "dies")
     assert isinstance(outcomes[victim].exception, RankDied)
@@ -189,6 +189,7 @@ def test_a_rank_that_dies_is_named_by_all_others(victim: int) -> None:
         assert f"rank(s) {victim} no longer answer" in str(error)
 
 
+@pytest.mark.long
 def test_a_worker_that_is_too_late_is_named_by_all() -> None:
     outcomes = fresh_ranks(3, _fail, 1, "sleeps")
     for outcome in outcomes:
