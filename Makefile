@@ -62,6 +62,12 @@ layers: $(INSTALLED)/.ready ## check that imports point down only (import-linter
 	@cd $(INSTALLED)
 	PYTHONPATH=. $(BIN)/lint-imports --config ../../pyproject.toml --no-cache --no-logo
 
+# Material's banner about its successor is no warning of ours.
+.PHONY: docs
+docs: $(READY) ## build the site from docs/ (build/site/index.html)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "the site is in build/site/index.html"
+
 .PHONY: format
 format: $(READY) ## format the code, apply ruff's safe fixes
 	$(BIN)/ruff check --fix-only .

@@ -2,15 +2,25 @@
 
 `embrace_fx.compile(model, optimizer=...)` stands where `DistributedDataParallel(model)` would: see `embrace_fx.api`.
 `embrace_fx.plan(model, batch, ...)` tells beforehand what it would decide, on any cluster: see `embrace_fx.what_if`.
+
+Each name is imported when it is first used: torch's own compiler, which most of them need, takes seconds to load.
 """
 
-from embrace_fx.api import CompiledModel, compile, full_state_dict
-from embrace_fx.capture.errors import CaptureError
-from embrace_fx.cost.devices import DEVICES, Device
-from embrace_fx.cost.links import Cluster, Link
-from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure
-from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan
-from embrace_fx.what_if import plan
+from __future__ import annotations
+
+from importlib import import_module, metadata, util
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from embrace_fx.api import CompiledModel, compile, full_state_dict
+    from embrace_fx.capture.errors import CaptureError
+    from embrace_fx.cost.devices import DEVICES, Device
+    from embrace_fx.cost.links import Cluster, Link
+    from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure, StuckRank
+    from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan
+    from embrace_fx.what_if import plan
+
+    __version__: str
 
 __all__ = [
     "DEVICES",
@@ -25,7 +35,51 @@ __all__ = [
     "Link",
     "PeerFailure",
     "Plan",
+    "StuckRank",
+    "__version__",
     "compile",
     "full_state_dict",
     "plan",
 ]
+
+_MODULES = {
+    "DEVICES": "cost.devices",
+    "Candidate": "vocabulary.plan",
+    "CaptureError": "capture.errors",
+    "Cluster": "cost.links",
+    "CompiledModel": "api",
+    "DeadRank": "runtime.ranks.failure",
+    "Decision": "vocabulary.plan",
+    "Device": "cost.devices",
+    "Grid": "vocabulary.plan",
+    "Link": "cost.links",
+    "PeerFailure": "runtime.ranks.failure",
+    "Plan": "vocabulary.plan",
+    "StuckRank": "runtime.ranks.failure",
+    "compile": "api",
+    "full_state_dict": "api",
+    "plan": "what_if",
+}
+
+# In a source tree, passes and runtime lie beside this folder; installing makes them parts of the package.
+if util.find_spec("embrace_fx.passes") is None:
+    raise ImportError(
+        f"expected an installed embrace_fx, found its source tree alone, in {__path__[0]}. Run `make env` there, then "
+        "use .venv/bin/python; or run `pip install .`."
+    )
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            found = metadata.version("embrace-fx")
+        elif name in _MODULES:
+            found = getattr(import_module(f"embrace_fx.{_MODULES[name]}"), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, fx, nn
@@ -13,13 +14,15 @@ from torch.optim import Optimizer
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.runtime.tables.state_dicts import whole_state
-from embrace_fx.session.session import Session
 from embrace_fx.setup.options import Options
+from embrace_fx.setup.telling import stage
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
+
+if TYPE_CHECKING:
+    from embrace_fx.session.session import Session
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
@@ -36,6 +39,7 @@ def compile(
     dynamic: bool | None = None,
     cluster: Cluster | None = None,
     plan: Plan | str | Path | None = None,
+    memory_budget: float | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
@@ -43,7 +47,8 @@ def compile(
 
     Args:
         model: any `nn.Module`; on the meta device too, if its modules have `reset_parameters`.
-        optimizer: the optimizer, or several, over the model's parameters. None: gradients are left in `.grad`.
+        optimizer: the optimizer, or several, over the model's parameters. None: whichever steps them, made before or
+            after, is adopted at its first step; given, one that needs whole tables saves planning again then.
         process_group: the ranks that train together; None: the default group as it is at the first call, or a single
             process where torch.distributed is not initialised and nothing in the environment speaks of other ranks.
         strategy: "auto", one strategy for every table, or {parameter name pattern: strategy}. "alltoall" shards a
@@ -61,12 +66,19 @@ def compile(
             a step sends enough for it to matter.
         plan: a plan, or the path of a saved one, that is repeated: nothing is probed or decided anew. None: the plan is
             made at the first call.
+        memory_budget: the most that forward and backward may hold at a time, in bytes, or, below 1, as a fraction of
+            what they hold where everything is saved; parameters, optimizer state and the batch come on top. What does
+            not fit is computed again in the backward, at the least predicted cost (docs/memory.md). None: everything
+            is saved that the model does not checkpoint itself.
 
     Raises:
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
             optimizer or option that differs between ranks. On every rank.
     """
-    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan)
+    with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
+        from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
+
+    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget)
     optimizers = _as_tuple(optimizer)
     session = Session(model, optimizers, process_group, options)
     return CompiledModel(session, single=not isinstance(optimizer, list | tuple))
@@ -78,13 +90,22 @@ class HasState(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
 
-def full_state_dict(stateful: HasState) -> dict[str, Any]:
+def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
     """`stateful.state_dict()` with every sharded tensor whole, on every rank: what `torch.save` on one rank wants.
 
-    Collective. For an optimizer, a model that contains a compiled one, an average of its weights.
+    Collective. For an optimizer, a model that contains a compiled one, an average of its weights; or a state dict.
     """
-    found: dict[str, Any] = whole_state(stateful.state_dict())
+    from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
+
+    found: dict[str, Any] = whole_state(stateful if isinstance(stateful, dict) else stateful.state_dict())
     return found
+
+
+def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
+
+    return CompiledModel(Session(model, (), group, options), single=True)
 
 
 def _as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
@@ -101,6 +122,7 @@ class CompiledModel(nn.Module):
     """
 
     _session: Session
+    _wraps_a_model = True
 
     def __init__(self, session: Session, *, single: bool) -> None:
         super().__init__()
@@ -126,12 +148,22 @@ class CompiledModel(nn.Module):
             self._session.parameters_may_change()
         return found
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Neither `copy.deepcopy` nor pickle: process groups and the optimizer's tables belong to one object."""
-        raise TypeError(
-            f"expected a plain model, in copy or pickle, found a compiled {type(self._session.model).__name__}, which "
-            "is bound to its process groups and its optimizer. Copy the model before compile(), or save state_dict()."
-        )
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """For `copy.deepcopy` and pickle: the model and the options, compiled again, over the default group, where they
+        are put together. As with DDP that is collective, and the optimizer is not part of it.
+
+        Raises:
+            TypeError: tables are sharded.
+        """
+        session = self._session
+        session.parameters_may_change()
+        if session.shards:
+            name, sharded = type(session.model).__name__, ", ".join(session.shards)
+            raise TypeError(
+                f"expected a model with whole tables, in copy or pickle, found a compiled {name} whose {sharded} are "
+                "sharded. Save full_state_dict(), or copy model.module."
+            )
+        return _compiled_again, (session.model, session.options)
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -177,13 +209,50 @@ class CompiledModel(nn.Module):
         finally:
             self._session.synchronised = before
 
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Has gradients travel as one of DDP's hooks says, before the first call, on every rank.
+
+        Those of `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`: `allreduce_hook`, `fp16_compress_hook` and
+        `bf16_compress_hook`. The latter two round what is sent, rows of tables included, to 16 bits: `report()` tells.
+
+        Raises:
+            ValueError: another hook, or a state for these.
+            RuntimeError: the model has been called.
+        """
+        self._session.register_comm_hook(state, hook)
+
+    def join(self, *_: Any, **__: Any) -> NoReturn:
+        """DDP's way to go on when ranks have run out of batches: refused here.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "expected loaders of one length on all ranks, found join(): every step needs every rank here. Agree on the "
+            "number of steps before the loop, by an all_reduce with MIN of the loaders' lengths."
+        )
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that train together, as of DDP; None: a single process."""
+        return self._session.group
+
     def synchronize(self) -> None:
         """Applies every pending update and waits for it. Called by itself wherever parameters are to be read."""
         self._session.synchronize()
 
+    def close(self) -> None:
+        """Ends the model: applies every pending update, and ends its threads and process groups. Call it on every rank.
+
+        Parameters, their state in the optimizer and `state_dict()` stay as they are; calling the model raises. A model
+        that is no longer referenced is closed by itself; of a process group of fewer ranks than the job's, the groups
+        made for the model stay until the job ends.
+        """
+        self._session.close()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._session.model.zero_grad(set_to_none)  # the model's own: it hands no parameters out
-        self._session.clear_row_gradients()
+        self._session.clear_gradients()
 
     # What hands parameters out does so after every pending update; they may be written, so that what was fetched ahead
     # is not used.
@@ -202,11 +271,11 @@ class CompiledModel(nn.Module):
         return super().named_children()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips the norm of all gradients, those of sharded tables included, as `torch.nn.utils.clip_grad_norm_`.
+        """`torch.nn.utils.clip_grad_norm_` over all parameters, which does the same.
 
         Collective. Returns the total norm before clipping, the same on all ranks.
         """
-        return self._session.clip_gradients(max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(self._session.model.parameters(), max_norm, norm_type)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -218,7 +287,7 @@ class CompiledModel(nn.Module):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer given to `compile` (a tuple where several were given), now stepping the tables too."""
+        """The optimizer given to `compile` (a tuple where several were given)."""
         optimizers = self._session.optimizers
         if self.__dict__["_single"]:
             return optimizers[0] if optimizers else None
@@ -238,6 +307,8 @@ class CompiledModel(nn.Module):
 
         Collective: every rank calls it, and then one may save.
         """
+        from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
+
         found: dict[str, Any] = whole_state(self.state_dict())
         return found
 

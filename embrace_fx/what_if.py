@@ -1,10 +1,12 @@
-"""What a plan would be, on any cluster and any number of ranks, before there is one: `plan`."""
+"""What a plan and its schedule would be, on any cluster and any number of ranks, before there is one: `plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +22,76 @@ from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.planning.findings import facts_of
 from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
+from embrace_fx.runtime.optimizer.stepping import Stepping
+from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
-from embrace_fx.session.pipeline import analyse
+from embrace_fx.scheduling.scheduling import Scheduling, cuts
+from embrace_fx.session.pipeline import analyse, relaxing_passes, run_passes, training_passes
 from embrace_fx.setup.options import Options
+from embrace_fx.setup.setting import Setting
+from embrace_fx.viz import DrawnSchedule, drawn
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
+
+T = TypeVar("T")
+
+
+class Forecast(Plan):
+    """A plan for ranks that are not there, with the schedule that would follow it. Else it is as any plan."""
+
+    _setting: Setting
+    _graph: TrainingGraph
+
+    @classmethod
+    def of(cls, planned: Plan, setting: Setting, graph: TrainingGraph) -> Forecast:
+        found = cls(**{field.name: getattr(planned, field.name) for field in fields(Plan)})
+        vars(found).update(_setting=setting, _graph=graph)
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan, as that of a compiled model."""
+        Plan(**{field.name: getattr(self, field.name) for field in fields(Plan)}).save(path)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and all(
+            getattr(self, field.name) == getattr(other, field.name) for field in fields(Plan)
+        )
+
+    def __hash__(self) -> int:
+        return super().__hash__()
+
+    @cached_property
+    def schedule(self) -> DrawnSchedule:
+        """The launch order, and when everything is predicted to run, on rank 0; `.save(path)` draws it.
+
+        Raises:
+            RuntimeError: the plan is one rank's, which sends nothing.
+        """
+        if self.world_size == 1:
+            raise RuntimeError(
+                "expected a plan for at least two ranks, before its schedule is read, found one for one, which sends "
+                "nothing. Pass world_size=, or one batch for each rank."
+            )
+        tables = {table.parameter for table in self._graph.tables}
+        compiled = run_passes(self._graph, training_passes(self, tables, 0))
+        found = cuts(self._setting, self)
+        passes = relaxing_passes(self, self._setting.options.schedule, 0, found)
+        compiled = run_passes(self._graph, passes, compiled)
+        return drawn(Scheduling(self._setting, self, compiled.graph, found).schedule)
+
+
+class _Imagined(Communicator):
+    """Rank 0 of ranks that are not there."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(None)
+        self.world_size = world_size
+
+    def gather(self, value: T, kind: Any) -> list[T]:
+        """All ranks' values, were they rank 0's."""
+        return [value] * self.world_size
 
 
 def plan(
@@ -39,11 +104,11 @@ def plan(
     strategy: Strategy = "auto",
     schedule: ScheduleName = "2d",
     row_updates: RowUpdates = "exact",
-) -> Plan:
+) -> Forecast:
     """The plan that `compile` would make on `world_size` ranks of a cluster. Needs one process and no network.
 
     The model is captured as at its first call; neither it nor the optimizer is changed. `plan(...).explain()` prints
-    what every strategy is predicted to cost.
+    what every strategy is predicted to cost, `plan(...).schedule.save("schedule.html")` draws what would run when.
 
     Args:
         model: a plain module, in the mode in which it is trained; on the meta device it needs no memory.
@@ -53,13 +118,17 @@ def plan(
             that a batch has once stand for those it lacks (`embrace_fx.cost.sparsity.extrapolate`).
         world_size: number of ranks; None: as many as batches.
         cluster: the links between ranks.
-        optimizer, strategy, schedule, row_updates: as `compile` takes them.
+        optimizer: as `compile` takes it.
+        strategy: as `compile` takes it.
+        schedule: as `compile` takes it.
+        row_updates: as `compile` takes it.
 
     Raises:
         CaptureError: the forward cannot be captured.
         ValueError: an option that does not exist; a compiled model; fewer ranks than batches, or fewer than 1.
     """
-    Options(strategy, schedule, row_updates, "eager", None, cluster).check("plan()")
+    options = Options(strategy, schedule, row_updates, "eager", None, cluster)
+    options.check("plan()")
     if isinstance(model, CompiledModel):
         raise ValueError("expected a plain model, in plan(), found a compiled one, which has a plan: read model.plan.")
     batches = list(batch) if isinstance(batch, list) else [batch]
@@ -71,8 +140,10 @@ def plan(
             "as a DataLoader yields them, pass tuple(batch)."
         )
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
-    classes = {id(each): type(each) for each in optimizers}
-    state = ModelState(model)
+    state, communicator = ModelState(model), _Imagined(ranks)
+    stepping = Stepping(state, communicator, lambda names, reason: None)  # which nobody tells of steps
+    for each in optimizers:
+        stepping.holders.add(each)
     measured = [_measured(model, state, each) for each in batches]
     graph = measured[0].graph
     used = set().union(*(used_parameters(each.graph) for each in measured))
@@ -88,7 +159,7 @@ def plan(
                 at_home[table.parameter] = {each: tuple(own[each] for own in by_rank) for each in grid_rows(ranks)}
     planned = decide(
         graph,
-        facts_of(model, optimizers, classes, row_updates, used),
+        facts_of(model, stepping.holders, row_updates, used, {}),
         rows,
         world_size=ranks,
         strategy=strategy,
@@ -97,7 +168,8 @@ def plan(
         rows_at_home=at_home,
         schedule=schedule,
     )
-    return replace(planned, links_are="assumed" if cluster == Cluster() else "given")
+    planned = replace(planned, links_are="assumed" if cluster == Cluster() else "given")
+    return Forecast.of(planned, Setting(model, stepping, state, communicator, options), graph)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from embrace_fx.vocabulary.graph import (
     Shard,
     TrainingGraph,
 )
-from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS
+from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, op_name
+from embrace_fx.vocabulary.schedule import OperationId
 
 EQUAL_SHAPES: frozenset[str] = frozenset(
     {"_c10d_functional::all_reduce", "_c10d_functional::all_reduce_", "embrace::exchange_gradient_"}
@@ -115,11 +116,6 @@ def running_modules(graph: TrainingGraph) -> Iterable[fx.GraphModule]:
     return graph.phases.values() or (graph.module,)
 
 
-def op_name(node: fx.Node) -> str:
-    """The op a node calls, as "namespace::name" without overload; "" where it calls none."""
-    return str(node.target._schema.name) if isinstance(node.target, OpOverload) else ""
-
-
 def is_launch(node: Argument) -> bool:
     return isinstance(node, fx.Node) and op_name(node) in LAUNCHES
 
@@ -132,6 +128,18 @@ def is_relaxed(graph: TrainingGraph) -> bool:
 
 def is_wait(node: fx.Node) -> bool:
     return op_name(node) == "_c10d_functional::wait_tensor"
+
+
+def is_submission(node: fx.Node) -> bool:
+    """Whether a node hands something to the launcher."""
+    return launch_of(node) is not None and op_name(node) in SUBMISSIONS | LAUNCHES
+
+
+def awaited(node: fx.Node) -> OperationId | None:
+    """The launch that a node waits for, if it does."""
+    if op_name(node) in AWAITS:
+        return launch_of(node)
+    return launch_of(node.all_input_nodes[0]) if op_name(node) == "_c10d_functional::wait_tensor" else None
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:

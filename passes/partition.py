@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from embrace_fx.passes.collectives import op_name
 from embrace_fx.vocabulary.graph import (
     Gradient,
     Mutation,
@@ -34,9 +33,12 @@ from embrace_fx.vocabulary.graph import (
     Saved,
     TrainingGraph,
 )
+from embrace_fx.vocabulary.ops import op_name
 
 _LAUNCH = "embrace::all_gather_ids"
 _IDS = frozenset({"embrace::unique_ids", _LAUNCH, "embrace::unpack_ids"})
+_OF_FORWARD = frozenset({"embrace::random_state", "embrace::copy_unwritten"})
+"""What the backward wants to know of a moment of the forward."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +49,35 @@ class Partition:
         return replace(graph, phases=partition(graph))
 
 
-def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
-    outputs = [(node, role) for node, role in graph.outputs() if node is not None]
+@dataclass(frozen=True)
+class Members:
+    """The nodes of each phase, placeholders and the output left out."""
+
+    unique: set[fx.Node]
+    ids: set[fx.Node]
+    forward: set[fx.Node]
+    backward: set[fx.Node]
+
+
+def members_of(graph: TrainingGraph) -> Members:
+    """Which node of a joint graph belongs to which phase."""
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     head = _ancestors(node for node in nodes if _is_ids_op(node))
-    forward = _ancestors(node for node, role in outputs if isinstance(role, Result | Mutation)) - head
+    wanted = [n for n, role in graph.outputs() if n is not None and isinstance(role, Result | Mutation)]
+    wanted += [node for node in nodes if op_name(node) in _OF_FORWARD]
+    forward = _ancestors(wanted) - head
     _draw_sizes_and_parts(nodes, head, forward)
     ids: set[fx.Node] = set()
     for node in nodes:
         if node in head and (op_name(node) == _LAUNCH or not ids.isdisjoint(node.all_input_nodes)):
             ids.add(node)
-    members = {"unique": head - ids, "ids": ids, "forward": forward, "backward": set(nodes) - head - forward}
+    return Members(head - ids, ids, forward, set(nodes) - head - forward)
+
+
+def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
+    outputs = [(node, role) for node, role in graph.outputs() if node is not None]
+    nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
+    members: dict[str, set[fx.Node]] = vars(members_of(graph))
     phases: dict[str, fx.GraphModule] = {}
     wanted: dict[str, list[tuple[fx.Node, OutputRole]]] = {
         "unique": [],

@@ -25,6 +25,7 @@ from torch import fx
 
 from embrace_fx.passes.rewriter import Rewriter, latest
 from embrace_fx.vocabulary.graph import Gradient, OutputRole, Parameter, TrainingGraph, set_outputs
+from embrace_fx.vocabulary.schedule import chunk_id
 
 embrace = torch.ops.embrace
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce_.default
@@ -85,6 +86,7 @@ def reduce_gradients(
                 launch = rewriter.call(
                     EXCHANGE, flat, rows, *sparsely, "dense", world_size, name=f"bucket_{k}_exchanged"
                 )
+        launch.meta["launch"] = chunk_id(k, 0)
         launches.append((launch, present))
     with rewriter.before(output):
         for k, (launch, present) in enumerate(launches):

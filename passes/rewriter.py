@@ -26,15 +26,21 @@ class Rewriter:
     def __init__(self, module: fx.GraphModule) -> None:
         self.graph = module.graph
         self.fake_mode = _fake_mode(module.graph)
+        self._region: tuple[int, ...] | None = None
 
     @contextlib.contextmanager
     def before(self, node: fx.Node) -> Iterator[None]:
+        """Inserts before `node`, and into the checkpointed regions that it is in."""
+        around, self._region = self._region, node.meta.get("region")
         with self.graph.inserting_before(node):
             yield
+        self._region = around
 
     def call(self, target: Any, *args: Any, name: str) -> fx.Node:
         """Inserts a call at the current place."""
         node = self.graph.create_node("call_function", target, args, {}, name=name)
+        if self._region is not None:
+            node.meta["region"] = self._region
         self.refresh(node)
         return node
 
@@ -43,6 +49,8 @@ class Rewriter:
 
     def cast(self, node: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
         cast = self.graph.create_node("call_function", _CAST, (node,), {"dtype": dtype}, name=name)
+        if self._region is not None:
+            cast.meta["region"] = self._region
         self.refresh(cast)
         return cast
 

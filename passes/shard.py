@@ -60,6 +60,7 @@ from embrace_fx.vocabulary.graph import (
 )
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
+from embrace_fx.vocabulary.schedule import IDS, gradients_id, rows_id
 
 aten = torch.ops.aten
 embrace = torch.ops.embrace
@@ -135,6 +136,7 @@ def _exchange_ids(graph: TrainingGraph, rewriter: Rewriter, tables: list[Table],
         sizes = [table.num_rows for table in tables]
         launch = rewriter.call(embrace.all_gather_ids.default, uniques, sizes, "ids", world_size, name="ids")
         launch.meta["tables"] = tuple(table.parameter for table in tables)  # for messages
+        launch.meta["launch"] = IDS
         packed = rewriter.wait(launch)
         unpacked = rewriter.call(embrace.unpack_ids.default, packed, len(tables), world_size, name="ids_by_table")
         found_ids = {}
@@ -187,6 +189,7 @@ def _shard(
             *route.launched_on,
             name=f"{short}_rows",
         )
+        launch.meta["launch"] = rows_id(table.parameter, "whole")
     with rewriter.before(first_user(weight)):
         flat = rewriter.wait(launch)
         rows = rewriter.call(*route.join(flat, table.embedding_dim), name=f"{short}_table")
@@ -302,6 +305,7 @@ def _row_gradient(
             *route.launched_on,
             name=f"{short}_gradient",
         )
+        launch.meta["launch"] = gradients_id(table.parameter, "whole")
     with rewriter.before(graph.graph.output_node()):
         received = rewriter.wait(launch)
         coalesced = rewriter.call(

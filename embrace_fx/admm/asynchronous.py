@@ -27,6 +27,7 @@ from torch import Tensor
 from embrace_fx.admm.consensus import contribution, pull_of, take_agreed
 from embrace_fx.admm.loop import Run
 from embrace_fx.admm.model import Data
+from embrace_fx.admm.operations import DUALS, FIGURES, TO_MASTER, TO_WORKER
 from embrace_fx.admm.progress import Scores, Splits, progress_of
 from embrace_fx.admm.state import State
 from embrace_fx.admm.stopping import Best
@@ -36,7 +37,6 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import DeadRank
 
 MASTER = 0
-TO_MASTER, TO_WORKER = "weights to the master", "weights from the master"
 """Names in timelines."""
 
 Order = Literal["go on", "end", "dead", "late"]
@@ -175,12 +175,12 @@ def work(state: State, data: Data, run: Run, communicator: Communicator, line: L
         state.history.append(progress)
         if run.on_iteration is not None:
             run.on_iteration(progress)
-        recorder.mark("figures")
+        recorder.mark(FIGURES)
         with communicator.watching():
             reply = _converse(line, Report(contribution(state), splits), recorder)
         if reply.order == "go on":
             take_agreed(state, reply.vector)
-            recorder.mark("duals")
+            recorder.mark(DUALS)
         elif reply.order == "end":
             state.best = Best(reply.iteration, reply.loss, state.agreed.unflat(reply.vector))
             state.stopped = "the master ended the training"
@@ -204,11 +204,11 @@ def failure(order: Order, culprit: int, rank: int) -> RuntimeError:
 def _converse(line: Line, report: Report, recorder: Recorder) -> Reply:
     """Sends what this worker has and waits for the answer."""
     started_s = time.perf_counter()
-    with recorder.waiting(TO_WORKER, "dense"):
+    with recorder.waiting(TO_WORKER):
         line.send_report(report)
         sent_s = time.perf_counter()
         reply = line.receive_reply()
     if recorder.recording is not None:
         size = report.vector.numel() * report.vector.element_size()
-        recorder.transferred(Transfer(TO_MASTER, "dense", recorder.recording.window, size, started_s, sent_s))
+        recorder.transferred(Transfer(TO_MASTER, recorder.recording.window, size, started_s, sent_s))
     return reply

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from embrace_fx.admm.model import Weights
+from embrace_fx.admm.operations import AGREE, DUALS
 from embrace_fx.admm.state import State
 from embrace_fx.admm.sweep import Consensus
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.ranks.communicator import Communicator
 
-AGREE = "AllReduce of weights"
 """The name of the exchange in timelines."""
 
 
@@ -75,16 +75,16 @@ class InStep:
     def agree(self, state: State) -> None:
         summed = contribution(state)
         started_s = time.perf_counter()
-        with self._recorder.waiting(AGREE, "dense"):
+        with self._recorder.waiting(AGREE):
             self._communicator.reduce_scalar(summed, dist.ReduceOp.SUM)
         if self._recorder.recording is not None:
             world_size = self._communicator.world_size
             sent = 2 * (world_size - 1) * summed.numel() * summed.element_size() // world_size
             window = self._recorder.recording.window
             ended_s = time.perf_counter()
-            self._recorder.transferred(Transfer(AGREE, "dense", window, sent, started_s, ended_s))
+            self._recorder.transferred(Transfer(AGREE, window, sent, started_s, ended_s))
         take_agreed(state, summed / self._communicator.world_size)
-        self._recorder.mark("duals")
+        self._recorder.mark(DUALS)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         summed = self._communicator.reduce_scalar(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM)

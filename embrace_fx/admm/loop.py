@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass
 from typing import Protocol
 
 from embrace_fx.admm.model import Data
+from embrace_fx.admm.operations import FIGURES
 from embrace_fx.admm.progress import Progress, Scores, Splits, progress_of
 from embrace_fx.admm.state import State
 from embrace_fx.admm.stopping import Stopping
@@ -75,7 +76,7 @@ def iterate(state: State, data: Data, run: Run, ranks: Ranks) -> None:
         ranks.agree(state)
         splits = Splits.of(residuals, state.variables, data, state.penalties, state.gap())
         scores = Scores.of(state.agreed, run.monitored)
-        run.recorder.mark("figures")
+        run.recorder.mark(FIGURES)
         sums = ranks.sum([*astuple(scores), *astuple(splits)])
         state.iteration += 1
         progress = progress_of(

@@ -16,8 +16,9 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from embrace_fx.admm.asynchronous import TO_MASTER, Asynchronous, Line, Order, Reply, Report, failure
+from embrace_fx.admm.asynchronous import Asynchronous, Line, Order, Reply, Report, failure
 from embrace_fx.admm.loop import Run
+from embrace_fx.admm.operations import FIGURES, MEAN, TO_MASTER
 from embrace_fx.admm.progress import Scores, Splits, progress_of
 from embrace_fx.admm.state import State
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -165,12 +166,12 @@ def _update(state: State, run: Run, inbox: Inbox, carriers: Mapping[int, Carrier
     state.stopped = None
     while state.iteration < run.iterations and state.stopped is None:
         recorder.window()
-        with recorder.waiting(TO_MASTER, "dense"):
+        with recorder.waiting(TO_MASTER):
             inbox.collect(contributions)
         vector, arrived, oldest = contributions.update()
         state.agreed = state.weights = state.agreed.unflat(vector)
         state.iteration += 1
-        recorder.mark("mean of weights")
+        recorder.mark(MEAN)
         for worker in arrived:
             carriers[worker].reply(Reply("go on", vector))
         scores = Scores.of(state.agreed, run.monitored)
@@ -181,7 +182,7 @@ def _update(state: State, run: Run, inbox: Inbox, carriers: Mapping[int, Carrier
             staleness=oldest,
             elapsed_s=time.perf_counter() - start_s,
         )
-        recorder.mark("figures")
+        recorder.mark(FIGURES)
         state.advance(progress, run.stopping)
         if run.on_iteration is not None:
             run.on_iteration(progress)

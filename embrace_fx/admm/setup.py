@@ -120,7 +120,7 @@ def together(communicator: Communicator, prepare: Callable[[], Own], asked: Call
         wishes = asked(own)
     except Exception as error:  # whatever keeps this rank from taking part, the others must know
         failure = f"{type(error).__name__}: {error}"
-    everyone: list[tuple[str | None, dict[str, str] | None]] = communicator.gather_objects((failure, wishes))
+    everyone = communicator.gather((failure, wishes), tuple[str | None, dict[str, str] | None])
     failures = {rank: text for rank, (text, _) in enumerate(everyone) if text is not None}
     able = {rank: theirs for rank, (_, theirs) in enumerate(everyone) if theirs is not None}
     first = min(able, default=0)

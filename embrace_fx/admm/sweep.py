@@ -29,6 +29,8 @@ from embrace_fx.admm.blocks import (
 from embrace_fx.admm.bounds import squared_norm_bound
 from embrace_fx.admm.lagrangian import Penalties, Residuals, Variables, less_last, residual_a, residual_o, step_weights
 from embrace_fx.admm.model import Data, Weights
+from embrace_fx.admm.operations import BACKWARD_SWEEP, FORWARD_SWEEP, MULTIPLIERS
+from embrace_fx.vocabulary.schedule import OperationId
 
 REPEATS = 5
 """The paper takes one step. More cost little, as they do not read the data; with many the loss turns up earlier."""
@@ -63,13 +65,13 @@ class Sweeper:
         weights: Weights,
         variables: Variables,
         consensus: Consensus | None = None,
-        mark: Callable[[str], None] = lambda name: None,
+        mark: Callable[[OperationId], None] = lambda operation: None,
     ) -> tuple[Weights, Variables, Residuals]:
         """One iteration.
 
         Args:
             variables: a, s and o are updated in place.
-            mark: told the name of each part when it is done.
+            mark: told of each part when it is done.
 
         Returns: weights and variables after it, and the residuals that moved the multipliers.
         """
@@ -77,14 +79,14 @@ class Sweeper:
             weights = self._head_blocks(weights, variables, consensus)
             self._through_time(weights, variables, backward=True)
             weights = self._recurrent_blocks(weights, variables, consensus)
-            mark("backward sweep")
+            mark(BACKWARD_SWEEP)
             weights = self._recurrent_blocks(weights, variables, consensus, forward=True)
             self._through_time(weights, variables, backward=False)
             weights = self._head_blocks(weights, variables, consensus, forward=True)
-            mark("forward sweep")
+            mark(FORWARD_SWEEP)
             residuals = Residuals.of(weights, variables, self.data)
             moved = self._moved(variables, residuals)
-            mark("multipliers")
+            mark(MULTIPLIERS)
         return weights, moved, residuals
 
     def _head_blocks(

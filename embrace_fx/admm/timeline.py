@@ -10,22 +10,14 @@ import os
 from dataclasses import replace
 
 from embrace_fx import viz
+from embrace_fx.admm.operations import COMPUTE
 from embrace_fx.runtime.launch.recorder import Recording
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.scheduling.timeline import gather_timeline
-from embrace_fx.vocabulary.schedule import Kind, Operation, StepGraph
+from embrace_fx.vocabulary.schedule import Operation, StepGraph
 
-KINDS: dict[str, Kind] = {
-    "backward sweep": "backward",
-    "forward sweep": "forward",
-    "multipliers": "update",
-    "duals": "update",
-    "mean of weights": "update",
-    "figures": "update",
-}
-"""How the parts of an iteration are painted."""
-
-STEPS = StepGraph(tuple(Operation(name, kind, "compute", 0.0) for name, kind in KINDS.items()), (), tuple(KINDS))
+STEPS = StepGraph(tuple(Operation.of(each, 0.0) for each in COMPUTE), (), tuple(map(str, COMPUTE)))
+"""An iteration: its parts follow each other."""
 
 
 def save_timeline(
@@ -37,7 +29,7 @@ def save_timeline(
         in_step: whether iterations are common to the ranks.
     """
     if not in_step:
-        longest_s = max(communicator.gather_objects(_window_s(recording)))
+        longest_s = max(communicator.gather(_window_s(recording), float))
         recording = by_time(recording, longest_s)
     timeline = gather_timeline(communicator, recording, STEPS)
     if communicator.rank == 0:
@@ -54,7 +46,7 @@ def by_time(recording: Recording, window_s: float) -> Recording:
     end_s = recording.marks[-1][2]
     return Recording(
         [(name, window(at_s), at_s) for name, _, at_s in recording.marks],
-        [(launch, lane, window(start), start, end) for launch, lane, _, start, end in recording.waits],
+        [(launch, window(start), start, end) for launch, _, start, end in recording.waits],
         [replace(each, window=window(each.started_s)) for each in recording.transfers],
         window(end_s),
     )

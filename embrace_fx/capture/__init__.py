@@ -22,8 +22,9 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
-from embrace_fx.capture.errors import CaptureError, explain
-from embrace_fx.capture.read_values import ReadValues
+from embrace_fx.capture.effects import Replay
+from embrace_fx.capture.errors import CaptureError, RefusedError, explain, shortfall
+from embrace_fx.capture.guards import Conditions
 from embrace_fx.capture.roles import with_roles
 from embrace_fx.capture.routes import Traced, private_copies, quiet_dynamo, trace_direct, trace_dynamo
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -38,10 +39,13 @@ class Captured:
         result_spec: how the model's results unflatten.
         result_constants: results that are not tensors, by their index among the flattened results.
         route: "dynamo" or "direct".
+        replay: what the forward does besides returning results; its results follow from the graph's. Tensors that it
+            reads from objects follow the batch's flattened arguments.
+        shortfall: why the first route did not take the model; empty where it did.
         guard: Python expression over the batch's tensors, from torch's shape guards; None: any shapes.
         guarded: indices, among the flattened arguments, of the tensors that `guard` calls t0, t1, ...
         fakes: those tensors as the graph was traced with them; none where there is nothing to guard.
-        read: numbers, and tensors that are no parameters or buffers, that the forward has read elsewhere.
+        conditions: what of the model, of globals and of closures must be as it was.
     """
 
     graph: TrainingGraph
@@ -51,18 +55,30 @@ class Captured:
     guard: types.CodeType | None
     guarded: tuple[int, ...]
     fakes: tuple[Tensor, ...]
-    read: ReadValues
+    conditions: Conditions
+    shortfall: str = ""
+    replay: Replay | None = None
 
     def guarded_again(self) -> Captured:
         """The same, with the guards that have been added since: compiling a graph adds some."""
         return replace(self, guard=_guard(self.fakes)) if self.fakes else self
 
+    def inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """What the graph takes for a batch: its flattened arguments, and tensors read from objects."""
+        return leaves if self.replay is None else [*leaves, *self.replay.read_states()]
+
+    def results(self, results: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the forward returns, from the graph's flattened results; does what the forward does besides."""
+        own = pytree.tree_unflatten(results, self.result_spec)
+        return own if self.replay is None else self.replay(own, args, kwargs)
+
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether the graph is valid for a batch with these flattened arguments (types and dtypes checked before)."""
-        if not self.read.hold():
+        if not self.conditions.hold():
             return False
         if self.guard is None:
             return True
+        leaves = self.inputs(leaves)
         tensors = {f"t{k}": leaves[index] for k, index in enumerate(self.guarded)}
         return bool(eval(self.guard, SYMPY_INTERP, {"L": tensors}))
 
@@ -84,24 +100,47 @@ def capture(
     Raises:
         CaptureError: neither route can take the model; the message names the user's line and both reasons.
     """
+    if train:
+        _refuse_backward_hooks(model)
     args, kwargs = private_copies(args, kwargs, dynamic)
     failures: list[tuple[str, Exception]] = []
     for route, trace in (("dynamo", trace_dynamo), ("direct", trace_direct)):
         try:
             with torch.set_grad_enabled(train), quiet_dynamo():
                 traced = trace(model, args, kwargs)
-            return _captured(model, traced, pytree.tree_leaves((args, kwargs)))
+            captured = _captured(model, traced, pytree.tree_leaves((args, kwargs)))
+            return replace(captured, shortfall=shortfall(failures))
+        except RefusedError:
+            raise
         except Exception as error:
             failures.append((route, error))
     raise CaptureError(explain(model, failures)) from failures[0][1]
 
 
+def _refuse_backward_hooks(model: nn.Module) -> None:
+    """Raises where a module has backward hooks: they would run while the graph is captured, and never again.
+
+    Raises:
+        RefusedError: naming the module.
+    """
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise RefusedError(
+                f"expected modules without backward hooks, in {type(model).__name__}, found one on "
+                f"{name or 'the model'}: it would run while the graph is captured, and never again. Remove it, and "
+                "look at gradients after backward(); hooks of the compiled model itself run at each backward."
+            )
+
+
 def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captured:
+    if traced.replay is not None:
+        leaves = [*leaves, *traced.replay.read_states()]
     joint = with_roles(traced.joint, model, traced.names, leaves)
     guarded, fakes = _guarded(traced.fake_mode, joint.batch, leaves)
     guard = _guard(fakes) if fakes else None
     graph = TrainingGraph(joint.module)
-    return Captured(graph, traced.out_spec, joint.constants, traced.route, guard, guarded, fakes, traced.read)
+    found = Captured(graph, traced.out_spec, joint.constants, traced.route, guard, guarded, fakes, traced.conditions)
+    return replace(found, replay=traced.replay)
 
 
 def _guarded(

@@ -15,6 +15,10 @@ class CaptureError(RuntimeError):
     """The model's forward cannot be captured as one graph."""
 
 
+class RefusedError(CaptureError):
+    """The model's forward does what no graph can do at each call; another route would leave it out silently."""
+
+
 def explain(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> str:
     """A `CaptureError`'s message.
 
@@ -36,6 +40,11 @@ def explain(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> str:
         "Rewrite that line so that it does not depend on tensor values (no `.item()`, no `if tensor:`, no "
         "data-dependent shapes), or move it out of the model into the training loop."
     )
+
+
+def shortfall(failures: Sequence[tuple[str, Exception]]) -> str:
+    """In one line, why routes did not take a model that a later one has taken; empty where the first one did."""
+    return "; ".join(f"{_user_line(error) or 'forward'}: {_first_lines(error)}" for _, error in failures)
 
 
 def _is_of_forward(error: Exception) -> bool:

@@ -12,20 +12,35 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.result_objects import open_objects
 
+STATES = "__states"
+"""The keyword under which a traced module is given what its graph reads from objects."""
+
 
 class OpenResults(nn.Module):
-    """A module, its names included, whose results are trees of tensors, each with memory of its own."""
+    """A module, its names included, whose results are trees of tensors, each with memory of its own.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        states: of a graph of Dynamo's whose effects are replayed, the positions of inputs that come as `STATES`. Its
+            results are the graph's own, not the forward's. None: there are no effects.
+    """
+
+    def __init__(self, module: nn.Module, states: tuple[int, ...] | None = None) -> None:
         super().__init__()
         self._call = [module]  # in a list: not a submodule, which would give each parameter a second name
+        self._states = states
         self._parameters = module._parameters
         self._buffers = module._buffers
         self._modules = module._modules
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        results = _run_by_node(self._call[0], args, kwargs)
-        return open_objects(results, (*self.parameters(), *pytree.tree_leaves((args, kwargs))))
+        given = kwargs.pop(STATES, ())
+        if self._states is None:
+            results = _run_by_node(self._call[0], args, kwargs)
+        else:
+            results = _run_graph(self._call[0], args, kwargs, dict(zip(self._states, given, strict=True)))
+        every = self._states is not None
+        inputs = (*self.parameters(), *pytree.tree_leaves((args, kwargs)), *given)
+        return open_objects(results, inputs, every=every)
 
 
 def _run_by_node(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -37,8 +52,22 @@ def _run_by_node(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return fx.Interpreter(module).run(*inputs.values())
 
 
+def _run_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: dict[int, Any]) -> tuple[Any, ...]:
+    """The results of a graph of Dynamo's as they are, from inputs of which some are given: position -> tensor."""
+    arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    inputs = list(module._dynamo_bytecode_flatten(*arguments.values()))
+    for position, state in states.items():
+        inputs[position] = state
+    with fx.traceback.preserve_node_meta():
+        return tuple(fx.Interpreter(module).run(*inputs, enable_io_processing=False))
+
+
 class Untied(nn.Module):
-    """A model with every parameter and buffer registered once, whatever the number of its names."""
+    """A model with every parameter and buffer registered once, whatever the number of its names.
+
+    Attributes:
+        assigned: the name of a buffer or parameter in whose place the forward puts another; None: there is none.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -46,6 +75,7 @@ class Untied(nn.Module):
         self._own_names: dict[int, str] = {}
         self.names: dict[str, str] = {}
         self._aliases: list[tuple[str, str]] = []
+        self.assigned: str | None = None
         for fqn, value in model.named_parameters(remove_duplicate=False):
             self._register(fqn, value, nn.Module.register_parameter)
         for fqn, buffer in model.named_buffers(remove_duplicate=False):
@@ -61,4 +91,7 @@ class Untied(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         named = {fqn: getattr(self, own) for fqn, own in self._aliases}
-        return torch.func.functional_call(self._call[0], named, args, kwargs, tie_weights=False)
+        given = dict(named)
+        results = torch.func.functional_call(self._call[0], named, args, kwargs, tie_weights=False)
+        self.assigned = next((fqn for fqn, value in named.items() if value is not given[fqn]), None)
+        return results

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, tuple, dict, set, frozenset)
 _OF_EVERY_MODULE = frozenset(dir(nn.Module()))
 _OF_CLASS = re.compile(r"dict\(type\((L\['self'\].*)\)\.__dict__\)\['(\w+)'\]")
 """How Dynamo writes an attribute that the class has; the instance may get one of its own later."""
@@ -28,7 +29,7 @@ class ReadValues:
         names: the expressions.
         code: a tuple of all of them.
         scope: the names in them.
-        values: numbers and texts, compared by value, and tensors, compared by identity.
+        values: numbers and texts, compared by value, tuples item by item, anything else by identity.
     """
 
     names: tuple[str, ...]
@@ -39,30 +40,45 @@ class ReadValues:
     @staticmethod
     def of(names: Iterable[str], scope: Mapping[str, Any]) -> ReadValues:
         """Of the expressions, those whose values can be compared."""
-        scope, kept = dict(scope), {}
+        return ReadValues._of(names, dict(scope), _comparable)
+
+    @staticmethod
+    def of_modules(model: nn.Module) -> ReadValues:
+        """All attributes and hooks of all modules: for a trace that does not tell which of them it reads.
+
+        Functions and objects are compared by identity, containers by what they hold.
+        """
+        modules = list(model.modules())
+        names = [f"H(M[{k}])" for k in range(len(modules))]
+        for k, module in enumerate(modules):
+            for key in _attributes(module):
+                name = f"getattr(M[{k}], {key!r})"
+                names.append(f"S({name})" if isinstance(getattr(module, key, None), _CONTAINERS) else name)
+        return ReadValues._of(names, {"M": modules, "S": _contents, "H": _hooks}, lambda value: True)
+
+    @staticmethod
+    def _of(names: Iterable[str], scope: dict[str, Any], is_kept: Callable[[Any], bool]) -> ReadValues:
+        kept = {}
         for name in (_OF_CLASS.sub(r"\1.\2", each) for each in names):
             try:
                 value = eval(name, scope)
             except Exception:  # of something that the trace has made, which is gone
                 continue
-            if isinstance(value, _PLAIN) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter)):
+            if is_kept(value):
                 kept[name] = value
-        code = compile("(" + "".join(f"{name}, " for name in kept) + ")", "<values read>", "eval")
-        return ReadValues(tuple(kept), code, scope, tuple(kept.values()))
+        return ReadValues(tuple(kept), _tuple_of(kept), scope, tuple(kept.values()))
 
-    @staticmethod
-    def of_modules(model: nn.Module) -> ReadValues:
-        """All attributes of all modules: for a trace that does not tell which of them it reads."""
-        modules = list(model.modules())
-        names = (f"getattr(M[{k}], {key!r})" for k, module in enumerate(modules) for key in _attributes(module))
-        return ReadValues.of(names, {"M": modules})
+    def of_tensors(self) -> ReadValues:
+        """The tensors among them."""
+        names = [n for n, value in zip(self.names, self.values, strict=True) if isinstance(value, Tensor)]
+        return ReadValues.of(names, self.scope)
 
     def unchanged(self) -> ReadValues:
         """Without those that have changed since: the forward itself writes them, or its tracing did."""
-        now = ReadValues.of(self.names, self.scope)
+        now = ReadValues._of(self.names, self.scope, lambda value: True)
         values = dict(zip(now.names, now.values, strict=True))
-        same = [n for n, v in zip(self.names, self.values, strict=True) if n in values and _same(v, values[n])]
-        return ReadValues.of(same, self.scope)
+        same = {n: v for n, v in zip(self.names, self.values, strict=True) if n in values and _same(v, values[n])}
+        return ReadValues(tuple(same), _tuple_of(same), self.scope, tuple(same.values()))
 
     def hold(self) -> bool:
         """Whether all of them are what they were."""
@@ -71,6 +87,32 @@ class ReadValues:
         except Exception:  # an attribute has gone, a list has become shorter
             return False
         return all(map(_same, self.values, now))
+
+
+def _tuple_of(names: Iterable[str]) -> types.CodeType:
+    return compile("(" + "".join(f"{name}, " for name in names) + ")", "<values read>", "eval")
+
+
+def _comparable(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+
+
+def _contents(value: Any, depth: int = 4) -> Any:
+    """A container as a tuple of what it holds; anything else as itself."""
+    if depth == 0 or not isinstance(value, _CONTAINERS):
+        return value
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    return tuple([_contents(item, depth - 1) for item in items])
+
+
+def _hooks(module: nn.Module) -> tuple[Any, ...]:
+    return (
+        *module._forward_pre_hooks.values(),
+        *module._forward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+        module.__dict__.get("forward"),
+    )
 
 
 def _attributes(module: nn.Module) -> list[str]:
@@ -85,4 +127,8 @@ def _attributes(module: nn.Module) -> list[str]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
+    if a is b or type(a) is not type(b):
+        return a is b
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return isinstance(a, _PLAIN) and bool(a == b)

@@ -48,14 +48,15 @@ class _Constant:
         return hash(type(self.value))
 
 
-def open_objects(result: Any, inputs: Iterable[Any] = ()) -> Any:
+def open_objects(result: Any, inputs: Iterable[Any] = (), *, every: bool = False) -> Any:
     """The result of a forward as a tree of tensors and numbers.
 
     Args:
         inputs: what the forward was called with, parameters included: no result that needs a gradient shares memory
             with one of them, or with another result.
+        every: nor does a result that needs none.
     """
-    return _open(result, _sharing(pytree.tree_leaves(_open(result, frozenset())), inputs))
+    return _open(result, _sharing(pytree.tree_leaves(_open(result, frozenset())), inputs, every))
 
 
 def _open(result: Any, copied: frozenset[int]) -> Any:
@@ -75,12 +76,12 @@ def _open_leaf(leaf: Any, copied: frozenset[int]) -> Any:
     return _Opened(type(leaf), {name: _open(value, copied) for name, value in vars(leaf).items()})
 
 
-def _sharing(leaves: Iterable[Any], inputs: Iterable[Any]) -> frozenset[int]:
-    """The ids of results that share memory with another one, or with an input, and need a gradient."""
+def _sharing(leaves: Iterable[Any], inputs: Iterable[Any], every: bool) -> frozenset[int]:
+    """The ids of results that share memory with another one, or with an input, and need a gradient, or of every one."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    others = [_memory(each) for each in inputs if isinstance(each, Tensor) and each.requires_grad]
+    others = [_memory(each) for each in inputs if isinstance(each, Tensor) and (every or each.requires_grad)]
     count = Counter([*map(_memory, tensors), *set(others)])
-    return frozenset(id(leaf) for leaf in tensors if leaf.requires_grad and count[_memory(leaf)] > 1)
+    return frozenset(id(leaf) for leaf in tensors if (every or leaf.requires_grad) and count[_memory(leaf)] > 1)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -12,17 +12,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import re
 import sys
-import warnings
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.convert_frame import fullgraph_capture
+from torch._dynamo.functional_export import create_fx_graph_from_captured_output
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._export.utils import _compiling_state_context
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
@@ -30,21 +29,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
+from embrace_fx.capture.checkpointing import mark_backward, regions_noted
+from embrace_fx.capture.effects import Replay, noted_effects, refuse_effects, replay_of, state_inputs
 from embrace_fx.capture.errors import CaptureError
-from embrace_fx.capture.model_forms import OpenResults, Untied
+from embrace_fx.capture.guards import Conditions, dynamo_guards, name_of_model
+from embrace_fx.capture.left_behind import LeftBehind
+from embrace_fx.capture.model_forms import STATES, OpenResults, Untied
 from embrace_fx.capture.read_values import ReadValues
 from embrace_fx.capture.rnn_mode import KeepRnnWhole
 
 _LOG_METHODS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
 """How methods that write to a log begin; libraries add their own to the class, `warning_once` say."""
-
-_GLOBAL_SIDE_EFFECTS = r"While compiling, we found certain side effects(?!.*L\[)"
-"""Dynamo's warning where none of the changed objects belongs to the model (those it calls `L[...]`)."""
-
-_VALUE_GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH")
-
-_OTHER_GUARDS = re.compile(r"\._(parameters|buffers)\b|\.training$")
-"""What programs read as it is at each call, and what calls are told apart by already."""
 
 
 @dataclass
@@ -56,14 +51,16 @@ class Traced:
             descriptors, and constants of the batch are inputs too.
         out_spec: how the model's results unflatten.
         names: the joint graph's names of parameters and buffers, where they are not the model's -> the model's.
+        replay: what the forward does besides, from the graph's results; None: the results are the forward's own.
     """
 
     joint: fx.GraphModule
     out_spec: pytree.TreeSpec
     fake_mode: Any
     route: str
-    read: ReadValues
+    conditions: Conditions
     names: Mapping[str, str] = field(default_factory=dict)
+    replay: Replay | None = None
 
 
 def private_copies(
@@ -102,9 +99,7 @@ def quiet_dynamo() -> Iterator[None]:
         "assume_static_by_default": True,
         "ignore_logging_functions": loggers,
     }
-    with torch._dynamo.config.patch(options), warnings.catch_warnings():
-        # A model that counts its own calls is told that the count stands still; libraries' switches concern nobody.
-        warnings.filterwarnings("ignore", _GLOBAL_SIDE_EFFECTS, UserWarning)
+    with torch._dynamo.config.patch(options):
         yield
 
 
@@ -140,42 +135,63 @@ def _without_sparse(
 
 def trace_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     # Dynamo runs every call on fake tensors for the results' shapes; unrolled, an RNN would fix its number of steps.
-    with KeepRnnWhole(kernel="loop"):
-        gm = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+    with KeepRnnWhole(kernel="loop"), noted_effects() as effects:
+        gm, out = _read_by_dynamo(model, args, kwargs)
+        conditions = dynamo_guards(gm, model)
     context = gm.meta.get("tracing_context") or TracingContext(gm.meta["fake_mode"])
-    return _trace_joint(OpenResults(gm), args, kwargs, context, "dynamo", {}, _read_by(gm, model))
+    if not effects:
+        return _trace_joint(OpenResults(gm), args, kwargs, context, "dynamo", {}, conditions)
+    itself, values = name_of_model(model), conditions.values
+    effects = effects.of(itself)
+    refuse_effects(effects, dict(zip(values.names, values.values, strict=True)), model)
+    states = state_inputs(gm.graph, itself)
+    replay = replay_of(out, model, effects, list(states.values()), values.scope)
+    kwargs = {**kwargs, STATES: replay.read_states()}
+    module = OpenResults(gm, tuple(states))
+    traced = _trace_joint(module, args, kwargs, context, "dynamo", {}, conditions.without(replay.states))
+    return replace(traced, replay=replay)
 
 
-def _read_by(gm: fx.GraphModule, model: nn.Module) -> ReadValues:
-    """What Dynamo has guarded besides arguments, parameters, buffers and training modes."""
-    flatten: Any = gm._dynamo_bytecode_flatten
-    output = flatten.out.graph_capture_output
-    forward: Any = type(model).forward
-    code = getattr(forward, "__code__", None)
-    cells = dict(zip(code.co_freevars, forward.__closure__ or (), strict=True)) if code is not None else {}
-    model_is = f"L['{code.co_varnames[0]}']" if code is not None and code.co_argcount else "L['args'][0]"  # decorated
-    names = []
-    for guard in output.output_graph.guards:
-        name = guard.name.replace(model_is, "L['self']")
-        root = re.match(r"(.*?)([LG])\['(\w+)'\]", name)
-        if guard.create_fn_name() not in _VALUE_GUARDS or root is None or _OTHER_GUARDS.search(name):
-            continue
-        if root[2] == "G" or root[3] == "self":
-            names.append(name)
-        elif root[3] in cells:
-            names.append(f"{root[1]}C[{root[3]!r}].cell_contents{name[root.end() :]}")
-    of_globals = ChainMap(getattr(forward, "__globals__", {}), output.f_globals)
-    return ReadValues.of(dict.fromkeys(names), {"L": {"self": model}, "G": of_globals, "C": cells})
+def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, Any]:
+    """Dynamo's graph of a forward and all it has found: as `dynamo_graph_capture_for_export`, with effects replayed."""
+    with (
+        _compiling_state_context(),
+        torch._dynamo.config.patch(replay_side_effects=True, side_effect_replay_policy="silent"),
+        get_metrics_context(),
+        dynamo_timed("fullgraph_capture"),
+    ):
+        out = fullgraph_capture(model, args, kwargs)
+    return create_fx_graph_from_captured_output(out, model, args, kwargs), out
 
 
 def trace_direct(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    left = LeftBehind(model)
+    try:
+        traced = _trace_as_python(model, args, kwargs)
+    finally:
+        name = left.put_back()
+    if name is not None:
+        left.refuse(name)
+    if left.numbers:  # a number that is the same after each call is no state: what was found once is kept
+        again = LeftBehind(model)
+        traced = _trace_as_python(model, args, kwargs)
+        again.put_back()
+        if again.numbers:
+            left.reset_numbers()
+            left.refuse(again.numbers[0])
+    return traced
+
+
+def _trace_as_python(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     untied = Untied(model)
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     args, kwargs = pytree.tree_map_only(Tensor, lambda own: _fake(own, fake_mode), (args, kwargs))
     read, context = ReadValues.of_modules(model), TracingContext(fake_mode)
     with _no_python_random(), _compiling_state_context():  # models ask `is_compiling()` before they look into tensors
         traced = _trace_joint(OpenResults(untied), args, kwargs, context, "direct", untied.names, read)
-    return replace(traced, read=read.unchanged())
+    if untied.assigned is not None:
+        LeftBehind(model).refuse(untied.assigned)
+    return replace(traced, conditions=read.unchanged())
 
 
 @contextlib.contextmanager
@@ -214,11 +230,13 @@ def _trace_joint(
     context: TracingContext,
     route: str,
     names: Mapping[str, str],
-    read: ReadValues,
+    conditions: Conditions,
 ) -> Traced:
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(context))
         stack.enter_context(_KeepWhole())
+        stack.enter_context(regions_noted())
         # The direct route has made its sizes symbolic by itself; its numbers stay constants.
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=route == "direct")
-        return Traced(joint.graph_module, joint.out_spec, context.fake_mode, route, read, names)
+        mark_backward(joint.graph_module.graph)
+        return Traced(joint.graph_module, joint.out_spec, context.fake_mode, route, conditions, names)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer, SparseAdam
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, measure, with_units
@@ -17,11 +16,13 @@ from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import ParameterFacts
 from embrace_fx.passes.planner.shard_cost import RowsAtHome
 from embrace_fx.planning.reads import grid_rows, reads_of, used_parameters
+from embrace_fx.runtime.optimizer.holders import Holders
 from embrace_fx.runtime.probe.probe import probed_links
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.setup.agreement import failure_text
 from embrace_fx.setup.setting import Setting
-from embrace_fx.vocabulary.exactness import RowUpdates, row_update_blocker
+from embrace_fx.setup.telling import stage
+from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import LinksAre, Plan
 
@@ -63,6 +64,11 @@ class Findings:
             schedule=self.schedule,
         )
         return replace(planned, links_are=links_are)
+
+    def with_whole(self, names: Collection[str], reason: str) -> Findings:
+        """The same with tables that an optimizer needs whole."""
+        facts = (replace(f, row_update_blocker=reason) if f.name in names else f for f in self.facts)
+        return replace(self, facts=tuple(facts))
 
     def with_rows(self, rows: Mapping[str, tuple[int, ...]]) -> Findings:
         """The same with other numbers of rows, of some tables."""
@@ -114,13 +120,15 @@ def find(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], used: Co
     Raises:
         PeerFailure: a rank's batch is bad, on every rank.
     """
-    own: dict[str, Any] = {"used": used_parameters(graph), "tables": [t.parameter for t in graph.tables]}
+    reads, failure = {}, None
     try:
-        own["reads"] = _measure_reads(setting, graph, leaves)
+        reads = _measure_reads(setting, graph, leaves)
     except Exception as error:  # the batch may be bad, on this rank alone
-        own["failure"] = failure_text(error)
-    everyone = setting.communicator.gather_objects(own)
-    if failures := {rank: report["failure"] for rank, report in enumerate(everyone) if "failure" in report}:
+        failure = failure_text(error)
+    tables = tuple(table.parameter for table in graph.tables)
+    own = _Report(tuple(sorted(used_parameters(graph))), tables, reads, failure)
+    everyone = setting.communicator.gather(own, _Report)
+    if failures := {rank: report.failure for rank, report in enumerate(everyone) if report.failure is not None}:
         raise PeerFailure(failures)
     return _findings(setting, graph, everyone, used) if setting.communicator.rank == 0 else None
 
@@ -129,7 +137,8 @@ def _probed(setting: Setting, plan: Plan) -> Cluster | None:
     """The links between the ranks, where a step sends enough to be cut. Collective."""
     devices = {parameter.device for parameter in setting.model.parameters() if parameter.device.type != "meta"}
     device = devices.pop() if len(devices) == 1 else torch.get_default_device()
-    return probed_links(setting.communicator, plan.sent_bytes_per_step, device)
+    with stage("probing links", setting.communicator.rank):
+        return probed_links(setting.communicator, plan.sent_bytes_per_step, device)
 
 
 def _agree_on_plan(
@@ -142,21 +151,20 @@ def _agree_on_plan(
             plan = findings.plan(*links, current)
         except Exception as error:  # whatever it is, the other ranks wait for it
             plan = str(error) if isinstance(error, ValueError) else failure_text(error)
-    plan = setting.communicator.gather_objects(plan)[0]
+    plan = setting.communicator.gather(plan, Plan | str | None)[0]
     if isinstance(plan, str):
         raise ValueError(plan)
     assert plan is not None
     return plan
 
 
-def _findings(
-    setting: Setting, graph: TrainingGraph, everyone: list[dict[str, Any]], used: Collection[str]
-) -> Findings:
+def _findings(setting: Setting, graph: TrainingGraph, everyone: list[_Report], used: Collection[str]) -> Findings:
     """What follows from everything that the ranks reported."""
-    used = set(used).union(*(report["used"] for report in everyone))
-    reads = [report["reads"] for report in everyone]
-    rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in everyone[0]["tables"]}
-    facts = facts_of(setting.model, setting.optimizers, setting.classes, setting.options.row_updates, used)
+    used = set(used).union(*(report.used for report in everyone))
+    reads = [report.reads for report in everyone]
+    rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in everyone[0].tables}
+    sharded = {name: table.shape for name, table in setting.state.tables.items()}
+    facts = facts_of(setting.model, setting.stepping.holders, setting.options.row_updates, used, sharded)
     sparsity = {
         table.parameter: found
         for table in graph.tables
@@ -165,7 +173,7 @@ def _findings(
     ranks = setting.communicator.world_size
     at_home = {
         name: {each: tuple(own[name].at_home[each] for own in reads) for each in grid_rows(ranks)}
-        for name in everyone[0]["tables"]
+        for name in everyone[0].tables
         if all(name in own for own in reads)
     }
     options = setting.options
@@ -174,56 +182,33 @@ def _findings(
 
 def facts_of(
     model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    classes: Mapping[int, type[Optimizer]],
+    holders: Holders,
     row_updates: RowUpdates,
     used: Collection[str],
+    sharded: Mapping[str, torch.Size],
 ) -> tuple[ParameterFacts, ...]:
     """What the planner needs to know of every parameter.
 
     Args:
-        classes: id of an optimizer -> the class that defines its update.
+        holders: the optimizers, as far as they are known.
         used: parameters to which a forward gives a gradient.
+        sharded: the whole shapes of tables that are in shards.
     """
-    every = enumerate(group for optimizer in optimizers for group in optimizer.param_groups)
+    every = enumerate(group for optimizer in holders.optimizers for group in optimizer.param_groups)
     groups = {id(parameter): k for k, group in every for parameter in group["params"]}
     return tuple(
         ParameterFacts(
             name,
-            tuple(parameter.shape),
+            tuple(sharded.get(name, parameter.shape)),
             parameter.element_size(),
             parameter.requires_grad,
             name in used,
-            *row_updates_of(optimizers, classes, row_updates, parameter),
+            holders.needs_whole(parameter),
+            holders.updates_rows(parameter, row_updates),
             groups.get(id(parameter), -1),
         )
         for name, parameter in model.named_parameters()
     )
-
-
-def row_updates_of(
-    optimizers: Sequence[Optimizer],
-    classes: Mapping[int, type[Optimizer]],
-    row_updates: RowUpdates,
-    parameter: nn.Parameter,
-) -> tuple[str | None, bool]:
-    """Why a table cannot be updated by rows, or None; whether it must be, whatever its size."""
-    if not optimizers:
-        return "no optimizer was given: whole gradients are left in .grad", False
-    holders = [
-        (optimizer, group)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        if any(p is parameter for p in group["params"])
-    ]
-    if not holders:
-        return "no optimizer given holds it", False
-    if len(holders) > 1:
-        return f"{len(holders)} optimizers hold it, and rows are updated by one", False
-    optimizer, group = holders[0]
-    kind = classes[id(optimizer)]
-    blocker = row_update_blocker(optimizer, group, row_updates, kind=kind)
-    return blocker, kind is SparseAdam or (row_updates == "lazy" and blocker is None)
 
 
 @dataclass(frozen=True)
@@ -234,7 +219,18 @@ class _Reported:
     rows: int
     ids: Tensor | None
     draws: int
-    at_home: Mapping[int, int]
+    at_home: dict[int, int]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What one rank tells of its batch: parameters with a gradient, tables, of each table that it reads what it reads;
+    or why that could not be measured."""
+
+    used: tuple[str, ...]
+    tables: tuple[str, ...]
+    reads: dict[str, _Reported]
+    failure: str | None
 
 
 def _measure_reads(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, _Reported]:

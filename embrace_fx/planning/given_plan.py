@@ -19,7 +19,7 @@ def repeated(setting: Setting, graph: TrainingGraph, plan: Plan) -> Plan:
         ValueError: it does not fit on some rank; on every rank, with the first thing that does not.
     """
     own = next(_misfits(setting, graph, plan), None)
-    everyone = setting.communicator.gather_objects(own)
+    everyone = setting.communicator.gather(own, str | None)
     found = next((each for each in everyone if each is not None), None)
     if found is not None:
         raise ValueError(
@@ -34,7 +34,7 @@ def _misfits(setting: Setting, graph: TrainingGraph, plan: Plan) -> Iterator[str
     if plan.world_size != setting.communicator.world_size:
         yield f"a plan for {plan.world_size} ranks on {setting.communicator.world_size}"
     used = used_parameters(graph)
-    facts = facts_of(setting.model, setting.optimizers, setting.classes, setting.options.row_updates, used)
+    facts = facts_of(setting.model, setting.stepping.holders, setting.options.row_updates, used, {})
     planned, tables = {d.parameter: d for d in plan}, {table.parameter: table for table in graph.tables}
     if missing := planned.keys() ^ {fact.name for fact in facts}:
         yield f"parameters of the plan or of the model alone: {', '.join(sorted(missing)[:3])}"

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from embrace_fx.planning.findings import row_updates_of
 from embrace_fx.runtime.optimizer.stepping import DenseTable
+from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.row_table import RowTable, own_state
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 
 
 def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
-    """Shards the tables, makes the replicas equal, and hands the tables to their optimizers."""
+    """Shards the tables, makes the replicas equal, and tells steps and announcements which tables there are."""
     grids = {name: plan[name].grid for name in plan.sharded}
-    materialise(setting.model, grids, setting.optimizers, setting.communicator)
+    shapes = {name: parameter.shape for name, parameter in setting.model.named_parameters()}
+    made = materialise(setting.model, grids, setting.stepping.holders.optimizers, setting.communicator)
     for name in plan.sharded:
-        _shard(setting, name, plan)
+        _shard(setting, name, plan, shapes[name], made.get(name))
     if setting.communicator.world_size > 1:
         broadcast_state(setting.model, frozenset(plan.sharded), setting.communicator)
     _hand_over(setting, graph, plan)
@@ -34,15 +35,12 @@ def place_anew(setting: Setting, graph: TrainingGraph, old: Plan, new: Plan) -> 
     with setting.communicator.watching(), torch.no_grad():
         for name in old.sharded:
             if name not in new.sharded:
-                table = state.tables.pop(name)
-                gradient = table.dense_gradient(group)
-                table.parameter.grad = None
-                unshard_parameter(setting.model, name, setting.optimizers, group).grad = gradient
+                unshard_parameter(state.tables.pop(name), setting.stepping.holders.optimizers, group)
         for name in new.sharded:
             if name not in old.sharded:
-                gradient = state.parameter(name).grad
-                state.parameter(name).grad = None
-                _shard(setting, name, new)
+                parameter = state.parameter(name)
+                gradient, parameter.grad = parameter.grad, None
+                _shard(setting, name, new, parameter.shape, None)
                 if gradient is not None:
                     state.tables[name].add_dense_gradient(gradient)
     ordered = {name: state.tables[name] for name in new.sharded}
@@ -51,35 +49,29 @@ def place_anew(setting: Setting, graph: TrainingGraph, old: Plan, new: Plan) -> 
     _hand_over(setting, graph, new)
 
 
-def _shard(setting: Setting, name: str, plan: Plan) -> None:
-    parameter = shard_parameter(setting.model, name, setting.optimizers, setting.communicator, plan[name].grid)
-    setting.state.tables[name] = _row_table(setting, name, parameter)
+def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:
+    """Args: `mesh`: where its parts lie, if its parameter is one already."""
+    parameter, communicator = setting.state.parameter(name), setting.communicator
+    if mesh is None:
+        mesh = shard_parameter(parameter, communicator, plan[name].grid)
+    table = RowTable(name, parameter, Place(shape, mesh), communicator, setting.options.row_updates)
+    for optimizer in setting.stepping.holders.optimizers:
+        if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
+            table.optimizer = optimizer
+        if state := optimizer.state.get(parameter):
+            optimizer.state[parameter] = own_state(table, state, communicator.group)
+    setting.state.tables[name] = table
 
 
 def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
-    """Tells optimizers and announcements which tables there are."""
-    for stepping in setting.stepping.values():
-        stepping.sharded, stepping.dense_tables = [], []
-    for table in setting.state.tables.values():
-        setting.stepping[id(table.optimizer)].sharded.append(table)
+    """Tells steps and announcements which tables there are."""
+    row_updates, stepping = setting.options.row_updates, setting.stepping
+    stepping.dense_tables = []
     for found in graph.tables:
         parameter = setting.state.parameter(found.parameter)
-        if found.parameter not in plan.sharded and _updated_by_rows(setting, parameter):
-            table = _row_table(setting, found.parameter, parameter)
-            dense = DenseTable(table, all_rows=found.use != "sparse")
-            setting.stepping[id(table.optimizer)].dense_tables.append(dense)
+        if found.parameter not in plan.sharded and stepping.holders.updates_rows(parameter, row_updates):
+            table = RowTable(found.parameter, parameter, Place(parameter.shape, None), None, row_updates)
+            stepping.dense_tables.append(DenseTable(table, all_rows=found.use != "sparse"))
     exchanged = (*plan.sharded, *plan.renormed)
     setting.communicator.tables = len(exchanged)
     setting.communicator.watched = tuple(name for name in plan.watched if name not in exchanged)
-
-
-def _updated_by_rows(setting: Setting, parameter: nn.Parameter) -> bool:
-    return row_updates_of(setting.optimizers, setting.classes, setting.options.row_updates, parameter)[1]
-
-
-def _row_table(setting: Setting, name: str, parameter: nn.Parameter) -> RowTable:
-    for optimizer in setting.optimizers:
-        if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
-            kind = setting.classes[id(optimizer)]
-            return RowTable(name, parameter, optimizer, kind, setting.options.row_updates)
-    raise AssertionError(f"{name} is updated by rows, but no optimizer holds it")

@@ -15,9 +15,9 @@ from statistics import mean, median
 from torch import Tensor
 
 from embrace_fx import cost
-from embrace_fx.passes.relax import RelaxDependences
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.step_graph import Sizes, build, compute_durations, events
+from embrace_fx.passes.scheduler.step_graph import Sizes, build, compute_durations
+from embrace_fx.passes.verifier.windows import check_launches
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, ExchangeThread, exchange_at_once
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
@@ -33,7 +33,7 @@ from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.schedule import Lane, Schedule, StepGraph
+from embrace_fx.vocabulary.schedule import IDS, Cuts, OperationId, Schedule, StepGraph, chunk_id
 
 PROFILED_AFTER, PROFILED = 5, 6
 """Steps that warm up, and steps that are measured. A median of six outlives a disturbed one or two."""
@@ -43,23 +43,20 @@ class Scheduling:
     """The schedule of one compiled model, and the flow that follows it.
 
     Args:
-        graph: the first training batch's, partitioned, not relaxed.
+        graph: the first training batch's, as it runs.
+        cuts: in what pieces its communication travels.
     """
 
-    def __init__(self, setting: Setting, plan: Plan, graph: TrainingGraph) -> None:
+    def __init__(self, setting: Setting, plan: Plan, graph: TrainingGraph, cuts: Cuts) -> None:
         self._setting = setting
         self._plan = plan
         self._graph = graph
         self._steps, self._profiled = 0, False
         self._recording: Recording | None = None
-        self.looks_ahead = setting.options.schedule in ("vertical", "2d")
-        self._cluster = plan.links.among(plan.world_size)
-        self._bucket_chunks = [bucket_chunks(setting, plan, bucket, plan.links) for bucket in plan.buckets]
         self._exchanged = _exchanged(plan)
-        self._delayed_chunks = {
-            name: delayed_chunks(plan, tables, plan.links) if self.looks_ahead else 0
-            for name, tables in self._exchanged.items()
-        }
+        self.looks_ahead = bool(self._exchanged) and setting.options.schedule in ("vertical", "2d")
+        self._cluster = plan.links.among(plan.world_size)
+        self.cuts = cuts
         self.schedule = self._order(None)
         self._flow: Flow | None = None
 
@@ -67,11 +64,11 @@ class Scheduling:
         """Makes what follows the schedule. Collective."""
         communicator, state, plan = self._setting.communicator, self._setting.state, self._plan
         device = next(self._setting.model.parameters()).device
-        communicator.open_lanes(device)
+        order = launches(self.schedule, self.looks_ahead)
+        communicator.open_lanes(device, {launch.lane for launch in order})
         on = streams.streams_of(device)
         recorder = Recorder(on.clock() if on is not None else None)
-        order = launches(self.schedule, self.looks_ahead)
-        of_forward = ["ids", *(f"{name} rows" for name in self._exchanged)]
+        of_forward = [each for each in order if each == IDS or (each.kind == "lookups" and each.part != "early")]
         launcher = (
             Launcher(order, of_forward, recorder) if on is None else StreamLauncher(order, of_forward, recorder, on)
         )
@@ -80,19 +77,16 @@ class Scheduling:
         stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
         for name, tables in self._exchanged.items():
             kind = RowExchange if plan[tables[0]].grid is None else GridExchange
-            exchange = kind(
-                stacks.get(name) or state.tables[name], communicator, launcher, self._delayed_chunks[name], flow.wait
-            )
+            table, pieces = stacks.get(name) or state.tables[name], dict(self.cuts.pieces).get(name, 0)
+            exchange = kind(table, communicator, launcher, pieces, flow.wait)
             flow.exchanges[name] = exchange
             flow.of_table |= dict.fromkeys(tables, exchange)
         flow.buckets = BucketUpdates(
             plan.buckets,
-            self._bucket_chunks,
             state.parameter,
             communicator,
             launcher,
             flow.wait,
-            state.gradients.note,
             self._exchanges(on_streams=on is not None),
         )
         return flow
@@ -139,7 +133,7 @@ class Scheduling:
     def _follow(self, flow: Flow, own: Profile) -> None:
         """Orders by what was measured, on all ranks, from the next window on."""
         communicator = self._setting.communicator
-        everyone: list[Profile] = communicator.gather_objects(own)
+        everyone = communicator.gather(own, Profile)
         self.schedule = self._order(agree_on_profile(everyone))
         flow.launcher.reorder(launches(self.schedule, self.looks_ahead))
         self._profiled = True
@@ -151,37 +145,40 @@ class Scheduling:
             found = schedule(
                 self._step_graph(profiled), self._setting.options.schedule, "profile" if profiled else "cost model"
             )
-        agreed: Schedule = communicator.gather_objects(found)[0]
+        agreed = communicator.gather(found, Schedule | None)[0]
+        assert agreed is not None  # rank 0 has found one
+        sent = {each.id: each.sent_bytes for each in agreed.steps.communications if each.id is not None}
+        # Nothing is on its way twice: a window never holds more than it sends.
+        check_launches(self._graph, launches(agreed, self.looks_ahead), sent, sum(sent.values()))
         return agreed
 
-    def _expected_bytes(self) -> dict[str, int]:
+    def _expected_bytes(self) -> dict[OperationId, int]:
         """What a rank sends in the launches whose bytes do not follow from their sizes."""
         plan = self._plan
         exchanged = {k: bucket[0] for k, bucket in enumerate(plan.buckets) if bucket[0] in plan.exchanged}
-        return {f"bucket {k} [0]": plan[name].sent_bytes_per_step for k, name in exchanged.items()}
+        return {chunk_id(k, 0): plan[name].sent_bytes_per_step for k, name in exchanged.items()}
 
     def _step_graph(self, profiled: Profile | None) -> StepGraph:
-        """The window of the graph under the schedule asked for."""
-        plan, state, name = self._plan, self._setting.state, self._setting.options.schedule
-        rank = self._setting.communicator.rank
-        relaxed = RelaxDependences(plan.buckets, True, plan.stacks, rank)(self._graph)
-        durations = profiled.compute_ms if profiled else compute_durations(relaxed, self._cluster)
-        itemsizes = [state.parameter(bucket[0]).element_size() for bucket in plan.buckets]
+        """The window of the graph."""
+        plan = self._plan
         sizes = Sizes(
-            tuple(
-                tuple(elements * itemsize for elements in chunks)
-                for chunks, itemsize in zip(self._bucket_chunks, itemsizes, strict=True)
-            ),
             profiled.sent_bytes if profiled else self._expected_bytes(),
             {
                 name: sum(plan[table].sent_bytes_per_step // 2 for table in tables)
                 for name, tables in self._exchanged.items()
             },
-            self._delayed_chunks,
             sum(_ids_bytes(plan, table) for table in plan.sharded),
         )
-        backward, forward = (events(relaxed.phases[phase]) for phase in ("backward", "forward"))
-        return build(name, backward, forward, sizes, durations, self._cluster, plan.world_size)
+        durations = profiled.compute_ms if profiled else compute_durations(self._graph, self._cluster)
+        return build(self._graph, sizes, durations, self._cluster, plan.world_size)
+
+
+def cuts(setting: Setting, plan: Plan) -> Cuts:
+    """In what pieces the communication of a plan travels."""
+    looks_ahead = setting.options.schedule in ("vertical", "2d")
+    chunks = tuple(tuple(bucket_chunks(setting, plan, bucket, plan.links)) for bucket in plan.buckets)
+    exchanged = _exchanged(plan).items() if looks_ahead else ()
+    return Cuts(chunks, tuple((name, delayed_chunks(plan, tables, plan.links)) for name, tables in exchanged))
 
 
 def bucket_chunks(setting: Setting, plan: Plan, bucket: tuple[str, ...], cluster: cost.Cluster) -> list[int]:
@@ -229,40 +226,39 @@ class Profile:
 
     Attributes:
         compute_ms: by compute operation.
-        sent_bytes: by communication.
+        sent_bytes: by launch.
     """
 
-    compute_ms: dict[str, float]
-    sent_bytes: dict[str, int]
+    compute_ms: dict[OperationId, float]
+    sent_bytes: dict[OperationId, int]
 
 
 def profile(recording: Recording) -> Profile:
     """The medians over the windows of a recording, of which the first and the last are cut off."""
     windows = range(recording.window)
-    spans: dict[str, list[float]] = {}
+    spans: dict[OperationId, list[float]] = {}
     for span in compute_spans(recording):
         if span.window in windows:  # what waits cut into pieces counts as a whole
-            of_windows = spans.setdefault(span.name, [0.0] * len(windows))
+            of_windows = spans.setdefault(span.operation, [0.0] * len(windows))
             of_windows[span.window] += (span.ended_s - span.started_s) * 1e3
-    sent: dict[str, list[int]] = {}
+    sent: dict[OperationId, list[int]] = {}
     for transfer in recording.transfers:
-        sent.setdefault(transfer.name, []).append(transfer.sent_bytes)
+        sent.setdefault(transfer.launch, []).append(transfer.sent_bytes)
     return Profile(
-        {name: median(values) for name, values in spans.items()},
-        {name: round(median(values)) for name, values in sent.items()},
+        {operation: median(values) for operation, values in spans.items()},
+        {launch: round(median(values)) for launch, values in sent.items()},
     )
 
 
 def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
     """One profile for all ranks: the compute of the slowest, the mean of what is sent."""
     slowest = max(everyone, key=lambda each: sum(each.compute_ms.values()))
-    names = {name for each in everyone for name in each.sent_bytes}
-    sent = {name: round(mean(each.sent_bytes.get(name, 0) for each in everyone)) for name in names}
+    launched = {launch for each in everyone for launch in each.sent_bytes}
+    sent = {launch: round(mean(each.sent_bytes.get(launch, 0) for each in everyone)) for launch in launched}
     return Profile(slowest.compute_ms, sent)
 
 
-def launches(schedule: Schedule, looks_ahead: bool) -> tuple[tuple[str, Lane], ...]:
+def launches(schedule: Schedule, looks_ahead: bool) -> tuple[OperationId, ...]:
     """What the launcher launches of a schedule: not the ids of a batch that is not looked ahead to, which the calling
     thread gathers."""
-    lanes = {operation.name: operation.lane for operation in schedule.steps.communications}
-    return tuple((name, lanes[name]) for name in schedule.launch_order if looks_ahead or lanes[name] != "ids")
+    return tuple(launch for launch in schedule.launches if looks_ahead or launch != IDS)

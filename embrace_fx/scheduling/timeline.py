@@ -19,10 +19,10 @@ def gather_timeline(communicator: Communicator, recording: Recording, steps: Ste
     Only whole windows are kept. Times start with the first window of rank 0.
     """
     offset_s = _clock_offset(communicator)
-    everyone: list[tuple[Recording, float]] = communicator.gather_objects((recording, offset_s))
+    everyone = communicator.gather((recording, offset_s), tuple[Recording, float])
     complete = min(each.window for each, _ in everyone)  # the last one begun may be cut off
     marks = everyone[0][0].marks
-    zero_s = next((when for name, window, when in marks if not name and window == 0), 0.0) - everyone[0][1]
+    zero_s = next((when for mark, window, when in marks if mark is None and window == 0), 0.0) - everyone[0][1]
     spans: list[Span] = []
     waits: list[Wait] = []
     for rank, (each, offset) in enumerate(everyone):
@@ -33,14 +33,14 @@ def gather_timeline(communicator: Communicator, recording: Recording, steps: Ste
 
 
 def _of_rank(rank: int, recording: Recording, steps: StepGraph, zero_s: float) -> tuple[list[Span], list[Wait]]:
-    known = {operation.name: operation for operation in steps.operations}
+    known = {operation.id: operation for operation in steps.operations}
 
     def ms(seconds: float) -> float:
         return (seconds - zero_s) * 1e3
 
     spans = [
         Span(
-            known.get(span.name) or Operation(span.name, "forward", "compute", 0.0),
+            known.get(span.operation) or Operation.of(span.operation, 0.0),
             span.window,
             rank,
             ms(span.started_s),
@@ -49,11 +49,11 @@ def _of_rank(rank: int, recording: Recording, steps: StepGraph, zero_s: float) -
         for span in compute_spans(recording)
     ]
     for transfer in recording.transfers:
-        operation = known.get(transfer.name) or Operation(transfer.name, "lookups", transfer.lane, 0.0)
+        operation = known.get(transfer.launch) or Operation.of(transfer.launch, 0.0)
         spans.append(Span(operation, transfer.window, rank, ms(transfer.started_s), ms(transfer.ended_s)))
     waits = [
-        Wait(launch, lane, window, rank, ms(start), ms(end))
-        for launch, lane, window, start, end in recording.waits
+        Wait(str(launch), launch.lane, window, rank, ms(start), ms(end))
+        for launch, window, start, end in recording.waits
         if window >= 0
     ]
     return spans, waits
@@ -64,6 +64,6 @@ def _clock_offset(communicator: Communicator) -> float:
     clocks: list[list[float]] = []
     now = 0.0
     for _ in range(ROUNDS + 1):
-        clocks.append(communicator.gather_objects(now))
+        clocks.append(communicator.gather(now, float))
         now = time.perf_counter()
     return median(round_[communicator.rank] - round_[0] for round_ in clocks[1:])

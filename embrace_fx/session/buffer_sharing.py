@@ -18,9 +18,14 @@ class BufferSharing:
         self._communicator = communicator
         self._stale: set[str] = set()  # changed by training since the ranks last shared them
 
-    def before_forward(self, graph: TrainingGraph, *, train: bool) -> Callable[[], None]:
-        """What is to be called before a forward of the graph. Collective."""
-        live, mutated = live_buffers(graph), frozenset(mutated_buffers(graph))
+    def before_forward(self, graph: TrainingGraph, assigned: frozenset[str], *, train: bool) -> Callable[[], None]:
+        """What is to be called before a forward of the graph. Collective.
+
+        Args:
+            assigned: buffers in whose place the forward puts others.
+        """
+        live = sorted(assigned.union(live_buffers(graph)))
+        mutated = assigned.union(mutated_buffers(graph))
 
         def share_live() -> None:
             self._stale |= mutated

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture import Captured
@@ -34,13 +34,12 @@ class Kind:
     shapes: list[dict[int, tuple[int, ...]]] = field(default_factory=list)
 
 
-def kind_key(model: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
-    """What calls of one kind have in common."""
+def kind_key(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
+    """What calls of one kind have in common; `modes`: which modules train."""
     signature = tuple(
         (leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else _constant(leaf)
         for leaf in leaves
     )
-    modes = tuple(module.training for module in model.modules())
     autocast = tuple(
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     )

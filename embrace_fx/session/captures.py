@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,12 +20,23 @@ MAX_CAPTURES = 32
 them at every step. Torch's own limit of recompilations is of this order."""
 
 
+_KNOWS_LESS = (
+    "expected a forward that Dynamo can read, in %s, found one that it cannot (%s): it was traced as Python ran it. "
+    "What it prints or logs, and what its hooks do besides computing, happened this once. Attributes and hooks of its "
+    "modules are looked at in each call; where it reads globals, closures, the environment or the inside of objects, a "
+    "change will not be noticed."
+)
+
+logger = logging.getLogger(__name__)
+
+
 class Captures:
     """The captures of one model."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self.count = 0
+        self._told = False
 
     def capture(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
@@ -42,11 +54,14 @@ class Captures:
             )
         self.count += 1
         kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
-        whole = {name: table.parameter.shape for name, table in self._setting.state.tables.items()}
+        whole = {name: table.shape for name, table in self._setting.state.tables.items()}
         model, dynamic = self._setting.model, _varying(kind, self._setting.options.dynamic)
         with whole_parameters(model, whole):
             captured = capture(model, args, kwargs, train=train, dynamic=dynamic)
-        return replace(captured, read=captured.read.unchanged())
+        if captured.shortfall and not self._told:
+            self._told = True
+            logger.warning(_KNOWS_LESS, type(model).__name__, captured.shortfall)
+        return replace(captured, conditions=captured.conditions.unchanged())
 
 
 def _varying(kind: Kind, dynamic: bool | None) -> frozenset[tuple[int, int]]:

@@ -9,16 +9,23 @@ from torch import fx
 
 from embrace_fx.capture import Captured
 from embrace_fx.passes.dropout import EagerDropout
+from embrace_fx.passes.memory.budget import Memory
+from embrace_fx.passes.memory.regions import RecomputeRegions
 from embrace_fx.passes.narrow import NarrowExchange
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.reduce import ReduceGradients
-from embrace_fx.passes.relax import RelaxDependences
+from embrace_fx.passes.relax.advance import AdvanceGradients
+from embrace_fx.passes.relax.buckets import ChunkBuckets, RelaxUpdates
+from embrace_fx.passes.relax.rows import RelaxRows
+from embrace_fx.passes.relax.split import SplitRows
+from embrace_fx.passes.relax.stacks import StackRows
 from embrace_fx.passes.replicas import GlobalFrequency
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.tables import FindTables
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.vocabulary.graph import TrainingGraph, results_behind
 from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.schedule import Cuts
 
 Pass = Callable[[TrainingGraph], TrainingGraph]
 
@@ -36,12 +43,20 @@ def analyse(captured: Captured) -> TrainingGraph:
     return replace(FindTables()(captured.graph), results_behind=results_behind(captured.graph))
 
 
-def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: bool = True) -> tuple[Pass, ...]:
+def training_passes(
+    plan: Plan,
+    present: Collection[str],
+    rank: int,
+    *,
+    reduce: bool = True,
+    memory: Memory | None = None,
+) -> tuple[Pass, ...]:
     """The pipeline, in order.
 
     Args:
         present: tables the graph reads; an evaluation may read fewer than the training does.
         reduce: false for a backward under `no_sync`, and for a forward alone.
+        memory: what keeps the step within a budget; None: there is none.
     """
     sharded = tuple(name for name in plan.sharded if name in present)
     renormed = tuple(name for name in plan.renormed if name in present)
@@ -56,11 +71,13 @@ def training_passes(plan: Plan, present: Collection[str], rank: int, *, reduce: 
             plan.world_size,
             {name: (plan[name].strategy, plan[name].scheme) for name in plan.exchanged},
         ),
+        RecomputeRegions(),  # checkpointed regions run again in the backward
+        *((memory,) if memory is not None else ()),  # as much more as a memory budget asks for
         Partition(),  # one graph -> unique, ids, forward, backward
     )
 
 
-def relaxing_passes(plan: Plan, schedule: str, rank: int) -> tuple[Pass, ...]:
+def relaxing_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pass, ...]:
     """What follows on `training_passes` where communication runs into the next step.
 
     Args:
@@ -69,7 +86,16 @@ def relaxing_passes(plan: Plan, schedule: str, rank: int) -> tuple[Pass, ...]:
     """
     if schedule == "none":
         return ()
-    return (RelaxDependences(plan.buckets, schedule in ("horizontal", "2d"), plan.stacks, rank),)
+    vertical = (SplitRows(cuts.pieces),) if schedule in ("vertical", "2d") else ()
+    horizontal = (RelaxUpdates(plan.buckets, cuts.chunks),) if schedule in ("horizontal", "2d") else ()
+    return (
+        RelaxRows(),  # rows and their gradients are submitted, awaited and applied
+        StackRows(plan.stacks, rank),  # stacked tables share one exchange
+        *vertical,  # early and late rows, prior and delayed gradients
+        ChunkBuckets(cuts.chunks),  # buckets travel in chunks
+        *horizontal,  # buckets are updated where the next forward reads them
+        AdvanceGradients(),  # row gradients leave as soon as they can be had
+    )
 
 
 def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled | None = None) -> Compiled:

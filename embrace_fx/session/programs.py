@@ -10,10 +10,12 @@ from torch import fx
 
 from embrace_fx.capture.structured_trace import log_graph
 from embrace_fx.passes.collectives import sequence_hash
+from embrace_fx.passes.memory.budget import Memory
+from embrace_fx.passes.memory.held import Held, held
 from embrace_fx.planning.replanning import TrainingCalls
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.step.program import Program
-from embrace_fx.scheduling.scheduling import Scheduling
+from embrace_fx.scheduling.scheduling import Scheduling, cuts
 from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Variant
@@ -56,6 +58,7 @@ class ProgramBuilder:
         self._buffers = buffers
         self._on_other_batch = on_other_batch
         self._communicator = setting.communicator
+        self._joint: TrainingGraph | None = None  # of the last training program
         self._sequence: str | None = None  # hash of what every training program launches
 
     def build(self, variant: Variant) -> None:
@@ -81,10 +84,15 @@ class ProgramBuilder:
             self._check_sequence(compiled)
             compiled = self._relax(compiled, variant.analysed)
             self.graphs = compiled.graphs
+            self._joint = compiled.graph
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
         variant.program = self._program(compiled, variant, reduce=variant.train)
         self._narrow(variant)
+
+    def held(self) -> Held | None:
+        """What a step of the last training program holds, as predicted; None before the first."""
+        return None if self._joint is None else held(self._joint)
 
     def build_accumulating(self, variant: Variant) -> None:
         """Makes the program of the same graph with its dense gradients left as they are."""
@@ -99,7 +107,10 @@ class ProgramBuilder:
 
     def _compile(self, analysed: TrainingGraph, *, reduce: bool) -> Compiled:
         present = {table.parameter for table in analysed.tables}
-        return run_passes(analysed, training_passes(self._plan, present, self._communicator.rank, reduce=reduce))
+        budget = self._setting.options.memory_budget
+        memory = Memory(budget, self._plan.links.compute) if budget is not None else None
+        rank = self._communicator.rank
+        return run_passes(analysed, training_passes(self._plan, present, rank, reduce=reduce, memory=memory))
 
     def _check_gradients(self, analysed: TrainingGraph) -> None:
         """A gradient that the plan does not know of would stay this rank's own."""
@@ -117,7 +128,7 @@ class ProgramBuilder:
 
     def _check_sequence(self, compiled: Compiled) -> None:
         """A batch of other shapes launches what the first one did."""
-        if sequence_hash(compiled.graph) != self._sequence:
+        if self._communicator.world_size > 1 and sequence_hash(compiled.graph) != self._sequence:
             give_up(
                 self._communicator,
                 RuntimeError(
@@ -141,12 +152,14 @@ class ProgramBuilder:
                 stacklevel=2,
             )
             return compiled
+        found = cuts(self._setting, self._plan) if self.scheduling is None else self.scheduling.cuts
+        passes = relaxing_passes(self._plan, schedule, self._communicator.rank, found)
+        relaxed = run_passes(analysed, passes, compiled)
         if self.flow is None:
-            self.scheduling = Scheduling(self._setting, self._plan, compiled.graph)
+            self.scheduling = Scheduling(self._setting, self._plan, relaxed.graph, found)
             self.flow = self.scheduling.start(self._on_other_batch)
-            for stepping in self._setting.stepping.values():
-                stepping.flow = self.flow
-        return run_passes(analysed, relaxing_passes(self._plan, schedule, self._communicator.rank), compiled)
+            self._setting.stepping.flow = self.flow
+        return relaxed
 
     def _program(self, compiled: Compiled, variant: Variant, *, reduce: bool) -> Program:
         analysed, train = variant.analysed, variant.train
@@ -156,12 +169,17 @@ class ProgramBuilder:
             self._communicator,
             self._plan.buckets if reduce else None,
             variant.captured.result_constants,
-            self._buffers.before_forward(analysed, train=train),
+            self._buffers.before_forward(analysed, self._assigned(variant), train=train),
             batch_check(self._setting, self._plan, analysed, self._calls, train=train),
             self.flow if train and reduce else None,
             links=self._plan.links,
             regions=self._region_compiler(),
         )
+
+    def _assigned(self, variant: Variant) -> frozenset[str]:
+        """The buffers that the forward assigns, beside those that its graph writes."""
+        replay, state = variant.captured.replay, self._setting.state
+        return frozenset() if replay is None else frozenset(state.buffers_in(replay.writes))
 
     def _region_compiler(self) -> RegionCompiler | None:
         if self._setting.options.backend == "eager":

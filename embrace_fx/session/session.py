@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -20,20 +20,24 @@ from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_link
 from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.placing import place, place_anew
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift, TrainingCalls, changes, story
+from embrace_fx.planning.summary import summary
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.optimizer.clipping import clip_gradients
-from embrace_fx.runtime.optimizer.stepping import Stepping, attach
+from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
+from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.scheduling.timeline import gather_timeline
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Variant, kind_key
 from embrace_fx.session.captures import Captures
+from embrace_fx.session.comm_hooks import dtype_of_hook, told_of
 from embrace_fx.session.lookahead import Lookahead
+from embrace_fx.session.memory_report import memory_report
+from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.programs import ProgramBuilder
 from embrace_fx.session.state_hooks import add_state_hooks
@@ -41,10 +45,10 @@ from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, giv
 from embrace_fx.setup.group import check_group, check_still_alone, default_group
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
+from embrace_fx.setup.telling import stage, tell
+from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
-
-logger = logging.getLogger(__name__)
 
 _TRAINING, _ACCUMULATING, _EVALUATING = range(3)
 
@@ -71,16 +75,24 @@ class Session:
         self._given_group = group
         self._communicator = Communicator(group if group is not None else default_group())
         self._begun = False
-        agree_on_set_up(self._communicator, model, optimizers, options)
+        with stage("agreeing with the other ranks", self._communicator.rank):
+            agree_on_set_up(self._communicator, model, optimizers, options)
         self._state = ModelState(model)
         self._compiled_for = self._parameters_are()
-        stepping = {
-            id(optimizer): Stepping(communicator=self._communicator, gradients=self._state.gradients)
-            for optimizer in optimizers
-        }
-        classes = {id(optimizer): attach(optimizer, stepping[id(optimizer)]) for optimizer in optimizers}
-        self._setting = Setting(model, optimizers, classes, stepping, self._state, self._communicator, options)
+        self._watch = ModelWatch(model)
+        itself = weakref.ref(self)  # optimizers must not keep their session alive
+
+        def make_whole(names: Sequence[str], reason: str) -> None:
+            if (session := itself()) is not None:
+                session._make_whole(names, reason)
+
+        stepping = Stepping(self._state, self._communicator, make_whole)
+        stepping.listen()
+        for optimizer in optimizers:
+            stepping.adopt(optimizer)
+        self._setting = Setting(model, stepping, self._state, self._communicator, options)
         self._plan: Plan | None = None
+        self._findings: Findings | None = None  # of rank 0
         self._drift: Drift | None = None  # of rank 0, where anything may drift
         self._calls = TrainingCalls()
         self._captures = Captures(self._setting)
@@ -110,6 +122,13 @@ class Session:
         return () if self._plan is None or self._communicator.world_size == 1 else self._plan.sharded
 
     @property
+    def places(self) -> dict[str, Place]:
+        """Where the parts of sharded tables lie, by each of their names."""
+        tables = {table.parameter: table.place for table in self._state.tables.values() if table.place.mesh is not None}
+        named = ((name, self._state.parameter(name)) for name in self._state.names)
+        return {name: tables[parameter] for name, parameter in named if parameter in tables}
+
+    @property
     def group(self) -> dist.ProcessGroup | None:
         return self._communicator.group
 
@@ -123,7 +142,22 @@ class Session:
         return self._graphs
 
     def report(self) -> str:
-        return str(self.plan)
+        told = str(self.plan) + told_of(self._communicator.gradient_dtype)
+        held = self._builder.held() if self._builder is not None else None
+        optimizers = self._setting.stepping.holders.optimizers
+        return told if held is None else f"{told}\n\n{memory_report(held, self.model, optimizers)}"
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        if self._plan is not None:
+            raise RuntimeError(
+                "expected a hook before the model's first call, in register_comm_hook(), found that it has been called "
+                "and gradients travel already. Register it after compile()."
+            )
+        self._communicator.gradient_dtype = dtype_of_hook(state, hook, self.group)
+
+    def _summary(self) -> str:
+        scheduling = self._builder.scheduling if self._builder is not None else None
+        return summary(self.plan, scheduling.schedule.diagnostics().step_ms if scheduling is not None else None)
 
     @property
     def schedule(self) -> Schedule:
@@ -157,15 +191,19 @@ class Session:
     # -- calling -------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """At the first call, the ranks are those of the default group at that moment. Collective."""
+        """At the first call, ranks and model are those of that moment. Collective."""
         if self._given_group is None:
             group = default_group()
             check_group(group, self._communicator.group)
             if self._communicator.group is None and group is not None:
                 self._communicator.join(group)
-                agree_on_set_up(self._communicator, self.model, self.optimizers, self.options)
+        agree_on_set_up(self._communicator, self.model, self.optimizers, self.options)  # it may have changed since
+        self._state.refresh(self.model)
+        self._watch.note()
+        self._compiled_for = self._parameters_are()
         self._begun = True
 
+    @torch.compiler.disable  # inside of torch.compile it runs as it is
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._begun:
             self._begin()
@@ -173,12 +211,10 @@ class Session:
             check_still_alone(default_group())
         leaves, spec = pytree.tree_flatten((args, kwargs))
         train, communicator = torch.is_grad_enabled(), self._communicator
+        communicator.check_open()
         communicator.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
-        if self._parameters_are() != self._compiled_for:
-            if self._plan is None:  # the other ranks make no announcements yet
-                agree_on_first_call(communicator, _CHANGED_PARAMETERS)
-            give_up(communicator, _CHANGED_PARAMETERS)
-        kind = self._kinds.setdefault(kind_key(self.model, leaves, spec, train), Kind())
+        self._look_at_model()
+        kind = self._kinds.setdefault(kind_key(self._watch.modes(), leaves, spec, train), Kind())
         if self._plan is None and not train:
             return self._evaluate_plainly(args, kwargs)
         variant = self._variant(kind, leaves, args, kwargs, train)
@@ -190,11 +226,32 @@ class Session:
             self._flow.leave()
         calls = self._calls
         calls.count += train
-        results = run_step(program, leaves, train=train, following=following)
+        results = run_step(program, variant.captured.inputs(leaves), train=train, following=following)
         if self._drift is not None and train and calls.count % SAMPLED_EVERY == 0:
             self._drift.observe(communicator.rows_read)
             communicator.asks_to_plan = self._drift.wants_plan
-        return pytree.tree_unflatten(results, variant.captured.result_spec)
+        return variant.captured.results(results, args, kwargs)
+
+    def _look_at_model(self) -> None:
+        """Refuses a model with other parameters than the plan's; one with other modules is captured anew.
+
+        Raises:
+            PeerFailure: on every rank. Before there is a plan, CaptureError.
+        """
+        changed = None
+        if name := self._watch.parameters_changed():
+            changed = RuntimeError(_OTHER_PARAMETERS.format(name))
+        elif self._parameters_are() != self._compiled_for:
+            changed = _CHANGED_PARAMETERS
+        if changed is not None:
+            if self._plan is None:  # the other ranks make no announcements yet
+                agree_on_first_call(self._communicator, changed)
+            give_up(self._communicator, changed)
+        if self._watch.modules_changed():
+            self.parameters_may_change()
+            self._watch.note()
+            self._state.refresh(self.model)
+            self._kinds.clear()
 
     def _variant(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
@@ -219,7 +276,8 @@ class Session:
             self._build(variant)
         if accumulates and variant.accumulating is None:
             assert self._builder is not None
-            self._builder.build_accumulating(variant)
+            with stage("compiling", self._communicator.rank):
+                self._builder.build_accumulating(variant)
         program = variant.accumulating if accumulates else variant.program
         if compiles and not variant.captured.accepts(leaves):  # compiling has narrowed what the variant takes
             return self._runs(self._variant(kind, leaves, args, kwargs, train), kind, leaves, args, kwargs, train)
@@ -231,13 +289,13 @@ class Session:
         coming = self.lookahead.following(leaves)
         if coming is None and self.lookahead.known and program.flow is not None and program.flow.looks_ahead:
             self._warn_of_other_batch()
-        if coming is None or self._kinds.get(kind_key(self.model, coming, spec, True)) is not kind:
+        if coming is None or self._kinds.get(kind_key(self._watch.modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
-        if variant is None or variant.program is None:
-            return None
+        if variant is None or variant.program is None or (variant.captured.replay and variant.captured.replay.states):
+            return None  # what the next batch is computed with, this step is still to make
         try:
-            return variant.program.ahead(coming)
+            return variant.program.ahead(variant.captured.inputs(coming))
         except Exception:  # what is wrong with it, its own call will tell all ranks
             return None
 
@@ -274,34 +332,43 @@ class Session:
     def _capture(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
     ) -> Variant:
-        failure, captured = None, None
+        failure, captured, rank = None, None, self._communicator.rank
         try:
-            captured = self._captures.capture(kind, leaves, args, kwargs, train)
-            analysed = analyse(captured)
+            with stage("capturing", rank):
+                captured = self._captures.capture(kind, leaves, args, kwargs, train)
+                analysed = analyse(captured)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
         if self._plan is None:
-            agree_on_first_call(self._communicator, failure)
+            with stage("waiting for the other ranks to capture", rank):
+                agree_on_first_call(self._communicator, failure)
         elif failure is not None:
             give_up(self._communicator, failure)
         assert captured is not None
-        if self._plan is None:
+        first = self._plan is None
+        if first:
             given = self.options.given_plan
             if given is None:
-                plan, findings = make_plan(self._setting, analysed, leaves)
+                with stage("planning", rank):
+                    plan, findings = make_plan(self._setting, analysed, captured.inputs(leaves))
             else:
                 plan, findings = repeated(self._setting, analysed, given), None
             self._adopt(plan, findings)
-            place(self._setting, analysed, plan)
+            with stage("placing parameters", rank):
+                place(self._setting, analysed, plan)
+            self._watch.note_parameters()
         variant = Variant(captured, analysed, train)
         self._build(variant)
         kind.variants.append(variant)
+        if first and rank == 0:
+            tell("%s", self._summary())
         return variant
 
     def _build(self, variant: Variant) -> None:
         """Makes a variant's program under the plan in use."""
         assert self._builder is not None
-        self._builder.build(variant)
+        with stage("compiling", self._communicator.rank):
+            self._builder.build(variant)
         self._flow = self._builder.flow
         if variant.train:
             self._graphs = self._builder.graphs
@@ -310,7 +377,7 @@ class Session:
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
         """Puts a plan in use, of which nothing is built yet."""
-        self._plan = plan
+        self._plan, self._findings = plan, findings
         self._drift = _drift(plan, findings)
         self._flow = None
         self._builder = ProgramBuilder(self._setting, plan, self._calls, self._buffers, self._warn_of_other_batch)
@@ -326,7 +393,7 @@ class Session:
         if not all(may for (may,) in everyone):
             return
         old, used = self.plan, {d.parameter for d in self.plan if d.strategy not in ("frozen", "unused")}
-        findings = find(self._setting, variant.analysed, leaves, used)
+        findings = find(self._setting, variant.analysed, variant.captured.inputs(leaves), used)
         if findings is not None and self._drift is not None:
             findings = findings.with_rows(self._drift.rows)
         new = plan_on_links(self._setting, findings, old)
@@ -334,18 +401,38 @@ class Session:
         if not changes(old, new):
             self._drift = _drift(old, findings)
             return
+        self._place_anew(variant.analysed, old, new, findings)
+
+    def _place_anew(self, analysed: TrainingGraph, old: Plan, new: Plan, findings: Findings | None) -> None:
+        """Puts another plan in use, between two steps. Collective."""
         if self._flow is not None:
             self._flow.close()
-        place_anew(self._setting, variant.analysed, old, new)
+        place_anew(self._setting, analysed, old, new)
         told = story(self._calls.count, old, new)
         self._adopt(replace(new, history=(*old.history, told)), findings)
-        for stepping in self._setting.stepping.values():
-            stepping.flow = None
+        self._setting.stepping.flow = None
         for kind in self._kinds.values():
             for each in kind.variants:
                 each.program = each.accumulating = None
         if self._communicator.rank == 0:
-            logger.info("planned again %s", told)
+            tell("planned again %s", told)
+
+    def _make_whole(self, names: Sequence[str], reason: str) -> None:
+        """Another plan, before a step is taken that needs tables whole. Collective, as the step is.
+
+        Raises:
+            RuntimeError: a backward under the plan in use is still to come; on every rank, and nothing changed.
+        """
+        variant = next(v for kind in self._kinds.values() for v in kind.variants if v.train)
+        old = self.plan
+        if not self._may_plan_again(variant) or self.options.given_plan is not None:
+            raise RuntimeError(
+                f"expected an element-wise optimizer, in optimizer.step(), found that {reason}, while results of an "
+                f"earlier call still wait for their backward, or the plan is given, and {', '.join(names)} cannot be "
+                "put together. Pass the optimizer to compile(), and step after every backward."
+            )
+        findings = None if self._findings is None else self._findings.with_whole(names, reason)
+        self._place_anew(variant.analysed, old, plan_on_links(self._setting, findings, old), findings)
 
     def _may_plan_again(self, variant: Variant) -> bool:
         """Whether this rank can do without the plan in use: no backward is to come, no sum half made, no recording."""
@@ -365,27 +452,31 @@ class Session:
         if self._flow is not None:
             self._flow.settle()
 
+    def parameters_were_loaded(self) -> None:
+        """Other parameters may stand in the place of those that were: `assign=True`."""
+        for name, table in self._state.tables.items():
+            table.parameter = self._state.parameter(name)
+        self._watch.note_parameters()
+
     def parameters_may_change(self) -> None:
         """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
         if self._flow is not None:
             self._flow.parameters_may_change()
 
-    def clear_row_gradients(self) -> None:
-        self._state.gradients.take()
-        self._state.unreduced.clear()
-        for name, table in self._state.tables.items():
-            table.clear_gradient()
-            if self._flow is not None:
-                self._flow.of_table[name].discard()
+    def close(self) -> None:
+        """Applies what is pending, and ends the threads and process groups behind the model."""
+        flow, self._flow = self._flow, None
+        self._setting.stepping.flow = None
+        if flow is not None:
+            flow.close()
+        self._kinds.clear()
+        if self._builder is not None:
+            self._builder.flow = None
+        self._communicator.close()
 
-    def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
-        if self._flow is not None:
-            self._flow.materialise()
-        dense = [p for name, p in self.model.named_parameters() if name not in self._state.tables]
-        tables = list(self._state.tables.values())
-        norm = clip_gradients(dense, tables, self._communicator, max_norm, norm_type)
-        self._state.gradients.note(dense)
-        return norm
+    def clear_gradients(self) -> None:
+        """What backwards under `no_sync` left is gone with the gradients."""
+        self._state.unreduced.clear()
 
 
 def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
@@ -396,6 +487,12 @@ def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
 _NOTHING_SENT = (
     "expected at least two ranks, before the {} is read, found one: nothing is sent, so nothing is scheduled. Start "
     "the program with torchrun on more ranks."
+)
+
+_OTHER_PARAMETERS = (
+    "expected the parameters of compile(), in the model's call, found that {} came, went or was replaced: gradients "
+    "are exchanged, and tables sharded, for those that there were. Change layers, resize embeddings, tie weights and "
+    "parametrize before the first call, or compile the changed model anew"
 )
 
 _CHANGED_PARAMETERS = RuntimeError(

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
 
-from embrace_fx.runtime.tables.placement import take_own_part
-from embrace_fx.runtime.tables.state_dicts import REFUSAL, show_shards
+from embrace_fx.runtime.tables.layouts import Place
+from embrace_fx.runtime.tables.state_dicts import REFUSAL, show_shards, take_own_parts
 
 if TYPE_CHECKING:
     from embrace_fx.session.session import Session
@@ -26,11 +27,18 @@ class _Hook:
 
     Args:
         session: whose it is; None: nobody's, of a model that was copied.
+        group, places: of such a copy: the ranks that its tables are spread over, and where they lie.
     """
 
-    def __init__(self, session: Session | None = None, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        session: Session | None = None,
+        group: dist.ProcessGroup | None = None,
+        places: Mapping[str, Place] | None = None,
+    ) -> None:
         self._find_session = (lambda: None) if session is None else weakref.ref(session)
         self._group = group
+        self._places = places or {}
 
     @property
     def session(self) -> Session | None:
@@ -40,6 +48,11 @@ class _Hook:
     def group(self) -> dist.ProcessGroup | None:
         """The ranks that the tables are spread over."""
         return self._group if self.session is None else self.session.group
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """Where the parts of sharded tables lie."""
+        return self._places if self.session is None else self.session.places
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Tells of a rank that dies in a collective inside."""
@@ -51,7 +64,7 @@ class _Hook:
         return type(self), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return type(self)(group=self.group)
+        return type(self)(group=self.group, places=self.places)
 
 
 class ParametersMayChange(_Hook):
@@ -67,7 +80,7 @@ class ShowShards(_Hook):
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         with self.watching():
-            show_shards(state_dict, self.group, prefix=prefix)
+            show_shards(state_dict, self.places, self.group, prefix=prefix)
 
 
 class TakeOwnPart(_Hook):
@@ -77,7 +90,15 @@ class TakeOwnPart(_Hook):
         if self.session is not None:
             self.session.parameters_may_change()
         with self.watching():
-            take_own_part(module, state_dict, prefix, self.group)
+            take_own_parts(state_dict, self.places, self.group, prefix=prefix)
+
+
+class ParametersWereLoaded(_Hook):
+    """After a state dict is loaded."""
+
+    def __call__(self, *_: Any) -> None:
+        if self.session is not None:
+            self.session.parameters_were_loaded()
 
 
 def add_state_hooks(session: Session) -> None:
@@ -85,3 +106,4 @@ def add_state_hooks(session: Session) -> None:
     session.model.register_state_dict_pre_hook(ParametersMayChange(session))
     session.model.register_state_dict_post_hook(ShowShards(session))
     session.model.register_load_state_dict_pre_hook(TakeOwnPart(session))
+    session.model.register_load_state_dict_post_hook(ParametersWereLoaded(session))

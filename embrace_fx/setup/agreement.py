@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from embrace_fx.capture.errors import CaptureError
@@ -13,6 +14,7 @@ from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.runtime.ranks.communicator import Communicator, check_activities
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.setup.options import Options
+from embrace_fx.setup.shared_memory import refuse_shared_memory
 from embrace_fx.vocabulary.graph import TrainingGraph
 
 
@@ -24,7 +26,7 @@ def agree_on_set_up(
     Raises:
         ValueError: some rank's arguments are bad, or differ from rank 0's; on every rank.
     """
-    own: dict[str, Any] | str
+    own: dict[str, str] | str
     try:
         check_arguments(model, optimizers)
         options.check()
@@ -34,16 +36,18 @@ def agree_on_set_up(
             check_toolchain({parameter.device.type for parameter in model.parameters()})
         check_trainable(model)
         refuse_hooks(model)
+        refuse_shared_memory(model)
+        refuse_ignored(model)
         own = describe(model, optimizers, options)
     except ValueError as error:
         own = str(error)
-    check_agreement(communicator.gather_objects(own))
+    check_agreement(communicator.gather(own, dict[str, str] | str))
 
 
-def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> dict[str, Any]:
+def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> dict[str, str]:
     """A rank's model, optimizers and options, as comparable text by aspect."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, Any] = {"model": type(model).__name__}
+    found: dict[str, str] = {"model": type(model).__name__}
     for name, parameter in model.named_parameters():
         frozen = "" if parameter.requires_grad else ", frozen"
         found[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype}{frozen}"
@@ -64,6 +68,12 @@ def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         raise ValueError(
             f"expected model to be an nn.Module, in compile(), found {_what(model)}. Put the function into the forward "
             "of a module that holds its parameters."
+        )
+    by_torch = isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules  # torch.compile's
+    if by_torch or getattr(type(model), "_wraps_a_model", False):
+        raise ValueError(
+            f"expected a plain model, in compile(), found a {type(model).__name__}, which wraps one already. Pass the "
+            "model that was wrapped, once: compile() stands in the wrapper's place."
         )
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -93,7 +103,7 @@ def check_trainable(model: nn.Module) -> None:
         )
 
 
-def check_agreement(reports: Sequence[dict[str, Any] | str]) -> None:
+def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
     """Raises where a rank differs from rank 0, or has not come as far as to describe itself.
 
     Args:
@@ -141,6 +151,20 @@ def refuse_hooks(model: nn.Module) -> None:
             )
 
 
+def refuse_ignored(model: nn.Module) -> None:
+    """Raises where DDP has been told to leave parameters or buffers alone: here all are made equal on all ranks.
+
+    Raises:
+        ValueError: naming one.
+    """
+    if ignored := sorted(getattr(model, "_ddp_params_and_buffers_to_ignore", ())):
+        raise ValueError(
+            f"expected no parameters or buffers to ignore, in compile(), found {len(ignored)}, {ignored[0]} among "
+            "them: every parameter and buffer of the model is made equal on all ranks. Keep what a rank has for itself "
+            "outside of the model, and pass it to forward()."
+        )
+
+
 def is_hooked(parameter: Tensor) -> bool:
     """Whether a parameter has gradient hooks."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
@@ -161,7 +185,7 @@ def agree_on_first_call(communicator: Communicator, failure: Exception | None) -
         CaptureError: a rank could not; on every rank.
     """
     own = (communicator.activity, None if failure is None else failure_text(failure))
-    everyone: list[tuple[int, str | None]] = communicator.gather_objects(own)
+    everyone = communicator.gather(own, tuple[int, str | None])
     check_activities([activity for activity, _ in everyone])
     for rank, (_, report) in enumerate(everyone):
         if report is not None:
@@ -183,16 +207,17 @@ def agree_on_sequence(communicator: Communicator, graph: TrainingGraph | None, f
         PeerFailure: a pass failed on some rank; on every rank.
         RuntimeError: the ranks would launch different collectives; on every rank.
     """
-    own = ("" if graph is None else sequence_hash(graph), None if failure is None else failure_text(failure))
-    everyone: list[tuple[str, str | None]] = communicator.gather_objects(own)
-    if failures := {rank: text for rank, (_, text) in enumerate(everyone) if text is not None}:
+    launched = "" if graph is None else sequence_hash(graph)
+    own = (launched, str(communicator.gradient_dtype), None if failure is None else failure_text(failure))
+    everyone = communicator.gather(own, tuple[str, str, str | None])
+    if failures := {rank: text for rank, (*_, text) in enumerate(everyone) if text is not None}:
         raise PeerFailure(failures) from failure
     others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
     if others:
         raise RuntimeError(
             "expected every rank's graph to launch the same collectives, after the last pass, found that ranks "
             f"{others} differ from rank 0: their batches led the forward along another path. Make the forward read "
-            "the same tables and parameters on every rank."
+            "the same tables and parameters on every rank, and register the same hook."
         )
     return own[0]
 

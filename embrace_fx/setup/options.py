@@ -24,6 +24,7 @@ class Options:
     dynamic: bool | None
     cluster: Cluster | None = None
     plan: Plan | str | Path | None = None
+    memory_budget: float | None = None
 
     @cached_property
     def given_plan(self) -> Plan | None:
@@ -52,6 +53,12 @@ class Options:
         if self.dynamic not in (None, True, False):
             raise ValueError(
                 f"expected dynamic to be None, True or False, in {where}, found {self.dynamic!r}. Pass one of these."
+            )
+        budget: object = self.memory_budget
+        if budget is not None and not (isinstance(budget, int | float) and budget > 0):
+            raise ValueError(
+                f"expected memory_budget to be None, bytes, or a fraction below 1, in {where}, found {budget!r}. Pass "
+                "0.5 for half of what a step holds where everything is saved, or a number of bytes."
             )
         check_strategy(self.strategy, where)
         if not isinstance(self.plan, Plan | str | Path | None):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
-from torch.optim import Optimizer
 
 from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -19,14 +17,11 @@ class Setting:
     """What a plan is made for and applied to.
 
     Attributes:
-        classes: id of an optimizer -> the class that defines its update.
-        stepping: id of an optimizer -> what its step does beyond that class.
+        stepping: the optimizers that step the model, as far as they are known.
     """
 
     model: nn.Module
-    optimizers: tuple[Optimizer, ...]
-    classes: Mapping[int, type[Optimizer]]
-    stepping: Mapping[int, Stepping]
+    stepping: Stepping
     state: ModelState
     communicator: Communicator
     options: Options

@@ -1,11 +1,15 @@
-"""Which optimizers may update a table by rows, and what that means for the rows without gradient.
+"""Which optimizers may step a table in shards, and what happens to rows without gradient.
 
 Rules
-    "exact": the optimizer's own semantics. A table can be updated by rows only where rows without gradient, and their
-    state, stand still of their own accord: SGD without momentum and weight decay, Adagrad without weight decay,
-    SparseAdam.
-    "lazy": rows without gradient stand still whatever the optimizer says, and the step counter advances once per
-    iteration for the whole table (SparseAdam's semantics; the modified Adam of EmbRace, arXiv 2110.09132).
+    A table can lie in shards under every *element-wise* optimizer, whose update of an element depends on that element
+    alone: the owner of a shard takes the optimizer's own step over all of its rows (a sweep). Others (LAMB, Muon,
+    LBFGS) keep tables whole.
+    "exact": the optimizer's own semantics. Where rows without gradient, and their state, stand still of their own
+    accord (SGD without momentum and weight decay, Adagrad without weight decay, SparseAdam), only rows with gradient
+    are updated.
+    "lazy": rows without gradient stand still whatever the optimizer says, where its update is known by rows, and the
+    step counter advances once per iteration for the whole table (SparseAdam's semantics; the modified Adam of EmbRace,
+    arXiv 2110.09132).
 
 Options that only choose among kernels of one formula (`foreach`, `fused`) have no part in these rules: a row update is
 its own kernel, equal up to rounding.
@@ -18,9 +22,50 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
 
 RowUpdates = Literal["exact", "lazy"]
+
+ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
+    {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SparseAdam}
+)
+"""torch's optimizers whose update of an element depends on that element alone, whatever their options."""
+
+
+def is_element_wise(kind: type[Optimizer]) -> bool | None:
+    """Whether an optimizer's update of an element depends on that element alone; None: it is not known.
+
+    A class of one's own says so by an attribute `element_wise`, true or false, of that class itself: a class derived
+    from it may do anything.
+    """
+    if kind in ELEMENT_WISE:
+        return True
+    if kind in (LBFGS, Adafactor):
+        return False
+    declared = vars(kind).get("element_wise")
+    return None if declared is None else bool(declared)
+
+
+def not_element_wise(kind: type[Optimizer]) -> str:
+    """Why tables stay whole under such a class."""
+    return f"{kind.__name__} is not element-wise: it needs whole tables"
+
 
 _ADAM = frozenset(
     {

@@ -12,7 +12,7 @@ Groups are named by communication class ("ids", "embedding", "dense"): lowering 
 graphs print the same everywhere and can be tested without processes.
 
 A launch and its wait stand in one phase. Communication that a step leaves to the next one is *submitted* instead: the
-launcher sends it when its turn comes in the schedule, and the next forward *awaits* what came of it.
+launcher sends it when its turn comes in the schedule, and a later phase *awaits* it, or its update.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.library import define, register_fake
+
+from embrace_fx.vocabulary.schedule import OperationId
 
 LAUNCHES: frozenset[str] = frozenset(
     {
@@ -36,11 +38,30 @@ LAUNCHES: frozenset[str] = frozenset(
 """Ops whose result is in flight: only `wait_tensor` yields the value."""
 
 
-SUBMISSIONS: frozenset[str] = frozenset({"embrace::submit_bucket", "embrace::submit_rows"})
-"""Ops of a backward that hand a gradient to the launcher and return at once."""
+SUBMISSIONS: frozenset[str] = frozenset(
+    {"embrace::submit_ids", "embrace::submit_rows", "embrace::submit_gradients", "embrace::submit_chunk"}
+)
+"""Ops that hand something to the launcher and return at once."""
 
-AWAITS: frozenset[str] = frozenset({"embrace::await_update", "embrace::await_rows"})
-"""Ops of a forward that stand still until what they need has come of earlier communication."""
+AWAITS: frozenset[str] = frozenset(
+    {"embrace::await_ids", "embrace::await_rows", "embrace::update_rows", "embrace::await_chunk"}
+)
+"""Ops that stand still until a launch has ended, of this window or of the one before."""
+
+LOCAL_OF_FLOW: frozenset[str] = frozenset({"embrace::join_rows", "embrace::hand_over", "embrace::update_bucket"})
+"""Ops that neither send nor wait, but belong to communication that runs from one step into the next."""
+
+
+def op_name(node: fx.Node) -> str:
+    """The op a node calls, as "namespace::name" without overload; "" where it calls none."""
+    return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def launch_of(node: fx.Node) -> OperationId | None:
+    """The launch that a node submits or awaits; None: neither."""
+    found = node.meta.get("launch")
+    assert found is None or isinstance(found, OperationId)
+    return found
 
 
 def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -296,57 +317,127 @@ def _(flat: Tensor, rows: int, strategy: str, scheme: str, group: str, group_siz
     return flat
 
 
-define("embrace::submit_bucket", "(Tensor flat, int bucket) -> Tensor")
+# Communication that runs from one step into the next. `launch` is how the id of a launch is spelled
+# (`embrace_fx.vocabulary.schedule.OperationId`), for whoever reads the graph; the id itself is `node.meta["launch"]`.
+
+define("embrace::submit_ids", "(Tensor[] ids, str launch) -> Tensor")
 
 
-@register_fake("embrace::submit_bucket")
-def _(flat: Tensor, bucket: int) -> Tensor:
-    """Hands a packed bucket to the launcher, which reduces it in place, in chunks, or exchanges it sparsely, as the
-    plan says; nothing reads `flat` afterwards.
+@register_fake("embrace::submit_ids")
+def _(ids: Sequence[Tensor], launch: str) -> Tensor:
+    """Submits the AllGather of the next batch's ids. `ids` (R,) are this batch's, by table, with which they are cut."""
+    return ids[0].new_empty((0,))
 
-    The result is an empty tensor: what stands for the gradient in flight in the outputs of the backward.
+
+define("embrace::await_ids", "(Tensor[] ids, str launch) -> Tensor")
+
+
+@register_fake("embrace::await_ids")
+def _(ids: Sequence[Tensor], launch: str) -> Tensor:
+    """The next batch's ids have arrived: this batch's rows are cut into prior and delayed ones, the next one's into
+    early and late ones.
+
+    Example, two ranks: this batch reads rows [2, 5] on rank 0 and [5] on rank 1, the next one rows [5, 9] on both. Row
+    5 is prior: each rank sends its gradient at once, and its owners update it before they look it up for the next
+    batch, as a late row. Row 2 is delayed. Row 9 is early.
     """
-    return flat.new_empty((0,))
-
-
-define("embrace::await_update", "(Tensor(a -> *)[] parameters, int bucket) -> Tensor(a)[]")
-
-
-@register_fake("embrace::await_update")
-def _(parameters: Sequence[Tensor], bucket: int) -> list[Tensor]:
-    """The same parameters, once the last step's update of their bucket has been applied, in place."""
-    return [p.view(p.shape) for p in parameters]
+    return ids[0].new_empty((0,))
 
 
 define(
     "embrace::submit_rows",
-    "(Tensor rows, Tensor ids, Tensor counts, str table, int padding_idx, float scale) -> Tensor",
+    "(Tensor shard, Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor",
 )
 
 
 @register_fake("embrace::submit_rows")
-def _(rows: Tensor, ids: Tensor, counts: Tensor, table: str, padding_idx: int, scale: float) -> Tensor:
-    """Hands the gradients (U, D) of the rows this rank reads to the launcher, on their way to the columns' owners.
+def _(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
+    """Looks own columns of a part of a batch's rows up and submits their AlltoAll, in `dtype`.
 
-    The rows that the next batch reads, on any rank, leave first (prior rows); the others follow in chunks (delayed
-    rows). `ids` (R,) and `counts` (N,) are those of `unpack_ids`, `padding_idx` and `scale` those of `coalesce`. The
-    result is an empty tensor, as `submit_bucket`'s.
+    `ids` (R,) and `counts` (N,) are those of `unpack_ids`: of the batch whose forward it is, or, of early rows in a
+    backward, of the batch before. The result is an empty tensor.
+    """
+    return shard.new_empty((0,))
 
-    Example, two ranks: this batch reads rows [2, 5] on rank 0 and [5] on rank 1, the next one rows [5, 9]. Row 5 is
-    prior: each rank sends its gradient at once, and its owners update it before they look it up for the next batch.
-    Row 2 is delayed.
+
+define("embrace::await_rows", "(Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
+
+
+@register_fake("embrace::await_rows")
+def _(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
+    """A part of the rows this rank reads, once it has arrived: flat (k * D,), blocks by the rank they came from."""
+    return ids.new_empty((_unknown_size(),), dtype=dtype)
+
+
+define("embrace::join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str table) -> Tensor")
+
+
+@register_fake("embrace::join_rows")
+def _(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tensor:
+    """All columns of the rows this rank reads, flat (U * D,), row after row, from the parts that arrived."""
+    return parts[0].new_empty((_unknown_size(),))
+
+
+define(
+    "embrace::submit_gradients",
+    "(Tensor rows, Tensor ids, Tensor counts, str table, int padding_idx, float scale, str launch) -> Tensor",
+)
+
+
+@register_fake("embrace::submit_gradients")
+def _(rows: Tensor, ids: Tensor, counts: Tensor, table: str, padding_idx: int, scale: float, launch: str) -> Tensor:
+    """Submits a part of the gradients (U, D) of the rows this rank reads, on their way to the columns' owners.
+
+    `ids` (R,) and `counts` (N,) are those of `unpack_ids`, `padding_idx` and `scale` those of `coalesce`. The result is
+    an empty tensor: what stands for the gradient in flight in the outputs of the backward.
     """
     return rows.new_empty((0,))
 
 
-define("embrace::await_rows", "(Tensor shard, Tensor ids, Tensor counts, str table, ScalarType dtype) -> Tensor")
+define("embrace::update_rows", "(Tensor(a) shard, str table, str launch) -> Tensor(a)")
 
 
-@register_fake("embrace::await_rows")
-def _(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype) -> Tensor:
-    """All columns of the rows this rank reads, flat (U * D,), row after row; none of them is stale.
+@register_fake("embrace::update_rows")
+def _(shard: Tensor, table: str, launch: str) -> Tensor:
+    """The same shard, once a part of its row gradients has arrived and the last step's update of them is applied."""
+    return shard.view(shard.shape)
 
-    `dtype` is the one the rows travel in. Rows that the last step did not touch were looked up and sent during it
-    (early rows), the others (late rows) after their update.
+
+define("embrace::submit_chunk", "(Tensor(a!) flat, int start, int length, str launch) -> Tensor(a!)")
+
+
+@register_fake("embrace::submit_chunk")
+def _(flat: Tensor, start: int, length: int, launch: str) -> Tensor:
+    """Submits the AllReduce of elements `start` to `start + length` of a packed bucket, in place, or the sparse
+    exchange of a whole one, as the plan says. The result is the same memory, in flight."""
+    return flat
+
+
+define("embrace::await_chunk", "(Tensor(a) value, str launch) -> Tensor(a)")
+
+
+@register_fake("embrace::await_chunk")
+def _(value: Tensor, launch: str) -> Tensor:
+    """The same value, once a chunk has arrived: the bucket itself, or a parameter that is to be updated from it."""
+    return value.view(value.shape)
+
+
+define("embrace::hand_over", "(Tensor flat, int bucket) -> Tensor")
+
+
+@register_fake("embrace::hand_over")
+def _(flat: Tensor, bucket: int) -> Tensor:
+    """Leaves a bucket in flight to the optimizer, and to the next forward; nothing reads `flat` afterwards.
+
+    The result is an empty tensor: what stands for the gradients in the outputs of the backward.
     """
-    return shard.new_empty((_unknown_size(),), dtype=dtype)
+    return flat.new_empty((0,))
+
+
+define("embrace::update_bucket", "(Tensor(a -> *)[] parameters, int bucket) -> Tensor(a)[]")
+
+
+@register_fake("embrace::update_bucket")
+def _(parameters: Sequence[Tensor], bucket: int) -> list[Tensor]:
+    """The same parameters, once the last step's update of their bucket has been applied, in place."""
+    return [p.view(p.shape) for p in parameters]

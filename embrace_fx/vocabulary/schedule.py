@@ -36,12 +36,95 @@ Kind = Literal[
     "gradients",  # a table's row gradients, AlltoAll: all of them, or the prior ones
     "lookups",  # looked-up rows, AlltoAll: all of them, late ones or early ones
     "all_reduce",  # a chunk of a bucket
-    "delayed",  # a chunk of a table's delayed row gradients, AlltoAll
+    "delayed",  # a piece of a table's delayed row gradients, AlltoAll
 ]
 
-EARLY, END, BETWEEN, START = "early rows", "end of backward", "optimizer step, next batch", "start of forward"
-"""Names of compute operations that serve no table and no bucket in particular: what a backward begins and ends with,
-what a forward begins with, and what lies between the two."""
+Part = Literal["whole", "early", "late", "prior", "delayed", "chunk"]
+"""Which part an operation is for: early or late rows, prior gradients or a piece of the delayed ones, a chunk."""
+
+_SPELLED: dict[Kind, dict[Part, str]] = {
+    "lookups": {"whole": "{what} rows", "late": "{what} rows", "early": "{what} early rows"},
+    "gradients": {"whole": "{what} gradients", "prior": "{what} prior"},
+    "delayed": {"delayed": "{what} delayed [{number}]"},
+    "all_reduce": {"chunk": "{what} [{number}]"},
+    "update": {"whole": "update {what}"},
+    "rows": {"whole": "rows {what}"},
+    "backward": {"whole": "backward {what}"},
+    "forward": {"whole": "forward {what}"},
+}
+"""How operations are shown; those that are not in it by `what` alone."""
+
+
+@dataclass(frozen=True, order=True)
+class OperationId:
+    """What an operation is: its identity in graphs, schedules, launchers and recordings. Equal on all ranks.
+
+    Attributes:
+        kind: what it does.
+        what: the table, the stack or the bucket it is for.
+        part: which part of it.
+        number: of a chunk or a piece, from 0.
+        lane: where it runs.
+    """
+
+    kind: Kind
+    what: str
+    part: Part = "whole"
+    number: int = 0
+    lane: Lane = "compute"
+
+    def __str__(self) -> str:
+        """The one spelling, for display and as a key of what is printed. It is never read back."""
+        return _SPELLED.get(self.kind, {}).get(self.part, "{what}").format(what=self.what, number=self.number)
+
+    @property
+    def is_communication(self) -> bool:
+        return self.lane != "compute"
+
+    @property
+    def needs_lookahead(self) -> bool:
+        """Whether it travels only where the next batch is known: without one, a step has no early rows, and all of its
+        gradients are prior."""
+        return self.part in ("early", "delayed") or self.kind == "ids"
+
+
+IDS = OperationId("ids", "ids", lane="ids")
+"""The next batch's ids, of all tables."""
+
+
+def bucket_name(bucket: int) -> str:
+    """What operations of a bucket are for."""
+    return f"bucket {bucket}"
+
+
+def chunk_id(bucket: int, number: int) -> OperationId:
+    """A chunk of a bucket, on its way."""
+    return OperationId("all_reduce", bucket_name(bucket), "chunk", number, "dense")
+
+
+def rows_id(table: str, part: Part) -> OperationId:
+    """A table's rows on their way: "whole", "early" or "late"."""
+    return OperationId("lookups", table, part, lane="embedding")
+
+
+def gradients_id(table: str, part: Part, number: int = 0) -> OperationId:
+    """A table's row gradients on their way: "whole", "prior", or a piece of the "delayed" ones."""
+    if part == "delayed":
+        return OperationId("delayed", table, part, number, "delayed")
+    return OperationId("gradients", table, part, number, "embedding")
+
+
+def compute_id(kind: Kind, what: str) -> OperationId:
+    """A compute operation for a table or a bucket."""
+    return OperationId(kind, what)
+
+
+EARLY = OperationId("rows", "early rows", "early")
+END = OperationId("backward", "end of backward", "late")
+BETWEEN = OperationId("update", "optimizer step, next batch", "late")
+START = OperationId("forward", "start of forward", "early")
+"""Compute operations that serve no table and no bucket in particular: what a backward begins and ends with, what a
+forward begins with, and what lies between the two."""
 
 IN_FLIGHT = 2
 """Launches on the way at once: one on the wire, and one ready behind it."""
@@ -52,17 +135,32 @@ SCHEDULES: tuple[ScheduleName, ...] = ("none", "horizontal", "vertical", "2d")
 
 
 @dataclass(frozen=True)
+class Cuts:
+    """In what pieces communication travels.
+
+    Attributes:
+        chunks: elements of each chunk, by bucket.
+        pieces: (table or stack, in how many pieces its delayed gradients travel).
+    """
+
+    chunks: tuple[tuple[int, ...], ...]
+    pieces: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
 class Operation:
     """One thing that runs, on one lane.
 
     Attributes:
         name: unique within a window, the same on every rank: "backward encoder.0", "embedding prior", "bucket 2 [0]".
+            How its id is spelled, where it has one.
         kind: what it is.
         lane: where it runs.
         duration_ms: alone, on an idle processor or link.
         sent_bytes: what one rank sends, the mean over ranks; 0 for compute.
         serves: the parameters, tables or blocks it is for.
         held_bytes: memory it holds from its end until its last successor has ended (a bucket, rows that arrived).
+        id: what it is in a program; None: it is of no program.
     """
 
     name: str
@@ -72,6 +170,14 @@ class Operation:
     sent_bytes: int = 0
     serves: tuple[str, ...] = ()
     held_bytes: int = 0
+    id: OperationId | None = None
+
+    @staticmethod
+    def of(
+        what: OperationId, duration_ms: float, sent_bytes: int = 0, serves: tuple[str, ...] = (), held_bytes: int = 0
+    ) -> Operation:
+        """The operation of a program that an id stands for."""
+        return Operation(str(what), what.kind, what.lane, duration_ms, sent_bytes, serves, held_bytes, what)
 
     @property
     def is_communication(self) -> bool:
@@ -223,6 +329,12 @@ class Schedule:
     predicted: Timeline
     critical_path: tuple[tuple[int, str], ...] = ()
     source: str = "cost model"
+
+    @property
+    def launches(self) -> tuple[OperationId, ...]:
+        """The launch order as a program knows it."""
+        ids = {operation.name: operation.id for operation in self.steps.communications}
+        return tuple(each for name in self.launch_order if (each := ids[name]) is not None)
 
     def diagnostics(self) -> Diagnostics:
         """The figures of the prediction."""

@@ -2,8 +2,8 @@
 
 Contract
     Tables of a stack lie by columns, are of one width, dtype and param group, have no padding row, and get gradients
-    from the same results. Nothing is computed between their lookups, nor between their gradients: none waits for
-    another one longer than packing takes.
+    from the same results. Nothing is computed between their lookups, nor between the places at which their gradients
+    can be had (`passes/relax/advance.py` moves them there): none waits for another one longer than packing takes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from itertools import accumulate
 
 from torch import fx
 
-from embrace_fx.passes.collectives import op_name
 from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
+from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Stack
 
 STACK_BYTES = 2**30
@@ -75,16 +75,23 @@ class _Order:
 
     def __init__(self, graph: TrainingGraph) -> None:
         self._graph = graph
-        self._position = {node.name: k for k, node in enumerate(graph.graph.nodes)}
+        self._nodes = {node.name: node for node in graph.graph.nodes}
+        self._position = {name: k for k, name in enumerate(self._nodes)}
         self._computes = [k for k, node in enumerate(graph.graph.nodes) if _computes(node)]
+        computing = set(self._computes)
+        self._had: dict[fx.Node, int] = {}  # the position of the last node that computes for a value, itself included
+        for k, node in enumerate(graph.graph.nodes):
+            before = max((self._had[value] for value in node.all_input_nodes), default=0)
+            self._had[node] = k if k in computing else before
 
     def lookup(self, table: Table) -> int:
         """The position of the first one."""
         return min(self._position[use.lookup] for use in table.uses)
 
     def _gradient(self, table: Table) -> int:
-        """That of the last part of the gradient; of a table without any, -1."""
-        return max((self._position[name] for use in table.uses for name in use.backward), default=-1)
+        """Where the gradient can be had: behind the last that computes for it; of a table without any, -1."""
+        nodes = [node for use in table.uses for name in use.backward if (node := self._nodes.get(name)) is not None]
+        return max((self._had[node] for node in nodes), default=-1)
 
     def follows(self, one: Stackable, other: Stackable) -> bool:
         """Whether two tables can be neighbours in a stack."""

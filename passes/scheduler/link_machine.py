@@ -86,7 +86,7 @@ class LinkMachine:
         anything (to clip them, or because the next batch is not the one looked ahead to): were one behind a launch of
         the forward, it would never leave.
         """
-        between = self.index.get(BETWEEN)
+        between = self.index.get(str(BETWEEN))
         if between is None:
             return
         launches = range(self.count, len(self.operations))

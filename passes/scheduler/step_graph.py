@@ -1,93 +1,172 @@
 """One window of a model's training as a `StepGraph`: its compute, its communication, and what depends on what.
 
 Contract
-    Reads the relaxed phases of a graph: where gradients are submitted in the backward and awaited in the forward cuts
-    compute into operations, under the names that the runtime's recorder uses. The four schedules differ in
-    communications and dependences, not in compute.
+    Reads the phases that run: every submission and every await is a node with the id of its launch. Between them lies
+    compute, cut into operations under the ids that the runtime's recorder uses. Nothing is described a second time: a
+    dependence is there because a node is.
 
-    none        every exchange ends before the optimizer's step; rows are looked up when ids are known
-    horizontal  a bucket's update waits for its AllReduce, just before the forward that reads its parameters
-    vertical    early rows leave under the backward, delayed gradients end before the next batch's early rows
-    2d          both
+    backward   early rows                what is left of the step before, and the next batch's early rows
+               backward <table, bucket>  what ends with the submission of its gradients
+               end of backward
+    between    optimizer step, next batch
+    forward    update <table>            what ends with the submission of its rows
+               start of forward
+               rows <table>, update <bucket>: what follows on an await; then forward <table, bucket>
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from embrace_fx import cost
-from embrace_fx.passes.collectives import op_name
+from embrace_fx.passes.collectives import awaited, is_submission
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS
-from embrace_fx.vocabulary.schedule import BETWEEN, EARLY, END, START, Dependence, Kind, Lane, Operation, StepGraph
-
-
-@dataclass(frozen=True)
-class Event:
-    """A place where compute meets communication: `what` is a table's name, or "bucket k"."""
-
-    what: str
-    is_table: bool
+from embrace_fx.vocabulary.ops import launch_of, op_name
+from embrace_fx.vocabulary.schedule import (
+    BETWEEN,
+    EARLY,
+    END,
+    IDS,
+    START,
+    Dependence,
+    Operation,
+    OperationId,
+    StepGraph,
+    compute_id,
+)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What travels in a window.
+    """What travels in a window, as far as the graph does not say it.
 
     Attributes:
-        bucket_chunks: bytes of each chunk, by bucket.
-        sent: communication's name -> bytes one rank sends, where they have been measured.
+        sent: launch -> bytes one rank sends, where they have been measured or are otherwise known.
         row_bytes: table -> bytes one rank sends for all rows of a batch, one way.
-        delayed_chunks: table -> pieces of its delayed gradients.
         ids_bytes: of the AllGather of ids, on each rank.
     """
 
-    bucket_chunks: tuple[tuple[int, ...], ...]
-    sent: Mapping[str, int]
+    sent: Mapping[OperationId, int]
     row_bytes: Mapping[str, int]
-    delayed_chunks: Mapping[str, int]
     ids_bytes: int
 
 
-def events(module: fx.GraphModule) -> list[Event]:
-    """Submissions of a backward, or awaits of a forward, in the order of the program."""
-    found = []
-    for node in module.graph.nodes:
-        name = op_name(node)
-        if name in SUBMISSIONS | AWAITS:
-            is_table = name.endswith("rows")
-            found.append(Event(str(node.args[3]) if is_table else f"bucket {node.args[1]}", is_table))
-    return found
+@dataclass
+class Block:
+    """A compute operation of a program.
+
+    Attributes:
+        ms: estimated milliseconds, from the sizes of what its nodes read and write.
+        awaits: launches that it waits for, with how many windows before they were submitted.
+        submits: nodes that submit something behind it.
+    """
+
+    id: OperationId
+    ms: float = 0.0
+    awaits: list[tuple[OperationId, int]] = field(default_factory=list)
+    submits: list[fx.Node] = field(default_factory=list)
 
 
-def compute_durations(graph: TrainingGraph, cluster: cost.Cluster) -> dict[str, float]:
-    """Estimated milliseconds of each compute operation, from the sizes of what it reads and writes."""
-    durations: dict[str, float] = {}
-    spent = 0.0
-    for node in graph.phases["backward"].graph.nodes:
-        spent += _node_ms(node, cluster.compute)
-        if op_name(node) in SUBMISSIONS:
-            what = node.args[3] if op_name(node).endswith("rows") else f"bucket {node.args[1]}"
-            durations[f"backward {what}"] = spent
-            spent = 0.0
-    durations[END] = spent
-    segment, spent = START, 0.0
-    for node in graph.phases["forward"].graph.nodes:
-        if op_name(node) in AWAITS:
-            durations[segment] = spent
-            what = node.args[3] if op_name(node).endswith("rows") else f"bucket {node.args[1]}"
-            segment, spent = f"forward {what}", 0.0
-        spent += _node_ms(node, cluster.compute)
-    durations[segment] = spent
-    return durations
+def blocks(graph: TrainingGraph, compute: cost.Compute) -> list[Block]:
+    """The compute operations of a window, in the order of the program."""
+    early, end, between = Block(EARLY), Block(END), Block(BETWEEN)
+    found = [early, *_of_backward(graph.phases["backward"], early, end, compute), end, between]
+    ids = [node for node in graph.phases["ids"].graph.nodes if launch_of(node) == IDS]
+    of_forward = list(_of_forward(graph.phases["forward"], between, compute))
+    if ids and IDS not in map(launch_of, between.submits):  # at their own turn, by the calling thread
+        between.submits += ids
+        for block in of_forward:
+            if any(_is_lookup(node) for node in block.submits):
+                block.awaits.append((IDS, 0))
+    return found + of_forward
 
 
-def _node_ms(node: fx.Node, compute: cost.Compute) -> float:
+def _is_lookup(node: fx.Node) -> bool:
+    launch = launch_of(node)
+    return launch is not None and launch.kind == "lookups"
+
+
+def _of_backward(backward: fx.GraphModule, early: Block, end: Block, compute: cost.Compute) -> Iterator[Block]:
+    block = early
+    for node in backward.graph.nodes:
+        launch = awaited(node)
+        if launch is not None and launch.needs_lookahead:
+            early.awaits.append((launch, 1))
+        elif launch is not None:
+            end.awaits.append((launch, 0))
+        elif is_submission(node) and _is_lookup(node):
+            early.submits.append(node)
+        elif is_submission(node):
+            what = compute_id("backward", _launch(node).what)
+            if block.id != what:
+                block = Block(what, end.ms)
+                end.ms = 0.0
+                yield block
+            block.submits.append(node)
+        else:
+            end.ms += node_ms(node, compute)
+
+
+def _of_forward(forward: fx.GraphModule, between: Block, compute: cost.Compute) -> Iterator[Block]:
+    segment: Block | None = Block(START)
+    waiting = Block(START)  # for what is awaited
+    for node in forward.graph.nodes:
+        launch, of_rows = awaited(node), op_name(node) == "_c10d_functional::wait_tensor"
+        if is_submission(node) and launch_of(node) == IDS:
+            between.submits.append(node)
+        elif is_submission(node):
+            spent = segment.ms if segment is not None else 0.0
+            yield Block(compute_id("update", _launch(node).what), spent + waiting.ms, waiting.awaits, [node])
+            waiting = Block(START)
+            segment = Block(segment.id) if segment is not None else None
+        elif launch is not None:
+            if segment is not None and op_name(node) != "embrace::update_rows":
+                yield segment
+                segment = None
+            waiting.awaits.append((launch, 0))
+        else:
+            (segment or waiting).ms += node_ms(node, compute)
+        ends = _what_awaits_lead_to(node) if not of_rows or launch is None else compute_id("rows", launch.what)
+        if ends is not None:
+            waiting.id = ends
+            yield waiting
+            segment, waiting = Block(compute_id("forward", ends.what)), Block(START)
+    yield segment or waiting
+
+
+def _what_awaits_lead_to(node: fx.Node) -> OperationId | None:
+    """The operation that a node completes, where it puts to use what has been awaited."""
+    match op_name(node):
+        case "embrace::join_rows":
+            return compute_id("rows", _source(node).what)
+        case "embrace::update_bucket":
+            return compute_id("update", _source(node).what)
+    return None
+
+
+def _source(node: fx.Node) -> OperationId:
+    """The launch of the first await among a node's inputs."""
+    return next(launch for value in node.all_input_nodes if (launch := launch_of(value)) is not None)
+
+
+def _launch(node: fx.Node) -> OperationId:
+    launch = launch_of(node)
+    assert launch is not None
+    return launch
+
+
+def compute_durations(graph: TrainingGraph, cluster: cost.Cluster) -> dict[OperationId, float]:
+    """Estimated milliseconds of each compute operation."""
+    return {block.id: block.ms for block in blocks(graph, cluster.compute)}
+
+
+def node_ms(node: fx.Node, compute: cost.Compute) -> float:
+    """Estimated milliseconds of one node."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
     inputs = [_shape(n.meta.get("val")) for n in node.all_input_nodes]
@@ -122,133 +201,59 @@ def _elements(shape: Sequence[int]) -> int:
 
 
 def build(
-    schedule: str,
-    backward: Sequence[Event],
-    forward: Sequence[Event],
+    graph: TrainingGraph,
     sizes: Sizes,
-    durations: Mapping[str, float],
+    durations: Mapping[OperationId, float],
     cluster: cost.Cluster,
     world_size: int,
 ) -> StepGraph:
-    """The window of a schedule.
+    """The window of a graph.
 
     Args:
-        schedule: one of `embrace_fx.vocabulary.schedule.SCHEDULES`.
-        backward, forward: `events` of the relaxed phases.
+        graph: with the phases that run.
         durations: compute operation -> milliseconds; those that are missing take no time.
     """
-    window = _Window(schedule, sizes, durations, cluster, world_size)
-    window.compute(EARLY, "rows")
-    for event in backward:
-        window.compute(f"backward {event.what}", "backward", event.what)
-        window.submit(event)
-    window.compute(END, "backward")
-    window.compute(BETWEEN, "update")
-    window.next_ids([event.what for event in forward if event.is_table])
-    for event in forward:
-        if event.is_table:
-            window.request(event.what)
-    window.compute(START, "forward")
-    for event in forward:
-        window.await_(event)
-        window.compute(f"forward {event.what}", "forward", event.what)
-    return window.finish()
+    operations: list[Operation] = []
+    dependences: list[Dependence] = []
+    order: list[str] = []
+    found = blocks(graph, cluster.compute)
+    pieces = _pieces(found)
+    for block in found:
+        name, served = str(block.id), () if block.id in (EARLY, END, BETWEEN, START) else (block.id.what,)
+        operations.append(Operation.of(block.id, durations.get(block.id, 0.0), serves=served))
+        order.append(name)
+        dependences += [Dependence(str(launch), name, distance) for launch, distance in block.awaits]
+        for node in block.submits:
+            launch = _launch(node)
+            sent = sizes.sent.get(launch, _sent_bytes(node, launch, sizes, pieces, world_size))
+            reduces = launch.kind == "all_reduce"
+            collective: Any = "all_reduce" if reduces else "all_gather" if launch == IDS else "all_to_all"
+            duration = cluster.transfer_ms(sent, (world_size - 1) * (2 if reduces else 1), collective)
+            serves = (launch.what,) if launch != IDS else tuple(sizes.row_bytes)
+            operations.append(Operation.of(launch, duration, sent, serves, held_bytes=sent))
+            dependences.append(Dependence(name, str(launch)))
+    return StepGraph(tuple(operations), tuple(dependences), tuple(order))
 
 
-class _Window:
-    def __init__(
-        self, schedule: str, sizes: Sizes, durations: Mapping[str, float], cluster: cost.Cluster, world_size: int
-    ) -> None:
-        self._schedule = schedule
-        self._horizontal = schedule in ("horizontal", "2d")
-        self._vertical = schedule in ("vertical", "2d")
-        self._sizes = sizes
-        self._durations = durations
-        self._cluster = cluster
-        self._world_size = world_size
-        self._operations: list[Operation] = []
-        self._dependences: list[Dependence] = []
-        self._order: list[str] = []
-        self._before_step: list[str] = []  # communications that a naive program waits for after its backward
+def _pieces(found: Sequence[Block]) -> dict[str, int]:
+    """Table -> in how many pieces its delayed gradients travel."""
+    launches = [_launch(node) for block in found for node in block.submits]
+    return {launch.what: launch.number + 1 for launch in launches if launch.part == "delayed"}
 
-    def compute(self, name: str, kind: Kind, serves: str = "") -> None:
-        served = (serves,) if serves else ()
-        self._operations.append(Operation(name, kind, "compute", self._durations.get(name, 0.0), serves=served))
-        self._order.append(name)
-        if name == BETWEEN:
-            self._dependences += [Dependence(launch, BETWEEN) for launch in self._before_step]
 
-    def _communicate(self, name: str, kind: Kind, lane: Lane, sent: int, collective: Any, serves: str) -> str:
-        sent = self._sizes.sent.get(name, sent)
-        messages = (self._world_size - 1) * (2 if collective == "all_reduce" else 1)
-        duration = self._cluster.transfer_ms(sent, messages, collective)
-        self._operations.append(Operation(name, kind, lane, duration, sent, (serves,), held_bytes=sent))
-        return name
-
-    def _after(self, name: str, before: str, distance: int = 0) -> None:
-        self._dependences.append(Dependence(before, name, distance))
-
-    def submit(self, event: Event) -> None:
-        source, n = f"backward {event.what}", self._world_size
-        if not event.is_table:
-            for i, size in enumerate(self._sizes.bucket_chunks[int(event.what.removeprefix("bucket "))]):
-                sent = cost.all_reduce(size, n).sent_bytes
-                name = f"{event.what} [{i}]"
-                self._communicate(name, "all_reduce", "dense", sent, "all_reduce", event.what)
-                self._after(name, source)
-                if not self._horizontal:
-                    self._before_step.append(name)
-            return
-        table, rows = event.what, self._sizes.row_bytes.get(event.what, 0)
-        prior = self._communicate(f"{table} prior", "gradients", "embedding", rows, "all_to_all", table)
-        self._after(prior, source)
-        if self._schedule == "none":
-            self._before_step.append(prior)
-        if self._vertical:
-            early = self._communicate(f"{table} early rows", "lookups", "embedding", rows // 2, "all_to_all", table)
-            self._after(early, EARLY)
-            chunks = self._sizes.delayed_chunks[table]
-            for k in range(chunks):
-                name = f"{table} delayed [{k}]"
-                self._communicate(name, "delayed", "delayed", rows // 2 // chunks, "all_to_all", table)
-                self._after(name, source)
-                self._after(EARLY, name, 1)
-
-    def next_ids(self, tables: Sequence[str]) -> None:
-        if not tables:
-            return
-        sent = self._sizes.ids_bytes * (self._world_size - 1)
-        ids = self._communicate("ids", "ids", "ids", sent, "all_gather", ", ".join(tables))
-        self._after(ids, BETWEEN)
-        if self._vertical:
-            self._after(EARLY, ids, 1)
-        else:
-            for table in tables:
-                self._after(f"update {table}", ids)
-
-    def request(self, table: str) -> None:
-        update = f"update {table}"
-        self.compute(update, "update", table)
-        if self._schedule != "none":
-            self._after(update, f"{table} prior")
-        rows = self._sizes.row_bytes.get(table, 0)
-        name = self._communicate(f"{table} rows", "lookups", "embedding", rows, "all_to_all", table)
-        self._after(name, update)
-
-    def await_(self, event: Event) -> None:
-        if event.is_table:
-            name = f"rows {event.what}"
-            self.compute(name, "rows", event.what)
-            self._after(name, f"{event.what} rows")
-            if self._vertical:
-                self._after(name, f"{event.what} early rows")
-            return
-        name = f"update {event.what}"
-        self.compute(name, "update", event.what)
-        if self._horizontal:
-            chunks = self._sizes.bucket_chunks[int(event.what.removeprefix("bucket "))]
-            for i in range(len(chunks)):
-                self._after(name, f"{event.what} [{i}]")
-
-    def finish(self) -> StepGraph:
-        return StepGraph(tuple(self._operations), tuple(self._dependences), tuple(self._order))
+def _sent_bytes(node: fx.Node, launch: OperationId, sizes: Sizes, pieces: Mapping[str, int], world_size: int) -> int:
+    """What one rank sends, until it has been measured: half of a batch's rows are taken for early and for delayed."""
+    if launch == IDS:
+        return sizes.ids_bytes * (world_size - 1)
+    if launch.kind == "all_reduce":
+        value = node.meta["val"]
+        elements = node.args[2] if op_name(node) == "embrace::submit_chunk" else value.numel()
+        assert isinstance(elements, int)
+        return cost.all_reduce(elements * value.element_size(), world_size).sent_bytes
+    rows = sizes.row_bytes.get(launch.what, 0)
+    match launch.part:
+        case "early":
+            return rows // 2
+        case "delayed":
+            return rows // 2 // pieces[launch.what]
+    return rows

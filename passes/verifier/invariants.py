@@ -1,4 +1,4 @@
-"""The verifier that runs between passes: eleven invariants of a training graph, each a function of its own.
+"""The verifier that runs between passes: the invariants of a training graph, each a function of its own.
 
 Contract
     `verify` reads graphs and changes nothing, neither the graph nor the symbols and guards of its fake tensors.
@@ -32,10 +32,12 @@ from embrace_fx.passes.collectives import (
     is_relaxed,
     is_wait,
     launch_options,
-    op_name,
     running_modules,
 )
+from embrace_fx.passes.verifier.again import computed_again_alike, drawn_again_alike
 from embrace_fx.passes.verifier.fake_values import disagreement, fake_mode_of, nothing_recorded, unchanged
+from embrace_fx.passes.verifier.violation import Violation
+from embrace_fx.passes.verifier.windows import INVARIANTS as WINDOW_INVARIANTS
 from embrace_fx.vocabulary.graph import (
     Gradient,
     InputRole,
@@ -52,7 +54,7 @@ from embrace_fx.vocabulary.graph import (
     outputs_of,
     source_of,
 )
-from embrace_fx.vocabulary.ops import LAUNCHES
+from embrace_fx.vocabulary.ops import LAUNCHES, op_name
 
 _SYM_OPS: frozenset[Callable[..., object]] = frozenset(
     {
@@ -67,16 +69,6 @@ _SYM_OPS: frozenset[Callable[..., object]] = frozenset(
 
 class VerificationError(RuntimeError):
     """A pass left a graph that breaks an invariant: a defect of the pass, not of the user's model."""
-
-
-@dataclass(frozen=True)
-class Violation:
-    """One place where an invariant does not hold; `node` is None where no single node is to blame."""
-
-    node: fx.Node | None
-    expected: str
-    found: str
-    remedy: str
 
 
 def verify(
@@ -101,7 +93,8 @@ def verify(
     verified = _by_name(previous.module) if previous else {}
     handed_on: frozenset[str] = frozenset()
     for phase, module in {"joint": graph.module, **graph.phases}.items():
-        scope = Scope(phase, module, verified, handed_on)
+        before = previous.phases.get(phase) if previous else None
+        scope = Scope(phase, module, verified if before is None else verified | _by_name(before), handed_on)
         for of_a_module in _OF_A_MODULE:
             _raise_first(of_a_module(scope), of_a_module.__name__, f"pass {after}, {phase} graph")
         # A phase is made of nodes of the joint graph, which are verified by now.
@@ -289,37 +282,6 @@ def collectives_in_one_order(graph: TrainingGraph, captured: TrainingGraph) -> I
             yield Violation(None, expected, f"{run.get(group, 'nothing')}", "keep each group's order in the partition")
 
 
-def handed_over_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """In a relaxed graph, each exchange of the joint graph is still there: as itself, or submitted, or awaited.
-
-    A stack's exchange is that of each of its tables.
-    """
-    if not is_relaxed(graph):
-        return
-    before = Counter(op_name(node) for node in graph.module.graph.nodes)
-    after: Counter[str] = Counter()
-    for module in graph.phases.values():
-        of_submitted = {value: role for value, role in outputs_of(module) if isinstance(role, PendingRows)}
-        for node in module.graph.nodes:
-            stacked = [len(user.args[1]) for user in node.users if op_name(user) == "embrace::unstack_rows"]
-            tables = len(of_submitted[node].tables) if node in of_submitted else sum(stacked) or 1
-            after[op_name(node)] += tables
-    for handed, launches in _HANDED_OVER.items():
-        expected_count, left = (sum(counts[launch] for launch in launches) for counts in (before, after))
-        if expected_count != left + after[handed]:
-            found = f"{left} and {after[handed]}"
-            expected = f"{expected_count} x {' or '.join(launches)} or {handed} in the phases"
-            yield Violation(None, expected, found, "hand each exchange over once")
-
-
-_HANDED_OVER = {
-    "embrace::submit_bucket": ("_c10d_functional::all_reduce_", "embrace::exchange_gradient_"),
-    "embrace::submit_rows": ("embrace::all_to_all_gradients",),
-    "embrace::await_rows": ("embrace::all_to_all_rows",),
-}
-"""What stands for an exchange of the joint graph in a relaxed one."""
-
-
 _OF_A_MODULE: tuple[Callable[[Scope], Iterator[Violation]], ...] = (
     definitions_before_uses,
     known_targets,
@@ -334,7 +296,9 @@ _OF_THE_GRAPH: tuple[Callable[[TrainingGraph, TrainingGraph], Iterator[Violation
     parameters_updated_once,
     forward_kept,
     collectives_in_one_order,
-    handed_over_once,
+    *WINDOW_INVARIANTS,
+    computed_again_alike,
+    drawn_again_alike,
 )
 
 
@@ -385,7 +349,7 @@ def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
 
 
 def _shared_buffers(module: fx.GraphModule) -> Iterator[Violation]:
-    in_place = ("_c10d_functional::all_reduce_", "embrace::exchange_gradient_", "embrace::submit_bucket")
+    in_place = ("_c10d_functional::all_reduce_", "embrace::exchange_gradient_", "embrace::submit_chunk")
     launches = [node for node in module.graph.nodes if op_name(node) in in_place]
     if not launches:
         return

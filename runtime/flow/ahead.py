@@ -21,8 +21,9 @@ from embrace_fx.runtime.flow.split_ahead import Routed, SplitAhead, routed
 from embrace_fx.runtime.launch.launcher import Ticket
 from embrace_fx.runtime.launch.stream_launcher import StreamTicket
 from embrace_fx.runtime.launch.streams import Streams
-from embrace_fx.runtime.ranks.communicator import Communicator, InFlight, bad_id_report
+from embrace_fx.runtime.ranks.communicator import LANE_GROUP, Communicator, InFlight, bad_id_report
 from embrace_fx.runtime.step.phases import Values
+from embrace_fx.vocabulary.schedule import IDS
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Ahead:
             current: the routings of the batch before, by table.
         """
         rows = self.program.rows_of_batch(self.values)
-        return communicator.gather_rows_read(rows, sizes, self.program.num_rows, "ids lane")
+        return communicator.gather_rows_read(rows, sizes, self.program.num_rows, LANE_GROUP[IDS.lane])
 
     def arrive(self, wait: Callable[[Ticket], Tensor]) -> None:
         """Adds the values of the ids phase, once its exchange has ended."""
@@ -164,7 +165,7 @@ class AheadOfDevice(Ahead):
         """Exchanges the ids, cuts both batches, and has the sizes copied to the host; all on the ids' stream."""
         unique, num_rows = self.program.rows_of_batch(self.values), self.program.num_rows
         self._rank = communicator.rank
-        launched = communicator.gather_rows_ahead(unique, self._counts, sizes, num_rows, "ids lane")
+        launched = communicator.gather_rows_ahead(unique, self._counts, sizes, num_rows, LANE_GROUP[IDS.lane])
         packed = communicator.wait(launched)
         self._tables = [routed(packed, sizes, [(table, 0)]) for table in range(len(unique))]
         for route in self.program.routes:

@@ -9,27 +9,20 @@ Contract
 from __future__ import annotations
 
 import copy
-import sys
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from embrace_fx import cost
 from embrace_fx.runtime.kernels import unpack_bucket
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
-from embrace_fx.runtime.optimizer.row_optimizers import hyperparameters
-from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
-
-BY_PARAMETER: frozenset[type[Optimizer]] = frozenset(
-    {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop}
-)
-"""Optimizer classes whose update of a parameter depends on that parameter alone, so that it can be applied apart."""
-
+from embrace_fx.runtime.optimizer.own_step import hyperparameters, step_groups
+from embrace_fx.runtime.ranks.communicator import LANE_GROUP, Communicator, InFlight
+from embrace_fx.vocabulary.schedule import OperationId, bucket_name
 
 WRITTEN = (
     "expected parameters to be written only through the compiled model, between optimizer.step() and the next call, "
@@ -98,10 +91,6 @@ class PendingGradient(Tensor):
         return self.resolve().__reduce_ex__(protocol)
 
 
-_OWN_REFERENCES = 3
-"""References to a stand-in that are not the user's: the table of stand-ins, a local variable, `getrefcount`'s own."""
-
-
 class _Bucket:
     """One bucket's gradients, from their submission to their update."""
 
@@ -109,9 +98,23 @@ class _Bucket:
         self.parameters = parameters
         self.flat = flat
         self.tickets = tickets
-        self.updates: list[tuple[Optimizer, type[Optimizer], list[dict[str, Any]]]] = []
+        self.updates: list[tuple[Optimizer, list[dict[str, Any]]]] = []
         self.stepped: dict[nn.Parameter, int] = {}
         """Parameters that `updates` covers, and their versions at the step."""
+        self.stand_ins: dict[nn.Parameter, TensorWeakRef] = {}
+        """What was put into `.grad`, as long as someone holds it."""
+
+    def stands_in(self, parameter: nn.Parameter) -> bool:
+        """Whether `.grad` is still what was put there, and nobody has looked at it."""
+        stand_in = self.stand_ins[parameter]() if parameter in self.stand_ins else None
+        return stand_in is not None and parameter.grad is stand_in and stand_in.landed is None
+
+    def arrived(self, gradients: Sequence[Tensor]) -> None:
+        """Tells whoever still holds a stand-in."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            stand_in = self.stand_ins[parameter]() if parameter in self.stand_ins else None
+            if stand_in is not None and stand_in.landed is None:
+                stand_in.landed = gradient
 
 
 class BucketUpdates:
@@ -119,54 +122,62 @@ class BucketUpdates:
 
     Args:
         buckets: parameter names by bucket.
-        chunks: elements of each chunk, by bucket; `submit` launches "bucket k [i]" for each.
         parameter: finds a parameter by name.
         wait: waits for a ticket (and takes the time of it).
         exchanges: by bucket, those that are not AllReduced: what starts the exchange of a flat tensor, in place.
-        delivered: told of parameters whose gradients have become ordinary ones.
     """
 
     def __init__(
         self,
         buckets: Sequence[tuple[str, ...]],
-        chunks: Sequence[Sequence[int]],
         parameter: Callable[[str], nn.Parameter],
         communicator: Communicator,
         launcher: Launcher,
         wait: Callable[[Ticket], Tensor],
-        delivered: Callable[[Sequence[nn.Parameter]], None],
         exchanges: Mapping[int, Callable[[Tensor], InFlight]],
     ) -> None:
         self._exchanges = exchanges
-        self.chunks = tuple(tuple(sizes) for sizes in chunks)
         self._names = tuple(buckets)
+        self._bucket_of = {bucket_name(k): k for k in range(len(buckets))}
         self._parameter = parameter
         self._communicator = communicator
         self._launcher = launcher
         self._wait = wait
-        self._delivered = delivered
         self._waiting: dict[int, _Bucket] = {}
-        self._stand_ins: dict[nn.Parameter, PendingGradient] = {}
+        self._submitted: dict[OperationId, Ticket] = {}  # of this window, and of no bucket yet
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def reduce(self, k: int, flat: Tensor) -> list[Ticket]:
-        """Launches the AllReduce of a bucket, in place, in chunks, or its exchange."""
-        if (exchange := self._exchanges.get(k)) is not None:
-            return [self._launcher.submit(f"bucket {k} [0]", lambda: exchange(flat), 0)]
-        return [
-            self._launcher.submit(
-                f"bucket {k} [{i}]",
-                lambda part=part: self._communicator.all_reduce_(part, "sum", "dense lane"),  # type: ignore[misc]
-                cost.all_reduce(part.numel() * part.element_size(), self._communicator.world_size).sent_bytes,
-            )
-            for i, part in enumerate(flat.split(self.chunks[k]))
-        ]
+    def launch(self, launch: OperationId, flat: Tensor, start: int, length: int) -> Ticket:
+        """Submits the AllReduce of a part of a packed bucket, in place, or the exchange of a whole one."""
+        exchange = self._exchanges.get(self._bucket_of[launch.what])
+        if exchange is not None:
+            return self._launcher.submit(launch, lambda: exchange(flat), 0)
+        part = flat[start : start + length]
+        return self._launcher.submit(
+            launch,
+            lambda: self._communicator.all_reduce_(part, "sum", LANE_GROUP[launch.lane]),
+            cost.all_reduce(part.numel() * part.element_size(), self._communicator.world_size).sent_bytes,
+        )
 
-    def submit(self, k: int, flat: Tensor) -> None:
-        """Takes a packed bucket over."""
+    def submit_chunk(self, launch: OperationId, flat: Tensor, start: int, length: int) -> None:
+        """The same, to be waited for by its id, or taken over with its bucket."""
+        self._submitted[launch] = self.launch(launch, flat, start, length)
+
+    def await_chunk(self, launch: OperationId) -> None:
+        """Waits for a chunk, if it is on its way: its gradient may have been used, or dropped, before."""
+        ticket = self._submitted.pop(launch, None)
+        if ticket is None and (bucket := self._waiting.get(self._bucket_of[launch.what])) is not None:
+            ticket = next((each for each in bucket.tickets if each.id == launch), None)
+        if ticket is not None:
+            self._wait(ticket)
+
+    def take_over(self, k: int, flat: Tensor) -> None:
+        """Takes a packed bucket over, all of whose chunks have been submitted."""
         self.await_update(k)  # of the step before, if no forward has read the parameters since
-        self._waiting[k] = _Bucket([self._parameter(name) for name in self._names[k]], flat, self.reduce(k, flat))
+        mine = [launch for launch in self._submitted if self._bucket_of[launch.what] == k]
+        tickets = [self._submitted.pop(launch) for launch in mine]
+        self._waiting[k] = _Bucket([self._parameter(name) for name in self._names[k]], flat, tickets)
 
     def deliver(self, buckets: Sequence[int], absent: Collection[nn.Parameter] = ()) -> None:
         """Puts stand-ins into `.grad` of parameters that have none; sums up where there is a gradient already.
@@ -187,7 +198,6 @@ class BucketUpdates:
                 for parameter, gradient in zip(self._waiting.pop(k).parameters, gradients, strict=True):
                     if parameter not in without:
                         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-            self._delivered([parameter for names in self._names for parameter in map(self._parameter, names)])
             return
         for k in buckets:
             for parameter in self._waiting[k].parameters:
@@ -195,56 +205,62 @@ class BucketUpdates:
                     parameter.grad = self._stand_in(parameter, k)
 
     def _stand_in(self, parameter: nn.Parameter, k: int) -> PendingGradient:
-        found = self._stand_ins.get(parameter)
-        if found is None or sys.getrefcount(found) > _OWN_REFERENCES:  # someone kept the last one, for what it was
-            found = self._stand_ins[parameter] = PendingGradient(parameter, lambda: self._wanted(k))
-        found.landed = None
-        return found
+        bucket = self._waiting[k]
+        made = PendingGradient(parameter, lambda: self._wanted(k, bucket))
+        bucket.stand_ins[parameter] = TensorWeakRef(made)
+        return made
 
-    def _wanted(self, k: int) -> None:
+    def _wanted(self, k: int, bucket: _Bucket) -> None:
         """Someone uses a gradient of a bucket."""
         with self._launcher.hurrying():  # rows of a forward to come may stand before it
-            if self._waiting[k].updates:
+            if self._waiting.get(k) is not bucket:  # dropped since
+                bucket.arrived(self._land(bucket))
+            elif bucket.updates:
                 self.await_update(k)
             else:
                 self.materialise()
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    def step(self, optimizer: Optimizer, kind: type[Optimizer]) -> bool:
-        """Takes an optimizer's step over, if all that it would read is on its way.
+    def take(self, optimizer: Optimizer, tables: Set[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Takes the gradients of an optimizer that is about to step away, if all that it would read is on its way.
 
-        Returns: false where it has to step by itself, at once; its gradients are ordinary ones then.
+        Args:
+            tables: sharded ones, which others look after.
+
+        Returns: what `.grad` was, to be put back after the step, which then skips those parameters. Nothing where the
+        optimizer has to step them by itself, at once; their gradients are ordinary ones then.
         """
-        hooks = (
-            optimizer._optimizer_step_pre_hooks,
-            optimizer._optimizer_step_post_hooks,
-            _global_optimizer_pre_hooks,
-            _global_optimizer_post_hooks,
-        )
-        mine = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        every = [p for group in optimizer.param_groups for p in group["params"] if p not in tables]
+        mine = [p for p in every if p.grad is not None]
         for parameter in mine:
             if isinstance(parameter.grad, PendingGradient) and parameter.grad.landed is not None:
                 parameter.grad = parameter.grad.landed  # put back by an assignment such as `p.grad *= 2`
-        ready = all(p.grad is self._stand_ins.get(p) for p in mine)
-        if not self._waiting or not ready or kind not in BY_PARAMETER or any(hooks):
+        bucket_of = {parameter: bucket for bucket in self._waiting.values() for parameter in bucket.parameters}
+        ready = all(p in bucket_of and bucket_of[p].stands_in(p) for p in mine)
+        if not ready or any(p in bucket_of[p].stepped for p in mine):
             self.release(optimizer)
-            return False
-        options = [hyperparameters(group) for group in optimizer.param_groups]
+            return {}
+        taken = {p: p.grad for p in mine if p.grad is not None}
+        for parameter in taken:
+            parameter.grad = None
+        return taken
+
+    def step(self, optimizer: Optimizer, taken: Set[nn.Parameter]) -> None:
+        """The optimizer has stepped: what was taken will be, under the options of this moment."""
         bucket_of = {parameter: k for k, bucket in self._waiting.items() for parameter in bucket.parameters}
-        taken: dict[int, list[dict[str, Any]]] = {}
-        for kept, group in zip(options, optimizer.param_groups, strict=True):
-            by_bucket: dict[int, list[nn.Parameter]] = {}
+        groups: dict[int, list[dict[str, Any]]] = {}
+        for group in optimizer.param_groups:
+            kept, by_bucket = hyperparameters(group), dict[int, list[nn.Parameter]]()
             for parameter in group["params"]:
-                if parameter in mine and (k := bucket_of.get(parameter)) is not None:
-                    by_bucket.setdefault(k, []).append(parameter)
+                if parameter in taken:
+                    by_bucket.setdefault(bucket_of[parameter], []).append(parameter)
             for k, parameters in by_bucket.items():
-                taken.setdefault(k, []).append({**kept, "params": parameters})
-        for k, groups in taken.items():
+                groups.setdefault(k, []).append({**kept, "params": parameters})
+        for k, of_bucket in groups.items():
             bucket = self._waiting[k]
-            bucket.updates.append((optimizer, kind, groups))
-            bucket.stepped |= {p: p._version for group in groups for p in group["params"]}
-        return True
+            bucket.updates.append((optimizer, of_bucket))
+            bucket.stepped |= {p: p._version for group in of_bucket for p in group["params"]}
 
     def release(self, optimizer: Optimizer) -> None:
         """Makes the gradients of an optimizer's parameters ordinary ones."""
@@ -259,23 +275,16 @@ class BucketUpdates:
         if bucket is None:
             return
         gradients = self._land(bucket)
+        bucket.arrived(gradients)
         before = [parameter.grad for parameter in bucket.parameters]
         for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
             parameter.grad = gradient
         self._check_unwritten(bucket)
-        for optimizer, kind, groups in bucket.updates:
-            part = kind.__new__(kind)
-            part.__dict__.update(optimizer.__dict__)
-            part.param_groups = groups
-            part._optimizer_step_pre_hooks = OrderedDict()  # those of after the step it stands for are not meant
-            part._optimizer_step_post_hooks = OrderedDict()
-            kind.step(part)
+        for optimizer, groups in bucket.updates:
+            step_groups(optimizer, groups)
         for parameter, gradient, stood in zip(bucket.parameters, gradients, before, strict=True):
-            stand_in = self._stand_ins.get(parameter)
-            if stand_in is None or stood is not stand_in:
-                parameter.grad = stood  # None after zero_grad, or without a gradient; or the user's own
-            if stand_in is not None and (stood is stand_in or sys.getrefcount(stand_in) > _OWN_REFERENCES):
-                stand_in.landed = gradient  # for whoever still looks at it
+            # None after zero_grad, or without a gradient; or the user's own; else what was waited for
+            parameter.grad = gradient if getattr(stood, "landed", None) is gradient else stood
 
     def _check_unwritten(self, bucket: _Bucket) -> None:
         """Raises where a parameter was written between an optimizer's step and the update that the step stands for."""
@@ -290,19 +299,15 @@ class BucketUpdates:
 
     def materialise(self) -> None:
         """Makes gradients that no optimizer has taken over ordinary ones."""
-        landed = []
         for k in [k for k, bucket in self._waiting.items() if not bucket.updates]:
-            landed += self._waiting[k].parameters
             self.await_update(k)
-        if landed:
-            self._delivered(landed)
 
     def discard(self) -> None:
         """Forgets gradients that no optimizer has taken over."""
         for k in [k for k, bucket in self._waiting.items() if not bucket.updates]:
             bucket = self._waiting.pop(k)
             for parameter in bucket.parameters:
-                if parameter.grad is not None and parameter.grad is self._stand_ins.get(parameter):
+                if bucket.stands_in(parameter):
                     parameter.grad = None
 
     def _land(self, bucket: _Bucket) -> list[Tensor]:

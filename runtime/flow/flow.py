@@ -9,8 +9,10 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from embrace_fx import cost
@@ -23,11 +25,37 @@ from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight, bad_id_report, unreadable
 from embrace_fx.runtime.step.phases import Values
-from embrace_fx.vocabulary.schedule import BETWEEN, EARLY, END, START
+from embrace_fx.vocabulary.schedule import (
+    BETWEEN,
+    EARLY,
+    END,
+    IDS,
+    START,
+    OperationId,
+    bucket_name,
+    compute_id,
+)
+
+ANNOUNCEMENT = OperationId("ids", "announcement", "early", lane="ids")
+"""What a recording shows of the wait for the slowest rank."""
 
 _FOUND, _OVERTOOK = 1, 2
 """What a rank announces of its state: the batch is the one looked ahead to; launches of the last window have left out
 of turn, so that no rank's next ones may wait for them."""
+
+
+@dataclass(frozen=True)
+class Coming:
+    """The next batch, when it is known on all ranks.
+
+    Attributes:
+        sizes: what every rank announced of it, by rank, by table.
+        current: the routings of the batch before, by table.
+    """
+
+    batch: Ahead
+    sizes: list[list[int]]
+    current: dict[str, Routing]
 
 
 class Flow:
@@ -60,6 +88,7 @@ class Flow:
         self.communicator = communicator
         self.streams = streams
         self.launcher = launcher
+        launcher.noted = communicator.progress.note
         self.recorder = recorder
         self.exchanges: dict[str, RowExchange] = {}
         self.of_table: dict[str, RowExchange] = {}
@@ -67,8 +96,11 @@ class Flow:
         self._warn = warn
         self._after_announcement = after_announcement
         self._ahead: Ahead | None = None
+        self._coming: Coming | None = None  # the next batch, from a forward's announcement to its submission
+        self._read_now: dict[str, Tensor] = {}  # table -> ids of the batch whose backward runs
         self._valid = True  # what was prefetched may be used
-        self._segment = START  # of the forward's compute, for the recorder
+        self._segment: OperationId | None = None  # of the forward's compute, for the recorder; None: no forward runs
+        self._stands = False
 
     def look_at(self, program: IdsProgram, leaves: Sequence[Any]) -> Ahead:
         """The next batch, as far as it can be known before its turn."""
@@ -104,7 +136,7 @@ class Flow:
         now = [rows.numel() for rows in unique]
         coming = following.sizes() if following is not None and self.looks_ahead else [-1] * len(now)
         state = found * _FOUND + (not self.launcher.took_turns()) * _OVERTOOK
-        with self.recorder.waiting("announcement", "ids"):
+        with self.recorder.waiting(ANNOUNCEMENT):
             everyone = self.communicator.announce([state, *now, *coming], failure)
         self.communicator.note_rows(program.tables, [row[1 : 1 + len(now)] for row in everyone])
         self._after_announcement()
@@ -125,21 +157,18 @@ class Flow:
         self._bring_forward(stepped=False)
         self.launcher.enter_forward()
         sizes = [row[1 + len(now) :] for row in everyone]
+        self._coming = None
         if following is not None and program.routes and all(size >= 0 for row in sizes for size in row):
             current = {route.table: Routing.of(values[route.ids], values[route.counts]) for route in program.routes}
-            following.ticket = self.launcher.submit(
-                "ids",
-                lambda: following.exchange(self.communicator, sizes, current, self.exchanges),
-                cost.gather_ids(tuple(map(sum, sizes)), max(following.program.num_rows)).sent_bytes,
-            )
-            self._ahead = following
+            self._coming = Coming(following, sizes, current)
         else:
-            self.launcher.skip("ids")
-        self.recorder.mark(BETWEEN)
-        for route in program.routes:
-            self.exchanges[route.table].request(values[route.ids], values[route.counts], route.dtype)
-            self.recorder.mark(f"update {route.table}")
+            self.launcher.skip(IDS)
+        self._begin_compute()
         return values
+
+    def _begin_compute(self) -> None:
+        self.recorder.mark(BETWEEN)
+        self._begin_segment(START)
 
     def _read(self, program: IdsProgram, leaves: Sequence[Any]) -> tuple[Values, str | None]:
         """The values of a batch's unique phase, and what is wrong with its ids.
@@ -183,7 +212,7 @@ class Flow:
         """The head of a forward that leaves nothing to the next step and has found nothing of the last one."""
         self._after_announcement()
         self.launcher.enter_forward()
-        self.recorder.mark(BETWEEN)
+        self._begin_compute()
 
     def _route(self, ahead: Ahead) -> Ahead | None:
         """Runs the ids phase of a batch whose exchange of ids is under way; None: it is not to be used, on any rank."""
@@ -192,53 +221,113 @@ class Flow:
             ahead.routed = True
         return ahead if ahead.usable else None
 
-    def await_rows(self, table: str) -> Tensor:
-        self.recorder.mark(self._segment)
-        rows = self.exchanges[table].rows()
-        self.recorder.mark(f"rows {table}")
-        self._segment = f"forward {table}"
-        return rows
-
-    def await_update(self, bucket: int) -> None:
-        self.recorder.mark(self._segment)
-        self.buckets.await_update(bucket)
-        self.recorder.mark(f"update bucket {bucket}")
-        self._segment = f"forward bucket {bucket}"
-
     def end_forward(self) -> None:
-        self.recorder.mark(self._segment)
-        self._segment = START
-
-    # -- the backward --------------------------------------------------------------------------------------------------
+        self._end_segment()
+        self._segment = None
 
     def begin_backward(self, program: IdsProgram, values: Values) -> None:
-        """Opens the window; applies what is left of the last step, and sends the next batch's early rows.
+        """Opens the window; applies what no node of the program will.
 
         Args:
             values: those of the batch whose backward it is.
         """
         self.launcher.open_window()
         self.recorder.window()
-        self.synchronize()
-        split = set()
-        if self._ahead is not None:
-            self._ahead = self._route(self._ahead)
-        ahead = self._ahead
-        if ahead is not None:
-            current = {route.table: values[route.ids] for route in program.routes}
-            for route in ahead.program.routes:
-                exchange = self.exchanges[route.table]
-                if exchange.can_split(current.get(route.table)):
-                    values_of = (ahead.values[route.ids], ahead.values[route.counts])
-                    exchange.look_ahead(*values_of, route.dtype, ahead.splits.get(route.table))
-                    split.add(route.table)
-        for table in self.exchanges.keys() - split:
-            self.exchanges[table].do_not_split()
+        self._read_now = {route.table: values[route.ids] for route in program.routes}
+        self.buckets.apply()
+        for name, exchange in self.exchanges.items():
+            exchange.apply_prior()
+            if name not in self._read_now or not self.looks_ahead:
+                exchange.apply_delayed()
+                exchange.do_not_cut(self.launcher.order)
         self.recorder.mark(EARLY)
 
     def end_backward(self) -> None:
         self.recorder.mark(END)
+        self._read_now = {}
         self.launcher.leave_backward()
+
+    # -- what the nodes of a relaxed program call ----------------------------------------------------------------------
+
+    def submit_ids(self) -> None:
+        """Submits the exchange of the next batch's ids, if it is known on all ranks."""
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return
+        ahead = self._ahead = coming.batch
+        ahead.ticket = self.launcher.submit(
+            IDS,
+            lambda: ahead.exchange(self.communicator, coming.sizes, coming.current, self.exchanges),
+            cost.gather_ids(tuple(map(sum, coming.sizes)), max(ahead.program.num_rows)).sent_bytes,
+        )
+
+    def await_ids(self) -> None:
+        """Has the next batch's routing, and cuts its rows and this one's; or sees that nothing is to be cut."""
+        if self._ahead is not None:
+            self._ahead = self._route(self._ahead)
+        ahead = self._ahead
+        coming = {route.table: route for route in ahead.program.routes} if ahead is not None else {}
+        for name, exchange in self.exchanges.items():
+            route = coming.get(name)
+            if ahead is not None and route is not None and exchange.can_split(self._read_now.get(name)):
+                exchange.cut(ahead.values[route.ids], ahead.values[route.counts], ahead.splits.get(name))
+            else:
+                exchange.do_not_cut(self.launcher.order)
+        self.recorder.mark(EARLY)
+
+    def update_rows(self, launch: OperationId) -> None:
+        """Applies a part of a table's gradients."""
+        self.exchanges[launch.what].update(launch)
+        if self._segment is None:
+            self.recorder.mark(EARLY)
+
+    def submit_rows(self, launch: OperationId, ids: Tensor, counts: Tensor, dtype: torch.dtype) -> None:
+        self.exchanges[launch.what].submit_rows(launch, ids, counts, dtype)
+        self.recorder.mark(EARLY if self._segment is None else compute_id("update", launch.what))
+
+    def await_rows(self, launch: OperationId, like: Tensor, dtype: torch.dtype) -> Tensor:
+        self._end_segment()
+        return self.exchanges[launch.what].await_rows(launch, like, dtype)
+
+    def join_rows(self, table: str) -> Tensor:
+        rows = self.exchanges[table].rows()
+        self.recorder.mark(compute_id("rows", table))
+        self._begin_segment(compute_id("forward", table))
+        return rows
+
+    def submit_gradients(
+        self,
+        launch: OperationId,
+        rows: Tensor,
+        ids: Tensor,
+        counts: Tensor,
+        padding_idx: int,
+        scale: float,
+    ) -> None:
+        self.recorder.mark(compute_id("backward", launch.what))
+        self.exchanges[launch.what].submit_gradient(launch, rows, ids, counts, padding_idx, scale)
+
+    def submit_chunk(self, launch: OperationId, flat: Tensor, start: int, length: int) -> None:
+        self.recorder.mark(compute_id("backward", launch.what))
+        self.buckets.submit_chunk(launch, flat, start, length)
+
+    def await_chunk(self, launch: OperationId) -> None:
+        self._end_segment()
+        self.buckets.await_chunk(launch)
+
+    def update_bucket(self, bucket: int) -> None:
+        self.buckets.await_update(bucket)
+        self.recorder.mark(compute_id("update", bucket_name(bucket)))
+        self._begin_segment(compute_id("forward", bucket_name(bucket)))
+
+    def _end_segment(self) -> None:
+        """The forward's compute stands still, until what is awaited is put to use."""
+        if self._segment is not None and not self._stands:
+            self.recorder.mark(self._segment)
+        self._stands = True
+
+    def _begin_segment(self, operation: OperationId) -> None:
+        self._segment, self._stands = operation, False
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -294,34 +383,38 @@ class Flow:
 
     # -- exchanges that are waited for in the phase that launches them -------------------------------------------------
 
-    def launch_rows(self, table: str, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
+    def launch_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
         """`all_to_all_rows` of a table."""
-        return self.exchanges[table].send_rows(columns, counts.tolist())
+        ticket = self.exchanges[launch.what].send_rows(launch, columns, counts.tolist())
+        self.recorder.mark(compute_id("update", launch.what))
+        return ticket
 
-    def launch_gradients(self, table: str, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object) -> Ticket:
+    def launch_gradients(
+        self, launch: OperationId, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object
+    ) -> Ticket:
         """`all_to_all_gradients` of a table."""
-        self.recorder.mark(f"backward {table}")
-        return self.exchanges[table].send_gradients("prior", flat, counts.tolist(), embedding_dim)
+        self.recorder.mark(compute_id("backward", launch.what))
+        return self.exchanges[launch.what].send_gradients(launch, flat, counts.tolist(), embedding_dim)
 
-    def launch_bucket(self, bucket: int, flat: Tensor, *_: object) -> tuple[Tensor, list[Ticket]]:
+    def launch_bucket(self, launch: OperationId, flat: Tensor, *_: object) -> Ticket:
         """`all_reduce_` or `exchange_gradient_` of a bucket."""
-        self.recorder.mark(f"backward bucket {bucket}")
-        return flat, self.buckets.reduce(bucket, flat)
+        self.recorder.mark(compute_id("backward", launch.what))
+        return self.buckets.launch(launch, flat, 0, flat.numel())
 
-    def wait_all(self, launch: tuple[Tensor, Sequence[Ticket]] | Ticket | InFlight) -> Tensor:
+    def wait_for(self, launch: Ticket | InFlight) -> Tensor:
         """The value of a launch: one that goes through the launcher, or one of the thread's own."""
         if isinstance(launch, InFlight):
             return self.communicator.wait(launch)
-        if isinstance(launch, Ticket):
-            return self.wait(launch)
-        flat, tickets = launch
-        for ticket in tickets:
-            self.wait(ticket)
-        return flat
+        self._end_segment()
+        value = self.wait(launch)
+        if self._segment is not None:
+            self.recorder.mark(compute_id("rows", launch.id.what))
+            self._begin_segment(compute_id("forward", launch.id.what))
+        return value
 
     def wait(self, ticket: Ticket) -> Tensor:
         """A ticket's value; where that takes time, the recorder knows."""
         if ticket.done:
             return ticket.wait()
-        with self.communicator.watching(), self.recorder.waiting(ticket.name, ticket.lane):
+        with self.communicator.watching(str(ticket.id)), self.recorder.waiting(ticket.id):
             return ticket.wait()

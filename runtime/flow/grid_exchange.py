@@ -18,12 +18,11 @@ from torch import Tensor
 
 from embrace_fx.runtime.flow.routing import Routing, Selection
 from embrace_fx.runtime.flow.row_exchange import Arriving, Part, RowExchange, Rows
-from embrace_fx.runtime.kernels import lookup_as
 from embrace_fx.runtime.kernels.grid import join_grid_into, route_grid, split_selected_grid
 from embrace_fx.runtime.launch.launcher import Ticket
-from embrace_fx.runtime.tables.layouts import grid_of
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.ranks.communicator import LANE_GROUP
 from embrace_fx.vocabulary.plan import Grid
+from embrace_fx.vocabulary.schedule import OperationId
 
 Counts = Sequence[Sequence[int]]
 """Rows of a part, by the rank that reads them, by the row of the grid that has them."""
@@ -69,44 +68,45 @@ class GridExchange(RowExchange):
         assert joined is not None
         return joined.view(-1)
 
-    def _send_rows(self, what: str, routing: Routing, selection: Selection | None, dtype: torch.dtype) -> Rows:
+    def _send_rows(
+        self, launch: OperationId, routing: Routing, selection: Selection | None, dtype: torch.dtype
+    ) -> Rows:
         route = self._route(routing, selection)
-        columns = lookup_as(self.table.local, route.ids, dtype)
-        ticket = self.send_rows(columns, route.counts, what)
+        ticket = self.send_rows(launch, self._look_up(launch, route.ids, dtype), route.counts)
         return _GridRows(route.positions, ticket, route.counts[self._communicator.rank])
 
-    def _send_gradient(self, what: str, rows: Tensor, routing: Routing, selection: Selection | None) -> Part:
+    def _send_gradient(self, launch: OperationId, rows: Tensor, routing: Routing, selection: Selection | None) -> Part:
         route = self._route(routing, selection)
         own = route.counts[self._communicator.rank]
         flat = split_selected_grid(rows, route.positions, own, self._grid.columns)
-        return Part(route.ids, self.send_gradients(what, flat, route.counts, rows.shape[1]), None)
+        return Part(route.ids, self.send_gradients(launch, flat, route.counts, rows.shape[1]), None)
 
-    def send_rows(self, columns: Tensor, counts: Counts, what: str = "rows") -> Ticket:  # type: ignore[override]
+    def send_rows(self, launch: OperationId, columns: Tensor, counts: Counts) -> Ticket:  # type: ignore[override]
         """Launches the AlltoAll of looked-up columns (M, d)."""
         width = self.table.shape[1]
         row = self._grid.place(self._communicator.rank)[0]
         away = columns.shape[0] - counts[self._communicator.rank][row]
         return self._launcher.submit(
-            f"{self.table.name} {what}",
-            lambda: self._communicator.send_grid_rows(columns, counts, width, "embedding lane"),
+            launch,
+            lambda: self._communicator.send_grid_rows(columns, counts, width, LANE_GROUP[launch.lane]),
             away * columns.shape[1] * columns.element_size(),
         )
 
-    def send_gradients(self, what: str, flat: Tensor, counts: Counts, width: int) -> Ticket:  # type: ignore[override]
+    def send_gradients(  # type: ignore[override]
+        self, launch: OperationId, flat: Tensor, counts: Counts, width: int
+    ) -> Ticket:
         """Launches the AlltoAll of gradients, flat (U * D,) by destination, `width` = D."""
-        lane = "delayed lane" if what.startswith("delayed") else "embedding lane"
         row = self._grid.place(self._communicator.rank)[0]
         own = counts[self._communicator.rank][row] * self.table.local.shape[1]
         return self._launcher.submit(
-            f"{self.table.name} {what}",
-            lambda: self._communicator.send_grid_gradients(flat, counts, width, lane),
+            launch,
+            lambda: self._communicator.send_grid_gradients(flat, counts, width, LANE_GROUP[launch.lane]),
             (flat.numel() - own) * flat.element_size(),
         )
 
     @property
     def _grid(self) -> Grid:
-        assert isinstance(self.table, RowTable)  # stacks lie by columns
-        grid = grid_of(self.table.parameter)
+        grid = self.table.grid
         assert grid is not None
         return grid
 

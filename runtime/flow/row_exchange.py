@@ -6,6 +6,8 @@
     forward t+1     prior gradients applied -> late rows, which batch t touched, looked up, sent -> rows put together
     backward t+1    delayed gradients applied, before anything of batch t+2 is looked up
 
+The nodes of a program say which of these is sent, awaited or applied when; here is how.
+
 Contract
     A row is looked up after its last update; each row is updated once per step, with the options of that step.
     Every rank knows which rows every rank reads, so that all cut alike and no sizes are exchanged.
@@ -15,8 +17,9 @@ Shape legend: as in `embrace_fx/vocabulary/ops.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,10 +36,12 @@ from embrace_fx.runtime.kernels import (
     split_selected_columns,
 )
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
-from embrace_fx.runtime.optimizer.row_optimizers import hyperparameters
-from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.optimizer.own_step import hyperparameters
+from embrace_fx.runtime.ranks.communicator import LANE_GROUP, Communicator
+from embrace_fx.runtime.tables.row_gradient import Rows as RowsOfTable
+from embrace_fx.runtime.tables.row_table import RowTable, Supposed
 from embrace_fx.runtime.tables.stacks import StackedTable
+from embrace_fx.vocabulary.schedule import OperationId
 
 Wait = Callable[[Ticket], Tensor]
 
@@ -65,9 +70,26 @@ class _Gradient:
     options: dict[str, Any] | None = None
 
 
+class _Late:
+    """One step's row gradient, for `.grad` of its tables: waited for when someone looks at it."""
+
+    def __init__(self, exchange: RowExchange, gradient: _Gradient) -> None:
+        self._exchange = exchange
+        self._parts = list(gradient.parts)  # a step takes them out of the gradient
+        self.gradient = gradient
+        self._of_tables: list[list[RowsOfTable]] | None = None
+
+    def rows(self, k: int) -> list[RowsOfTable]:
+        """Those of the k-th table."""
+        if self._of_tables is None:
+            split = [self._exchange.table.split(*rows) for rows in self._exchange.arrive(self.gradient, self._parts)]
+            self._of_tables = [list(rows) for rows in zip(*split, strict=True)]
+        return self._of_tables[k]
+
+
 @dataclass
 class Rows:
-    """A batch's rows on their way to this rank: which of its rows, and their columns from all ranks."""
+    """A part of a batch's rows on their way to this rank: which of its rows, and their columns from all ranks."""
 
     positions: Tensor | None  # None: all
     ticket: Ticket
@@ -114,21 +136,44 @@ class RowExchange:
         self._arriving = Arriving()
         self._routing: Routing | None = None  # of the batch whose forward runs or ran last
         self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
-        self.early_rows_stale = False
+        self._delayed: list[Selection] | None = None  # the pieces of its delayed rows, once they have been found
+        self._stale = False
+        self._supposed: Supposed | None = None  # the step without which the early rows are not what will be read
         self._version = 0  # of the table, as of the last lookup ahead, step or update of its own
 
-    # -- forward -------------------------------------------------------------------------------------------------------
+    # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def request(self, ids: Tensor, counts: Tensor, dtype: torch.dtype) -> None:
-        """Applies what the batch's rows wait for, looks them up and sends them: late ones if early ones have left."""
-        self.apply_prior()
+    def submit_rows(self, launch: OperationId, ids: Tensor, counts: Tensor, dtype: torch.dtype) -> None:
+        """Looks a batch's rows up and sends them: all of them, or late ones if early ones have left.
+
+        Args:
+            launch: which part. Early ones are those of the batch that `cut` was told of.
+            ids, counts: of the batch whose rows they are, unless they are early.
+        """
         arriving = self._arriving
+        if launch.part == "early":
+            if self._split is not None:
+                split = self._split
+                arriving.rows.append(self._send_rows(launch, split.following, split.early, dtype))
+                self.note_version()
+            return
         if arriving.routing is None or arriving.routing.ids is not ids:  # nothing has left early, or for another batch
             self.apply_delayed()
             self._arriving = arriving = Arriving(routing=Routing.of(ids, counts))
         assert arriving.routing is not None
         self._routing, self._split = arriving.routing, None
-        arriving.rows.append(self._send_rows("rows", arriving.routing, arriving.late, dtype))
+        arriving.rows.append(self._send_rows(launch, arriving.routing, arriving.late, dtype))
+
+    def await_rows(self, launch: OperationId, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A part of this rank's rows as it arrived, flat; empty where early rows were not sent apart.
+
+        Args:
+            like: a tensor of the table's device.
+        """
+        for part in self._arriving.rows:
+            if part.ticket.id == launch:
+                return self._wait(part.ticket)
+        return like.new_empty((0,), dtype=dtype)
 
     def rows(self) -> Tensor:
         """All columns of this rank's rows, flat (U * D,)."""
@@ -148,30 +193,37 @@ class RowExchange:
         assert joined is not None
         return joined.view(-1)
 
-    def _send_rows(self, what: str, routing: Routing, selection: Selection | None, dtype: torch.dtype) -> Rows:
+    def _send_rows(
+        self, launch: OperationId, routing: Routing, selection: Selection | None, dtype: torch.dtype
+    ) -> Rows:
         ids, counts, positions = routing.ids, routing.counts, None
         if selection is not None:
             ids, counts = ids.index_select(0, selection.positions), selection.counts
             positions = selection.own(routing, self._communicator.rank)
-        columns = lookup_as(self.table.local, ids, dtype)
-        return Rows(positions, self.send_rows(columns, counts, what))
+        return Rows(positions, self.send_rows(launch, self._look_up(launch, ids, dtype), counts))
 
-    def send_rows(self, columns: Tensor, counts: Sequence[int], what: str = "rows") -> Ticket:
+    def _look_up(self, launch: OperationId, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the part, as they are; early ones as the step to come will leave them."""
+        if launch.part != "early" or not self.table.may_move():
+            return lookup_as(self.table.local, ids, dtype)
+        columns, self._supposed = self.table.coming(ids)
+        return columns.to(dtype)
+
+    def send_rows(self, launch: OperationId, columns: Tensor, counts: Sequence[int]) -> Ticket:
         """Launches the AlltoAll of looked-up columns (R, d), `counts[r]` of them rank r's."""
         width = self.table.shape[1]
         return self._launcher.submit(
-            f"{self.table.name} {what}",
-            lambda: self._communicator.send_rows(columns, counts, width, "embedding lane"),
+            launch,
+            lambda: self._communicator.send_rows(columns, counts, width, LANE_GROUP[launch.lane]),
             (sum(counts) - counts[self._communicator.rank]) * columns.shape[1] * columns.element_size(),
         )
 
-    def send_gradients(self, what: str, flat: Tensor, counts: Sequence[int], width: int) -> Ticket:
+    def send_gradients(self, launch: OperationId, flat: Tensor, counts: Sequence[int], width: int) -> Ticket:
         """Launches the AlltoAll of gradients, flat (U * D,) by destination, `width` = D."""
-        lane = "delayed lane" if what.startswith("delayed") else "embedding lane"
         away = width - self.table.local.shape[1]
         return self._launcher.submit(
-            f"{self.table.name} {what}",
-            lambda: self._communicator.send_gradients(flat, counts, width, lane),
+            launch,
+            lambda: self._communicator.send_gradients(flat, counts, width, LANE_GROUP[launch.lane]),
             flat.numel() // max(width, 1) * away * flat.element_size(),
         )
 
@@ -183,8 +235,8 @@ class RowExchange:
             self._routing is not None and self._routing.ids is ids and not self.table.has_gradient and not self.waiting
         )
 
-    def look_ahead(self, ids: Tensor, counts: Tensor, dtype: torch.dtype, split: Split | None = None) -> None:
-        """At the start of a backward, with the next batch's routing: cuts both batches, sends its early rows.
+    def cut(self, ids: Tensor, counts: Tensor, split: Split | None = None) -> None:
+        """At the start of a backward, with the next batch's routing: cuts both batches.
 
         Args:
             split: how they are cut, where that has been found already.
@@ -192,33 +244,53 @@ class RowExchange:
         self.apply_delayed()
         assert self._routing is not None
         split = split or self.splitter.split(self._routing, Routing.of(ids, counts), self.delayed_chunks)
-        self._split = split
+        self._split, self._delayed = split, None
         self._arriving = Arriving(routing=split.following, late=split.late)
-        self._arriving.rows.append(self._send_rows("early rows", split.following, split.early, dtype))
-        self.note_version()
 
-    def do_not_split(self) -> None:
-        """Instead of `look_ahead`: the whole gradient leaves at once, and no rows before their turn."""
-        for what in ("early rows", *(f"delayed [{k}]" for k in range(self.delayed_chunks))):
-            self._launcher.skip(f"{self.table.name} {what}")
+    @property
+    def early_rows_stale(self) -> bool:
+        """Whether rows that were sent early are not those of the table: it was written, or the step that they suppose
+        has not come."""
+        return self._stale or self._supposed is not None
 
-    def submit_gradient(self, rows: Tensor, ids: Tensor, counts: Tensor, padding_idx: int, scale: float) -> None:
-        """Sends the gradients (U, D) of this rank's rows of the batch: prior ones first, delayed ones in chunks."""
+    @early_rows_stale.setter
+    def early_rows_stale(self, stale: bool) -> None:
+        self._stale = stale
+
+    def do_not_cut(self, launches: Iterable[OperationId]) -> None:
+        """Instead of `cut`: all gradients of this backward are prior, and no rows leave before their turn.
+
+        This is the one place where it is decided that nodes of a program have nothing to send: the next batch is not
+        known, or this backward's gradient is not all that the coming step applies.
+
+        Args:
+            launches: those of the program.
+        """
+        self._split = None
+        self._launcher.skip(*(each for each in launches if each.what == self.table.name and each.needs_lookahead))
+
+    def submit_gradient(
+        self, launch: OperationId, rows: Tensor, ids: Tensor, counts: Tensor, padding_idx: int, scale: float
+    ) -> None:
+        """Sends a part of the gradients (U, D) of this rank's rows of the batch: prior ones first, then delayed."""
+        if launch.part == "delayed":
+            if self._split is not None:
+                routing = self._routing
+                assert routing is not None
+                self._delayed = self._delayed or self._split.delayed()
+                part = self._send_gradient(launch, rows, routing, self._delayed[launch.number])
+                self._gradients[-1].parts.append(part)
+            return
         self.apply_delayed()
         self.materialise()  # of an earlier backward: the step will want the sum
         routing = self._routing
         if routing is None or routing.ids is not ids:  # not the batch of the last forward
             routing, self._split = Routing.of(ids, counts), None
             self.early_rows_stale = True  # they were chosen for not being among that one's rows
-        if self._split is None:
-            parts = [self._send_gradient("prior", rows, routing, None)]
-        else:
-            parts = [self._send_gradient("prior", rows, routing, self._split.prior)]
-            for k, chunk in enumerate(self._split.delayed()):
-                parts.append(self._send_gradient(f"delayed [{k}]", rows, routing, chunk))
-        self._gradients.append(_Gradient(padding_idx, scale, parts))
+        selection = None if self._split is None else self._split.prior
+        self._gradients.append(_Gradient(padding_idx, scale, [self._send_gradient(launch, rows, routing, selection)]))
 
-    def _send_gradient(self, what: str, rows: Tensor, routing: Routing, selection: Selection | None) -> Part:
+    def _send_gradient(self, launch: OperationId, rows: Tensor, routing: Routing, selection: Selection | None) -> Part:
         ids, counts = routing.ids, routing.counts
         if selection is None:
             flat = split_columns(rows, self._communicator.world_size)
@@ -226,7 +298,7 @@ class RowExchange:
             own = selection.own(routing, self._communicator.rank)
             flat = split_selected_columns(rows, own, self._communicator.world_size)
             ids, counts = ids.index_select(0, selection.positions), selection.counts
-        return Part(ids, self.send_gradients(what, flat, counts, rows.shape[1]), selection)
+        return Part(ids, self.send_gradients(launch, flat, counts, rows.shape[1]), selection)
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -247,48 +319,99 @@ class RowExchange:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is a gradient that no step has taken."""
-        return bool(self._gradients) and self._gradients[-1].options is None
-
-    def step(self) -> bool:
-        """The optimizer steps: its options of this moment are those of the gradient on its way.
-
-        Returns: false where tables have to be updated at once, from gradients that they hold themselves.
-        """
-        self.apply_delayed()
-        self.early_rows_stale |= self.was_written()
-        if self.table.has_gradient or not self.table.steps_as_one():
-            with self._launcher.hurrying():  # rows of a forward to come may stand before the gradients
-                self.materialise()
-        if not self.waiting:
+        """Whether there is a gradient on its way that no step has taken, and that `.grad` still is of."""
+        if not self._gradients or self._gradients[-1].options is not None:
             return False
+        latest = self._gradients[-1]
+        if any(_waits_for(table, latest) for table in self.table.members):
+            return True
+        self._gradients.remove(latest)  # dropped, or someone has looked at it
+        return False
+
+    def deliver(self) -> None:
+        """At the end of a backward: its gradient is what `.grad` of the tables is, or is added to what it was."""
+        latest = self._gradients[-1]
+        late = _Late(self, latest)
+        for k, table in enumerate(self.table.members):
+            held = table.open_gradient()
+            if held.is_zero:
+                held.will_be(partial(late.rows, k), latest)
+            else:
+                for rows in late.rows(k):
+                    held.add_rows(*rows)
+
+    def may_step(self) -> bool:
+        """Whether a step can take the gradient as it is, on its way, and leave the update to the next forward."""
+        return (
+            self.waiting
+            and all(_waits_for(table, self._gradients[-1]) for table in self.table.members)
+            and self.table.steps_as_one()
+            and self.table.steps_in_parts()
+        )
+
+    def begin_step(self) -> None:
+        """An optimizer is about to step: what the last step has left is applied."""
+        self.apply_delayed()
+        self._stale |= self.was_written()
+
+    def step(self) -> None:
+        """The optimizer has stepped: its options of this moment are those of the gradient on its way."""
         self._gradients[-1].options = hyperparameters(self.table.begin_step())
+        self.stepped_at_once(moved_all=self.table.may_move())
+
+    def stepped_at_once(self, *, moved_all: bool) -> None:
+        """A step has been taken; `moved_all`: of all rows, and not just of those with a gradient of their own."""
+        supposed, self._supposed = self._supposed, None
+        if moved_all and self._arriving.rows:
+            self._stale |= supposed is None or not self.table.is_as(supposed)
         self.note_version()
-        return True
+
+    def update(self, launch: OperationId) -> None:
+        """Applies a part of what a step has taken; with the last part, what the step does to all other rows.
+
+        Of a gradient that no step has taken, what comes before the next lookup is kept for the step.
+        """
+        for gradient in list(self._gradients):
+            if gradient.options is None:
+                if launch.part != "delayed":
+                    self.materialise()
+                return
+            self._check_unwritten()
+            mine = [part for part in gradient.parts if part.ticket.id == launch]
+            gradient.parts = [part for part in gradient.parts if part.ticket.id != launch]
+            arrived = self.arrive(gradient, mine)
+            if launch.part == "delayed" and not gradient.parts:
+                self.table.finish(arrived, gradient.options)
+                self._gradients.remove(gradient)
+            else:
+                for rows in arrived:
+                    self.table.apply(*rows, gradient.options)
+            self.note_version()
 
     def apply_prior(self) -> None:
-        """Applies what the next batch may read, if the step has been taken; otherwise keeps the gradient for it."""
-        for gradient in self._gradients:
-            if gradient.options is None:
-                self.materialise()
-                return
-            self._apply(gradient, gradient.parts[:1])
-            del gradient.parts[:1]
+        """Applies whatever a step has taken but delayed parts: what no node of a program has applied."""
+        if not self.waiting:
+            for part in [part for gradient in self._gradients for part in gradient.parts]:
+                if part.ticket.id.part != "delayed":
+                    self.update(part.ticket.id)
 
     def apply_delayed(self) -> None:
         """Applies everything a step has taken."""
         stepped = [gradient for gradient in self._gradients if gradient.options is not None]
         for gradient in stepped:
-            self._apply(gradient, gradient.parts)
+            assert gradient.options is not None
+            self._check_unwritten()
+            self.table.finish(self.arrive(gradient, gradient.parts), gradient.options)
+            self.note_version()
         self._gradients = [gradient for gradient in self._gradients if gradient.options is None]
 
     def materialise(self) -> None:
-        """Moves a gradient that no step has taken to where the table keeps those: it was asked for, or is summed up."""
-        for gradient in self._gradients:
-            if gradient.options is None:
-                for part in gradient.parts:
-                    self.table.add_gradient(*self._arrive(gradient, part))
-        self._gradients = [gradient for gradient in self._gradients if gradient.options is not None]
+        """Waits for a gradient that no step has taken: it was asked for, or is summed up."""
+        if self.waiting:
+            for table in self.table.members:
+                if _waits_for(table, self._gradients[-1]):
+                    table.open_gradient().land()
+        self.discard()
 
     def discard(self) -> None:
         """Forgets a gradient that no step has taken."""
@@ -297,17 +420,18 @@ class RowExchange:
     def forget_rows(self) -> None:
         """What was looked up early is not read: parameters may have been written since."""
         self._arriving = Arriving()
-        self.early_rows_stale = False
+        self._stale, self._supposed = False, None
 
-    def _apply(self, gradient: _Gradient, parts: Sequence[Part]) -> None:
-        assert gradient.options is not None
+    def _check_unwritten(self) -> None:
         if self.was_written():
             raise RuntimeError(WRITTEN.format(f"table {self.table.name}"))
-        for part in parts:
-            self.table.apply(*self._arrive(gradient, part), gradient.options)
-        self.note_version()
 
-    def _arrive(self, gradient: _Gradient, part: Part) -> tuple[Tensor, Tensor]:
+    def arrive(self, gradient: _Gradient, parts: Sequence[Part]) -> list[RowsOfTable]:
+        """The rows of parts of a gradient, once they are here."""
+        with self._launcher.hurrying():  # rows of a forward to come may stand before them
+            return [self._arrive(gradient, part) for part in parts]
+
+    def _arrive(self, gradient: _Gradient, part: Part) -> RowsOfTable:
         local = self.table.local
         flat = self._wait(part.ticket).to(local.dtype)
         how = (part.ids, flat, local.shape[1], gradient.padding_idx, gradient.scale)
@@ -315,3 +439,9 @@ class RowExchange:
             return part.selection.coalesce(*how)
         ids, rows = coalesce(*how)
         return ids, rows
+
+
+def _waits_for(table: RowTable, gradient: _Gradient) -> bool:
+    """Whether what a table's `.grad` is, nobody having looked at it, is a gradient on its way."""
+    held = table.held
+    return held is not None and held.is_late and held.source is gradient

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.kernels import gpu
+from embrace_fx.runtime.kernels import again, gpu
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
+from embrace_fx.vocabulary import again_ops  # noqa: F401  (declares the ops)
 from embrace_fx.vocabulary.ops import own_columns
 
 
@@ -167,6 +168,10 @@ LOCAL: dict[str, Callable[..., object]] = {
     "embrace::pack_bucket": pack_bucket,
     "embrace::unpack_bucket": unpack_bucket,
     "embrace::unpack_ids": unpack_ids,
+    "embrace::random_state": again.random_state,
+    "embrace::begin_replay": again.begin_replay,
+    "embrace::end_replay": again.end_replay,
+    "embrace::copy_unwritten": again.copy_unwritten,
 }
 """Op name -> kernel: what a lowered program calls, without the dispatcher in between."""
 

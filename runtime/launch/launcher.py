@@ -24,7 +24,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.ranks.communicator import InFlight
-from embrace_fx.vocabulary.schedule import IN_FLIGHT, Lane
+from embrace_fx.vocabulary.schedule import IN_FLIGHT, Lane, OperationId
 
 STANDSTILL_S = 0.5
 
@@ -39,12 +39,12 @@ class Ticket:
     """A submitted launch.
 
     Attributes:
+        id: which one of the window's.
         window: counts the recorder's windows, -1 outside.
         started_s, ended_s: `time.perf_counter` when it was launched and when it had completed.
     """
 
-    name: str
-    lane: Lane
+    id: OperationId
     launch: Launch | None
     sent_bytes: int = 0
     window: int = -1
@@ -77,11 +77,11 @@ class Ticket:
 class _Window:
     """The launches of one window: what has been submitted, by its place in the order."""
 
-    def __init__(self, order: tuple[tuple[str, Lane], ...], number: int = 0) -> None:
+    def __init__(self, order: tuple[OperationId, ...], number: int = 0) -> None:
         self.order = order
         self.number = number
-        self.waiting: dict[str, Ticket] = {}  # submitted, and not launched
-        self.expected = {name for name, _ in order}  # may still be submitted
+        self.waiting: dict[OperationId, Ticket] = {}  # submitted, and not launched
+        self.expected = set(order)  # may still be submitted
         self.in_forward = False
 
 
@@ -110,15 +110,15 @@ class _State:
             self.windows.popleft()
         passed_over: set[Lane] = set()
         for window in self.windows:
-            for name, lane in window.order:
-                ticket = window.waiting.get(name)
-                if ticket is not None and lane not in passed_over:
-                    return window.waiting.pop(name)
-                if ticket is None and name not in window.expected:
+            for launch in window.order:
+                ticket = window.waiting.get(launch)
+                if ticket is not None and launch.lane not in passed_over:
+                    return window.waiting.pop(launch)
+                if ticket is None and launch not in window.expected:
                     continue
                 if not standing_still and not self.hurried:
                     return None
-                passed_over.add(lane)
+                passed_over.add(launch.lane)
         return None
 
     def under_way(self) -> bool:
@@ -130,15 +130,15 @@ class Launcher:
     """Hands launches to the thread.
 
     Args:
-        order: the launch order of a window, with the class of each launch.
+        order: the launch order of a window.
         of_forward: those of them that the forward submits; all others are the backward's.
         recorder: told of every launch that completes.
     """
 
-    def __init__(self, order: Iterable[tuple[str, Lane]], of_forward: Iterable[str], recorder: Recorder) -> None:
+    def __init__(self, order: Iterable[OperationId], of_forward: Iterable[OperationId], recorder: Recorder) -> None:
         self._order = tuple(order)
-        self._lanes = dict(self._order)
         self._of_forward = frozenset(of_forward)
+        self.noted: Callable[[str], None] = lambda name: None  # told of every submission
         self._state = _State(recorder)
         self._state.windows.append(_Window(self._order))
         self._start()
@@ -168,16 +168,20 @@ class Launcher:
             yield self._state.windows[-1]
             self._state.changed.notify_all()
 
-    def reorder(self, order: Iterable[tuple[str, Lane]]) -> None:
+    def reorder(self, order: Iterable[OperationId]) -> None:
         """Another order, from the next window on."""
         self._order = tuple(order)
+
+    @property
+    def order(self) -> tuple[OperationId, ...]:
+        """The launch order of the current window."""
+        return self._state.windows[-1].order
 
     def open_window(self) -> None:
         """Ends the current window, whose unsubmitted launches are not coming any more, and begins the next one."""
         with self._changing() as window:
             window.expected.clear()
             self._state.windows.append(_Window(self._order, window.number + 1))
-            self._lanes = dict(self._order)
 
     def leave_backward(self) -> None:
         """What the window's backward has not submitted is not coming any more."""
@@ -191,28 +195,29 @@ class Launcher:
         self._state.windows[-1].in_forward = True
         self.leave_backward()
 
-    def skip(self, name: str) -> None:
-        """A launch of the current window is not coming."""
+    def skip(self, *launches: OperationId) -> None:
+        """Launches of the current window that are not coming."""
         with self._changing() as window:
-            window.expected.discard(name)
+            window.expected.difference_update(launches)
 
-    def submit(self, name: str, launch: Launch, sent_bytes: int) -> Ticket:
+    def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
         """Queues a launch at its place in the current window.
 
         Args:
             sent_bytes: what this rank sends, for the recorder; a guess where what is in flight tells it in the end.
         """
-        assert name in self._state.windows[-1].expected, name
+        assert which in self._state.windows[-1].expected, str(which)
         recording = self._state.recorder.recording
         number = -1 if recording is None else recording.window
-        ticket = self._ticket(name, self._lanes[name], launch, sent_bytes, number)
+        ticket = self._ticket(which, launch, sent_bytes, number)
         with self._changing() as window:
-            window.waiting[name] = ticket
-            window.expected.remove(name)
+            window.waiting[which] = ticket
+            window.expected.remove(which)
+        self.noted(str(which))
         return ticket
 
-    def _ticket(self, name: str, lane: Lane, launch: Launch, sent_bytes: int, window: int) -> Ticket:
-        return Ticket(name, lane, launch, sent_bytes, window, state=self._state)
+    def _ticket(self, which: OperationId, launch: Launch, sent_bytes: int, window: int) -> Ticket:
+        return Ticket(which, launch, sent_bytes, window, state=self._state)
 
     def took_turns(self) -> bool:
         """Whether, since it was last asked, everything left in its turn; where not, all ranks must come to know.
@@ -290,7 +295,7 @@ def _complete(state: _State, ticket: Ticket) -> None:
         state.changed.notify_all()
     if ticket.window >= 0:
         state.recorder.transferred(
-            Transfer(ticket.name, ticket.lane, ticket.window, ticket.sent_bytes, ticket.started_s, ticket.ended_s)
+            Transfer(ticket.id, ticket.window, ticket.sent_bytes, ticket.started_s, ticket.ended_s)
         )
 
 

@@ -2,7 +2,7 @@
 
 Contract
     Off, a mark costs one attribute read. On, marks cut the calling thread's time into the compute operations of
-    `embrace_fx.vocabulary.schedule.StepGraph`, each named by the mark that ends it. On a device,
+    `embrace_fx.vocabulary.schedule.StepGraph`, each told by the mark that ends it. On a device,
     whose work comes after the thread that enqueues it, moments are taken on the device's streams by a clock of its own,
     and become times at the end.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
-from embrace_fx.vocabulary.schedule import Lane
+from embrace_fx.vocabulary.schedule import OperationId
 
 Moment = Any
 """What a clock hands out: seconds on the host, an event on a stream."""
@@ -58,8 +58,7 @@ class HostClock:
 class Transfer:
     """A launch as it went, seconds of `time.perf_counter`."""
 
-    name: str
-    lane: Lane
+    launch: OperationId
     window: int
     sent_bytes: int
     started_s: float
@@ -71,13 +70,13 @@ class Recording:
     """Raw marks of one rank, seconds of `time.perf_counter`. `window` counts backwards begun since the start.
 
     Attributes:
-        marks: (name, window, when): what was done by then.
-        waits: (launch, lane, window, from, to).
+        marks: (operation, window, when): what was done by then; None: the window begins.
+        waits: (launch, window, from, to).
         transfers: what was launched and completed meanwhile.
     """
 
-    marks: list[tuple[str, int, float]] = field(default_factory=list)
-    waits: list[tuple[str, Lane, int, float, float]] = field(default_factory=list)
+    marks: list[tuple[OperationId | None, int, float]] = field(default_factory=list)
+    waits: list[tuple[OperationId, int, float, float]] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     window: int = -1
 
@@ -86,7 +85,7 @@ class Recording:
 class ComputeSpan:
     """A piece of a compute operation between two waits, seconds of `time.perf_counter`."""
 
-    name: str
+    operation: OperationId
     window: int
     started_s: float
     ended_s: float
@@ -96,17 +95,17 @@ def compute_spans(recording: Recording) -> list[ComputeSpan]:
     """What the marks say was computed, less the time spent waiting."""
     spans: list[ComputeSpan] = []
     waits = sorted((start, end) for *_, start, end in recording.waits)
-    for (_, _, started), (name, window, ended) in pairwise(recording.marks):
-        if not name or window < 0:
+    for (_, _, started), (operation, window, ended) in pairwise(recording.marks):
+        if operation is None or window < 0:
             continue
         at = started
         for start, end in waits:
             if at <= start and end <= ended:
                 if start > at:
-                    spans.append(ComputeSpan(name, window, at, start))
+                    spans.append(ComputeSpan(operation, window, at, start))
                 at = end
         if ended > at:
-            spans.append(ComputeSpan(name, window, at, ended))
+            spans.append(ComputeSpan(operation, window, at, ended))
     return spans
 
 
@@ -125,16 +124,18 @@ class Recorder:
         """A backward begins."""
         if self.recording is not None:
             self.recording.window += 1
-            self.recording.marks.append(("", self.recording.window, self.clock.now()))
+            self.recording.marks.append((None, self.recording.window, self.clock.now()))
 
-    def mark(self, name: str) -> None:
-        """Everything since the last mark was `name`."""
+    def mark(self, operation: OperationId) -> None:
+        """Everything since the last mark was this operation, or more of it."""
         recording = self.recording
         if recording is not None:
-            recording.marks.append((name, recording.window, self.clock.now()))
+            if recording.marks and recording.marks[-1][:2] == (operation, recording.window):
+                recording.marks.pop()
+            recording.marks.append((operation, recording.window, self.clock.now()))
 
     @contextlib.contextmanager
-    def waiting(self, launch: str, lane: Lane) -> Iterator[None]:
+    def waiting(self, launch: OperationId) -> Iterator[None]:
         """The thread, or its stream, stands still for a launch."""
         recording = self.recording
         if recording is None:
@@ -144,7 +145,7 @@ class Recorder:
         try:
             yield
         finally:
-            recording.waits.append((launch, lane, recording.window, start, self.clock.now()))
+            recording.waits.append((launch, recording.window, start, self.clock.now()))
 
     def transferred(self, transfer: Transfer) -> None:
         """A launch has completed, or will have by the recording's end (called by whichever thread saw it)."""
@@ -162,9 +163,9 @@ class Recorder:
         recording, self.recording = self.recording, None
         self.clock.stop()
         seconds = self.clock.seconds
-        recording.marks = [(name, window, seconds(at)) for name, window, at in recording.marks]
+        recording.marks = [(operation, window, seconds(at)) for operation, window, at in recording.marks]
         recording.waits = [
-            (launch, lane, window, seconds(start), seconds(end)) for launch, lane, window, start, end in recording.waits
+            (launch, window, seconds(start), seconds(end)) for launch, window, start, end in recording.waits
         ]
         recording.transfers = [
             replace(each, started_s=seconds(each.started_s), ended_s=seconds(each.ended_s))

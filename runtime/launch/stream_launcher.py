@@ -28,7 +28,7 @@ from embrace_fx.runtime.launch import launcher
 from embrace_fx.runtime.launch.launcher import Launch, Launcher, Ticket
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Event, Streams
-from embrace_fx.vocabulary.schedule import IN_FLIGHT, Lane
+from embrace_fx.vocabulary.schedule import IN_FLIGHT, Lane, OperationId
 
 _REMEMBERED = 4 * IN_FLIGHT
 """Launches among which the one is looked up that a launch has to wait for."""
@@ -69,8 +69,8 @@ class StreamTicket(Ticket):
             raise self.state.error
         if self.ended is None:
             raise RuntimeError(
-                f"expected {self.name!r} to be launched before it is waited for, found that an earlier launch of class "
-                f"{self.lane!r} is still to be submitted. Submit or skip that one first."
+                f"expected '{self.id}' to be launched before it is waited for, found that an earlier launch of class "
+                f"{self.id.lane!r} is still to be submitted. Submit or skip that one first."
             )
 
     def wait(self) -> Tensor:
@@ -120,10 +120,10 @@ class _Issuer:
     def _is_out_of_turn(self, ticket: StreamTicket) -> bool:
         windows = [window for window in self.state.windows if window.number <= ticket.place[0]]
         before = [
-            name
+            launch
             for window in windows
-            for k, (name, _) in enumerate(window.order)
-            if (window.number, k) < ticket.place and (name in window.expected or name in window.waiting)
+            for k, launch in enumerate(window.order)
+            if (window.number, k) < ticket.place and (launch in window.expected or launch in window.waiting)
         ]
         return bool(before)
 
@@ -131,25 +131,25 @@ class _Issuer:
         streams, recorder = self.streams, self.state.recorder
         recorded = ticket.window >= 0 and recorder.recording is not None
         at = bisect.bisect_left(self._issued, ticket.place, key=lambda each: each[0])
-        with streams.on(ticket.lane, ticket.name):
+        with streams.on(ticket.id.lane, str(ticket.id)):
             streams.wait(ticket.ready)
             if at >= IN_FLIGHT:
                 _, lane, ended = self._issued[at - IN_FLIGHT]
-                if lane != ticket.lane:
+                if lane != ticket.id.lane:
                     streams.wait(ended)
             started = recorder.clock.now() if recorded else 0.0
             assert ticket.launch is not None
             launched, ticket.launch = ticket.launch(), None
             if launched.work is not None:
                 launched.work.wait()  # the stream does
-            ticket.ended = streams.record(f"{ticket.name} done")
+            ticket.ended = streams.record(f"{ticket.id} done")
             over = recorder.clock.now() if recorded else 0.0
         ticket.value, ticket.held = launched.value, launched.reads
-        self._issued.insert(at, (ticket.place, ticket.lane, ticket.ended))
+        self._issued.insert(at, (ticket.place, ticket.id.lane, ticket.ended))
         del self._issued[:-_REMEMBERED]
         if recorded:
             sent = ticket.sent_bytes if launched.sent_bytes is None else launched.sent_bytes()
-            recorder.transferred(Transfer(ticket.name, ticket.lane, ticket.window, sent, started, over))
+            recorder.transferred(Transfer(ticket.id, ticket.window, sent, started, over))
 
 
 class StreamLauncher(Launcher):
@@ -160,7 +160,7 @@ class StreamLauncher(Launcher):
     """
 
     def __init__(
-        self, order: Iterable[tuple[str, Lane]], of_forward: Iterable[str], recorder: Recorder, streams: Streams
+        self, order: Iterable[OperationId], of_forward: Iterable[OperationId], recorder: Recorder, streams: Streams
     ) -> None:
         self._streams = streams
         super().__init__(order, of_forward, recorder)
@@ -194,12 +194,12 @@ class StreamLauncher(Launcher):
         """Nothing to do: a ticket that is waited for is launched then, out of its turn only where it must be."""
         yield
 
-    def _ticket(self, name: str, lane: Lane, launch: Launch, sent_bytes: int, window: int) -> Ticket:
+    def _ticket(self, which: OperationId, launch: Launch, sent_bytes: int, window: int) -> Ticket:
         current = self._state.windows[-1]
-        place = (current.number, [each for each, _ in current.order].index(name))
-        ready = self._streams.record(f"{name} ready")
+        place = (current.number, current.order.index(which))
+        ready = self._streams.record(f"{which} ready")
         ticket = StreamTicket(
-            name, lane, launch, sent_bytes, window, state=self._state, place=place, ready=ready, issuer=self._issuer
+            which, launch, sent_bytes, window, state=self._state, place=place, ready=ready, issuer=self._issuer
         )
         self._issuer.unwaited[place] = ticket
         return ticket

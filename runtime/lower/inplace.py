@@ -1,60 +1,21 @@
 """Writing into values that die: a functional graph allocates where eager code would not.
 
 Contract
-    Same values. A pointwise op writes into its first input where nothing else can see that input again: it was made in
-    this phase by an op that returns new memory, this op is its only user, and the result has its shape, dtype and
-    strides. Called on the lowered copy only, never on a graph that is shown.
+    Same values; which op may write where, `embrace_fx/vocabulary/in_place.py` says. Called on the lowered copy only,
+    never on a graph that is shown.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from torch import fx
 
-import torch
-from torch import Tensor, fx
-
-aten = torch.ops.aten
-
-_IN_PLACE: dict[Any, Any] = {
-    aten.add.Tensor: aten.add_.Tensor,
-    aten.mul.Tensor: aten.mul_.Tensor,
-    aten.div.Tensor: aten.div_.Tensor,
-    aten.sub.Tensor: aten.sub_.Tensor,
-}
-_COMMUTE = (aten.add.Tensor, aten.mul.Tensor)
-_SHARES_MEMORY = (aten._unsafe_view.default, aten.reshape.default, aten.lift_fresh_copy.default)
-"""Ops that may return their input's memory although their schema does not say so."""
+from embrace_fx.vocabulary.in_place import IN_PLACE, written_into
 
 
 def write_in_place(graph: fx.Graph) -> None:
     """Replaces ops of a phase by their in-place forms where that is safe."""
     for node in graph.nodes:
-        form = _IN_PLACE.get(node.target)
-        if form is None:
-            continue
-        for position in (0, 1) if node.target in _COMMUTE and not node.kwargs else (0,):
-            source = node.args[position]
-            if isinstance(source, fx.Node) and _dies_here(source, node) and _same_layout(source, node):
-                node.args = (source, *(a for k, a in enumerate(node.args) if k != position))
-                node.target = form
-                break
-
-
-def _dies_here(source: fx.Node, user: fx.Node) -> bool:
-    return len(source.users) == 1 and user.all_input_nodes.count(source) == 1 and _is_new_memory(source)
-
-
-def _is_new_memory(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target in _SHARES_MEMORY:
-        return False
-    returns = target._schema.returns
-    return len(returns) == 1 and returns[0].alias_info is None
-
-
-def _same_layout(source: fx.Node, node: fx.Node) -> bool:
-    a, b = source.meta.get("val"), node.meta.get("val")
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dtype != b.dtype:
-        return False
-    # Text, not comparison: comparing symbolic sizes would add guards. The same expression prints the same.
-    return str((tuple(a.shape), a.stride())) == str((tuple(b.shape), b.stride()))
+        position = written_into(node)
+        if position is not None:
+            node.args = (node.args[position], *(a for k, a in enumerate(node.args) if k != position))
+            node.target = IN_PLACE[node.target]

@@ -20,6 +20,7 @@ from embrace_fx.runtime.lower import rnn
 from embrace_fx.runtime.lower.inplace import write_in_place
 from embrace_fx.runtime.lower.regions import Compiled, Region, compile_regions
 from embrace_fx.vocabulary.graph import Buffer, Parameter, Shard
+from embrace_fx.vocabulary.ops import op_name
 
 Phase = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -58,9 +59,9 @@ def lower(
         env[node].name = node.name
         env[node].meta["val"] = None if _is_in_flight(node) else node.meta.get("val")
         env[node].meta["fixed"] = _is_fixed(node)
-        env[node].meta["copies"] = str(node.target) == "embrace.pack_bucket.default"
+        env[node].meta["copies"] = op_name(node) == "embrace::pack_bucket"
         if isinstance(node.target, torch._ops.OpOverload):
-            env[node].target = special(node) or targets.get(node.target.name(), node.target)
+            env[node].target = special(node) or targets.get(op_name(node), node.target)
     if compile_region is not None:
         compile_regions(module, graph, compile_region)
     write_in_place(graph)
@@ -72,11 +73,11 @@ def lower(
 
 def _is_in_flight(node: fx.Node) -> bool:
     """Whether a value is no tensor yet: only its wait yields one."""
-    return any(str(user.target) == "_c10d_functional.wait_tensor.default" for user in node.users)
+    return any(op_name(user) == "_c10d_functional::wait_tensor" for user in node.users)
 
 
 def _is_fixed(node: fx.Node) -> bool:
     """Whether a value lies at the same address at every step."""
     if node.op == "placeholder":
         return isinstance(node.meta.get("role"), Parameter | Buffer | Shard)
-    return str(node.target) == "embrace.await_update.default"
+    return op_name(node) in ("embrace::update_bucket", "embrace::update_rows")

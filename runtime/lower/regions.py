@@ -6,7 +6,7 @@ Contract
     happens between them. Values that die within a region die there: its inputs come in one list that it empties.
     Works on the lowered copy of a phase, before ops write in place: what a region returns is never written into.
 
-    rewrite:  a = aten.mul(x, y); b = aten.add(a, y); ...; submit_bucket(pack_bucket([b]), 0)
+    rewrite:  a = aten.mul(x, y); b = aten.add(a, y); ...; submit_chunk(pack_bucket([b]), 0, n, ...)
     ->        arguments = bundle(x, y); b, = region_0(arguments); submit_bucket(pack_bucket([b]), 0)
 """
 

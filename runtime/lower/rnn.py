@@ -170,10 +170,13 @@ def _mkldnn_weights(weights: Sequence[Tensor]) -> list[Tensor]:
 def _mkldnn_forward(
     input: Tensor, h0: Tensor, c0: Tensor, weights: Sequence[Tensor], reverse: bool, save: bool
 ) -> list[Tensor]:
-    # oneDNN hands out its workspace only where gradients are enabled; autograd itself is not active inside an op.
+    # oneDNN hands out its workspace only where gradients are enabled. Autograd must not see parameters then: kernels
+    # are called without the dispatcher, and what autograd noted would hold the workspace as long as the output lives.
+    weights = [weight.detach() for weight in weights]
     with torch.set_grad_enabled(save):
         results = torch.ops.aten.mkldnn_rnn_layer(
-            input.contiguous(), *_mkldnn_weights(weights), h0.contiguous(), c0.contiguous(), reverse, [],
+            input.detach().contiguous(), *_mkldnn_weights(weights), h0.detach().contiguous(),
+            c0.detach().contiguous(), reverse, [],
             _CELL_NUMBERS["lstm"], c0.shape[1], 1, len(weights) == 4, False, False, save,
         )  # fmt: skip
     return list(results) if save else list(results[:3])

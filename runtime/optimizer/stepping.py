@@ -1,12 +1,17 @@
-"""The user's optimizer, stepping tables by rows.
+"""Whichever optimizer steps a model's parameters, stepping its sharded tables and what is still on its way too.
 
-The optimizer stays the object the user made: schedulers, param groups and `state_dict` work on it as before. Its class
-becomes a subclass of its own class whose `step` also updates the tables that the dense step cannot see.
+Contract
+    Optimizers stay what they are; torch's own hooks tell of their steps. Before one, gradients that torch's step can
+    take as they are become plain tensors (a table's: all rows of this rank's part), and those that are applied by rows,
+    or later, are taken away, so that the step skips them. After it they are applied, or left to the next forward with
+    the options of this moment, and `.grad` is what it was.
+    State dicts of an optimizer show DTensors for sharded tables; whole tensors and DTensors can be loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +19,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
-from embrace_fx.runtime.optimizer.gradient_watch import GradientWatch
+from embrace_fx.runtime.optimizer.holders import Holders
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.row_table import RowTable, fit_state, local_tensor
-from embrace_fx.runtime.tables.state_dicts import show_shards
-from embrace_fx.vocabulary.exactness import KNOWN_OPTIONS
+from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.tables.layouts import whole_table
+from embrace_fx.runtime.tables.row_gradient import RowGradient
+from embrace_fx.runtime.tables.row_table import RowTable, own_state
+from embrace_fx.runtime.tables.state_dicts import as_table_shard, shard_by_columns
+from embrace_fx.vocabulary.exactness import is_element_wise, not_element_wise
+
+Hook = Callable[..., Any]
 
 
 @dataclass
@@ -38,268 +53,341 @@ class DenseTable:
 
 
 @dataclass
-class Stepping:
-    """What an optimizer's step does beyond its own class.
+class _Step:
+    """One step of an optimizer, while torch's own part of it runs.
 
     Attributes:
-        sharded: tables in column shards.
+        gradients: what `.grad` is to be again after it.
+        buckets: parameters whose update is left to the next forward.
+        late: exchanges of tables whose update is.
+        rows: tables to be updated by rows, at once.
+        swept: tables, and the plain gradients (V', d) that torch's step takes for theirs, with their versions.
+        replicas: data-parallel tables to be updated by rows.
+    """
+
+    gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    buckets: set[nn.Parameter] = field(default_factory=set)
+    late: list[RowExchange] = field(default_factory=list)
+    rows: list[RowTable] = field(default_factory=list)
+    swept: list[tuple[RowTable, Tensor, int]] = field(default_factory=list)
+    replicas: list[tuple[DenseTable, Tensor]] = field(default_factory=list)
+
+    def hide(self, parameter: nn.Parameter, instead: Tensor | None = None) -> None:
+        """Takes a gradient away from torch's step, or puts a plain one in its place."""
+        assert parameter.grad is not None
+        self.gradients[parameter] = parameter.grad
+        parameter.grad = instead
+
+    def restore(self) -> None:
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = gradient
+        self.gradients = {}
+
+
+class Stepping:
+    """The optimizers of one model.
+
+    Args:
+        state: the model's, with its sharded tables.
+        make_whole: told of tables that an optimizer needs whole, and why; makes them so. Collective.
+
+    Attributes:
+        holders: the optimizers that are known.
         dense_tables: data-parallel tables updated by rows.
-        communicator: for what the ranks must agree on in a step.
-        gradients: what a step checks that it applies what belongs together by, and tells that it does.
-        by_rows: the optimizer's class is one of which tables can be updated by rows.
-        kind: that class.
         flow: what runs from one step into the next, where there is such.
     """
 
-    sharded: list[RowTable] = field(default_factory=list)
-    dense_tables: list[DenseTable] = field(default_factory=list)
-    communicator: Communicator | None = None
-    gradients: GradientWatch | None = None
-    by_rows: bool = True
-    kind: type[Optimizer] = Optimizer
-    flow: Flow | None = None
+    def __init__(
+        self, state: ModelState, communicator: Communicator, make_whole: Callable[[Sequence[str], str], None]
+    ) -> None:
+        self.holders = Holders()
+        self.dense_tables: list[DenseTable] = []
+        self.flow: Flow | None = None
+        self._state = state
+        self._communicator = communicator
+        self._make_whole = make_whole
+        self._steps: dict[int, _Step] = {}  # by the id of an optimizer
 
-    def take(self) -> None:
-        """Dense gradients and rows are stepped, or zeroed, together."""
-        if self.gradients is not None:
-            self.gradients.take()
+    def listen(self) -> None:
+        """Adopts every optimizer that is about to step a parameter of the model, from now on."""
+        handle = register_optimizer_step_pre_hook(_told(self, Stepping._notice))
+        weakref.finalize(self, handle.remove)
 
-    def check(self) -> None:
-        """Raises where a step would apply gradients that do not belong together."""
-        if self.gradients is not None:
-            self.gradients.check_written()
+    # -- optimizers ----------------------------------------------------------------------------------------------------
 
-    def take_over(self, optimizer: Optimizer) -> bool:
-        """Whether the dense part of a step is left to the next forward, which needs its parameters first."""
-        if self.flow is None:
-            return False
-        if self.dense_tables:  # their rows must be cut out of whole gradients, at once
-            self.flow.buckets.release(optimizer)
-            return False
-        return self.flow.buckets.step(optimizer, self.kind)
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Has an optimizer's steps and state dicts cover the model's tables."""
+        if not self.holders.add(optimizer):
+            return
+        for parameter, state in list(optimizer.state.items()):  # loaded before anyone knew of it
+            if isinstance(parameter, nn.Parameter) and isinstance(state, dict):
+                optimizer.state[parameter] = self._own_state(parameter, state)
+        optimizer.register_step_pre_hook(_told(self, Stepping._before))
+        optimizer.register_step_post_hook(_told(self, Stepping._after))
+        optimizer.register_state_dict_pre_hook(_told(self, Stepping._settle))
+        optimizer.register_state_dict_post_hook(_told(self, Stepping._show_state))
+        optimizer.register_load_state_dict_pre_hook(_told(self, Stepping._load_state))
 
-    def update_rows(self) -> None:
-        """Updates the sharded tables, or leaves that to the next forward, which needs their rows first."""
-        left: dict[RowExchange, bool] = {}
-        for table in self.sharded:
-            if self.flow is not None:
-                exchange = self.flow.of_table[table.name]
-                if exchange not in left:  # the tables of a stack have one
-                    left[exchange] = exchange.step()
-                if left[exchange]:
-                    continue
-            table.update()
-        for exchange, is_left in left.items():
-            if not is_left:
-                exchange.note_version()
+    def _notice(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer, anyone's, is about to step."""
+        own = {id(parameter) for parameter in self._state.parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            return
+        self.adopt(optimizer)
+        # The user's hooks see gradients as they are on all ranks: before ours take them, and after they are back.
+        _move(optimizer._optimizer_step_pre_hooks, self, last=True)
+        _move(optimizer._optimizer_step_post_hooks, self, last=False)
 
-    def materialise(self) -> None:
-        """Makes gradients that are on their way ordinary ones."""
-        if self.flow is not None:
-            self.flow.settle()
-            self.flow.materialise()
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._restore(optimizer)  # of a step that raised
+        found: tuple[Any, ...] | None = None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        group = optimizer.param_groups[0]
+        if closure is not None and self.holders.is_element_wise(optimizer, group):
+            # Evaluated here and not by the class's step: the gradients it makes must be there before.
+            loss = self._mean_loss(closure)()
+            found = (args[0], lambda: loss), {}
+        elif closure is not None:
+            found = (args[0], self._mean_loss(closure)), {}  # it may want the loss many times, as LBFGS does
+        self._take(optimizer)
+        return found
+
+    def _mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose loss is the mean over ranks: what LBFGS decides by it must be the same on all of them."""
-        communicator = self.communicator
+        communicator = self._communicator
 
         def mean() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            self.materialise()
-            if loss is None or communicator is None or communicator.world_size == 1:
+            if self.flow is not None:
+                self.flow.settle()
+                self.flow.materialise()
+            if loss is None or communicator.world_size == 1:
                 return loss
             total = communicator.reduce_scalar(torch.as_tensor(loss).detach().clone(), dist.ReduceOp.SUM)
             return total / communicator.world_size
 
         return mean
 
+    def _take(self, optimizer: Optimizer) -> None:
+        """Sorts gradients: what torch's step takes, what is applied by rows, and what is left to the next forward."""
+        step = self._steps[id(optimizer)] = _Step()
+        tables = self._own_tables(optimizer)
+        replicas = self._own_replicas(optimizer)
+        may_wait = self._may_wait(optimizer)
+        late = self._late(tables) if may_wait else []
+        for exchange in self._exchanges(tables):
+            exchange.begin_step()
+        for table in tables:
+            gradient = table.parameter.grad
+            if gradient is None:
+                continue
+            held = table.open_gradient()
+            if any(table in exchange.table.members for exchange in late):
+                step.hide(table.parameter)
+            elif table.takes_rows_only or not (held.is_dense or table.moves_all(table.param_group())):
+                held.land()
+                step.hide(table.parameter)
+                step.rows.append(table)
+            else:
+                dense = held.dense()
+                step.hide(table.parameter, dense)
+                step.swept.append((table, dense, dense._version))
+        step.late = late
+        for entry in replicas:
+            self._take_rows(step, entry)
+        if self.flow is not None:
+            if may_wait and not replicas:
+                taken = self.flow.buckets.take(optimizer, {table.parameter for table in tables})
+                step.buckets = set(taken)
+                step.gradients |= taken
+            else:  # rows must be cut out of whole gradients, at once; or torch's step looks at all of them
+                self.flow.buckets.release(optimizer)
 
-def attach(optimizer: Optimizer, stepping: Stepping) -> type[Optimizer]:
-    """Makes `optimizer.step()` and `zero_grad()` cover its tables. Returns the optimizer's own class.
+    def _own_tables(self, optimizer: Optimizer) -> list[RowTable]:
+        """The sharded tables that an optimizer is about to step, which are its from now on."""
+        by_parameter = {table.parameter: table for table in self._state.tables.values()}
+        held = [
+            (by_parameter[parameter], group)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter in by_parameter
+        ]
+        whole = [table.name for table, group in held if not self.holders.is_element_wise(optimizer, group)]
+        if whole:
+            self._make_whole(whole, not_element_wise(type(optimizer)))
+        for table, _ in held:
+            if table.optimizer is not optimizer:
+                for exchange in self._exchanges([table]):
+                    exchange.begin_step()  # what another one has stepped is applied as its step
+                table.optimizer = optimizer
+        return [table for table, _ in held if table.name not in whole]
 
-    Raises:
-        ValueError: the optimizer belongs to another compiled model.
-    """
-    if isinstance(optimizer, _RowStepping):
-        raise ValueError(
-            "expected an optimizer of its own for each compiled model, in compile(), found one that another compiled "
-            "model already steps. Make a new optimizer over the model's parameters."
+    def _own_replicas(self, optimizer: Optimizer) -> list[DenseTable]:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = [entry for entry in self.dense_tables if id(entry.table.parameter) in own]
+        for entry in found:
+            entry.table.optimizer = optimizer
+        return [entry for entry in found if not entry.table.moves_all(entry.table.param_group())]
+
+    def _may_wait(self, optimizer: Optimizer) -> bool:
+        """Whether torch's own step does nothing that an update in the next forward could not do."""
+        if self.flow is None or is_element_wise(type(optimizer)) is not True:
+            return False
+        if optimizer.__dict__.get("found_inf") is not None:  # a GradScaler leaves unscaling and skipping to the step
+            return False
+        hooks: Iterable[Hook] = (
+            *optimizer._optimizer_step_pre_hooks.values(),
+            *optimizer._optimizer_step_post_hooks.values(),
+            *_global_optimizer_pre_hooks.values(),
+            *_global_optimizer_post_hooks.values(),
         )
-    kind = type(optimizer)
-    # A scheduler made before compile has wrapped the old class's `step` into the instance.
-    optimizer.__dict__.pop("step", None)
-    optimizer.__class__ = type(kind.__name__, (_RowStepping, kind), {"__module__": kind.__module__})
-    stepping.by_rows = kind in KNOWN_OPTIONS
-    stepping.kind = kind
-    optimizer._embrace_stepping = stepping  # type: ignore[attr-defined]
-    return kind
+        return all(hasattr(hook, "stepping") for hook in hooks)
 
+    def _exchanges(self, tables: Sequence[RowTable]) -> list[RowExchange]:
+        if self.flow is None:
+            return []
+        return list(dict.fromkeys(self.flow.of_table[table.name] for table in tables))
 
-class _RowStepping(Optimizer):
-    """Mixed in before the optimizer's own class."""
+    def _late(self, tables: Sequence[RowTable]) -> list[RowExchange]:
+        """The exchanges whose gradients are on their way, of nothing but these tables."""
+        names = {table.name for table in tables}
+        return [
+            exchange
+            for exchange in self._exchanges(tables)
+            if all(member.name in names for member in exchange.table.members) and exchange.may_step()
+        ]
 
-    _embrace_stepping: Stepping
+    def _take_rows(self, step: _Step, entry: DenseTable) -> None:
+        """Moves a data-parallel table's dense gradient out of torch's step's sight."""
+        parameter = entry.table.parameter
+        if parameter.grad is not None:
+            step.replicas.append((entry, parameter.grad))
+            step.hide(parameter)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The class's own step, then the tables' rows. The loss of a closure is the mean over ranks."""
-        loss, stepping = None, self._embrace_stepping
-        self._hide_rows()
-        if closure is not None:
-            closure = stepping.mean_loss(closure)
-            if not stepping.by_rows:
-                self._opt_called = True
-                return super().step(closure)  # it may want the loss many times, as LBFGS does
-            # Evaluated here and not by the class's step: the gradients it makes must be there before both halves.
-            loss = closure()
-        if self.__dict__.get("found_inf") is None:
-            stepping.check()
-        else:
-            stepping.materialise()
-            if self._overflowed(self.__dict__["found_inf"]):
-                return loss
-        for table in stepping.sharded:
-            table.check()
-            _make_state_from_zeros(table)
-        stepping.take()
-        self._opt_called = True  # what a scheduler looks at to warn of a wrong order of calls
-        if not stepping.take_over(self):
-            dense = [_take_dense(entry) for entry in stepping.dense_tables]
-            super().step()
-            for entry, gradient in zip(stepping.dense_tables, dense, strict=True):
-                if gradient is not None:
-                    entry.table.update()
-                    entry.table.parameter.grad = gradient
-        stepping.update_rows()
-        return loss
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        step = self._steps.get(id(optimizer))
+        if step is None:
+            return
+        self._restore(optimizer)
+        for table, plain, version in step.swept:
+            if plain._version != version:  # torch's step has unscaled it
+                table.open_gradient().set_dense(plain)
+        if step.buckets:
+            assert self.flow is not None
+            self.flow.buckets.step(optimizer, step.buckets)
+        for exchange in step.late:
+            exchange.step()
+        if self._unscale(optimizer, step):
+            for table in step.rows:
+                table.update_rows(*table.open_gradient().rows())
+            for entry, gradient in step.replicas:
+                _update_replica(entry, gradient)
+        at_once = [table for table, *_ in step.swept] + step.rows
+        for exchange in self._exchanges(at_once):
+            swept = any(table in exchange.table.members for table, *_ in step.swept)
+            exchange.stepped_at_once(moved_all=swept)
 
-    # A GradScaler unscales what it finds in `.grad`; rows are not there. With this attribute it leaves the unscaling to
-    # the step, and hands over the scale in `grad_scale` and whether `.grad` overflowed in `found_inf`.
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        self._embrace_stepping.materialise()  # the scaler looks for overflows in `.grad` next
-        self._show_rows()
+    def _unscale(self, optimizer: Optimizer, step: _Step) -> bool:
+        """Unscales what is applied by rows, as torch's own step does its gradients for a GradScaler; false: skip."""
+        found_inf, scale = (optimizer.__dict__.get(key) for key in ("found_inf", "grad_scale"))
+        if found_inf is not None and bool(torch.as_tensor(found_inf).item() > 0):
+            return False
+        if scale is not None:
+            for table in step.rows:
+                table.open_gradient().map(lambda values: values / scale)
+            for _, gradient in step.replicas:
+                gradient.div_(scale)
         return True
 
-    def _show_rows(self) -> None:
-        """Lets a GradScaler find a gradient that is finite where all rows are, on every rank; its scale follows."""
-        self._hide_rows()
-        stepping = self._embrace_stepping
-        if stepping.sharded:
-            device = stepping.sharded[0].local.device
-            bad = torch.tensor(float(not all(table.is_finite() for table in stepping.sharded)), device=device)
-            if stepping.communicator is not None:
-                bad = stepping.communicator.reduce_scalar(bad, dist.ReduceOp.MAX)
-            shown = nn.Parameter(torch.zeros((), device=device))
-            shown.grad = torch.full((), float("inf") if bad.item() else 0.0, device=device)
-            self.__dict__["_embrace_shown"] = shown
-            self.param_groups[0]["params"].append(shown)
+    def _restore(self, optimizer: Optimizer) -> None:
+        step = self._steps.pop(id(optimizer), None)
+        if step is not None:
+            step.restore()
 
-    def _hide_rows(self) -> None:
-        shown = self.__dict__.pop("_embrace_shown", None)
-        if shown is not None:
-            kept = [parameter for parameter in self.param_groups[0]["params"] if parameter is not shown]
-            self.param_groups[0]["params"][:] = kept
+    # -- state dicts ---------------------------------------------------------------------------------------------------
 
-    def _overflowed(self, found_inf: Tensor | int) -> bool:
-        """Unscales all gradients for a GradScaler; whether any gradient, on any rank, is not finite.
+    def _settle(self, *_: Any) -> None:
+        if self.flow is not None:
+            self.flow.settle()
 
-        Raises:
-            RuntimeError: the gradients in `.grad` have been unscaled without those of the sharded tables.
-        """
-        tables, scale = self._embrace_stepping.sharded, self.__dict__.get("grad_scale")
-        if scale is None and tables:
-            raise RuntimeError(
-                "expected gradients that are unscaled by the step itself, in optimizer.step(), found that "
-                "scaler.unscale_() was called: it does not see the gradients of sharded tables. Leave it out; to clip, "
-                "pass max_norm times scaler.get_scale() to the model's own clip_grad_norm_()."
-            )
-        bad = torch.as_tensor(found_inf).clone()  # of rows too: they were shown; 0 where nothing has a gradient
-        if self._embrace_stepping.communicator is not None:
-            bad = self._embrace_stepping.communicator.reduce_scalar(bad, dist.ReduceOp.MAX)
-        if bad.item() > 0:
-            return True
-        if scale is not None:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.div_(scale)
-            for table in tables:
-                table.scale_gradient(1.0 / scale)
-        self.grad_scale = self.found_inf = None  # done: the class's own step must not look at them again
-        return False
+    def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The tables' state as DTensors by columns, which re-shard. Collective where a table lies on a grid."""
+        group, shown = self._communicator.group, dict(state_dict["state"])
+        for key, parameter in _numbered(optimizer, state_dict):
+            table = self._table_of(parameter)
+            if key not in shown or table is None or table.place.mesh is None:
+                continue
+            state, shape = _without_gradients(shown[key]), table.local.shape
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == shape:
+                    state[name] = as_table_shard(
+                        shard_by_columns(value, table.place, group), f"{name} of parameter {key}"
+                    )
+            shown[key] = state
+        return {**state_dict, "state": shown}
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, of whole state or of shards, before the model's first call or after. Collective likewise, and
-        where shards are loaded of what is whole here."""
+    def _load_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Of state that comes whole or in DTensors, this rank's part. Collective as `_show_state` is."""
         self._settle()
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                fit_state(self.state.get(parameter, {}), parameter, self._group())
+        loaded = dict(state_dict["state"])
+        for key, parameter in _numbered(optimizer, state_dict):
+            if key in loaded:
+                loaded[key] = self._own_state(parameter, loaded[key])
+        return {**state_dict, "state": loaded}
 
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, after every update that has been stepped; tables on a grid by columns, which is collective."""
-        self._settle()
-        found = super().state_dict()
-        for key, state in found["state"].items():
-            if any(isinstance(value, DTensor) for value in state.values()):
-                found["state"][key] = dict(state)  # torch hands out its own
-                show_shards(found["state"][key], self._group(), of=f" of parameter {key}")
-        return found
+    def _table_of(self, parameter: nn.Parameter) -> RowTable | None:
+        return next((table for table in self._state.tables.values() if table.parameter is parameter), None)
 
-    def _group(self) -> dist.ProcessGroup | None:
-        communicator = self._embrace_stepping.communicator
-        return communicator.group if communicator is not None else None
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        self._embrace_stepping.take()
-        for table in self._embrace_stepping.sharded:
-            table.clear_gradient()
-            if self._embrace_stepping.flow is not None:
-                self._embrace_stepping.flow.of_table[table.name].discard()
-
-    def _settle(self) -> None:
-        if self._embrace_stepping.flow is not None:
-            self._embrace_stepping.flow.settle()
+    def _own_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        """State of a parameter as it is here: this rank's part of a sharded table's, and of others all of it."""
+        table = self._table_of(parameter)
+        if table is not None:
+            return own_state(table, state, self._communicator.group)
+        return {
+            key: whole_table(v, v.device_mesh.get_group()) if isinstance(v, DTensor) else v for key, v in state.items()
+        }
 
 
-def _make_state_from_zeros(table: RowTable) -> None:
-    """torch.distributed.checkpoint has an optimizer make its state by a step over zero gradients, which are dense.
-
-    The class's own step takes them as they are, a DTensor of zeros; but for SparseAdam, which takes no dense gradient.
-    """
-    gradient = table.parameter.grad
-    if gradient is not None and isinstance(table.optimizer, SparseAdam) and not local_tensor(gradient).any():
-        table.make_state()
-        table.parameter.grad = None
+def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, nn.Parameter]]:
+    """An optimizer's parameters, by their numbers in a state dict."""
+    numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return list(zip(numbers, parameters, strict=False))
 
 
-def _take_dense(entry: DenseTable) -> Tensor | None:
-    """Moves a table's dense gradient out of the class's own step's sight, as rows."""
-    parameter = entry.table.parameter
-    gradient = parameter.grad
-    if gradient is None:
-        return None
+def _without_gradients(state: dict[str, Any]) -> dict[str, Any]:
+    """State whose values are plain: a class that keeps a gradient keeps what stands for it."""
+    return {key: v.held.dense() if isinstance(v, RowGradient) else v for key, v in state.items()}
+
+
+def _update_replica(entry: DenseTable, gradient: Tensor) -> None:
     if entry.all_rows:
         ids = torch.arange(gradient.shape[0], device=gradient.device)
-        entry.table.add_gradient(ids, gradient)
     else:
         ids = gradient.ne(0).any(dim=1).nonzero().view(-1)
-        entry.table.add_gradient(ids, gradient.index_select(0, ids))
-    parameter.grad = None
-    return gradient
+    entry.table.update_rows(ids, gradient.index_select(0, ids))
 
 
-def replace_parameter(optimizers: Sequence[Optimizer], old: nn.Parameter, new: nn.Parameter) -> None:
-    """Puts `new` where any optimizer holds `old`; state made before (a resumed run) moves along."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            # In place: LBFGS keeps the list itself.
-            group["params"][:] = [new if parameter is old else parameter for parameter in group["params"]]
-        if old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
+def _told(stepping: Stepping, method: Callable[..., Any]) -> Hook:
+    """A hook that does not keep its model alive."""
+    itself = weakref.ref(stepping)
+
+    def hook(*args: Any) -> Any:
+        found = itself()
+        return method(found, *args) if found is not None else None
+
+    hook.stepping = itself  # type: ignore[attr-defined]
+    return hook
+
+
+def _move(hooks: Any, stepping: Stepping, *, last: bool) -> None:
+    """Puts a model's hook at the end, or at the head, of those of its kind."""
+    for key, hook in list(hooks.items()):
+        owner = getattr(hook, "stepping", None)
+        if owner is not None and owner() is stepping:
+            hooks.move_to_end(key, last=last)

@@ -10,19 +10,24 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import json
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from embrace_fx import cost
 from embrace_fx.runtime.kernels import bad_id, column_widths
-from embrace_fx.runtime.ranks.failure import PeerFailure, RollCall
-from embrace_fx.vocabulary.schedule import LANES
+from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, PeerFailure, Progress, RollCall
+from embrace_fx.vocabulary.plain_data import from_plain, to_plain
+from embrace_fx.vocabulary.schedule import LANES, Lane
 from embrace_fx.vocabulary.stream_program import URGENT
 
 ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
@@ -37,7 +42,18 @@ _FAILED, _ASKS_TO_PLAN = 1, 2
 LANE_GROUPS = tuple(f"{lane} lane" for lane in LANES if lane != "compute")
 """The groups of the launcher's thread."""
 
+LANE_GROUP: Mapping[Lane, str] = dict(zip(LANES[1:], LANE_GROUPS, strict=True))
+"""The group on which a class of communication travels."""
+
 CPU = torch.device("cpu")
+
+MOST_BYTES = 2**28
+"""What a rank may tell the others at once. A plan of a thousand parameters takes some 2**20."""
+
+T = TypeVar("T")
+
+_FAREWELL_S = 5.0
+"""How long the end of a communicator waits for the threads of its groups."""
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Torch renamed it, and the old name warns."""
@@ -58,6 +74,33 @@ class InFlight:
     reads: tuple[Tensor, ...] = ()
 
 
+class _Widening:
+    """The work of a collective on a narrower tensor: it ends when the values have been written into a wider one."""
+
+    def __init__(self, work: Any, narrow: Tensor, into: Tensor) -> None:
+        def write(future: torch.futures.Future[Any]) -> Tensor:
+            future.wait()
+            return into.copy_(narrow)
+
+        self._done: torch.futures.Future[Any] = work.get_future().then(write)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._done
+
+    def wait(self) -> None:
+        self._done.wait()
+
+
+def widened(launched: InFlight, into: Tensor, sent_bytes: int) -> InFlight:
+    """A narrower tensor that is under way, as a wider one."""
+    narrow, work = launched.value, None
+    if launched.work is None:
+        into.copy_(narrow)
+    else:
+        work = _Widening(launched.work, narrow, into)
+    return InFlight(into, work, lambda: sent_bytes, (narrow, *launched.reads))
+
+
 class Communicator:
     """Issues this rank's collectives.
 
@@ -73,6 +116,7 @@ class Communicator:
         self.rank = 0
         self.activity = 0
         self.failure: str | None = None  # found before the step's announcement, which reports it
+        self.gradient_dtype: torch.dtype | None = None  # in which gradients travel; None: their own
         self.tables = 0  # how many tables exchange ids, once planned
         self.watched: tuple[str, ...] = ()  # other tables of which an announcement tells the rows read
         self.rows_seen: dict[str, int] = {}  # of those, in the coming step; of a table that is not there, unknown
@@ -81,7 +125,12 @@ class Communicator:
         self.asked_to_plan = False  # any rank would, as of the last announcement
         self.meshes: dict[Any, Any] = {}  # of tables on a grid of these ranks (`embrace_fx.runtime.tables.layouts`)
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._hosts: dist.ProcessGroup | None = None  # what ranks tell each other about a step
+        self._made: list[dist.ProcessGroup] = []  # of those and others, what ends with this
         self._roll_call: RollCall | None = None
+        self.progress = Progress()
+        self._end: Callable[[], object] = lambda: None
+        self._closed = False
         if group is not None:
             self.join(group)
 
@@ -97,23 +146,43 @@ class Communicator:
             on_host = _carries(group, CPU)
             self._hosts = self._groups["ids"] if on_host else self._new_group("hosts", backend="gloo")
             store = dist.distributed_c10d._get_default_store()
-            self._roll_call = RollCall(store, self._groups["ids"].group_name, self.rank, self.world_size)
-            weakref.finalize(self, self._roll_call.close)
+            # A job that a launcher restarts may find the store of the attempt before, with all that was said there.
+            attempt = self.gather(uuid4().hex, str)[0]
+            name = f"{self._groups['ids'].group_name}/{attempt}"
+            self._roll_call = RollCall(store, name, self.rank, self.world_size, self.progress)
+        self._end = weakref.finalize(self, end_groups, self._roll_call, self._made)
 
-    def open_lanes(self, device: torch.device = CPU) -> None:
+    def close(self) -> None:
+        """Ends the groups and threads that this has made. On each rank by itself; nothing may be under way."""
+        self._closed, self._hosts = True, None
+        self._groups.clear()
+        self._end()
+
+    def check_open(self) -> None:
+        """Raises `RuntimeError` once this is closed."""
+        if self._closed:
+            raise RuntimeError(
+                "expected a compiled model that is open, found that it has been closed: its process groups have ended. "
+                "Compile a model anew."
+            )
+
+    def open_lanes(self, device: torch.device = CPU, lanes: Collection[Lane] = LANES) -> None:
         """Makes the launcher's own groups, one for each class: a group has one thread launching on it. Collective.
 
         Args:
             device: of the tensors that they carry.
+            lanes: those classes of which anything is to be launched.
         """
-        if self.world_size > 1 and self.uses_nccl(device):
-            for lane, name in zip(LANES[1:], LANE_GROUPS, strict=True):
-                if name in self._groups:
-                    continue
+        if self.world_size == 1:
+            return
+        for lane, name in zip(LANES[1:], LANE_GROUPS, strict=True):
+            if name in self._groups or lane not in lanes:
+                continue
+            if self.uses_nccl(device):
                 self._groups[name] = self._new_group(name, backend="nccl", urgent=lane in URGENT)
                 self._connect(name, device)
-        elif self.world_size > 1:
-            self._open(LANE_GROUPS)
+            else:
+                self._groups[name] = self._new_group(name)
 
     def open_group(self, name: str) -> dist.ProcessGroup:
         """Another group of the same ranks, or the one of that name. Collective, of at least two ranks."""
@@ -156,6 +225,8 @@ class Communicator:
             use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
         assert isinstance(created, dist.ProcessGroup)
+        if len(ranks) == dist.get_world_size():
+            self._made.append(created)
         return created
 
     def _connect(self, name: str, device: torch.device) -> None:
@@ -172,21 +243,43 @@ class Communicator:
         assert self.group is not None
         return device.type == "cuda" and _carries(self.group, device) and "nccl" in _backend(self.group, device)
 
-    def _group_for(self, name: str, tensor: Tensor) -> dist.ProcessGroup:
+    def _group_for(self, name: str, tensor: Tensor) -> dist.ProcessGroup | None:
         """A class's group, or that of the hosts where the class's does not take the tensor."""
         group = self._groups[name]
         return group if _carries(group, tensor.device) else self._hosts
 
     # -- agreement -----------------------------------------------------------------------------------------------------
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order. For set-up and failures, never on the step's path."""
+    def gather(self, value: T, kind: Any) -> list[T]:
+        """`value` of every rank, in rank order. For set-up and failures, never on the step's path.
+
+        It travels as plain data (`embrace_fx.vocabulary.plain_data`), which is checked where it arrives.
+
+        Args:
+            kind: its type, as a hint; the same on all ranks.
+
+        Raises:
+            RuntimeError: a rank has more to tell than `MOST_BYTES`, on every rank; or what it tells is of another type.
+        """
+        self.check_open()
         if self.world_size == 1:
             return [value]
-        gathered: list[Any] = [None] * self.world_size
+        own = torch.frombuffer(bytearray(json.dumps(to_plain(value)).encode()), dtype=torch.uint8)
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
         with self.watching():
-            dist.all_gather_object(gathered, value, group=self._hosts)
-        return gathered
+            all_gather_single(sizes, torch.tensor([own.numel()]), group=self._hosts)
+        longest = int(sizes.max())
+        if longest > MOST_BYTES:
+            raise RuntimeError(
+                f"expected at most {MOST_BYTES} bytes from each rank, in what ranks tell each other, found {longest} "
+                f"from rank {int(sizes.argmax())}. Leave out what no other rank needs to know."
+            )
+        everyone = torch.empty((self.world_size, longest), dtype=torch.uint8)
+        with self.watching():
+            padded = torch.cat([own, own.new_zeros(longest - own.numel())])
+            all_gather_single(everyone.view(-1), padded, group=self._hosts)
+        told = [row[:size].numpy().tobytes() for row, size in zip(everyone, sizes.tolist(), strict=True)]
+        return [_of_peer(kind, content, rank) for rank, content in enumerate(told)]
 
     def announce(self, sizes: Sequence[int], failure: str | None = None) -> list[list[int]]:
         """Every rank's `sizes`, at the head of a step.
@@ -194,6 +287,7 @@ class Communicator:
         Raises:
             PeerFailure: any rank has a `failure`, or the ranks are not doing the same thing; on all ranks.
         """
+        self.check_open()
         failure, self.failure = self.failure or failure, None
         if self.world_size == 1:
             if failure is not None:
@@ -207,7 +301,8 @@ class Communicator:
         marks = _FAILED * (failure is not None) | _ASKS_TO_PLAN * self.asks_to_plan
         own = torch.tensor([marks, self.activity, *seen, *sizes, *padding], dtype=torch.int64)
         everyone = own.new_empty((self.world_size, own.numel()))
-        with self.watching():
+        self.progress.begin_step()
+        with self.watching(ANNOUNCEMENT):
             all_gather_single(everyone.view(-1), own, group=self._hosts)
         rows: list[list[int]] = everyone.tolist()
         self.asked_to_plan = any(row[0] & _ASKS_TO_PLAN for row in rows)
@@ -215,7 +310,7 @@ class Communicator:
         self.rows_read = {}
         self.note_rows(self.watched, [row[2:first] for row in rows])
         if any(row[0] & _FAILED for row in rows):
-            failures = self.gather_objects(failure)
+            failures = self.gather(failure, str | None)
             raise PeerFailure({rank: text for rank, text in enumerate(failures) if text is not None})
         check_activities([row[1] for row in rows])
         return [row[first : first + len(sizes)] for row in rows]
@@ -226,6 +321,7 @@ class Communicator:
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Rank 0's values, in place."""
+        self.check_open()
         if self.world_size == 1:
             return
         assert self.group is not None
@@ -237,17 +333,23 @@ class Communicator:
 
     def reduce_scalar(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
         """The sum or maximum of a small tensor over ranks, by element."""
+        self.check_open()
         if self.world_size > 1:
             with self.watching():
                 dist.all_reduce(value, reduce_op, group=self._group_for("dense", value))
         return value
 
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which the error of a broken collective names the ranks that are gone."""
-        return self._roll_call.watching() if self._roll_call is not None else contextlib.nullcontext()
+    def watching(self, what: str = "") -> contextlib.AbstractContextManager[None]:
+        """A context in which the error of a broken collective names the ranks that are gone, or stuck.
+
+        Args:
+            what: what is waited for inside, by its name in `progress`.
+        """
+        return self._roll_call.watching(what) if self._roll_call is not None else contextlib.nullcontext()
 
     def host_group(self) -> dist.ProcessGroup:
         """The group that carries tensors of the hosts, of at least two ranks."""
+        assert self._hosts is not None
         return self._hosts
 
     def timeout(self) -> timedelta | None:
@@ -367,7 +469,7 @@ class Communicator:
     ) -> InFlight:
         """`all_to_all_gradients` on a grid, with counts on the host: by rank, by row of the grid."""
         of_owners, of_readers = self._grid_sizes(counts, embedding_dim)
-        return self._all_to_all(flat.new_empty((sum(of_readers),)), flat, of_readers, of_owners, group)
+        return self._all_to_all_narrowly(flat.new_empty((sum(of_readers),)), flat, of_readers, of_owners, group)
 
     def send_gradients(self, flat: Tensor, rows_by_rank: Sequence[int], embedding_dim: int, group: str) -> InFlight:
         """`all_to_all_gradients` with counts on the host."""
@@ -376,7 +478,7 @@ class Communicator:
         widths = column_widths(embedding_dim, self.world_size)
         own_width, own_rows = widths[self.rank], rows_by_rank[self.rank]
         received = flat.new_empty((sum(rows_by_rank) * own_width,))
-        return self._all_to_all(
+        return self._all_to_all_narrowly(
             received,
             flat,
             [rows * own_width for rows in rows_by_rank],
@@ -398,7 +500,27 @@ class Communicator:
 
     def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
         carrier = self._group_for(group, flat)
-        return self._launch(lambda own: dist.all_reduce(own, group=carrier, async_op=True), group, flat)
+        narrow = self._narrow(flat) if group == "dense lane" else flat
+        launched = self._launch(lambda own: dist.all_reduce(own, group=carrier, async_op=True), group, narrow)
+        sent_bytes = cost.all_reduce(narrow.nbytes, self.world_size).sent_bytes
+        return launched if narrow is flat else widened(launched, flat, sent_bytes)
+
+    def _narrow(self, gradient: Tensor) -> Tensor:
+        """A gradient as it travels: itself, or a narrower copy."""
+        dtype = self.gradient_dtype
+        return gradient if dtype is None or dtype.itemsize >= gradient.dtype.itemsize else gradient.to(dtype)
+
+    def _all_to_all_narrowly(
+        self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str
+    ) -> InFlight:
+        """An AlltoAll of gradients."""
+        narrow = self._narrow(sent)
+        if narrow is sent:
+            return self._all_to_all(received, sent, receive_sizes, send_sizes, group)
+        arriving = received.new_empty(received.shape, dtype=narrow.dtype)
+        launched = self._all_to_all(arriving, narrow, receive_sizes, send_sizes, group)
+        sent_bytes = (sum(send_sizes) - send_sizes[self.rank]) * narrow.element_size()
+        return widened(launched, received, sent_bytes)
 
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
         """A collective under way; of tensors on a device over gloo, which takes them from the host, an ended one."""
@@ -409,9 +531,9 @@ class Communicator:
         written.copy_(on_host[0])
         return InFlight(written, None)
 
-    def wait(self, launch: InFlight) -> Tensor:
+    def wait(self, launch: InFlight, what: str = "") -> Tensor:
         if launch.work is not None:
-            with self.watching():
+            with self.watching(what):
                 launch.work.wait()
         return launch.value
 
@@ -424,6 +546,37 @@ class Communicator:
             "_c10d_functional::all_reduce_": self.all_reduce_,
             "_c10d_functional::wait_tensor": self.wait,
         }
+
+
+def _of_peer(kind: Any, content: bytes, rank: int) -> Any:
+    try:
+        return from_plain(kind, json.loads(content))
+    except (ValueError, RecursionError) as error:
+        raise RuntimeError(
+            f"expected plain data of type {getattr(kind, '__name__', kind)} from rank {rank}, in what ranks tell each "
+            f"other, found something else: {error}. Run the same version of embrace_fx on every rank."
+        ) from error
+
+
+def end_groups(roll_call: RollCall | None, groups: list[dist.ProcessGroup]) -> None:
+    """Ends a roll call, and process groups of all ranks of the job, for this rank.
+
+    Torch names groups of fewer ranks by how many groups there are, so that a later one would meet the addresses of one
+    that has ended: those stay. Nobody waits for ever for a group on which something is still under way.
+    """
+    if roll_call is not None:
+        roll_call.close()
+
+    def end() -> None:
+        registered = dist.distributed_c10d._world.pg_map
+        while groups:
+            group = groups.pop()
+            if group in registered:
+                dist.destroy_process_group(group)
+
+    thread = threading.Thread(target=end, name="embrace_fx end", daemon=True)
+    thread.start()
+    thread.join(_FAREWELL_S)
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:

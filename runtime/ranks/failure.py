@@ -1,12 +1,37 @@
-"""What happens when a rank fails or dies: every other rank raises, with the culprit's name."""
+"""What happens when a rank fails, dies or stands still: every other rank raises, with the culprit's name."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
+
+from embrace_fx.vocabulary import plain_data
+from embrace_fx.vocabulary.plain_data import from_plain, to_plain
+
+ANNOUNCEMENT = "announcement"
+"""The name of what every step begins with."""
+
+_LIBRARIES = tuple(
+    str(path)
+    for path in (
+        Path(torch.__file__).parent,
+        Path(plain_data.__file__).parents[1],
+        Path(__file__).parents[1],
+        sysconfig.get_paths()["stdlib"],
+    )
+)
+"""Whose lines are not the user's."""
 
 _PATIENCE_S = 5.0
 _FAREWELL_S = 5.0
@@ -34,6 +59,50 @@ class DeadRank(RuntimeError):
     """A collective failed because a rank is gone."""
 
 
+class StuckRank(RuntimeError):
+    """A collective failed though every rank's process lives: one of them did not come to it in time."""
+
+
+class Progress:
+    """How far this rank has come: what it has launched, in which step.
+
+    Attributes:
+        step: announcements begun.
+        launched: name of a launch -> the step of the last one; the last launch is the last entry.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.launched: dict[str, int] = {}
+
+    def begin_step(self) -> None:
+        self.step += 1
+        self.note(ANNOUNCEMENT)
+
+    def note(self, name: str) -> None:
+        self.launched.pop(name, None)
+        self.launched[name] = self.step
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a living rank signs with: how far it has come, and the line in which its main thread stands."""
+
+    launched: dict[str, int]
+    place: str
+
+
+def place_of_main_thread() -> str:
+    """The innermost line of the main thread that is the user's own, or else the innermost one: "loader.py:88"."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    lines = list(traceback.walk_stack(frame))
+    own = [(f, line) for f, line in lines if not f.f_code.co_filename.startswith(_LIBRARIES)]
+    if not lines:
+        return "a thread that has ended"
+    found, line = (own or lines)[0]
+    return f"{Path(found.f_code.co_filename).name}:{line}"
+
+
 class RollCall:
     """Tells the dead from the living after a collective broke.
 
@@ -44,10 +113,13 @@ class RollCall:
     Args:
         store: the process group's store. The roll call talks to it over a connection of its own, in its own thread.
         name: unique among the communicators of one store.
+        progress: what this rank signs with.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, name: str, rank: int, world_size: int, progress: Progress) -> None:
         self.rank, self.world_size = rank, world_size
+        self._progress = progress
+        self._standings: dict[int, Standing] = {}
         self._store: Any = store.clone()
         self._called = f"embrace_fx/{name}/called"
         self._verdict = f"embrace_fx/{name}/verdict"
@@ -86,12 +158,16 @@ class RollCall:
 
     def _call(self) -> list[int]:
         self._store.set(self._called, "1")
-        self._store.set(self._signatures[self.rank], "1")
+        own = Standing(dict(self._progress.launched), place_of_main_thread())
+        self._store.set(self._signatures[self.rank], json.dumps(to_plain(own)))
         self._await(lambda: self._store.check(self._signatures) or self._store.check([self._verdict]), _PATIENCE_S)
         if not self._store.check([self._verdict]):
             silent = [r for r, name in enumerate(self._signatures) if not self._store.check([name])]
             self._store.set(self._verdict, ",".join(map(str, silent)))
         missing = [int(r) for r in self._store.get(self._verdict).decode().split(",") if r]
+        with contextlib.suppress(RuntimeError, ValueError):
+            signed = {r: self._store.get(self._signatures[r]) for r in range(self.world_size) if r not in missing}
+            self._standings = {r: from_plain(Standing, json.loads(text)) for r, text in signed.items()}
         with contextlib.suppress(RuntimeError):  # from here on the store may go: this rank knows enough
             self._store.set(self._readers[self.rank], "1")
             living = [name for r, name in enumerate(self._readers) if r not in missing]
@@ -104,18 +180,37 @@ class RollCall:
             time.sleep(_POLL_S)
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Turns the error of a broken collective into one that names the ranks that no longer answer."""
+    def watching(self, what: str = "") -> Iterator[None]:
+        """Turns the error of a broken collective into one that names the ranks that no longer answer, or are stuck.
+
+        Args:
+            what: what is waited for inside, by its name in `Progress`.
+        """
         try:
             yield
-        except (PeerFailure, DeadRank):
+        except (PeerFailure, DeadRank, StuckRank):
             raise
         except RuntimeError as error:
-            missing = self.missing()
-            found = (
-                f"rank(s) {', '.join(map(str, missing))} no longer answer" if missing else "a rank stopped taking part"
-            )
-            raise DeadRank(
-                f"expected every rank to take part in a collective, on rank {self.rank}; found that {found} "
-                f"({error}). Look at the log of the ranks named, and restart the job from a checkpoint."
+            if missing := self.missing():
+                raise DeadRank(
+                    f"expected every rank to take part in a collective, on rank {self.rank}; found that rank(s) "
+                    f"{', '.join(map(str, missing))} no longer answer ({error}). Look at the log of the ranks named, "
+                    "and restart the job from a checkpoint."
+                ) from error
+            raise StuckRank(
+                f"expected every rank to take part in a collective in time, on rank {self.rank}; found that "
+                f"{self._who_is_stuck(what)} ({error}). Look at the lines named, and restart the job from a checkpoint."
             ) from error
+
+    def _who_is_stuck(self, what: str) -> str:
+        """The ranks behind this one, by the first launch that they have not come to; all places where none is."""
+        own, found = self._progress.launched, []
+        for r, each in self._standings.items():
+            absent = [name for name, step in own.items() if each.launched.get(name, 0) < step]
+            if absent:
+                name = what if what in absent else absent[0]
+                found.append(f"rank {r} has not launched {name!r} of step {own[name]}: it stands in {each.place}")
+        if found:
+            return "; ".join(found)
+        places = "; ".join(f"rank {r} stands in {each.place}" for r, each in self._standings.items() if r != self.rank)
+        return f"every rank lives: {places}" if places else "a rank stopped taking part"

@@ -13,6 +13,9 @@ from torch import Tensor
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.communicator import Communicator
 
+_NAME = "backward flags"
+"""Of the exchange, where a rank that does not come to it is named."""
+
 _BITS = 62
 """Results that one number can name, a bit each."""
 
@@ -80,8 +83,9 @@ def _launch(
     flags[:, communicator.rank] = torch.tensor(own)
     if communicator.world_size == 1:
         return flags.tolist
+    communicator.progress.note(_NAME)
     launched = communicator.all_reduce_(flags, "sum", "ids")
-    return lambda: communicator.wait(launched).tolist()
+    return lambda: communicator.wait(launched, _NAME).tolist()
 
 
 def _launch_on(

@@ -18,7 +18,8 @@ from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.step.model_state import ModelState
-from embrace_fx.vocabulary.graph import Shard, TrainingGraph, inputs_of
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.ops import launch_of, op_name
 
 
 class Bindings:
@@ -45,13 +46,13 @@ class Bindings:
         self._state = state
         self._communicator = communicator
         self._packs = iter(buckets or ())
-        self._through_launcher = _through_launcher(graph, flow) if flow is not None else {}
+        self._flow = flow
         on = _streams_alone(state, communicator)
         self._alone = solo.SoloRows(on) if on is not None and solo.fits(graph) else None
         self.by_op: dict[str, Callable[..., Any]] = {
             **communicator.launches(),
             "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
-            **(_relaxed_ops(flow) if flow is not None else {}),
+            **({"_c10d_functional::wait_tensor": flow.wait_for} if flow is not None else {}),
         }
 
     def unique(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -62,15 +63,21 @@ class Bindings:
         return self._alone.kernel(node) if self._alone is not None else self._with_table_names(node)
 
     def forward(self, node: fx.Node) -> Callable[..., Any] | None:
-        return self._through_launcher.get(node.name)
+        return self._in_flow(node)
 
     def backward(self, node: fx.Node) -> Callable[..., Any] | None:
-        if str(node.target) == "embrace.pack_bucket.default":
+        if op_name(node) == "embrace::pack_bucket":
             return _Packer(self._state, next(self._packs))
-        return self._through_launcher.get(node.name) or self.unique(node)
+        return self._in_flow(node) or self.unique(node)
+
+    def _in_flow(self, node: fx.Node) -> Callable[..., Any] | None:
+        if self._flow is None:
+            return None
+        found = _of_relaxed(self._flow, node) or _through_launcher(self._flow, node)
+        return found and _named(found, node.name)
 
     def _with_table_names(self, node: fx.Node) -> Callable[..., Any] | None:
-        if str(node.target) != "embrace.all_gather_ids.default":
+        if op_name(node) != "embrace::all_gather_ids":
             return None
         communicator, names = self._communicator, node.meta["tables"]
 
@@ -78,6 +85,12 @@ class Bindings:
             return communicator.all_gather_ids(unique, num_rows, group, group_size, names)
 
         return all_gather_ids
+
+
+def _named(call: Callable[..., Any], node: str) -> Callable[..., Any]:
+    """A call under the name by which the lowered program knows it."""
+    call.__name__ = node
+    return call
 
 
 def _streams_alone(state: ModelState, communicator: Communicator) -> Streams | None:
@@ -88,31 +101,43 @@ def _streams_alone(state: ModelState, communicator: Communicator) -> Streams | N
     return streams.streams_of(parameter.device)
 
 
-def _relaxed_ops(flow: Flow) -> dict[str, Callable[..., Any]]:
-    """Op name -> what a relaxed program calls."""
+def _of_relaxed(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
+    """What a node calls that leaves communication to the next step, or takes it over; None: it does neither."""
+    launch = launch_of(node)
+    match op_name(node):
+        case "embrace::hand_over":
+            return lambda flat, bucket: flow.buckets.take_over(bucket, flat)
+        case "embrace::update_bucket":
+            return lambda parameters, bucket: _then(lambda: flow.update_bucket(bucket), parameters)
+        case "embrace::join_rows":
+            return lambda parts, ids, counts, table: flow.join_rows(table)
+        case _ if launch is None:
+            return None
+        case "embrace::submit_ids":
+            return lambda ids, name: flow.submit_ids()
+        case "embrace::await_ids":
+            return lambda ids, name: flow.await_ids()
+        case "embrace::update_rows":
+            return lambda shard, table, name: _then(lambda: flow.update_rows(launch), shard)
+        case "embrace::submit_rows":
+            return lambda shard, ids, counts, table, dtype, name: flow.submit_rows(launch, ids, counts, dtype)
+        case "embrace::await_rows":
+            return lambda ids, counts, table, dtype, name: flow.await_rows(launch, ids, dtype)
+        case "embrace::submit_gradients":
+            return lambda rows, ids, counts, table, padding_idx, scale, name: flow.submit_gradients(
+                launch, rows, ids, counts, padding_idx, scale
+            )
+        case "embrace::submit_chunk":
+            return lambda flat, start, length, name: _then(lambda: flow.submit_chunk(launch, flat, start, length), flat)
+        case "embrace::await_chunk":
+            return lambda value, name: _then(lambda: flow.await_chunk(launch), value)
+    return None
 
-    def await_update(parameters: list[Tensor], bucket: int) -> list[Tensor]:
-        flow.await_update(bucket)
-        return parameters
 
-    def submit_bucket(flat: Tensor, bucket: int) -> None:
-        flow.recorder.mark(f"backward bucket {bucket}")
-        flow.buckets.submit(bucket, flat)
-
-    def submit_rows(rows: Tensor, ids: Tensor, counts: Tensor, table: str, padding_idx: int, scale: float) -> None:
-        flow.recorder.mark(f"backward {table}")
-        flow.exchanges[table].submit_gradient(rows, ids, counts, padding_idx, scale)
-
-    def await_rows(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype) -> Tensor:
-        return flow.await_rows(table)
-
-    return {
-        "embrace::await_update": await_update,
-        "embrace::submit_bucket": submit_bucket,
-        "embrace::submit_rows": submit_rows,
-        "embrace::await_rows": await_rows,
-        "_c10d_functional::wait_tensor": flow.wait_all,
-    }
+def _then(do: Callable[[], None], value: Any) -> Any:
+    """A value, once something has been done."""
+    do()
+    return value
 
 
 def _exchange_gradient_(
@@ -132,35 +157,19 @@ def _exchange_gradient_(
     return InFlight(flat, None)
 
 
-def _through_launcher(graph: TrainingGraph, flow: Flow) -> dict[str, Callable[..., Any]]:
-    """Node name -> how the launcher launches it: exchanges that are waited for in the phase that launches them."""
-    found: dict[str, Callable[..., Any]] = {}
-    tables: dict[str, str] = {}  # name of a table's counts -> the table
-    shards = {node.name: role.table for node, role in inputs_of(graph.phases["forward"]) if isinstance(role, Shard)}
-    for node in graph.phases["forward"].graph.nodes:
-        if str(node.target) == "embrace.all_to_all_rows.default":
-            columns = node.args[0]
-            while columns.op != "placeholder":
-                columns = columns.all_input_nodes[0]
-            counts = node.args[1].meta.get("role")  # on a grid they are made here, and saved under their name
-            table = tables[counts.name if counts is not None else node.args[1].name] = shards[columns.name]
-            found[node.name] = partial(flow.launch_rows, table)
-    buckets = 0
-    for node in graph.phases["backward"].graph.nodes if "backward" in graph.phases else ():
-        if str(node.target) == "embrace.all_to_all_gradients.default":
-            found[node.name] = partial(flow.launch_gradients, tables[node.args[1].meta["role"].name])
-        elif _reduces_bucket(node):
-            found[node.name] = partial(flow.launch_bucket, buckets)
-            buckets += 1
-    for node_name, launch in found.items():
-        launch.__name__ = node_name.replace(".", "_")
-    return found
-
-
-def _reduces_bucket(node: fx.Node) -> bool:
-    """An AllReduce of gradients, or their exchange; other passes reduce counts."""
-    reduces = str(node.target) in ("_c10d_functional.all_reduce_.default", "embrace.exchange_gradient_.default")
-    return reduces and str(node.all_input_nodes[0].target) == "embrace.pack_bucket.default"
+def _through_launcher(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
+    """How the launcher launches an exchange that is waited for in the phase that launches it."""
+    launch = launch_of(node)
+    if launch is None:
+        return None
+    match op_name(node):
+        case "embrace::all_to_all_rows":
+            return partial(flow.launch_rows, launch)
+        case "embrace::all_to_all_gradients":
+            return partial(flow.launch_gradients, launch)
+        case "_c10d_functional::all_reduce_" | "embrace::exchange_gradient_":
+            return partial(flow.launch_bucket, launch)
+    return None
 
 
 class _Packer:

@@ -41,9 +41,6 @@ def deliver(
                 delivered.add(id(value))
             case RowGradient(table, part) if table not in absent:
                 rows.setdefault(table, {})[part] = value
-    state.gradients.note(
-        [state.parameter(r.of.name) for r in roles if isinstance(r, Gradient) and isinstance(r.of, Parameter)]
-    )
     for table, parts in rows.items():
         state.tables[table].add_gradient(parts["ids"], parts["rows"])
     pending = [role for role in roles if isinstance(role, PendingGradients)]
@@ -55,10 +52,10 @@ def deliver(
         assert flow is not None
         flow.buckets.deliver([role.bucket for role in pending], [state.parameter(name) for name in absent])
     for role in roles:
-        if isinstance(role, PendingRows) and not absent.isdisjoint(role.tables):
+        if isinstance(role, PendingRows):
             assert flow is not None
-            flow.exchanges[role.table].discard()
-    state.gradients.leave()
+            exchange = flow.exchanges[role.table]
+            exchange.deliver() if absent.isdisjoint(role.tables) else exchange.discard()
 
 
 def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised: bool) -> None:

@@ -15,6 +15,7 @@ from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.phases import Runnable, Values, keep, runnable
 from embrace_fx.vocabulary.graph import Mutation, Saved, TrainingGraph, inputs_of, outputs_of
+from embrace_fx.vocabulary.ops import op_name
 
 
 def ids_program(
@@ -29,7 +30,7 @@ def ids_program(
     given: list[InFlight] = []
 
     def what_was_gathered(node: fx.Node) -> Callable[..., Any] | None:
-        return (lambda *_: given.pop()) if str(node.target) == "embrace.all_gather_ids.default" else None
+        return (lambda *_: given.pop()) if op_name(node) == "embrace::all_gather_ids" else None
 
     route = runnable(graph.phases["ids"], state, {"_c10d_functional::wait_tensor": wait}, what_was_gathered)
 
@@ -42,12 +43,12 @@ def ids_program(
         keep(unique_phase.roles, unique_phase(leaves, values, {}), values)
         return values
 
-    gathers = [n for n in graph.phases["ids"].graph.nodes if str(n.target) == "embrace.all_gather_ids.default"]
+    gathers = [n for n in graph.phases["ids"].graph.nodes if op_name(n) == "embrace::all_gather_ids"]
     sent = [node.meta["role"].name for gather in gathers for node in gather.args[0]]
     paddings = {
         node.args[3]: node.args[4]
         for node in (graph.phases["backward"].graph.nodes if "backward" in graph.phases else ())
-        if str(node.target) == "embrace.submit_rows.default"
+        if op_name(node) == "embrace::submit_gradients"
     }
     tables = tuple(table for gather in gathers for table in gather.meta["tables"])
     parts = _parts_of_ids(graph.phases["ids"], tables)
@@ -70,7 +71,7 @@ def ids_program(
                 parts[node.args[1].meta["role"].name],
             )
             for node in graph.phases["forward"].graph.nodes
-            if str(node.target) == "embrace.await_rows.default"
+            if op_name(node) == "embrace::submit_rows"
         ),
     )
 
@@ -82,9 +83,9 @@ def _parts_of_ids(module: fx.GraphModule, tables: Sequence[str]) -> dict[str, tu
         if node.op != "call_function" or node.target is not operator.getitem:
             continue
         source, index = node.args
-        if str(source.target) == "embrace.unpack_ids.default" and index % 2 == 0:
+        if op_name(source) == "embrace::unpack_ids" and index % 2 == 0:
             found[node.name] = ((tables[index // 2], 0),)
-        elif str(source.target) == "embrace.stack_ids.default" and index == 0:
+        elif op_name(source) == "embrace::stack_ids" and index == 0:
             ids, _, first_rows = source.args
             found[node.name] = tuple((found[i.name][0][0], first) for i, first in zip(ids, first_rows, strict=True))
     saved = ((n, role) for n, role in outputs_of(module) if n is not None and isinstance(role, Saved))
@@ -103,7 +104,7 @@ def _ahead_of_host(
     unpacked: list[list[Tensor]] = []
 
     def unique_of(node: fx.Node) -> Callable[..., Any] | None:
-        if str(node.target) != "embrace.unique_ids.default":
+        if op_name(node) != "embrace::unique_ids":
             return None
         name = next(user.name for user in node.users if user.args[1] == 0)
 
@@ -114,10 +115,10 @@ def _ahead_of_host(
         return unique_ids_ahead
 
     def given(node: fx.Node) -> Callable[..., Any] | None:
-        if str(node.target) == "embrace.unpack_ids.default":
+        if op_name(node) == "embrace::unpack_ids":
             return lambda *_: unpacked.pop()
-        launches = ("embrace.all_gather_ids.default", "_c10d_functional.wait_tensor.default")
-        return (lambda *_: None) if str(node.target) in launches else None
+        launches = ("embrace::all_gather_ids", "_c10d_functional::wait_tensor")
+        return (lambda *_: None) if op_name(node) in launches else None
 
     unique = runnable(graph.phases["unique"], state, {}, unique_of)
     route = runnable(graph.phases["ids"], state, {}, given)

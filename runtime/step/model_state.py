@@ -8,12 +8,11 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from embrace_fx.runtime.optimizer.gradient_watch import GradientWatch
-from embrace_fx.runtime.tables.row_table import RowTable, local_tensor
+from embrace_fx.runtime.tables.row_table import RowTable
 
 
 class ModelState:
-    """A model's parameters, buffers and tables, and what is known of their gradients.
+    """A model's parameters, buffers and tables.
 
     Args:
         model: the user's model.
@@ -26,10 +25,15 @@ class ModelState:
         self.tables: dict[str, RowTable] = {}
         self.unreduced: set[str] = set()
         """Parameters whose `.grad` holds this rank's own sum, from backwards under `no_sync`."""
-        owners = self._parameters.values()
-        self.gradients = GradientWatch(self.tables, lambda: (owner[key] for owner, key in owners))
         self.awaiting_backward: WeakSet[object] = WeakSet()
         """Calls whose results the user still holds, and has not gone backward from."""
+
+    def refresh(self, model: nn.Module) -> None:
+        """Looks for parameters and buffers again, where modules have been replaced."""
+        for known, kind in ((self._parameters, "_parameters"), (self._buffers, "_buffers")):
+            known.clear()  # the same dict: others look into it
+            known.update(_owners(model, kind))
+        self.names = tuple(self._parameters)
 
     def parameter(self, name: str) -> nn.Parameter:
         owner, key = self._parameters[name]
@@ -55,7 +59,11 @@ class ModelState:
 
     def shard_reader(self, name: str) -> Callable[[], Tensor]:
         owner, key = self._parameters[name]
-        return lambda: local_tensor(owner[key].data)
+        return lambda: owner[key].detach()  # noqa: PLW0108  (another parameter may be there by then)
+
+    def buffers_in(self, is_meant: Callable[[dict[str, Any]], bool]) -> list[str]:
+        """The names of buffers in the modules' dicts of buffers that are meant."""
+        return [name for name, (owner, _) in self._buffers.items() if is_meant(owner)]
 
     def buffer_reader(self, name: str) -> Callable[[], Tensor]:
         owner, key = self._buffers[name]

@@ -38,17 +38,21 @@ _STATE, _BATCH, _SAVED, _TANGENT = range(4)
 
 @dataclass(frozen=True)
 class Runnable:
-    """A lowered phase, where each of its arguments comes from, and what its outputs mean."""
+    """A lowered phase, where each of its arguments comes from, and what its outputs mean.
+
+    The last phase takes what was saved out of `values`: each value dies with its last use.
+    """
 
     run: Phase
     sources: tuple[tuple[int, Any], ...]
     roles: tuple[OutputRole, ...]
+    last: bool = False
 
     def __call__(self, leaves: Sequence[Any], values: Values, tangents: Mapping[int, Tensor]) -> tuple[Any, ...]:
         arguments: list[Any] = []
         for kind, key in self.sources:
             if kind == _SAVED:
-                arguments.append(values[key])
+                arguments.append(values.pop(key) if self.last else values[key])
             elif kind == _STATE:
                 arguments.append(key())
             elif kind == _BATCH:
@@ -64,6 +68,8 @@ def runnable(
     launches: Mapping[str, Callable[..., Any]],
     special: Special = lambda node: None,
     regions: RegionCompiler | None = None,
+    *,
+    last: bool = False,
 ) -> Runnable:
     """A phase, lowered.
 
@@ -71,6 +77,7 @@ def runnable(
         launches: op name -> what its nodes call.
         special: what single nodes call instead.
         regions: what compiles the compute between communications; None: every op is called by itself.
+        last: whether no later phase reads what it reads.
     """
     sources: list[tuple[int, Any]] = []
     for _, role in inputs_of(module):
@@ -88,7 +95,7 @@ def runnable(
             case Saved(name):
                 sources.append((_SAVED, name))
     run = lower(module, launches, special, regions)
-    return Runnable(run, tuple(sources), tuple(role for _, role in outputs_of(module)))
+    return Runnable(run, tuple(sources), tuple(role for _, role in outputs_of(module)), last)
 
 
 def reader(module: fx.GraphModule, state: ModelState) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

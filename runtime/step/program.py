@@ -16,7 +16,6 @@ from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, runnable
-from embrace_fx.runtime.tables.row_table import local_tensor
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Parameter,
@@ -27,6 +26,7 @@ from embrace_fx.vocabulary.graph import (
     inputs_of,
     outputs_of,
 )
+from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, op_name
 
 if TYPE_CHECKING:  # importing Inductor takes seconds, which only those who use it are to pay
     from embrace_fx.runtime.lower.inductor import RegionCompiler
@@ -89,7 +89,9 @@ class Program:
         self.ids = runnable(phases["ids"], state, calls, bound.ids)
         self.forward = runnable(phases["forward"], state, calls, bound.forward, regions)
         self.backward = (
-            runnable(phases["backward"], state, calls, bound.backward, regions) if "backward" in phases else None
+            runnable(phases["backward"], state, calls, bound.backward, regions, last=True)
+            if "backward" in phases
+            else None
         )
         self.ids_program = (
             ids_program(graph, state, self.unique, self.communicator.wait) if self.flow is not None else None
@@ -98,14 +100,10 @@ class Program:
     def _note_communication(self, graph: TrainingGraph) -> None:
         """What is announced, awaited, and the same a step earlier."""
         self.is_relaxed = any(
-            str(node.target).startswith(("embrace.await_", "embrace.submit_"))
-            for module in graph.phases.values()
-            for node in module.graph.nodes
+            op_name(node) in SUBMISSIONS | AWAITS for module in graph.phases.values() for node in module.graph.nodes
         )
         self._ids_are_pure = ids_are_pure(graph.phases["unique"], graph.phases["forward"])
-        self.announces = any(
-            str(node.target) == "embrace.all_gather_ids.default" for node in graph.phases["ids"].graph.nodes
-        )
+        self.announces = any(op_name(node) == "embrace::all_gather_ids" for node in graph.phases["ids"].graph.nodes)
 
     def _note_results(self, graph: TrainingGraph) -> None:
         """Which results the forward yields, which have a gradient, and which gradients come from which."""
@@ -133,7 +131,7 @@ class Program:
         if not written:
             return ""
         names = {_memory(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}
-        names |= {_memory(local_tensor(self.state.parameter(name))): name for name in self.state.names}
+        names |= {_memory(self.state.parameter(name)): name for name in self.state.names}
         return ", ".join(dict.fromkeys(names.get(_memory(tensor), "a result") for tensor in written))
 
     def without_gradient(self, starts_from: Callable[[int], bool]) -> frozenset[str]:

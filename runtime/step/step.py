@@ -64,7 +64,7 @@ class Step:
 
     def forward(self) -> list[Any]:
         program = self.program
-        program.communicator.failure = program.check(self._leaves) or self._look()
+        program.communicator.failure = program.check(self._leaves)
         values = self._begin_forward()
         program.before_forward()
         if program.regions is not None:
@@ -114,7 +114,6 @@ class Step:
                 "or add the losses and call backward once."
             )
         program.state.awaiting_backward.discard(self)
-        self._look()  # what is found is told by the next call, to all ranks
         values, self._values = self._values, None
         backward = program.backward
         assert backward is not None
@@ -149,11 +148,6 @@ class Step:
         given_away = [tangent for tangent in tangents if tangent is not None]
         deliver(program.state, program.flow, program.synchronised, backward.roles, outputs, absent, given_away)
         return self._of_batch(backward.roles, outputs)
-
-    def _look(self) -> str | None:
-        """What has happened to gradients since the last backward that must not."""
-        flow = self.program.flow
-        return self.program.state.gradients.look(flow.exchanges.values() if flow is not None else ())
 
     def _launch_flags(self, given: Sequence[int], written: int) -> Finish:
         """Tells the ranks of this backward; the result tells of theirs."""

@@ -11,7 +11,7 @@ Shape legend: V x D the table, V' x d a rank's part of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -77,6 +77,45 @@ def as_shard(local: Tensor, shape: torch.Size, mesh: DeviceMesh | None) -> Tenso
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the parts of a table lie.
+
+    Attributes:
+        shape: of the whole table, (V, D).
+        mesh: of the ranks that have them; None: this rank has all of it.
+    """
+
+    shape: torch.Size
+    mesh: DeviceMesh | None
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid on which it lies; None: by columns."""
+        return Grid(*self.mesh.shape) if self.mesh is not None and self.mesh.ndim > 1 else None
+
+    def shard(self, local: Tensor) -> Tensor:
+        """A rank's part (V', d) as that of the whole: a DTensor."""
+        return as_shard(local, self.shape, self.mesh)
+
+    def part_of(self, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """Of a table's values, whole or a DTensor, this rank's part (V', d); any other value as it is.
+
+        Collective from columns to a grid.
+        """
+        if value.shape != self.shape:
+            return value
+        if self.mesh is None:
+            return whole_table(value, value.device_mesh.get_group()) if isinstance(value, DTensor) else value
+        rows, columns = own_part(self.shape, self.mesh)
+        if not isinstance(value, DTensor):
+            return value[rows, columns].contiguous()
+        if self.grid is None or grid_of(value) is not None:
+            return value.to_local()
+        assert group is not None
+        return _moved(value.to_local(), value.shape, Grid(1, dist.get_world_size(group)), self.grid, group)
+
+
 def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) -> Tensor:
     """Rank 0's table (V, D), to each rank its own part (V', d). Each rank passes its own, equally shaped, table."""
     if travels_by_host(table, group):
@@ -114,35 +153,6 @@ def whole_table(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     found = by_columns(tensor, group)  # from a grid `full_tensor` goes row by row
     assert isinstance(found, DTensor)
     return found.full_tensor().contiguous()
-
-
-def state_by_columns(state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Puts the tables of a state dict that lie on a grid by columns, in place: these re-shard. Collective for each."""
-    found: dict[int, Tensor] = {}  # a tied parameter once
-    for name, value in state_dict.items():
-        if isinstance(value, Tensor) and grid_of(value) is not None:
-            assert group is not None
-            assert isinstance(value, DTensor)
-            memory = value.to_local().untyped_storage()._cdata
-            if memory not in found:
-                found[memory] = by_columns(value.detach(), group)
-            state_dict[name] = found[memory]
-
-
-def like(value: Tensor, shard: DTensor, group: dist.ProcessGroup | None) -> Tensor:
-    """A table's values, whole or by columns, as part of a table that lies as `shard` does.
-
-    Of a whole one a rank cuts its own part out; from columns to a grid it takes one AlltoAll. Collective there.
-    """
-    if not isinstance(value, DTensor):
-        local = value[own_part(shard.shape, shard.device_mesh)].contiguous()
-        return as_shard(local, shard.shape, shard.device_mesh)
-    grid = grid_of(shard)
-    if grid is None or grid_of(value) is not None:
-        return value
-    assert group is not None
-    local = _moved(value.to_local(), value.shape, Grid(1, dist.get_world_size(group)), grid, group)
-    return as_shard(local, shard.shape, shard.device_mesh)
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.optimizer.stepping import replace_parameter
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.layouts import as_shard, like, mesh_of, own_part, scatter_table, whole_table
-from embrace_fx.runtime.tables.row_table import fit_state
+from embrace_fx.runtime.tables.layouts import mesh_of, own_part, scatter_table, whole_table
+from embrace_fx.runtime.tables.row_table import RowTable, shown_state
 from embrace_fx.vocabulary.plan import Grid
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -32,11 +30,6 @@ def set_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> Non
                 module._parameters[key] = new
 
 
-def parameter_named(model: nn.Module, name: str) -> nn.Parameter:
-    """A parameter by any of its names."""
-    return dict(model.named_parameters(remove_duplicate=False))[name]
-
-
 @contextlib.contextmanager
 def whole_parameters(model: nn.Module, sharded: Mapping[str, torch.Size]) -> Iterator[None]:
     """For the time of a capture, shards and meta parameters look like whole ones on the model's device.
@@ -49,7 +42,7 @@ def whole_parameters(model: nn.Module, sharded: Mapping[str, torch.Size]) -> Ite
     for name, parameter in names.items():
         if name in sharded or parameter.device.type == "meta":
             with FakeTensorMode():
-                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                whole = torch.empty(sharded.get(name, parameter.shape), dtype=parameter.dtype, device=device)
             stand_in = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             replaced.append((parameter, stand_in))
             set_parameter(model, parameter, stand_in)
@@ -60,43 +53,30 @@ def whole_parameters(model: nn.Module, sharded: Mapping[str, torch.Size]) -> Ite
             set_parameter(model, stand_in, parameter)
 
 
-def shard_parameter(
-    model: nn.Module,
-    name: str,
-    optimizers: Sequence[Optimizer],
-    communicator: Communicator,
-    grid: Grid | None = None,
-) -> nn.Parameter:
-    """Replaces a table by this rank's part of rank 0's, in the model and in its optimizer; returns the parameter.
+def shard_parameter(parameter: nn.Parameter, communicator: Communicator, grid: Grid | None = None) -> DeviceMesh | None:
+    """Makes this rank's part of rank 0's table the data of a table's parameter; returns the mesh that it lies on.
 
-    A single process keeps the parameter itself.
+    A single process keeps all of it. Collective.
     """
-    old, group = parameter_named(model, name), communicator.group
-    mesh = mesh_of(communicator, old.device.type, grid)
-    if mesh is None or isinstance(old, DTensor):  # made from the meta device, as a shard
-        return old
-    assert group is not None
-    local = scatter_table(old.detach(), group, grid)
-    new = nn.Parameter(as_shard(local, old.shape, mesh), requires_grad=old.requires_grad)
-    set_parameter(model, old, new)
-    replace_parameter(optimizers, old, new)
-    for optimizer in optimizers:
-        fit_state(optimizer.state.get(new, {}), new, group)
-    return new
+    group, mesh = communicator.group, mesh_of(communicator, parameter.device.type, grid)
+    if mesh is not None:
+        assert group is not None
+        parameter.data = scatter_table(parameter.detach(), group, grid)
+    return mesh
 
 
-def unshard_parameter(
-    model: nn.Module, name: str, optimizers: Sequence[Optimizer], group: dist.ProcessGroup | None
-) -> nn.Parameter:
-    """The reverse of `shard_parameter`: the whole table and its optimizer's state, on every rank. Collective."""
-    old = parameter_named(model, name)
-    new = nn.Parameter(whole_table(old.detach(), group), requires_grad=old.requires_grad)
-    set_parameter(model, old, new)
-    replace_parameter(optimizers, old, new)
+def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer], group: dist.ProcessGroup | None) -> None:
+    """The reverse: the whole table, its gradient and its optimizers' state, on every rank. Collective."""
+    parameter, gradient = table.parameter, table.dense_gradient(group)
+    parameter.grad = None
     for optimizer in optimizers:
-        state = optimizer.state.get(new, {})
-        state.update({key: whole_table(value, group) for key, value in state.items() if isinstance(value, DTensor)})
-    return new
+        if parameter in optimizer.state:
+            shown = shown_state(table, optimizer.state[parameter])
+            optimizer.state[parameter] = {
+                key: whole_table(v, group) if isinstance(v, DTensor) else v for key, v in shown.items()
+            }
+    parameter.data = whole_table(table.place.shard(table.local), group)
+    parameter.grad = gradient
 
 
 def broadcast_state(model: nn.Module, sharded: Collection[str], communicator: Communicator) -> None:
@@ -110,7 +90,7 @@ def materialise(
     sharded: Mapping[str, Grid | None],
     optimizers: Sequence[Optimizer],
     communicator: Communicator,
-) -> None:
+) -> dict[str, DeviceMesh]:
     """Gives values to parameters and buffers on the meta device, by their modules' `reset_parameters`.
 
     A sharded table is initialised a block of rows at a time, of which the rank keeps its part: the values do not
@@ -119,11 +99,14 @@ def materialise(
     Args:
         sharded: tables, with the grids on which they lie; None: by columns.
 
+    Returns: table -> the mesh that it lies on, of those that have become shards.
+
     Raises:
         ValueError: a module holds meta parameters and has no `reset_parameters`.
     """
+    made: dict[str, DeviceMesh] = {}
     if not any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
-        return
+        return made
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     device_type = torch.get_default_device().type
     seed = torch.tensor([torch.initial_seed() % 2**63], device="cpu")
@@ -144,26 +127,23 @@ def materialise(
             name = names.get(id(next(iter(own.values()), None)), "")
             mesh = mesh_of(communicator, device_type, sharded[name]) if len(own) == 1 and name in sharded else None
             if mesh is not None:
-                _materialise_shard(model, module, next(iter(own)), optimizers, mesh)
+                _materialise_shard(module, next(iter(own)), optimizers, mesh)
+                made[name] = mesh
             else:
-                _materialise_whole(model, module, own, optimizers)
+                _materialise_whole(module, own, optimizers)
+    return made
 
 
-def _materialise_whole(
-    model: nn.Module, module: nn.Module, own: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
-) -> None:
+def _materialise_whole(module: nn.Module, own: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
     for parameter in own.values():
-        new = nn.Parameter(torch.empty_like(parameter, device=torch.get_default_device()), parameter.requires_grad)
-        _replace_meta(model, optimizers, parameter, new)
+        _give_values(optimizers, parameter, torch.empty_like(parameter, device=torch.get_default_device()))
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.device.type == "meta":
             module._buffers[key] = torch.empty_like(buffer, device=torch.get_default_device())
     module.reset_parameters()  # type: ignore[operator]
 
 
-def _materialise_shard(
-    model: nn.Module, module: nn.Module, key: str, optimizers: Sequence[Optimizer], mesh: DeviceMesh
-) -> None:
+def _materialise_shard(module: nn.Module, key: str, optimizers: Sequence[Optimizer], mesh: DeviceMesh) -> None:
     whole = module._parameters[key]
     assert whole is not None
     rows, columns = whole.shape
@@ -188,22 +168,18 @@ def _materialise_shard(
         if padding % every == own_rows.start:
             local[padding // every] = 0
     module._parameters[key] = whole
-    new = nn.Parameter(as_shard(local, whole.shape, mesh), requires_grad=whole.requires_grad)
-    _replace_meta(model, optimizers, whole, new)
+    _give_values(optimizers, whole, local)
 
 
-def _replace_meta(
-    model: nn.Module, optimizers: Sequence[Optimizer], parameter: nn.Parameter, new: nn.Parameter
-) -> None:
-    """Puts a parameter with values in a meta one's place, and values into the optimizer's state of it.
+def _give_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values: Tensor) -> None:
+    """Puts values into a meta parameter, which stays the object it is, and into the optimizers' state of it.
 
     Raises:
         ValueError: an optimizer other than Adagrad has made state before its first step.
     """
-    set_parameter(model, parameter, new)
-    replace_parameter(optimizers, parameter, new)
+    torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
     for optimizer in optimizers:
-        state = optimizer.state.get(new, {})
+        state = optimizer.state.get(parameter, {})
         for key in [k for k, value in state.items() if isinstance(value, Tensor) and value.device.type == "meta"]:
             if "initial_accumulator_value" not in optimizer.defaults:
                 raise ValueError(
@@ -211,9 +187,9 @@ def _replace_meta(
                     f"in the state of {type(optimizer).__name__}. Make the optimizer anew, and load its state after "
                     "the first call."
                 )
-            if state[key].shape == new.shape:
+            if state[key].dim():
                 fill = optimizer.defaults["initial_accumulator_value"]
-                state[key] = torch.full_like(new, fill, requires_grad=False)
+                state[key] = torch.full_like(parameter, fill, requires_grad=False)
             else:
                 state[key] = torch.zeros(state[key].shape)  # its number of steps
 
@@ -226,22 +202,3 @@ def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:
     size = max(16, _BLOCK_ELEMENTS // max(columns, 1) // 16 * 16)
     starts = range(0, max(rows - 15, 1), size)
     return list(zip(starts, (*starts[1:], rows), strict=True))
-
-
-def take_own_part(model: nn.Module, state_dict: dict[str, Any], prefix: str, group: dist.ProcessGroup | None) -> None:
-    """Fits a state dict to a model that is to load it, in place: what is whole in one and not in the other.
-
-    Values of sharded tables, whole or by columns, become this rank's shards; shards of tables that are whole here are
-    put together. Collective for the latter, and where tables are on a grid and values by columns.
-
-    Args:
-        prefix: of the model's names in the state dict.
-    """
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        value = state_dict.get(prefix + name)
-        if not isinstance(value, Tensor) or value.shape != parameter.shape:
-            continue  # load_state_dict names both shapes
-        if isinstance(parameter, DTensor):
-            state_dict[prefix + name] = like(value, parameter, group)
-        elif isinstance(value, DTensor):
-            state_dict[prefix + name] = whole_table(value, value.device_mesh.get_group())

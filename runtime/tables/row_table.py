@@ -1,232 +1,307 @@
-"""Sharded tables: where a table's own part lives, and how its rows are updated.
+"""Sharded tables: where a table's own part lives, where its gradient is found, and how an optimizer steps it.
 
-A table's parameter becomes a DTensor (`embrace_fx.runtime.tables.layouts`); on a single process it stays the user's own
-tensor. Row ids are those of the part, V' x d: the table's own by columns, id // rows on a grid.
+A table's parameter stays the object it was; its data become this rank's part, a plain tensor, so that whatever holds
+the parameter holds the part. State dicts show shards (`embrace_fx.runtime.tables.state_dicts`). On a single process it
+stays the user's own tensor. Row ids are those of the part, V' x d: the table's own by columns, id // rows on a grid.
+
+Contract of a step
+    `begin_step` keeps the options of its moment; `apply` then updates rows that are to be read next, by their
+    gradients, and `finish` all others: by the gradients that are left, and, where the optimizer moves rows without
+    any, those too.
+    Each row is updated once, as if the optimizer had stepped the whole table at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
-from embrace_fx.runtime.kernels import coalesce
+from embrace_fx.runtime.optimizer.own_step import (
+    hyperparameters,
+    makes_state,
+    put_rows,
+    rows_of_state,
+    same_options,
+    step_tensor,
+)
 from embrace_fx.runtime.optimizer.row_optimizers import row_optimizer
-from embrace_fx.runtime.tables.layouts import as_shard, like, own_part, whole_table
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.tables.layouts import Place, own_part, whole_table
+from embrace_fx.runtime.tables.row_gradient import Held, RowGradient, Rows
 from embrace_fx.vocabulary.exactness import RowUpdates, row_update_blocker
+from embrace_fx.vocabulary.plan import Grid
 
-Reader = Callable[[int, int], Tensor]
-"""(first column, last column + 1) -> those columns of the initial table."""
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharded or not, outside of autograd."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    with torch.no_grad():  # with gradients it would go through autograd and DTensor's dispatch
-        return tensor.to_local()
+Options = Mapping[str, Any]
+"""Those of a param group, as of one step."""
 
 
-def fit_state(state: dict[str, Any], parameter: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Of optimizer state (V, D), whole or by columns, made before compile or loaded, keeps what the parameter is, in
-    place: of a sharded one this rank's part, of a whole one all of it.
+@dataclass(frozen=True)
+class Supposed:
+    """A step that rows sent early have taken already: whose, and under which options."""
 
-    Collective where the table is on a grid and the state is by columns, and where only the state is sharded.
-    """
-    for key, value in state.items():
-        if not isinstance(value, Tensor) or value.shape != parameter.shape:
-            continue
-        if isinstance(parameter, DTensor):
-            state[key] = like(value, parameter, group)
-        elif isinstance(value, DTensor):
-            state[key] = whole_table(value, value.device_mesh.get_group())
+    optimizer: Optimizer | None
+    options: Options
 
 
 class RowTable:
-    """A table updated by rows: its part on this rank, and the gradients waiting for the next step.
+    """A table updated by rows: its part on this rank, its gradient, and its optimizer.
 
     Args:
         name: the parameter's name.
-        parameter: the table's parameter: (V, D), a DTensor where it is sharded.
-        optimizer: the user's optimizer that holds the parameter.
-        kind: the optimizer class that defines the update.
+        parameter: the table's parameter, whose data are this rank's part.
+        place: where its parts lie.
+        communicator: the ranks that have the other parts; None: there are none.
         row_updates: the semantics the user asked for.
 
     Attributes:
-        rows: the update of its rows.
+        optimizer: whichever steps it, once that is known.
     """
 
     def __init__(
         self,
         name: str,
         parameter: nn.Parameter,
-        optimizer: Optimizer,
-        kind: type[Optimizer],
+        place: Place,
+        communicator: Communicator | None,
         row_updates: RowUpdates,
+        optimizer: Optimizer | None = None,
     ) -> None:
-        self._kind = kind
-        self._row_updates = row_updates
         self.name = name
         self.parameter = parameter
+        self.place = place
+        self.row_updates = row_updates
         self.optimizer = optimizer
-        self.rows = row_optimizer(kind)
-        self._pending: list[tuple[Tensor, Tensor]] = []
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the whole table, (V, D)."""
-        return self.parameter.shape
+        self._communicator = communicator
+        self._applied: list[Tensor] = []  # rows that the step under way has updated
 
     @property
     def local(self) -> Tensor:
         """This rank's part, (V', d)."""
-        return local_tensor(self.parameter)
+        return self.parameter.detach()
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole table, (V, D)."""
+        return self.place.shape
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid on which it lies; None: by columns."""
+        return self.place.grid
 
     @property
     def version(self) -> int:
-        """Counts what is written into this rank's part; what a DTensor's own ops write, its part does not count."""
-        count: int = self.parameter._version
-        return count + (self.parameter._local_tensor._version if isinstance(self.parameter, DTensor) else 0)
+        """Counts what is written into this rank's part."""
+        return self.parameter._version
+
+    # -- the gradient --------------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> Held | None:
+        """What `.grad` holds; None where there is no gradient, or a zero one."""
+        held = None if self.parameter.grad is None else self.open_gradient()
+        return None if held is None or held.is_zero else held
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient waits for the next update."""
-        return bool(self._pending)
+        """Whether a gradient waits for the next step."""
+        return self.held is not None
+
+    def open_gradient(self) -> Held:
+        """What a backward adds to: the gradient there is, or a new one of zeros."""
+        if self.parameter.grad is None:
+            self.parameter.grad = RowGradient(Held(self.local, self._communicator))
+        elif not isinstance(self.parameter.grad, RowGradient):  # the user's own
+            self.parameter.grad = RowGradient.of(self.parameter.grad, self._communicator)
+        held: Held = self.parameter.grad.held
+        return held
 
     def add_gradient(self, ids: Tensor, rows: Tensor) -> None:
-        """Keeps a coalesced row gradient, ids (K,), rows (K, d), until the next update."""
-        self._pending.append((ids, rows))
+        """Adds a coalesced row gradient, ids (K,), rows (K, d), to `.grad`."""
+        self.open_gradient().add_rows(ids, rows)
 
-    def pending(self) -> tuple[Tensor, Tensor] | None:
-        """The gradient since the last update, coalesced: (ids (K,), rows (K, d)); None where there was none."""
-        if len(self._pending) > 1:
-            ids = torch.cat([ids for ids, _ in self._pending])
-            rows = torch.cat([rows for _, rows in self._pending])
-            merged = coalesce(ids, rows.view(-1), rows.shape[1], -1, 1.0)
-            self._pending = [(merged[0], merged[1])]
-        return self._pending[0] if self._pending else None
-
-    def is_finite(self) -> bool:
-        """Whether the waiting gradient is."""
-        pending = self.pending()
-        return pending is None or bool(pending[1].isfinite().all())
+    def clear_gradient(self) -> None:
+        self.parameter.grad = None
 
     def dense_gradient(self, group: dist.ProcessGroup | None) -> Tensor | None:
-        """A shard's waiting gradient as that of the whole table (V, D), None where there is none. Collective."""
-        gradient = self.pending()
-        if gradient is None:
-            return None
-        ids, rows = gradient
-        own = torch.zeros_like(self.local).index_copy_(0, ids, rows)
-        assert isinstance(self.parameter, DTensor)
-        return whole_table(as_shard(own, self.parameter.shape, self.parameter.device_mesh), group)
+        """The gradient as that of the whole table (V, D), None where there is none. Collective."""
+        held = self.held
+        return None if held is None else whole_table(self.place.shard(held.dense()), group)
 
     def add_dense_gradient(self, gradient: Tensor) -> None:
-        """Keeps, for a shard, this rank's part of a whole table's gradient (V, D) until the next update."""
-        assert isinstance(self.parameter, DTensor)
-        rows, columns = own_part(gradient.shape, self.parameter.device_mesh)
+        """Makes this rank's part of a whole table's gradient (V, D) that of `.grad`."""
+        assert self.place.mesh is not None
+        rows, columns = own_part(gradient.shape, self.place.mesh)
         of_rows = gradient[rows]
         ids = of_rows.ne(0).any(dim=1).nonzero().view(-1)
         self.add_gradient(ids, of_rows.index_select(0, ids)[:, columns].contiguous())
 
-    def scale_gradient(self, factor: float | Tensor) -> None:
-        """Multiplies the waiting gradient, for clipping."""
-        self._pending = [(ids, rows * factor) for ids, rows in self._pending]
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def clear_gradient(self) -> None:
-        self._pending = []
-
-    def check(self) -> None:
-        """Raises where the options of this moment no longer allow row updates: schedulers write them too.
-
-        Raises:
-            RuntimeError: with the option that forbids it, before anything was applied.
-        """
-        blocker = row_update_blocker(self.optimizer, self.param_group(), self._row_updates, kind=self._kind)
-        if blocker is not None:
-            raise RuntimeError(
-                f"expected options under which the sharded table {self.name} can be updated by rows, in "
-                f"optimizer.step(), found: {blocker}. Set them before the model's first call, or pass "
-                "strategy='allreduce'."
-            )
-
-    def update(self) -> None:
-        """Applies the waiting gradient once, as the optimizer's class defines it."""
-        gradient = self.pending()
-        if gradient is None:
-            return
-        self.apply(*gradient, self.begin_step())
-        self.clear_gradient()
-
-    def steps_as_one(self) -> bool:
-        """Whether its rows are updated alike: they are all of one table."""
-        return True
-
-    def begin_step(self) -> Mapping[str, Any]:
-        """Counts one iteration; returns the options of this moment."""
-        group = self.param_group()
-        self.count_step(group)
-        return group
-
-    def count_step(self, group: Mapping[str, Any]) -> None:
-        """Counts one iteration under the options of its param group."""
-        state = self._state(group)
-        self.rows.advance(state)
-        self._store(state)
-
-    def apply(self, ids: Tensor, rows: Tensor, options: Mapping[str, Any]) -> None:
-        """Updates rows `ids` (K,), sorted and unique, by their gradients (K, d), under the options of their step.
-
-        One step's rows may come in several parts, none in two of them.
-        """
-        state = self._state(options)
-        self.rows.apply(self.local, state, ids, rows, options)
-        self._store(state)
-
-    def param_group(self) -> Mapping[str, Any]:
+    def param_group(self) -> Options:
         """The options of this moment."""
-        for group in self.optimizer.param_groups:
+        for group in self.holder.param_groups:
             if any(parameter is self.parameter for parameter in group["params"]):
-                found: Mapping[str, Any] = group
+                found: Options = group
                 return found
         raise RuntimeError(
             f"expected the optimizer to hold the table {self.name}, found it in none of its param groups. "
             "Do not remove or replace parameters of an optimizer after compile."
         )
 
-    def make_state(self) -> None:
-        """Makes the optimizer's state of the table ahead of its first update, for a checkpoint to be loaded into."""
-        self._state(self.param_group())
+    @property
+    def holder(self) -> Optimizer:
+        """The optimizer that steps it."""
+        assert self.optimizer is not None
+        return self.optimizer
 
-    def made_state(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The optimizer's own state of the table, made at its first update."""
-        state: dict[str, Any] = self.optimizer.state[self.parameter]
+    def moves_all(self, options: Options) -> bool:
+        """Whether the optimizer moves rows without gradient too."""
+        return not self.takes_rows_only and row_update_blocker(self.holder, options, self.row_updates) is not None
+
+    def steps_in_parts(self) -> bool:
+        """Whether a step can be taken rows by rows: its state is there for all rows."""
+        options = self.param_group()
+        if options.get("differentiable") or (isinstance(options["lr"], Tensor) and options["lr"].requires_grad):
+            return False
+        return not self.moves_all(options) or not makes_state(self.holder, options, self.local, self.state)
+
+    def steps_as_one(self) -> bool:
+        """Whether its rows are updated alike: they are all of one table."""
+        return self.optimizer is not None
+
+    @property
+    def members(self) -> tuple[RowTable, ...]:
+        """The tables that are updated as one: itself."""
+        return (self,)
+
+    def split(self, ids: Tensor, rows: Tensor) -> list[Rows]:
+        """The rows of each of them."""
+        return [(ids, rows)]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What its optimizer keeps of it."""
+        found: dict[str, Any] = self.holder.state.get(self.parameter, {})
+        return found
+
+    def begin_step(self) -> Options:
+        """Counts one iteration; returns the options of this moment."""
+        group = self.param_group()
+        self._applied = []
+        if not self.moves_all(group):
+            self.count_step(group)
+        return group
+
+    def count_step(self, options: Options) -> None:
+        """Counts one iteration of a table whose rows without gradient stand still."""
+        row_optimizer(type(self.holder)).advance(self.made_state(options))
+
+    def apply(self, ids: Tensor, rows: Tensor, options: Options) -> None:
+        """Updates rows `ids` (K,), sorted and unique, by their gradients (K, d), under the options of their step.
+
+        One step's rows may come in several parts, none in two of them.
+        """
+        if self.moves_all(options):
+            step_rows(self.holder, options, self.local, self.state, ids, rows)
+            self._applied.append(ids)
+        else:
+            row_optimizer(type(self.holder)).apply(self.local, self.made_state(options), ids, rows, options)
+
+    def finish(self, parts: Sequence[Rows], options: Options) -> None:
+        """Updates the rows that the step has not updated yet: by their gradients, ids (K,) and rows (K, d), or without
+        any."""
+        if not self.moves_all(options):
+            for ids, rows in parts:
+                self.apply(ids, rows, options)
+            return
+        applied, self._applied = self._applied, []
+        sweep(self.holder, options, self.local, self.holder.state[self.parameter], parts, applied)
+
+    def may_move(self) -> bool:
+        """Whether rows without gradient may move in the next step."""
+        return self.optimizer is None or self.moves_all(self.param_group())
+
+    def coming(self, ids: Tensor) -> tuple[Tensor, Supposed]:
+        """Rows of the table (K, d) as the next step will leave them, if it gives them no gradient; and that step."""
+        rows = self.local.index_select(0, ids)
+        if self.optimizer is None:
+            return rows, Supposed(None, {})
+        state = rows_of_state(self.state, ids, self.local.shape[0])
+        return rows, suppose(self.optimizer, self.param_group(), rows, state)
+
+    def is_as(self, supposed: Supposed) -> bool:
+        """Whether the step that was just taken is the one supposed."""
+        now = hyperparameters(self.param_group())
+        return supposed.optimizer is self.optimizer and same_options(supposed.options, now)
+
+    def update_rows(self, ids: Tensor, rows: Tensor) -> None:
+        """Applies a gradient once, at once, where rows without gradient stand still."""
+        self.apply(ids, rows, self.begin_step())
+
+    def made_state(self, options: Options) -> dict[str, Any]:
+        """The optimizer's own state of a table whose rows without gradient stand still, made at its first update."""
+        state: dict[str, Any] = self.holder.state[self.parameter]
         if not state:
-            mesh = self.parameter.device_mesh if isinstance(self.parameter, DTensor) else None
-            local = self.local
-            for key, value in self.rows.init_state(local, group).items():
-                is_part = isinstance(value, Tensor) and value.shape == local.shape
-                state[key] = as_shard(value, self.parameter.shape, mesh) if is_part else value
+            state.update(row_optimizer(type(self.holder)).init_state(self.local, options))
         return state
 
-    def _state(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of it."""
-        state = self.made_state(group)
-        return {key: local_tensor(v) if isinstance(v, DTensor) else v for key, v in state.items()}
+    @property
+    def takes_rows_only(self) -> bool:
+        """Whether its optimizer refuses dense gradients."""
+        return type(self.optimizer) is SparseAdam
 
-    def _store(self, local_state: Mapping[str, Any]) -> None:
-        """Writes back what the update replaced instead of writing into it."""
-        state = self.optimizer.state[self.parameter]
-        mesh = self.parameter.device_mesh if isinstance(self.parameter, DTensor) else None
-        for key, value in local_state.items():
-            current = state.get(key)
-            if isinstance(current, DTensor):
-                continue
-            if value is not current:
-                is_new_part = mesh is not None and isinstance(value, Tensor) and value.shape == self.local.shape
-                state[key] = as_shard(value, self.parameter.shape, mesh) if is_new_part else value
+
+def own_state(table: RowTable, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Of an optimizer's state of a table, whole or in DTensors, this rank's part. Collective as `Place.part_of` is."""
+    return {key: table.place.part_of(v, group) if isinstance(v, Tensor) else v for key, v in state.items()}
+
+
+def shown_state(table: RowTable, state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state of a table in DTensors."""
+    shape = table.local.shape
+    is_part = {key: isinstance(value, Tensor) and value.shape == shape for key, value in state.items()}
+    return {key: table.place.shard(value) if is_part[key] else value for key, value in state.items()}
+
+
+def suppose(optimizer: Optimizer, group: Options, rows: Tensor, state: dict[str, Any]) -> Supposed:
+    """Steps copies of rows (K, d) and of their state, in place, without a gradient."""
+    options = hyperparameters(group)
+    step_tensor(optimizer, options, rows, torch.zeros_like(rows), state)
+    return Supposed(optimizer, options)
+
+
+def step_rows(
+    optimizer: Optimizer, options: Options, local: Tensor, state: dict[str, Any], ids: Tensor, rows: Tensor
+) -> None:
+    """Steps some rows of a part (V', d), and of its state but for its counters."""
+    values, total = local.index_select(0, ids), local.shape[0]
+    after = step_tensor(optimizer, options, values, rows, rows_of_state(state, ids, total))
+    local.index_copy_(0, ids, values)
+    put_rows(state, after, ids, total)
+
+
+def sweep(
+    optimizer: Optimizer,
+    options: Options,
+    local: Tensor,
+    state: dict[str, Any],
+    parts: Sequence[Rows],
+    applied: Sequence[Tensor],
+) -> None:
+    """Steps all rows of a part (V', d) but those that the step has updated already, in place, and its counters."""
+    total = local.shape[0]
+    gradient = torch.zeros_like(local)
+    for ids, rows in parts:
+        gradient.index_copy_(0, ids, rows)
+    done = [(ids, local.index_select(0, ids), rows_of_state(state, ids, total)) for ids in applied]
+    state.update(step_tensor(optimizer, options, local, gradient, state))
+    for ids, values, of_rows in done:
+        local.index_copy_(0, ids, values)
+        put_rows(state, of_rows, ids, total)

@@ -10,17 +10,19 @@ Shape legend: V' rows of the stack, d columns that this rank owns; K rows with g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from embrace_fx.runtime.tables.layouts import as_shard
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.optimizer.own_step import is_of_rows, rows_of_state
+from embrace_fx.runtime.optimizer.row_optimizers import row_optimizer
+from embrace_fx.runtime.tables.row_gradient import Rows
+from embrace_fx.runtime.tables.row_table import Options, RowTable, Supposed, step_rows, suppose, sweep
 from embrace_fx.vocabulary.plan import Stack
 
 
@@ -29,78 +31,138 @@ class StackedTable:
 
     Args:
         stack: what it is of.
-        members: its tables, each by columns, all of one param group of one optimizer.
+        members: its tables, each by columns.
     """
+
+    grid = None
 
     def __init__(self, stack: Stack, members: Sequence[RowTable]) -> None:
         self.name = stack.name
-        self._members = tuple(members)
+        self.members = tuple(members)
         rows = sum(member.shape[0] for member in members)
         self.shape = torch.Size((rows, members[0].shape[1]))
         self._bounds = (*stack.first_rows, rows)
         self._weights = _Joined(self._bounds)
         self._states: dict[str, _Joined] = {}
+        self._applied: list[Tensor] = []
 
     @property
     def local(self) -> Tensor:
         """This rank's part, (V', d)."""
-        return self._weights.of([_part(member.parameter) for member in self._members], self._move_parameter)
+        return self._weights.of([member.parameter.detach() for member in self.members], self._move_parameter)
 
     def _move_parameter(self, k: int, view: Tensor) -> None:
-        parameter = self._members[k].parameter
-        assert isinstance(parameter, DTensor)
-        parameter._local_tensor = view  # the same parameter to everyone who holds it
-
-    def _move_state(self, key: str, k: int, view: Tensor) -> None:
-        parameter = self._members[k].parameter
-        assert isinstance(parameter, DTensor)
-        state = self._members[k].optimizer.state[parameter]
-        state[key] = as_shard(view, parameter.shape, parameter.device_mesh)
+        self.members[k].parameter.data = view  # the same parameter to everyone who holds it
 
     @property
     def version(self) -> int:
         """Counts what is written into this rank's part."""
-        return sum(member.version for member in self._members)
+        return sum(member.version for member in self.members) + self._weights.version
 
     @property
     def has_gradient(self) -> bool:
         """Whether a gradient waits for the next update at any of the tables."""
-        return any(member.has_gradient for member in self._members)
+        return any(member.has_gradient for member in self.members)
 
-    def add_gradient(self, ids: Tensor, rows: Tensor) -> None:
-        """Keeps a coalesced row gradient, ids (K,), rows (K, d), until the next update: each table its own rows."""
+    def split(self, ids: Tensor, rows: Tensor) -> list[Rows]:
+        """Each table's own of rows (K, d) of the stack, whose ids (K,) are sorted."""
         cuts = torch.searchsorted(ids, torch.tensor(self._bounds, device=ids.device)).tolist()
-        for member, (first, last), first_row in zip(self._members, pairwise(cuts), self._bounds, strict=False):
-            member.add_gradient(ids[first:last] - first_row, rows[first:last])
+        ends = zip(pairwise(cuts), self._bounds, strict=False)
+        return [(ids[first:last] - first_row, rows[first:last]) for (first, last), first_row in ends]
+
+    @property
+    def holder(self) -> Optimizer:
+        """The optimizer that steps it."""
+        return self.members[0].holder
+
+    def steps_in_parts(self) -> bool:
+        """Whether a step can be taken rows by rows."""
+        return all(member.steps_in_parts() for member in self.members)
 
     def steps_as_one(self) -> bool:
-        """Whether one update of the stack is what the optimizer does to each table: options and steps are the same."""
-        group = self._members[0].param_group()
-        held = {id(parameter) for parameter in group["params"]}
-        if any(id(member.parameter) not in held for member in self._members):
+        """Whether one update of the stack is what the optimizer does to each table: options and state are alike."""
+        first = self.members[0]
+        if first.optimizer is None or any(member.optimizer is not first.optimizer for member in self.members):
             return False
-        steps = [member.made_state(group).get("step") for member in self._members]
-        return len({float(step) for step in steps if step is not None}) <= 1
+        if not (group := self._common_group()):
+            return False
+        states = [member.state if member.moves_all(group) else member.made_state(group) for member in self.members]
+        return all(_alike(each, states[0]) for each in states)
 
-    def begin_step(self) -> Mapping[str, Any]:
+    def _common_group(self) -> Options:
+        """The param group that holds all tables; empty where there is none."""
+        group = self.members[0].param_group()
+        held = {id(parameter) for parameter in group["params"]}
+        return group if all(id(member.parameter) in held for member in self.members) else {}
+
+    def begin_step(self) -> Options:
         """Counts one iteration of every table; returns the options of this moment."""
-        group = self._members[0].param_group()
-        for member in self._members:
-            member.count_step(group)
+        group = self.members[0].param_group()
+        self._applied = []
+        if not self.members[0].moves_all(group):
+            for member in self.members:
+                member.count_step(group)
         return group
 
-    def apply(self, ids: Tensor, rows: Tensor, options: Mapping[str, Any]) -> None:
+    def _joined_state(self) -> dict[str, Any]:
+        """That of all tables: what rows have as one tensor each, counters of the first table."""
+        states = [member.state for member in self.members]
+        joined = dict(states[0])
+        for key, value in states[0].items():
+            if is_of_rows(value, self.members[0].local.shape[0]):
+                of_key = self._states.setdefault(key, _Joined(self._bounds))
+                joined[key] = of_key.of([each[key] for each in states], partial(self._move_state, key))
+        return joined
+
+    def _move_state(self, key: str, k: int, view: Tensor) -> None:
+        self.members[k].state[key] = view
+
+    def apply(self, ids: Tensor, rows: Tensor, options: Options) -> None:
         """Updates rows `ids` (K,), sorted and unique, by their gradients (K, d), under the options of their step.
 
         One step's rows may come in several parts, none in two of them.
         """
-        shard, states = self.local, [member.made_state(options) for member in self._members]
-        state = dict(states[0])
-        for key, value in states[0].items():
-            if isinstance(value, DTensor):
-                joined = self._states.setdefault(key, _Joined(self._bounds))
-                state[key] = joined.of([_part(each[key]) for each in states], partial(self._move_state, key))
-        self._members[0].rows.apply(shard, state, ids, rows, options)
+        if not self.members[0].moves_all(options):
+            row_optimizer(type(self.holder)).apply(self.local, self._joined_state(), ids, rows, options)
+            return
+        step_rows(self.holder, options, self.local, self._joined_state(), ids, rows)
+        self._applied.append(ids)
+
+    def finish(self, parts: Sequence[Rows], options: Options) -> None:
+        """Updates the rows that the step has not updated yet, as `RowTable.finish`."""
+        if not self.members[0].moves_all(options):
+            for ids, rows in parts:
+                self.apply(ids, rows, options)
+            return
+        applied, self._applied = self._applied, []
+        state = self._joined_state()
+        sweep(self.holder, options, self.local, state, parts, applied)
+        for member in self.members:
+            counters = {key: value for key, value in state.items() if not is_of_rows(value, self.shape[0])}
+            member.state.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()})
+
+    def may_move(self) -> bool:
+        """Whether rows without gradient may move in the next step."""
+        return any(member.may_move() for member in self.members)
+
+    def coming(self, ids: Tensor) -> tuple[Tensor, Supposed]:
+        """Rows of the stack as the next step will leave them, as `RowTable.coming`."""
+        rows = self.local.index_select(0, ids)
+        if any(member.optimizer is None for member in self.members) or not self.steps_as_one():
+            return rows, Supposed(None, {})
+        state = rows_of_state(self._joined_state(), ids, self.shape[0])
+        return rows, suppose(self.holder, self.members[0].param_group(), rows, state)
+
+    def is_as(self, supposed: Supposed) -> bool:
+        """Whether the step that was just taken is the one supposed."""
+        return all(member.is_as(supposed) for member in self.members)
+
+
+def _alike(state: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two tables' states have the same entries, and the same counters."""
+    return state.keys() == other.keys() and all(
+        bool(state[key] == value) for key, value in other.items() if not isinstance(value, Tensor) or value.dim() == 0
+    )
 
 
 class _Joined:
@@ -115,6 +177,11 @@ class _Joined:
         self._all: Tensor | None = None
         self._addresses: list[int] = []
 
+    @property
+    def version(self) -> int:
+        """Counts what is written into the joined tensor itself."""
+        return 0 if self._all is None else self._all._version
+
     def of(self, parts: Sequence[Tensor], move: Callable[[int, Tensor], None]) -> Tensor:
         """All rows of `parts`, (V', d).
 
@@ -123,16 +190,9 @@ class _Joined:
         """
         if self._all is not None and [part.data_ptr() for part in parts] == self._addresses:
             return self._all
-        found = parts[0].new_empty((self._bounds[-1], parts[0].shape[1]))
+        found = parts[0].new_empty((self._bounds[-1], *parts[0].shape[1:]))
         views = [found[first:last] for first, last in pairwise(self._bounds)]
         for k, (part, view) in enumerate(zip(parts, views, strict=True)):
             move(k, view.copy_(part))
         self._all, self._addresses = found, [view.data_ptr() for view in views]
         return found
-
-
-def _part(shard: Tensor) -> Tensor:
-    """This rank's part of a shard, without a view of it: `to_local` of each of many tables takes longer than their
-    lookup."""
-    assert isinstance(shard, DTensor)
-    return shard._local_tensor

@@ -7,13 +7,15 @@ columns alone, so that pickling it is refused; `whole_state` gives what one rank
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from embrace_fx.runtime.tables.layouts import state_by_columns, whole_table
+from embrace_fx.runtime.tables.layouts import Place, by_columns, whole_table
 
 REFUSAL = (
     "expected whole tensors, in what is saved, found {}: one rank's file would lose the other ranks' columns. Call "
@@ -61,18 +63,52 @@ def as_table_shard(shard: DTensor, name: str) -> TableShard:
     return found
 
 
-def show_shards(state_dict: dict[str, Any], group: dist.ProcessGroup | None, *, prefix: str = "", of: str = "") -> None:
-    """Puts the tables of a state dict by columns, and marks them as shards, in place. Collective where one lies on a
-    grid.
+def show_shards(
+    state_dict: dict[str, Any], places: Mapping[str, Place], group: dist.ProcessGroup | None, *, prefix: str = ""
+) -> None:
+    """Puts shards by columns in the place of this rank's parts of tables. Collective where one lies on a grid.
 
     Args:
-        prefix: of the names that are looked at.
-        of: what else than its name a shard is called by.
+        places: of the tables, by each of their names.
+        prefix: of the model's names in the state dict.
     """
-    state_by_columns(state_dict, group)
+    shown: dict[tuple[Any, ...], DTensor] = {}  # a tied parameter once; tables of a stack share their memory
+    for name, place in places.items():
+        value = state_dict.get(prefix + name)
+        if value is None or isinstance(value, DTensor):
+            continue
+        memory = value.untyped_storage()._cdata, value.storage_offset(), *place.shape
+        if memory not in shown:
+            shown[memory] = shard_by_columns(value, place, group)
+        state_dict[prefix + name] = as_table_shard(shown[memory], prefix + name)
+
+
+def shard_by_columns(local: Tensor, place: Place, group: dist.ProcessGroup | None) -> DTensor:
+    """A rank's part (V', d) of a table as a shard by columns. Collective where it lies on a grid."""
+    assert group is not None
+    found = by_columns(place.shard(local.detach()), group)
+    assert isinstance(found, DTensor)
+    return found
+
+
+def take_own_parts(
+    state_dict: dict[str, Any], places: Mapping[str, Place], group: dist.ProcessGroup | None, *, prefix: str = ""
+) -> None:
+    """Fits a state dict to a model that is to load it, in place: what is whole in one and not in the other.
+
+    Values of sharded tables, whole or by columns, become this rank's parts; shards of tables that are whole here are
+    put together. Collective for the latter, and where tables are on a grid and values by columns.
+
+    Args:
+        places, prefix: as of `show_shards`.
+    """
     for name, value in state_dict.items():
-        if isinstance(value, DTensor) and not isinstance(value, TableShard) and name.startswith(prefix):
-            state_dict[name] = as_table_shard(value, name + of)
+        if not isinstance(value, Tensor) or not name.startswith(prefix):
+            continue
+        if (place := places.get(name.removeprefix(prefix))) is not None:
+            state_dict[name] = place.part_of(value, group)  # of other shapes load_state_dict names both
+        elif isinstance(value, DTensor):
+            state_dict[name] = whole_table(value, value.device_mesh.get_group())
 
 
 def whole_state(state: Any) -> Any:

@@ -26,7 +26,7 @@ from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session import captures as capturing
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.reference import assert_same, train_reference
-from tests.support.training import whole
+from tests.support.training import whole_parameters
 
 NUM_WORDS, DIM, NUM_CLASSES = 40, 6, 5
 TABLE = "table.weight"
@@ -159,7 +159,7 @@ def assert_trains_alike(
         (loss, size), (expected_loss, expected_size) = train_step(compiled, *batch), eager_step(eager, *batch)
         assert loss == pytest.approx(expected_loss, rel=1e-9)
         assert size == expected_size
-    assert_same(whole(compiled.named_parameters()), whole(eager.named_parameters()), torch.float64)
+    assert_same(whole_parameters(compiled), whole_parameters(eager), torch.float64)
     return compiled
 
 
@@ -286,7 +286,7 @@ def _train_lengths(rank: int, world_size: int) -> tuple[dict[str, Tensor], int, 
     compiled = compile_model(make(seed=rank))
     for step in range(len(LENGTHS[rank])):
         train_step(compiled, *_batch(rank, step))
-    return whole(compiled.named_parameters()), captures(compiled), compiled.plan[TABLE].strategy
+    return whole_parameters(compiled), captures(compiled), compiled.plan[TABLE].strategy
 
 
 def test_ranks_that_capture_at_different_steps_stay_in_step() -> None:

@@ -67,7 +67,7 @@ def trains_on_gpu(
             each.zero_grad()
         if step == STEPS - 2:  # what comes after the last step but one is no steady step
             torch.cuda.set_sync_debug_mode("default")
-    return {name: _whole(value.detach(), world_size) for name, value in compiled.named_parameters()}
+    return {name: _whole(value.detach(), world_size) for name, value in compiled.state_dict().items()}
 
 
 def _whole(value: Tensor, world_size: int) -> Tensor:

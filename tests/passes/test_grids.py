@@ -19,7 +19,7 @@ from torch.optim import SGD
 import embrace_fx
 from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.partition import Partition
-from embrace_fx.passes.relax import RelaxDependences
+from embrace_fx.passes.relax.rows import RelaxRows
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.passes.verifier.stream_order import hazards
@@ -35,7 +35,14 @@ from tests.support.graphs import IDS, analysed, classifier, text
 from tests.support.models import MODELS, Batch, Workload
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
-from tests.support.training import SEED, Way, expected_parameters, make_optimizers, train_compiled, whole
+from tests.support.training import (
+    SEED,
+    Way,
+    expected_parameters,
+    make_optimizers,
+    train_compiled,
+    whole_parameters,
+)
 from tests.training.test_training_variants import Lookups, LookupsWorkload, ManyUsesWorkload
 
 DTYPE = torch.float64
@@ -73,8 +80,8 @@ def test_golden() -> None:
     graph = analysed(classifier(), IDS)
     passes = ShardTables(("words.weight",), (), 3, 4, {"words.weight": Grid(2, 2)}), Partition()
     sharded = run_passes(graph, passes).graph
-    relaxed = RelaxDependences((), horizontal=False)(sharded)
-    verify(relaxed, after="RelaxDependences", captured=sharded, previous=sharded)
+    relaxed = RelaxRows()(sharded)
+    verify(relaxed, after="RelaxRows", captured=sharded, previous=sharded)
 
     check_golden("grid_shard", text(sharded.module))
     phases = (f"# {name}\n{text(relaxed.phases[name])}" for name in ("forward", "backward"))
@@ -240,7 +247,7 @@ def _everything_else(rank: int, world_size: int, strategy: Any, backend: Any, na
     compiled.eval()
     with torch.no_grad():
         found["evaluated"] = loss_of(batches[7])
-    return found | whole(compiled.named_parameters())
+    return found | whole_parameters(compiled)
 
 
 @pytest.mark.filterwarnings("ignore:expected the batch that lookahead")
@@ -286,7 +293,7 @@ def _on_streams(rank: int, world_size: int, grid: Grid, schedule: Any) -> tuple[
             train(3)
         train(1)
         found = recorded.program(f"a grid under {schedule}, rank {rank}")
-        return list(hazards(found)), whole(compiled.named_parameters())
+        return list(hazards(found)), whole_parameters(compiled)
 
 
 @pytest.mark.long

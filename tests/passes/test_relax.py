@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 
 import pytest
 import torch
+from torch import fx
 
-from embrace_fx.passes.relax import RelaxDependences
+from embrace_fx.passes.relax.advance import AdvanceGradients
+from embrace_fx.passes.relax.buckets import ChunkBuckets, RelaxUpdates
+from embrace_fx.passes.relax.rows import RelaxRows
+from embrace_fx.passes.relax.split import SplitRows
+from embrace_fx.passes.relax.stacks import StackRows
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import (
@@ -23,7 +29,8 @@ from embrace_fx.vocabulary.graph import (
     inputs_of,
     outputs_of,
 )
-from embrace_fx.vocabulary.schedule import SCHEDULES
+from embrace_fx.vocabulary.ops import launch_of, op_name
+from embrace_fx.vocabulary.schedule import SCHEDULES, Cuts
 from tests.session.test_pipeline import OTHER, TABLE, many_uses, plan_of
 from tests.support.golden import check_golden
 from tests.support.graphs import IDS, analysed, classifier, tables_model, targets, text
@@ -40,9 +47,21 @@ def partitioned(
     return run_passes(analysed(model, IDS), training_passes(plan, {TABLE, OTHER}, 0, reduce=reduce)).graph
 
 
-def relaxed(graph: TrainingGraph, buckets: tuple[tuple[str, ...], ...], horizontal: bool) -> TrainingGraph:
-    result = RelaxDependences(buckets, horizontal)(graph)
-    verify(result, after="RelaxDependences", captured=graph, previous=graph)
+def relaxed(
+    graph: TrainingGraph,
+    buckets: tuple[tuple[str, ...], ...],
+    schedule: str,
+    pieces: int = 2,
+    tables: tuple[str, ...] = (TABLE, OTHER),
+) -> TrainingGraph:
+    """After the passes of a schedule; each bucket in two chunks, each table's delayed gradients in `pieces`."""
+    parameters = {role.name: node.meta["val"] for node, role in graph.inputs() if isinstance(role, Parameter)}
+    sizes = [sum(parameters[name].numel() for name in bucket) for bucket in buckets]
+    cuts = Cuts(tuple((size - size // 2, size // 2) for size in sizes), tuple((table, pieces) for table in tables))
+    result = graph
+    for each in relaxing_passes(plan_of(world_size=2, buckets=buckets), schedule, 0, cuts):
+        before, result = result, each(result)
+        verify(result, after=type(each).__name__, captured=graph, previous=before)
     return result
 
 
@@ -51,45 +70,73 @@ def ops(graph: TrainingGraph, phase: str, *kinds: str) -> list[str]:
     return [name for name in found if name.startswith(kinds)]
 
 
-@pytest.mark.parametrize("horizontal", [False, True], ids=["rows", "rows_and_buckets"])
-def test_golden(horizontal: bool) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_golden(schedule: str) -> None:
     buckets = (("classify.weight", "classify.bias"),)
     plan = plan_of("words.weight", world_size=2, buckets=buckets)
     graph = run_passes(analysed(classifier(), IDS), training_passes(plan, {"words.weight"}, 0)).graph
 
-    result = relaxed(graph, buckets, horizontal)
+    result = relaxed(graph, buckets, schedule, tables=("words.weight",))
 
     phases = (f"# {name}\n{text(result.phases[name])}" for name in ("forward", "backward"))
-    check_golden(f"relax_{'rows_and_buckets' if horizontal else 'rows'}", "\n".join(phases))
+    check_golden(f"relax_{schedule}", "\n".join(phases))
 
 
 def test_a_graph_without_a_backward_is_left_alone() -> None:
     graph = partitioned(TABLE, buckets=())
     graph = TrainingGraph(graph.module, graph.tables, {n: graph.phases[n] for n in ("unique", "ids", "forward")})
 
-    assert RelaxDependences((), horizontal=True)(graph) is graph
+    for each in relaxing_passes(plan_of(TABLE, buckets=()), "2d", 0, Cuts((), ((TABLE, 1),))):
+        assert each(graph) is graph
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_which_schedule_relaxes_what(schedule: str) -> None:
-    passes = relaxing_passes(plan_of(TABLE, buckets=(DENSE,)), schedule, 0)
+    cuts = Cuts(((10,),), ((TABLE, 3),))
+    passes = relaxing_passes(plan_of(TABLE, buckets=(DENSE,)), schedule, 0, cuts)
 
-    expected = {"none": (), "vertical": (RelaxDependences((DENSE,), False),)}
-    assert passes == expected.get(schedule, (RelaxDependences((DENSE,), True),))
+    rows, chunks = [RelaxRows(), StackRows((), 0)], ChunkBuckets(cuts.chunks)
+    split, updates = SplitRows(cuts.pieces), RelaxUpdates((DENSE,), cuts.chunks)
+    expected = {
+        "none": [],
+        "horizontal": [*rows, chunks, updates, AdvanceGradients()],
+        "vertical": [*rows, split, chunks, AdvanceGradients()],
+        "2d": [*rows, split, chunks, updates, AdvanceGradients()],
+    }
+    assert list(passes) == expected[schedule]
+
+
+def launched(module: fx.GraphModule, *ops: str) -> list[str]:
+    """The launches that nodes of these ops are for, as they are printed."""
+    found = [node for node in module.graph.nodes if op_name(node) in {f"embrace::{op}" for op in ops}]
+    assert all(str(launch_of(node)) == node.args[-1] for node in found)
+    return [str(launch_of(node)) for node in found]
+
+
+def _serves(table: str, launch: str) -> bool:
+    return launch.startswith(f"{table} ")
 
 
 def test_rows_are_submitted_and_awaited() -> None:
     buckets = (("vector", *DENSE),)
     graph = partitioned(TABLE, OTHER, buckets=buckets)
 
-    result = relaxed(graph, buckets, horizontal=False)
+    result = relaxed(graph, buckets, "vertical")
+    forward, backward = result.phases["forward"], result.phases["backward"]
 
-    kinds = ("all_to_all", "await", "submit", "all_reduce", "wait_tensor", "lookup", "coalesce")
-    assert sorted(ops(graph, "forward", *kinds)) == sorted(["lookup", "all_to_all_rows", "wait_tensor"] * 2)
-    assert ops(result, "forward", *kinds) == ["await_rows"] * 2
-    assert ops(result, "backward", *kinds).count("submit_rows") == 2
-    assert ops(result, "backward", "all_reduce", "wait_tensor") == ["all_reduce_", "wait_tensor"]
-    roles = [role for _, role in outputs_of(result.phases["backward"])]
+    assert not ops(result, "forward", "all_to_all", "lookup", "wait_tensor")
+    assert launched(forward, "submit_ids") == launched(backward, "await_ids") == ["ids"]
+    for table in (TABLE, OTHER):
+        pieces = [f"{table} delayed [0]", f"{table} delayed [1]"]
+        of_table = partial(filter, partial(_serves, table))
+        assert list(of_table(launched(backward, "submit_gradients"))) == [f"{table} prior", *pieces]
+        assert list(of_table(launched(backward, "update_rows"))) == pieces
+        assert list(of_table(launched(forward, "update_rows"))) == [f"{table} prior"]
+        assert list(of_table(launched(backward, "submit_rows"))) == [f"{table} early rows"]
+        assert list(of_table(launched(forward, "submit_rows"))) == [f"{table} rows"]
+        assert list(of_table(launched(forward, "await_rows"))) == [f"{table} early rows", f"{table} rows"]
+    assert launched(backward, "submit_chunk") == launched(backward, "await_chunk") == ["bucket 0 [0]", "bucket 0 [1]"]
+    roles = [role for _, role in outputs_of(backward)]
     assert {role.table for role in roles if isinstance(role, PendingRows)} == {TABLE, OTHER}
     assert not any(isinstance(role, RowGradient) for role in roles)
     assert {role.of for role in roles if isinstance(role, Gradient)} == {Parameter(name) for name in buckets[0]}
@@ -99,34 +146,38 @@ def test_each_bucket_is_submitted_and_awaited_once() -> None:
     buckets = (("vector",), DENSE, (OTHER,))
     graph = partitioned(TABLE, buckets=buckets)
 
-    result = relaxed(graph, buckets, horizontal=True)
+    result = relaxed(graph, buckets, "horizontal")
 
-    assert ops(result, "backward", "submit_bucket") == ["submit_bucket"] * 3
-    assert not ops(result, "backward", "all_reduce", "wait_tensor", "unpack_bucket")
+    chunks = [f"bucket {k} [{i}]" for k in range(3) for i in range(2)]
+    assert launched(result.phases["backward"], "submit_chunk") == chunks
+    assert sorted(launched(result.phases["forward"], "await_chunk")) == chunks
+    assert not ops(result, "backward", "all_reduce", "wait_tensor", "await", "unpack_bucket")
     roles = [role for _, role in outputs_of(result.phases["backward"])]
     pending = [role for role in roles if isinstance(role, PendingGradients)]
     assert pending == [PendingGradients(k, bucket) for k, bucket in enumerate(buckets)]
     assert not any(isinstance(role, Gradient) for role in roles)
-    awaited = result.phases["forward"].graph.find_nodes(
-        op="call_function", target=torch.ops.embrace.await_update.default
+    updated = result.phases["forward"].graph.find_nodes(
+        op="call_function", target=torch.ops.embrace.update_bucket.default
     )
-    assert sorted(node.args[1] for node in awaited) == [0, 1, 2]
+    assert sorted(node.args[1] for node in updated) == [0, 1, 2]
 
 
 def test_a_parameter_is_awaited_just_before_its_first_reader() -> None:
     buckets = (("vector",), DENSE, (OTHER,))
-    result = relaxed(partitioned(TABLE, buckets=buckets), buckets, horizontal=True)
+    result = relaxed(partitioned(TABLE, buckets=buckets), buckets, "horizontal")
     forward = result.phases["forward"]
 
     position = {node: k for k, node in enumerate(forward.graph.nodes)}
     for node, role in inputs_of(forward):
         if not isinstance(role, Parameter):
             continue
-        (awaited,) = node.users  # nothing else reads the parameter itself
-        assert awaited.target is torch.ops.embrace.await_update.default
-        items = [item for item in awaited.users if item.target is operator.getitem]
-        readers = [reader for item in items for reader in item.users]
-        between = [n for n in position if position[awaited] < position[n] < min(map(position.__getitem__, readers))]
+        (reader,) = node.users  # nothing else reads the parameter itself
+        while op_name(reader) == "embrace::await_chunk":
+            (reader,) = reader.users
+        assert op_name(reader) == "embrace::update_bucket"
+        items = [item for item in reader.users if item.target is operator.getitem]
+        readers = [user for item in items for user in item.users]
+        between = [n for n in position if position[reader] < position[n] < min(map(position.__getitem__, readers))]
         assert set(between) <= set(items)
 
 
@@ -135,7 +186,7 @@ def test_what_stays_as_it_was() -> None:
     graph = partitioned(TABLE, OTHER, buckets=buckets)
     before = {name: text(module) for name, module in graph.phases.items()}
 
-    result = relaxed(graph, buckets, horizontal=True)
+    result = relaxed(graph, buckets, "horizontal")
 
     assert {name: text(module) for name, module in graph.phases.items()} == before  # a pass changes copies
     assert result.module is graph.module
@@ -149,13 +200,13 @@ def test_what_stays_as_it_was() -> None:
 def test_without_tables_and_buckets_nothing_is_relaxed() -> None:
     graph = partitioned(buckets=(), forward=plain)
 
-    result = relaxed(graph, (), horizontal=True)
+    result = relaxed(graph, (), "horizontal")
 
     assert {name: text(m) for name, m in result.phases.items()} == {n: text(m) for n, m in graph.phases.items()}
 
 
 def test_an_unread_table_is_no_input_of_the_backward() -> None:
-    result = relaxed(partitioned(TABLE, OTHER, buckets=(("vector", *DENSE),)), (("vector", *DENSE),), horizontal=True)
+    result = relaxed(partitioned(TABLE, OTHER, buckets=(("vector", *DENSE),)), (("vector", *DENSE),), "2d")
 
     for module in result.phases.values():
         assert all(node.users for node, role in inputs_of(module) if isinstance(role, Parameter | Shard))

@@ -24,6 +24,7 @@ from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.planning.findings import Findings, facts_of
 from embrace_fx.planning.reads import used_parameters
 from embrace_fx.planning.replanning import CONFIRMED_BY, LOOK_EVERY, Drift
+from embrace_fx.runtime.optimizer.holders import Holders
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session import batch_check, session
 from embrace_fx.vocabulary.plan import Plan
@@ -32,7 +33,7 @@ from tests.support.cases import long_but
 from tests.support.graphs import analysed
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same, train_reference
-from tests.support.training import whole
+from tests.support.training import whole_parameters, whole_state
 
 ROWS, WIDTH = 120, 10
 FEW, MOST = 8, 400
@@ -133,7 +134,8 @@ class _Kept(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        if record.getMessage().startswith("planned again"):
+            self.lines.append(record.getMessage())
 
 
 def _evaluate(model: nn.Module) -> float:
@@ -176,16 +178,8 @@ def _train(rank: int, case: Case) -> Found:
     finally:
         log.removeHandler(kept)
         log.setLevel(logging.NOTSET)
-    parameters = dict(compiled.named_parameters())
-    state = {
-        f"{name} {key}": value
-        for optimizer in compiled.optimizer
-        for name, parameter in parameters.items()
-        for key, value in whole(
-            {k: torch.as_tensor(v) for k, v in optimizer.state.get(parameter, {}).items()}.items()
-        ).items()
-    }
-    return Found(whole(parameters.items()), plans, state, kept.lines, compiled.plan.explain(), _evaluate(compiled))
+    state = {key: value for each in compiled.optimizer for key, value in whole_state(compiled, each).items()}
+    return Found(whole_parameters(compiled), plans, state, kept.lines, compiled.plan.explain(), _evaluate(compiled))
 
 
 def expected(case: Case) -> dict[str, Tensor]:
@@ -295,7 +289,7 @@ def _train_on_pairs(rank: int, world_size: int, how: str) -> tuple[dict[str, Ten
             optimizer.step()
             optimizer.zero_grad()
             strategies.append(compiled.plan[TABLE].strategy)
-    return whole(compiled.named_parameters()), list(dict.fromkeys(strategies))
+    return whole_parameters(compiled), list(dict.fromkeys(strategies))
 
 
 def _reference_on_pairs(world_size: int) -> dict[str, Tensor]:
@@ -306,7 +300,7 @@ def _reference_on_pairs(world_size: int) -> dict[str, Tensor]:
             (model(*batch(each, rank)) / world_size).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return whole(model.named_parameters())
+    return whole_parameters(model)
 
 
 @pytest.mark.parametrize("how", long_but(("backward_twice", "accumulate"), {how: (how,) for how in TWO_BATCHES}))
@@ -350,7 +344,7 @@ def test_what_was_asked_for_stays(strategy: Strategy) -> None:
 def _drift() -> Drift:
     """Rank 0's, of the two tables as the first batches of two ranks read them."""
     graph = analysed(make(), *batch(0, 0))
-    facts = facts_of(make(), [], {}, "exact", used_parameters(graph))
+    facts = facts_of(make(), Holders(), "exact", used_parameters(graph), {})
     legal = tuple(replace(fact, row_update_blocker=None) for fact in facts)
     rows = {TABLE: (8, 8), OTHER: (6, 6)}
     findings = Findings(graph, legal, rows, {}, 2, "auto", "2d")

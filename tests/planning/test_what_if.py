@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,3 +207,42 @@ def test_sharding_sends_the_density_of_all_reduce_and_two_nths_of_all_gather(ran
 
     assert sent["alltoall"] / sent["allreduce"] == pytest.approx(density, rel=0.2)
     assert sent["alltoall"] / sent["allgather"] == pytest.approx(2 / ranks, rel=0.2)
+
+
+class TwoTables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.users = nn.Embedding(300_000, 32), nn.Embedding(100_000, 32)
+        self.top = nn.Linear(64, 1)
+
+    def forward(self, words: Tensor, users: Tensor) -> Tensor:
+        scores: Tensor = self.top(torch.cat([self.words(words), self.users(users)], -1))
+        return scores.square().mean()
+
+
+def test_a_plan_for_ranks_that_are_not_there_has_a_schedule_that_can_be_saved(tmp_path: Path) -> None:
+    model = TwoTables()
+    batch = (torch.arange(50), torch.arange(50))
+
+    planned = embrace_fx.plan(
+        model, batch, world_size=128, optimizer=SGD(model.parameters(), 0.1), cluster=Cluster(1e4, 0.001)
+    )
+
+    assert set(planned.sharded) == {"words.weight", "users.weight"}
+    served = {name for operation in planned.schedule.steps.communications for name in operation.serves}
+    assert served == {"words.weight and 1 more", "bucket 0"}
+    assert planned.schedule.diagnostics().step_ms > 0
+    for suffix in ("html", "json", "svg", "dot"):
+        planned.schedule.save(tmp_path / f"schedule.{suffix}")
+        assert (tmp_path / f"schedule.{suffix}").stat().st_size > 1000
+    planned.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == planned
+    assert model.words.weight.shape == (300_000, 32)
+
+
+def test_a_plan_for_one_rank_has_nothing_to_schedule() -> None:
+    model = TwoTables()
+    planned = embrace_fx.plan(model, (torch.arange(5), torch.arange(5)), world_size=1)
+
+    with pytest.raises(RuntimeError, match="found one for one, which sends nothing"):
+        _ = planned.schedule

@@ -7,57 +7,69 @@ import time
 import pytest
 import torch.distributed as dist
 
+from embrace_fx.runtime.flow.flow import ANNOUNCEMENT
 from embrace_fx.runtime.launch.recorder import ComputeSpan, Recorder, Recording, Transfer, compute_spans
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.scheduling import timeline as timeline_module
 from embrace_fx.scheduling.timeline import gather_timeline
-from embrace_fx.vocabulary.schedule import BETWEEN, EARLY, Dependence, Operation, StepGraph, Timeline
+from embrace_fx.vocabulary.schedule import (
+    BETWEEN,
+    EARLY,
+    Dependence,
+    Operation,
+    StepGraph,
+    Timeline,
+    chunk_id,
+    compute_id,
+)
 from tests.support.ranks import run_ranks
 
+A, B = compute_id("backward", "a"), compute_id("backward", "b")
+CHUNK = chunk_id(0, 0)
 STEPS = StepGraph(
     (
-        Operation(EARLY, "rows", "compute", 1.0),
-        Operation("backward bucket 0", "backward", "compute", 1.0, serves=("bucket 0",)),
-        Operation("bucket 0 [0]", "all_reduce", "dense", 1.0, 100, ("bucket 0",), 100),
+        Operation.of(EARLY, 1.0),
+        Operation.of(compute_id("backward", "bucket 0"), 1.0, serves=("bucket 0",)),
+        Operation.of(CHUNK, 1.0, 100, ("bucket 0",), 100),
     ),
     (Dependence("backward bucket 0", "bucket 0 [0]"),),
-    (EARLY, "backward bucket 0"),
+    (str(EARLY), "backward bucket 0"),
 )
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
 def test_marks_cut_time_into_operations() -> None:
-    recording = Recording([("", 0, 1.0), (EARLY, 0, 2.0), ("b", 0, 5.0), ("", 1, 7.0), (EARLY, 1, 8.0)])
+    recording = Recording([(None, 0, 1.0), (EARLY, 0, 2.0), (B, 0, 5.0), (None, 1, 7.0), (EARLY, 1, 8.0)])
 
     assert compute_spans(recording) == [
         ComputeSpan(EARLY, 0, 1.0, 2.0),
-        ComputeSpan("b", 0, 2.0, 5.0),
+        ComputeSpan(B, 0, 2.0, 5.0),
         ComputeSpan(EARLY, 1, 7.0, 8.0),  # what lies before a window's begin is the user's own
     ]
 
 
 def test_waits_are_no_compute() -> None:
-    waits = [("x", "dense", 0, 3.0, 4.0), ("y", "dense", 0, 2.0, 2.5), ("z", "dense", 0, 4.5, 5.0)]
-    recording = Recording([("", 0, 1.0), ("a", 0, 2.0), ("b", 0, 5.0)], waits)  # type: ignore[arg-type]
+    waits = [(chunk_id(0, k), 0, *times) for k, times in enumerate(((3.0, 4.0), (2.0, 2.5), (4.5, 5.0)))]
+    recording = Recording([(None, 0, 1.0), (A, 0, 2.0), (B, 0, 5.0)], waits)
 
     assert compute_spans(recording) == [
-        ComputeSpan("a", 0, 1.0, 2.0),
-        ComputeSpan("b", 0, 2.5, 3.0),
-        ComputeSpan("b", 0, 4.0, 4.5),
+        ComputeSpan(A, 0, 1.0, 2.0),
+        ComputeSpan(B, 0, 2.5, 3.0),
+        ComputeSpan(B, 0, 4.0, 4.5),
     ]
 
 
 def test_what_ran_before_the_first_window_is_left_out() -> None:
-    assert compute_spans(Recording([("a", -1, 0.0), ("b", -1, 1.0), ("", 0, 2.0)])) == []
+    assert compute_spans(Recording([(A, -1, 0.0), (B, -1, 1.0), (None, 0, 2.0)])) == []
 
 
 def test_a_recorder_that_is_off_keeps_nothing() -> None:
     recorder = Recorder()
-    recorder.mark("a")
+    recorder.mark(A)
     recorder.window()
-    with recorder.waiting("x", "dense"):
-        recorder.transferred(Transfer("x", "dense", 0, 1, 0.0, 1.0))
+    with recorder.waiting(CHUNK):
+        recorder.transferred(Transfer(CHUNK, 0, 1, 0.0, 1.0))
 
     recorder.start()
 
@@ -69,14 +81,15 @@ def test_a_recorder_that_is_on_keeps_everything() -> None:
     recorder = Recorder()
     recorder.start()
     recorder.window()
-    recorder.mark("a")
-    with pytest.raises(KeyError), recorder.waiting("x", "dense"):
+    recorder.mark(A)
+    recorder.mark(A)  # more of the same
+    with pytest.raises(KeyError), recorder.waiting(CHUNK):
         raise KeyError
     recording = recorder.stop()
 
-    assert [(name, window) for name, window, _ in recording.marks] == [("", 0), ("a", 0)]
-    ((launch, lane, window, start, end),) = recording.waits
-    assert (launch, lane, window) == ("x", "dense", 0)
+    assert [(operation, window) for operation, window, _ in recording.marks] == [(None, 0), (A, 0)]
+    ((launch, window, start, end),) = recording.waits
+    assert (launch, window) == (CHUNK, 0)
     assert recording.marks[-1][2] <= start <= end
 
 
@@ -106,10 +119,10 @@ def records(rank: int, world_size: int) -> Timeline:
     for window in range(3 + (rank == 1)):
         start = now + window
         recording.window = window
-        recording.marks += [("", window, start), (EARLY, window, start + 0.1), (BETWEEN, window, start + 0.5)]
-        recording.waits.append(("bucket 0 [0]", "dense", window, start + 0.2, start + 0.3))
-        recording.transfers.append(Transfer("bucket 0 [0]", "dense", window, 100, start + 0.1, start + 0.3))
-    recording.waits.append(("announcement", "ids", -1, now - 2, now - 1))
+        recording.marks += [(None, window, start), (EARLY, window, start + 0.1), (BETWEEN, window, start + 0.5)]
+        recording.waits.append((CHUNK, window, start + 0.2, start + 0.3))
+        recording.transfers.append(Transfer(CHUNK, window, 100, start + 0.1, start + 0.3))
+    recording.waits.append((ANNOUNCEMENT, -1, now - 2, now - 1))
     timeline_module.time, before = Clock(rank), timeline_module.time  # type: ignore[assignment, attr-defined]
     found = gather_timeline(communicator, recording, STEPS)
     timeline_module.time = before  # type: ignore[attr-defined]
@@ -124,17 +137,17 @@ def test_recordings_of_all_ranks_on_one_clock() -> None:
     assert {(s.rank, s.window) for s in first.spans} == {(rank, window) for rank in range(3) for window in range(2)}
     assert len(first.spans) == 6 * 4
     assert len(first.waits) == 6
-    zero = next(s for s in first.spans if (s.rank, s.window, s.operation.name) == (0, 0, EARLY))
+    zero = next(s for s in first.spans if (s.rank, s.window, s.operation.id) == (0, 0, EARLY))
     assert zero.start_ms == pytest.approx(0.0, abs=1e-6)
     for span in first.spans:
-        if span.operation.name in (EARLY, "bucket 0 [0]"):
+        if span.operation.id in (EARLY, CHUNK):
             # Ranks leave the barrier at slightly different times; clocks are a thousand seconds apart.
-            begin_ms = 1e3 * span.window + (0 if span.operation.name == EARLY else 100)
+            begin_ms = 1e3 * span.window + (0 if span.operation.id == EARLY else 100)
             assert span.start_ms == pytest.approx(begin_ms, abs=500.0)
     lengths = {round(s.end_ms - s.start_ms, 3) for s in first.spans if s.operation.name == "bucket 0 [0]"}
     assert lengths == {200.0}
-    assert {s.operation for s in first.spans if s.operation.name in (EARLY, "bucket 0 [0]")} == {
-        STEPS[EARLY],
+    assert {s.operation for s in first.spans if s.operation.id in (EARLY, CHUNK)} == {
+        STEPS[str(EARLY)],
         STEPS["bucket 0 [0]"],
     }
     assert {(w.launch, w.lane) for w in first.waits} == {("bucket 0 [0]", "dense")}

@@ -29,7 +29,15 @@ from tests.support.ranks import run_ranks
 from tests.support.table_cases import plain
 
 TABLE, OTHER = "table.weight", "other.weight"
-NAMES = ["captured", "eager_dropout", "shard_tables", "narrow_exchange", "global_frequency", "reduce_gradients"]
+NAMES = [
+    "captured",
+    "eager_dropout",
+    "shard_tables",
+    "narrow_exchange",
+    "global_frequency",
+    "reduce_gradients",
+    "recompute_regions",
+]
 
 
 def plan_of(

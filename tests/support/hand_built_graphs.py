@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
-from embrace_fx.passes.relax import RelaxDependences
+from embrace_fx.passes.relax.rows import RelaxRows
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Buffer,
@@ -198,7 +198,7 @@ def partitioned_graph() -> TrainingGraph:
 
 def relaxed_graph() -> TrainingGraph:
     """`partitioned_graph`, its row gradient handed over to the launcher."""
-    return RelaxDependences((), horizontal=True)(partitioned_graph())
+    return RelaxRows()(partitioned_graph())
 
 
 def dynamic_graph() -> TrainingGraph:

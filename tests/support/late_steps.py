@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import ExponentialLR
 
-from embrace_fx.runtime.flow.bucket_updates import BY_PARAMETER
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE
 from tests.support.late_updates import STEPS, Scenarios, Training
 
 SCENARIOS = Scenarios()
@@ -25,7 +25,7 @@ def plain(kind: type[Optimizer], training: Training, **options: Any) -> None:
         optimizer.zero_grad()
 
 
-KINDS = sorted(BY_PARAMETER, key=lambda kind: kind.__name__)
+KINDS = sorted(ELEMENT_WISE - {SparseAdam}, key=lambda kind: kind.__name__)
 SCENARIOS |= {f"plain_{kind.__name__}": partial(plain, kind) for kind in KINDS}
 SCENARIOS["plain_momentum"] = partial(plain, SGD, momentum=0.9, weight_decay=0.1)
 SCENARIOS["plain_LBFGS"] = lambda training: closures(training, LBFGS, max_iter=2)

@@ -19,8 +19,10 @@ from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.kernels import pack_bucket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.optimizer.stepping import Stepping, attach
+from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.vocabulary.schedule import chunk_id
 
 WORLD = 2
 STEPS = 4
@@ -84,30 +86,30 @@ class Deferred(Training):
     def __init__(self, communicator: Communicator) -> None:
         super().__init__()
         self._communicator = communicator
-        chunks = [[sum(self.parameters[n].numel() for n in BUCKETS[0])], [6, 4]]
-        names = [f"bucket {k} [{i}]" for k, sizes in enumerate(chunks) for i in range(len(sizes))]
-        self.launcher = Launcher([(name, "dense") for name in names], (), Recorder())
-        self.delivered: list[list[nn.Parameter]] = []
+        self._chunks = [[sum(self.parameters[n].numel() for n in BUCKETS[0])], [6, 4]]
+        order = [chunk_id(k, i) for k, sizes in enumerate(self._chunks) for i in range(len(sizes))]
+        self.launcher = Launcher(order, (), Recorder())
         self.flow = Flow(communicator, self.launcher, Recorder(), False, lambda: None, lambda: None)
         self.flow.buckets = BucketUpdates(
             BUCKETS,
-            chunks,
             self.parameter,
             communicator,
             self.launcher,
             self.flow.wait,
-            lambda parameters: self.delivered.append(list(parameters)),
             {},
         )
 
+        state = ModelState(nn.ParameterDict(self.parameters))
+        self.stepping = Stepping(state, communicator, lambda names, reason: None)
+        self.stepping.flow = self.flow
+
     def attach(self, optimizer: Optimizer) -> None:
-        stepping = Stepping(communicator=self._communicator, flow=self.flow)
-        attach(optimizer, stepping)
+        self.stepping.adopt(optimizer)
 
     def backward(self) -> None:
         self.launcher.enter_forward()
         for number in reversed(range(len(BUCKETS))):
-            self.flow.await_update(number)
+            self.flow.update_bucket(number)
         trained = [name for bucket in BUCKETS for name in bucket]
         gradients = dict(
             zip(
@@ -119,7 +121,11 @@ class Deferred(Training):
         self.launcher.open_window()
         self.flow.synchronize()
         for k, bucket in enumerate(BUCKETS):
-            self.flow.buckets.submit(k, pack_bucket([gradients[name] for name in bucket], 1 / WORLD))
+            flat, start = pack_bucket([gradients[name] for name in bucket], 1 / WORLD), 0
+            for i, length in enumerate(self._chunks[k]):
+                self.flow.submit_chunk(chunk_id(k, i), flat, start, length)
+                start += length
+            self.flow.buckets.take_over(k, flat)
         self.launcher.leave_backward()
         self.flow.buckets.deliver(range(len(BUCKETS)))
         self.step += 1

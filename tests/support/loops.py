@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from tests.support.sides import NUM_WORDS, Side, Words, draw_batch, draw_batches
-from tests.support.training import whole
+from tests.support.training import whole, whole_parameters
 
 Loop = Callable[[Side, int], None]
 LOOPS: dict[str, Loop] = {}
@@ -202,6 +202,55 @@ def clipping(side: Side, rank: int) -> None:
 
 
 @loop
+def clipping_by_value(side: Side, rank: int) -> None:
+    for batch in side.lookahead(draw_batches(rank)):
+        side.model(*batch).backward()
+        side.reduce()
+        nn.utils.clip_grad_value_(side.plain.parameters(), 0.01)
+        side.step()
+        side.optimizer.zero_grad()
+
+
+@loop
+def all_gradients_scaled_and_logged(side: Side, rank: int) -> None:
+    for batch in side.lookahead(draw_batches(rank)):
+        side.model(*batch).backward()
+        side.reduce()
+        for parameter in side.model.parameters():
+            parameter.grad.mul_(0.5).add_(0.01)
+            side.log += [float(parameter.grad.norm(p)) for p in (1, 2, float("inf"))]
+            side.log += [float(parameter.grad.abs().max()), float(parameter.grad.mean())]
+            assert torch.isfinite(parameter.grad).all()
+        side.step()
+        side.optimizer.zero_grad()
+
+
+@loop
+def all_gradients_replaced(side: Side, rank: int) -> None:
+    for batch in side.lookahead(draw_batches(rank)):
+        side.model(*batch).backward()
+        side.reduce()
+        for parameter in side.plain.parameters():
+            parameter.grad = parameter.grad * 0.5
+        side.log.append(float(nn.utils.clip_grad_norm_(side.plain.parameters(), 0.05)))
+        side.step()
+        side.optimizer.zero_grad()
+
+
+@loop
+def a_gradient_scaler_with_clipping(side: Side, rank: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    for batch in side.lookahead(draw_batches(rank)):
+        scaler.scale(side.model(*batch)).backward()
+        side.reduce()
+        scaler.unscale_(side.optimizer)
+        side.log.append(float(nn.utils.clip_grad_norm_(side.plain.parameters(), 0.05)))
+        scaler.step(side.optimizer)
+        scaler.update()
+        side.optimizer.zero_grad()
+
+
+@loop
 def gradients_zeroed_before_the_backward(side: Side, rank: int) -> None:
     for batch in side.lookahead(draw_batches(rank)):
         loss = side.model(*batch)
@@ -230,10 +279,7 @@ def gradients_zeroed_before_the_step(side: Side, rank: int) -> None:
 
 @loop
 def gradients_never_zeroed(side: Side, rank: int) -> None:
-    """Of the dense ones: a step takes the rows of sharded tables with it."""
-    for batch in side.lookahead(draw_batches(rank)):
-        for table in (side.plain.words, side.plain.items):
-            table.weight.grad = None
+    for batch in side.lookahead(draw_batches(rank, 5)):
         side.model(*batch).backward()
         side.step()
 
@@ -301,7 +347,7 @@ def a_penalty_outside_of_the_model(side: Side, rank: int) -> None:
 def parameters_read(side: Side, rank: int) -> None:
     for batch in side.lookahead(draw_batches(rank)):
         side.update(batch)
-        values = whole(side.model.named_parameters())
+        values = whole_parameters(side.model)
         side.log += [float(value.norm()) for value in values.values()]
 
 

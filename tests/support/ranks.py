@@ -46,7 +46,7 @@ PEER_GRACE_S = 1.0
 EXIT_S = 30.0
 """How long ranks may take to exit by themselves once their work is done."""
 
-PRELOAD = ["torch.distributed", "torch.distributed.tensor", "torch._dynamo", "embrace_fx"]
+PRELOAD = ["torch.distributed", "torch.distributed.tensor", "torch._dynamo", "embrace_fx.session.session"]
 """Modules the fork server imports once for all ranks; the ones a first capture would otherwise import on each rank."""
 
 

@@ -82,7 +82,7 @@ class Side:
 
     def clip(self, max_norm: float) -> Tensor:
         self.reduce()
-        return nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def step(self) -> None:
         self.reduce()  # of gradients that are equal on all ranks, nothing but themselves
@@ -112,7 +112,3 @@ class CompiledSide(Side):
 
     def reduce(self) -> None:
         pass
-
-    def clip(self, max_norm: float) -> Tensor:
-        found: Tensor = self.model.clip_grad_norm_(max_norm)
-        return found

@@ -28,9 +28,6 @@ from tests.support.reference import train_reference
 STEPS = 20
 SEED = 0
 
-MOVING = frozenset({"momentum", "adam", "adamw"})
-"""The optimizers of `OPTIMIZERS` that move rows without gradient too."""
-
 _ONE: Mapping[str, Callable[..., Optimizer]] = {
     "sgd": partial(SGD, lr=0.1),
     "momentum": partial(SGD, lr=0.05, momentum=0.9),
@@ -125,12 +122,30 @@ def train_compiled(
 
 def trained(compiled: embrace_fx.CompiledModel) -> Trained:
     """Collective: the whole parameters of a compiled model, and its plan."""
-    return Trained(whole(compiled.named_parameters()), {each.parameter: each for each in compiled.plan})
+    return Trained(whole_parameters(compiled), {each.parameter: each for each in compiled.plan})
+
+
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Collective: copies of a model's parameters, those of sharded tables put together."""
+    shown = model.state_dict()
+    return whole((name, shown[name]) for name, _ in model.named_parameters())
 
 
 def whole(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Collective: copies of tensors, sharded ones put together."""
     return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in named}
+
+
+def whole_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Collective: copies of an optimizer's state as its state dict shows it, by names of parameters, put together."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        f"{held[number]} {key}": (value.full_tensor() if isinstance(value, DTensor) else torch.as_tensor(value)).clone()
+        for number, state in optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+        if value is not None
+    }
 
 
 def expected_parameters(

@@ -103,7 +103,7 @@ def test_comparison_on_two_ranks(tmp_path: Path) -> None:
     graphs = {path.stem[3:]: path.read_text(encoding="utf-8") for path in (tmp_path / "graphs").iterdir()}
     assert "all_to_all" not in graphs["captured"]
     assert "embrace.await_rows" in graphs["forward"]
-    assert "embrace.submit_rows" in graphs["backward"]
+    assert "embrace.submit_gradients" in graphs["backward"]
     pictures = ("schedule.html", "schedule.svg", "timeline.html", "timeline.svg", "trace.json")
     assert all((tmp_path / name).stat().st_size > 1000 for name in pictures)
     assert (tmp_path / "report.txt").read_text(encoding="utf-8").count("alltoall") == 2

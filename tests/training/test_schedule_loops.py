@@ -24,8 +24,8 @@ from embrace_fx import cost
 from tests.support.loops import LOOPS, WARNED, Loop
 from tests.support.ranks import reset_torch_state, run_ranks
 from tests.support.reference import assert_same
-from tests.support.sides import DIM, DTYPE, CompiledSide, Matching, Side, Words, draw_batch, draw_batches
-from tests.support.training import SEED, whole
+from tests.support.sides import DIM, DTYPE, CompiledSide, Matching, Side, draw_batch, draw_batches
+from tests.support.training import SEED, whole_parameters
 
 TIMEOUT_S = 280.0
 
@@ -63,7 +63,7 @@ def _run_loop(side: Side, run: Loop, rank: int) -> Outcome:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", "Sparse invariant checks")
         run(side, rank)
-    return Outcome(whole(side.model.named_parameters()), side.log, [str(each.message) for each in caught])
+    return Outcome(whole_parameters(side.model), side.log, [str(each.message) for each in caught])
 
 
 def _run_both(rank: int, world_size: int, names: list[str], optimizer: str) -> dict[str, tuple[Outcome, Outcome]]:
@@ -197,7 +197,7 @@ def _train_against_each_other(rank: int, world_size: int, *, compiled: bool) -> 
     return {
         f"{type(of).__name__} {name}": value
         for of, model in zip(plain, (generator, critic), strict=True)
-        for name, value in whole(model.named_parameters()).items()
+        for name, value in whole_parameters(model).items()
     }
 
 
@@ -231,7 +231,7 @@ def _step_in_turn(rank: int, world_size: int, *, compiled: bool) -> tuple[dict[s
         if step % 2:
             seldom.step()
             seldom.zero_grad()
-    return whole(model.named_parameters()), norms
+    return whole_parameters(model), norms
 
 
 def _compare_turns(rank: int, world_size: int) -> list[tuple[dict[str, Tensor], list[float]]]:
@@ -245,44 +245,6 @@ def test_two_optimizers_that_share_a_bucket_step_in_turn() -> None:
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-def _clip_with_torch(side: Side, batch: Words) -> None:
-    side.model(*batch).backward()
-    nn.utils.clip_grad_norm_(side.model.parameters(), 0.01)
-
-
-def _clip_the_plain_model(side: Side, batch: Words) -> None:
-    side.model(*batch).backward()
-    nn.utils.clip_grad_norm_(side.plain.parameters(), 0.01)
-
-
-def _clip_zeroed_in_place(side: Side, batch: Words) -> None:
-    side.update(batch)
-    side.optimizer.zero_grad(set_to_none=False)
-    _clip_with_torch(side, batch)
-
-
-def _clip_two_backwards(side: Side, batch: Words) -> None:
-    side.model(*batch).backward()
-    _clip_with_torch(side, batch)
-
-
-CLIPPINGS = (_clip_with_torch, _clip_the_plain_model, _clip_zeroed_in_place, _clip_two_backwards)
-
-
-def _clip(rank: int, world_size: int, clip: Callable[[Side, Words], None]) -> None:
-    side = CompiledSide(OPTIMIZERS["adagrad"])
-    for batch in draw_batches(rank, 3):
-        side.update(batch)
-    clip(side, draw_batch(3, rank))
-    with pytest.raises(RuntimeError, match=r"changed in place \(clipped or unscaled\?\).*clip_grad_norm_"):
-        side.step()
-
-
-@pytest.mark.parametrize("clip", CLIPPINGS, ids=lambda clip: clip.__name__.strip("_").replace("_", " "))
-def test_clipping_with_torch_is_refused(clip: Callable[[Side, Words], None]) -> None:
-    run_ranks(2, _clip, clip)
 
 
 def _write_held_parameters(rank: int, world_size: int) -> None:

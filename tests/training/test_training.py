@@ -18,7 +18,7 @@ from embrace_fx.vocabulary.exactness import RowUpdates
 from tests.support.models import MODELS, Workload
 from tests.support.ranks import reset_torch_state, run_ranks
 from tests.support.reference import assert_same
-from tests.support.training import MOVING, OPTIMIZERS, Trained, expected_parameters, train_compiled
+from tests.support.training import OPTIMIZERS, Trained, expected_parameters, train_compiled
 
 WORKLOADS = dict(MODELS)
 CASES: tuple[tuple[str, RowUpdates], ...] = tuple(product(OPTIMIZERS, get_args(RowUpdates)))
@@ -97,8 +97,6 @@ def test_parameters_equal_the_reference(run: Run, optimizer: str, row_updates: R
 def test_a_table_is_sharded_or_its_reason_named(run: Run, optimizer: str, row_updates: RowUpdates) -> None:
     if run.group.model == "tied_lm":
         strategy, reason = "allreduce", "also read densely"
-    elif optimizer in MOVING and row_updates == "exact":
-        strategy, reason = "allreduce", "moves every row at each step"
     else:
         strategy, reason = "alltoall", "asked for"
 

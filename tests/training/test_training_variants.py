@@ -27,7 +27,7 @@ from tests.support.training import (
     make_optimizers,
     train_compiled,
     trained,
-    whole,
+    whole_parameters,
 )
 
 STEPS = 8
@@ -224,7 +224,7 @@ def test_scale_grad_by_freq_counts_the_ids_of_all_ranks(optimizer: str) -> None:
 
     for result in run_ranks(2, train_compiled, workload, DTYPE, optimizer, "exact", Way(steps=STEPS)):
         assert result.strategies == {"table.weight": "allreduce"}
-        assert_same(result.parameters, whole(model.named_parameters()), DTYPE)
+        assert_same(result.parameters, whole_parameters(model), DTYPE)
 
 
 # -- autocast ----------------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def sums_beyond_half_precision(rank: int, world_size: int) -> Tensor:
         loss = compiled(torch.zeros(1000, dtype=torch.long))
     loss.backward()
     compiled.optimizer.step()
-    return whole(compiled.named_parameters())["table.weight"][0]
+    return whole_parameters(compiled)["table.weight"][0]
 
 
 def test_a_rows_gradient_may_be_beyond_half_precision() -> None:

@@ -22,7 +22,7 @@ from embrace_fx.vocabulary.plan import Decision
 from tests.support.question_answering import make_bert
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same, train_reference
-from tests.support.training import whole
+from tests.support.training import whole_parameters
 
 NUM_WORDS = 120
 PAD, START = 0, 1
@@ -216,7 +216,7 @@ def train_compiled(rank: int, world_size: int, training: Training) -> Trained:
         losses.append(result.loss.item())
     plan = {decision.parameter: decision for decision in compiled.plan}
     kind = type(result).__name__, tuple(result.keys())
-    return Trained(whole(compiled.named_parameters()), plan, losses, compiled._session._captures.count, kind)
+    return Trained(whole_parameters(compiled), plan, losses, compiled._session._captures.count, kind)
 
 
 class LossOnly(nn.Module):
@@ -233,7 +233,7 @@ class LossOnly(nn.Module):
         return loss
 
 
-def _check(training: Training) -> Trained:
+def check(training: Training) -> Trained:
     """Trains on two ranks and asserts losses and parameters of the reference; returns what rank 0 has."""
     results = run_ranks(2, train_compiled, training, timeout_s=TIMEOUT_S)
     reference = LossOnly(training.make_model())
@@ -249,7 +249,7 @@ def _check(training: Training) -> Trained:
 
 
 def test_bert_answers_questions() -> None:
-    trained = _check(TRAININGS["bert"])
+    trained = check(TRAININGS["bert"])
     tables = ("word_embeddings", "position_embeddings", "token_type_embeddings")
     assert trained.sharded == {f"bert.embeddings.{table}.weight" for table in tables}
     assert trained.captures == 2  # the first length, and all others
@@ -258,7 +258,7 @@ def test_bert_answers_questions() -> None:
 
 @pytest.mark.long
 def test_gpt2_keeps_its_tied_table_data_parallel() -> None:
-    trained = _check(TRAININGS["gpt2"])
+    trained = check(TRAININGS["gpt2"])
     assert trained.sharded == set()
     assert "dense" in trained.plan["transformer.wte.weight"].reason
     assert trained.captures == 2
@@ -267,7 +267,7 @@ def test_gpt2_keeps_its_tied_table_data_parallel() -> None:
 
 @pytest.mark.long
 def test_t5_keeps_its_tied_table_data_parallel() -> None:
-    trained = _check(TRAININGS["t5"])
+    trained = check(TRAININGS["t5"])
     assert trained.sharded == T5_BIASES
     assert "dense" in trained.plan["shared.weight"].reason
     assert trained.captures == 1
@@ -276,7 +276,7 @@ def test_t5_keeps_its_tied_table_data_parallel() -> None:
 
 @pytest.mark.long
 def test_marian_translates_with_untied_tables() -> None:
-    trained = _check(TRAININGS["marian"])
+    trained = check(TRAININGS["marian"])
     assert trained.sharded == {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"}
     assert trained.captures == 1
 
@@ -349,6 +349,6 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.long
 @pytest.mark.parametrize("name", LONG)
 def test_further_models_match_the_reference(name: str) -> None:
-    trained = _check(LONG[name])
+    trained = check(LONG[name])
     assert trained.sharded == SHARDED_IN_LONG.get(name, set())
     assert trained.captures == 2

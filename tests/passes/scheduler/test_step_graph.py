@@ -1,4 +1,4 @@
-"""A window as operations and dependences: what each schedule lets overlap, and the story that becomes of it."""
+"""A window as operations and dependences, read from the graphs that run; and the story that becomes of it."""
 
 from __future__ import annotations
 
@@ -9,123 +9,30 @@ import torch
 from torch import Tensor, nn
 
 from embrace_fx import cost
-from embrace_fx.passes.relax import RelaxDependences
 from embrace_fx.passes.scheduler.launch_order import check_order, schedule, story
-from embrace_fx.passes.scheduler.step_graph import Event, Sizes, build, compute_durations, events
-from embrace_fx.session.pipeline import run_passes, training_passes
+from embrace_fx.passes.scheduler.step_graph import Sizes, build, compute_durations
+from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Decision, Plan
-from embrace_fx.vocabulary.schedule import BETWEEN, EARLY, END, SCHEDULES, START, StepGraph
+from embrace_fx.vocabulary.schedule import (
+    BETWEEN,
+    EARLY,
+    END,
+    SCHEDULES,
+    START,
+    Cuts,
+    OperationId,
+    StepGraph,
+    compute_id,
+    gradients_id,
+)
 from tests.support.golden import check_golden
 from tests.support.graphs import analysed
 
-TABLES = ("source", "target")
-BACKWARD = [Event("bucket 2", False), Event("target", True), Event("bucket 1", False), Event("bucket 0", False)]
-BACKWARD.append(Event("source", True))
-FORWARD = [Event("source", True), Event("bucket 0", False), Event("bucket 1", False), Event("target", True)]
-FORWARD.append(Event("bucket 2", False))
-SIZES = Sizes(
-    bucket_chunks=((1000,), (2000, 1000), (500,)),
-    sent={"source prior": 77},
-    row_bytes=dict.fromkeys(TABLES, 4000),
-    delayed_chunks=dict.fromkeys(TABLES, 2),
-    ids_bytes=50,
-)
-BUCKETS = ["bucket 0 [0]", "bucket 1 [0]", "bucket 1 [1]", "bucket 2 [0]"]
-
-
-def window(name: str) -> StepGraph:
-    durations = {"backward source": 3.0, "forward bucket 1": 2.0}
-    return build(name, BACKWARD, FORWARD, SIZES, durations, cost.Cluster(), 4)
-
-
-def before(steps: StepGraph, after: str, distance: int = 0) -> set[str]:
-    return {d.before for d in steps.dependences if d.after == after and d.distance == distance}
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_compute_is_the_same_under_every_schedule(name: str) -> None:
-    steps = window(name)
-
-    assert steps.compute_order == (
-        *(EARLY, "backward bucket 2", "backward target", "backward bucket 1", "backward bucket 0", "backward source"),
-        *(END, BETWEEN, "update source", "update target", START),
-        *("rows source", "forward source", "update bucket 0", "forward bucket 0", "update bucket 1"),
-        *("forward bucket 1", "rows target", "forward target", "update bucket 2", "forward bucket 2"),
-    )
-    assert {o.name for o in steps.operations if not o.is_communication} == set(steps.compute_order)
-    assert (steps["backward source"].duration_ms, steps["forward source"].duration_ms) == (3.0, 0.0)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_what_is_sent_leaves_where_it_is_made_and_is_there_where_it_is_read(name: str) -> None:
-    steps = window(name)
-
-    for bucket in BUCKETS:
-        assert before(steps, bucket) == {f"backward {bucket[:8]}"}
-    for table in TABLES:
-        assert before(steps, f"{table} prior") == {f"backward {table}"}
-        assert before(steps, f"{table} rows") == {f"update {table}"}
-        assert f"{table} rows" in before(steps, f"rows {table}")
-    assert before(steps, "ids") == {BETWEEN}
-
-
-def test_none_ends_every_exchange_before_the_step() -> None:
-    steps = window("none")
-
-    assert before(steps, BETWEEN) == {*BUCKETS, "source prior", "target prior"}
-    assert before(steps, "update source") == {"ids"}
-    assert all(d.distance == 0 for d in steps.dependences)
-    assert {o.lane for o in steps.communications} == {"ids", "embedding", "dense"}
-
-
-def test_horizontal_waits_for_a_bucket_before_the_forward_that_reads_it() -> None:
-    steps = window("horizontal")
-
-    assert before(steps, BETWEEN) == set()
-    assert before(steps, "update bucket 1") == {"bucket 1 [0]", "bucket 1 [1]"}
-    assert before(steps, "update source") == {"source prior", "ids"}
-    assert not any("delayed" in o.name or "early" in o.name for o in steps.communications)
-
-
-@pytest.mark.parametrize("name", ["vertical", "2d"])
-def test_vertical_cuts_rows_in_two(name: str) -> None:
-    steps = window(name)
-
-    for table in TABLES:
-        assert before(steps, f"{table} early rows") == {EARLY}
-        assert before(steps, f"update {table}") == {f"{table} prior"}
-        assert before(steps, f"rows {table}") == {f"{table} rows", f"{table} early rows"}
-        for chunk in (f"{table} delayed [0]", f"{table} delayed [1]"):
-            assert before(steps, chunk) == {f"backward {table}"}
-            assert chunk in before(steps, EARLY, distance=1)
-    assert "ids" in before(steps, EARLY, distance=1)
-    assert before(steps, BETWEEN) == (set() if name == "2d" else set(BUCKETS))
-    assert before(steps, "update bucket 0") == ({"bucket 0 [0]"} if name == "2d" else set())
-
-
-def test_what_was_measured_takes_the_place_of_what_was_estimated() -> None:
-    steps = window("2d")
-
-    assert (steps["source prior"].sent_bytes, steps["target prior"].sent_bytes) == (77, 4000)
-    assert steps["source prior"].duration_ms < steps["target prior"].duration_ms
-    assert steps["ids"].sent_bytes == 3 * 50
-    assert steps["bucket 1 [0]"].sent_bytes == cost.all_reduce(2000, 4).sent_bytes
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_window_can_be_scheduled(name: str) -> None:
-    steps = window(name)
-
-    found = schedule(steps, name)
-
-    check_order(steps, found.launch_order)
-    assert sorted(found.launch_order) == sorted(o.name for o in steps.communications)
-
-
-# -- a real model ------------------------------------------------------------------------------------------------------
-
 WORDS, DIM, BATCH, LENGTH = 2000, 128, 16, 32
+TABLES = ("source.weight", "target.weight")
+CHUNK = (DIM + 1) * DIM // 2
+CUTS = Cuts(((CHUNK, CHUNK),) * 3, tuple((table, 2) for table in TABLES))
 
 
 class Translator(nn.Module):
@@ -145,54 +52,136 @@ class Translator(nn.Module):
 
 
 @functools.cache
-def translator() -> tuple[TrainingGraph, Plan]:
-    """Its relaxed graph, as one of four ranks has it, each block a bucket."""
+def translator(name: str) -> tuple[TrainingGraph, Plan]:
+    """Its graph under a schedule, as one of four ranks has it, each block a bucket of two chunks."""
     torch.manual_seed(0)
     sent = 2 * BATCH * LENGTH * DIM * 4 * 3 // 4
-    tables = ("source.weight", "target.weight")
-    decisions = tuple(Decision(t, (WORDS, DIM), True, "alltoall", "asked for", sent, 0, 0.0) for t in tables)
+    decisions = tuple(Decision(t, (WORDS, DIM), True, "alltoall", "asked for", sent, 0, 0.0) for t in TABLES)
     plan = Plan(4, decisions, tuple((f"blocks.{k}.weight", f"blocks.{k}.bias") for k in (2, 1, 0)))
     ids = torch.randint(WORDS, (BATCH, LENGTH))
-    graph = run_passes(analysed(Translator(), ids, ids + 0), training_passes(plan, tables, 0)).graph
-    return RelaxDependences(plan.buckets, horizontal=True)(graph), plan
+    passes = (*training_passes(plan, TABLES, 0), *relaxing_passes(plan, name, 0, CUTS))
+    return run_passes(analysed(Translator(), ids, ids + 0), passes).graph, plan
 
 
-def steps_of_translator(name: str) -> StepGraph:
-    graph, plan = translator()
-    bytes_of_block = (DIM + 1) * DIM * 4
-    sizes = Sizes(
-        ((bytes_of_block // 2,) * 2,) * 3,
-        {},
-        {table: plan[table].sent_bytes_per_step // 2 for table in plan.sharded},
-        dict.fromkeys(plan.sharded, 2),
-        BATCH * LENGTH * 4,
-    )
-    backward, forward = (events(graph.phases[phase]) for phase in ("backward", "forward"))
-    durations = compute_durations(graph, cost.Cluster())
-    return build(name, backward, forward, sizes, durations, cost.Cluster(), plan.world_size)
+def steps_of_translator(name: str, sent: dict[OperationId, int] | None = None) -> StepGraph:
+    graph, plan = translator(name)
+    row_bytes = {table: plan[table].sent_bytes_per_step // 2 for table in plan.sharded}
+    sizes = Sizes(sent or {}, row_bytes, BATCH * LENGTH * 4)
+    return build(graph, sizes, compute_durations(graph, cost.Cluster()), cost.Cluster(), plan.world_size)
 
 
-def test_events_are_those_of_the_program() -> None:
-    graph, _ = translator()
+def before(steps: StepGraph, after: str | OperationId, distance: int = 0) -> set[str]:
+    return {d.before for d in steps.dependences if d.after == str(after) and d.distance == distance}
 
-    backward, forward = (events(graph.phases[phase]) for phase in ("backward", "forward"))
 
-    assert sorted(e.what for e in backward) == sorted(e.what for e in forward)
-    assert [e.what for e in backward if not e.is_table] == ["bucket 0", "bucket 1", "bucket 2"]
-    assert [e.what for e in forward if not e.is_table] == ["bucket 2", "bucket 1", "bucket 0"]
-    assert forward[0] == Event("source.weight", True)
+def chunks(*buckets: int, of: int = 2) -> set[str]:
+    return {f"bucket {k} [{i}]" for k in buckets for i in range(of)}
+
+
+BACKWARD = tuple(compute_id("backward", what) for what in ("bucket 0", TABLES[1], "bucket 1", "bucket 2", TABLES[0]))
+ADVANCED = (*BACKWARD[:3], BACKWARD[4], BACKWARD[3])  # the first layer's weights have time, its table has not
+HEAD = (*(compute_id("update", table) for table in TABLES), START)
+
+
+def of_rows(table: str) -> tuple[OperationId, OperationId]:
+    return compute_id("rows", table), compute_id("forward", table)
+
+
+def of_bucket(k: int) -> tuple[OperationId, OperationId]:
+    return compute_id("update", f"bucket {k}"), compute_id("forward", f"bucket {k}")
+
+
+def test_compute_is_cut_where_it_meets_communication() -> None:
+    blocks = (*of_rows(TABLES[0]), *of_bucket(2), *of_bucket(1), *of_rows(TABLES[1]), *of_bucket(0))
+    rows = (*of_rows(TABLES[0]), *of_rows(TABLES[1]))
+    for name in SCHEDULES:
+        backward = (EARLY, *(BACKWARD if name == "none" else ADVANCED), END, BETWEEN)
+        expected = (*backward, *HEAD, *(blocks if name in ("horizontal", "2d") else rows))
+        steps = steps_of_translator(name)
+        assert steps.compute_order == tuple(map(str, expected)), name
+        assert {o.name for o in steps.operations if not o.is_communication} == set(steps.compute_order)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_sent_leaves_where_it_is_made_and_is_there_where_it_is_read(name: str) -> None:
+    steps = steps_of_translator(name)
+
+    for k in range(3):
+        for chunk in chunks(k, of=1 if name == "none" else 2):
+            assert before(steps, chunk) == {f"backward bucket {k}"}
+    for table in TABLES:
+        gradients = f"{table} {'prior' if name in ('vertical', '2d') else 'gradients'}"
+        assert before(steps, gradients) == {f"backward {table}"}
+        assert before(steps, f"{table} rows") == {f"update {table}"}
+        assert f"{table} rows" in before(steps, f"rows {table}")
+    assert before(steps, "ids") == {str(BETWEEN)}
+
+
+def test_none_ends_every_exchange_within_the_backward() -> None:
+    steps = steps_of_translator("none")
+
+    assert before(steps, END) == {*chunks(0, 1, 2, of=1), *(f"{table} gradients" for table in TABLES)}
+    assert before(steps, f"update {TABLES[0]}") == {"ids"}
+    assert all(d.distance == 0 for d in steps.dependences)
+    assert {o.lane for o in steps.communications} == {"ids", "embedding", "dense"}
+
+
+def test_horizontal_waits_for_a_bucket_before_the_forward_that_reads_it() -> None:
+    steps = steps_of_translator("horizontal")
+
+    assert before(steps, END) == before(steps, BETWEEN) == set()
+    assert before(steps, "update bucket 1") == chunks(1)
+    assert before(steps, f"update {TABLES[0]}") == {f"{TABLES[0]} gradients", "ids"}
+    assert not any(o.id is None or o.id.part in ("early", "delayed") for o in steps.communications)
+
+
+@pytest.mark.parametrize("name", ["vertical", "2d"])
+def test_vertical_cuts_rows_in_two(name: str) -> None:
+    steps = steps_of_translator(name)
+
+    for table in TABLES:
+        assert before(steps, f"{table} early rows") == {str(EARLY)}
+        assert before(steps, f"update {table}") == {f"{table} prior"}
+        assert before(steps, f"rows {table}") == {f"{table} rows", f"{table} early rows"}
+        for chunk in (f"{table} delayed [0]", f"{table} delayed [1]"):
+            assert before(steps, chunk) == {f"backward {table}"}
+            assert chunk in before(steps, EARLY, distance=1)
+    assert "ids" in before(steps, EARLY, distance=1)
+    assert before(steps, END) == (set() if name == "2d" else chunks(0, 1, 2))
+    assert before(steps, f"update {'bucket 0'}") == (chunks(0) if name == "2d" else set())
+
+
+def test_what_was_measured_takes_the_place_of_what_was_estimated() -> None:
+    steps = steps_of_translator("2d", {gradients_id(TABLES[0], "prior"): 77})
+    rows = BATCH * LENGTH * DIM * 4 * 3 // 4
+
+    first, second = (steps[f"{table} prior"] for table in TABLES)
+    assert (first.sent_bytes, second.sent_bytes) == (77, rows)
+    assert first.duration_ms < second.duration_ms
+    assert steps["ids"].sent_bytes == 3 * BATCH * LENGTH * 4
+    assert steps["bucket 1 [0]"].sent_bytes == cost.all_reduce(CHUNK * 4, 4).sent_bytes
+    assert steps[f"{TABLES[0]} delayed [1]"].sent_bytes == rows // 4
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_window_can_be_scheduled(name: str) -> None:
+    steps = steps_of_translator(name)
+
+    found = schedule(steps, name)
+
+    check_order(steps, found.launch_order)
+    assert sorted(found.launch_order) == sorted(o.name for o in steps.communications)
+    assert tuple(map(str, found.launches)) == found.launch_order
 
 
 def test_every_segment_of_compute_has_a_duration() -> None:
-    graph, _ = translator()
-
-    durations = compute_durations(graph, cost.Cluster())
+    durations = compute_durations(translator("2d")[0], cost.Cluster())
 
     steps = steps_of_translator("2d")
-    assert durations.keys() <= set(steps.compute_order)
-    blocks = [name for name in steps.compute_order if name.startswith(("backward bucket", "forward bucket"))]
+    assert {str(each) for each in durations} == set(steps.compute_order)
+    blocks = [each for each in durations if each.kind in ("backward", "forward") and each.what.startswith("bucket")]
     assert len(blocks) == 6
-    assert all(durations[name] > 0 for name in blocks)
+    assert all(durations[each] > 0 for each in blocks)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -16,7 +16,7 @@ import embrace_fx
 from embrace_fx.vocabulary.plan import Grid
 from tests.runtime.exchanges.test_exchanges import DTYPES, PATTERNS, D, V
 from tests.support.ranks import run_ranks
-from tests.support.training import whole
+from tests.support.training import whole_parameters
 
 
 class Table(nn.Module):
@@ -54,7 +54,7 @@ def exchange_all(rank: int, world_size: int, grids: list[Grid | None]) -> list[s
                 compiled.optimizer.step()
                 compiled.optimizer.zero_grad()
                 compiled.synchronize()
-                found = -whole(compiled.named_parameters())["table.weight"]
+                found = -whole_parameters(compiled)["table.weight"]
                 largest = gradient.abs().max().double()
                 expected = gradient.double()
                 dist.all_reduce(largest, dist.ReduceOp.MAX)

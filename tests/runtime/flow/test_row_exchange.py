@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim import Adagrad
+from torch.optim import Adagrad, Adam, Optimizer
 
 from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, chunks_of
 from embrace_fx.runtime.flow.row_exchange import RowExchange
@@ -29,10 +29,11 @@ from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.placement import shard_parameter
-from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.row_table import RowTable, own_state
 from embrace_fx.vocabulary.ops import own_columns
-from embrace_fx.vocabulary.schedule import Lane
+from embrace_fx.vocabulary.schedule import gradients_id, rows_id
 from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 
@@ -125,7 +126,8 @@ class Watched(RowTable):
     updates: list[tuple[int, list[int]]]
 
     def apply(self, ids: Tensor, rows: Tensor, options: Mapping[str, Any]) -> None:
-        self.updates.append((options["number"], ids.tolist()))
+        if "number" in options:
+            self.updates.append((options["number"], ids.tolist()))
         super().apply(ids, rows, options)
 
 
@@ -134,7 +136,7 @@ class Reference:
     """The whole table in one process, updated at once."""
 
     weight: nn.Parameter
-    optimizer: Adagrad
+    optimizer: Optimizer
     padding_idx: int
     read: dict[int, set[int]] = field(default_factory=dict)  # by number of the step
     gradient: Tensor | None = None
@@ -158,31 +160,39 @@ class Reference:
         self.gradient, self.touched = None, set()
 
 
+EARLY, LATE, PRIOR = rows_id("t", "early"), rows_id("t", "late"), gradients_id("t", "prior")
+
+
 class Training:
     """One table's training on a rank, in the order in which a flow calls its exchange."""
 
-    def __init__(self, communicator: Communicator, seed: int, columns: int) -> None:
+    def __init__(self, communicator: Communicator, seed: int, columns: int, kind: type[Optimizer]) -> None:
         self.draw = random.Random(seed)
         self.communicator = communicator
         self.padding_idx = self.draw.choice([-1, 0, 3])
         generator = torch.Generator().manual_seed(seed)
         initial = torch.randn((V, columns), dtype=torch.float64, generator=generator)
-        options: dict[str, Any] = {"lr": 0.3, "lr_decay": 0.1, "eps": 0.1}
+        options: dict[str, Any] = {"lr": 0.3, "eps": 0.1} | (
+            {"lr_decay": 0.1} if kind is Adagrad else {"amsgrad": True}
+        )
         whole = nn.Parameter(initial.clone())
-        self.reference = Reference(whole, Adagrad([whole], **options), self.padding_idx)
-        module = nn.Embedding(V, columns, _weight=initial.clone())
-        optimizer = Adagrad(module.parameters(), **options)
-        parameter = shard_parameter(module, "weight", [optimizer], communicator)
-        self.group = optimizer.param_groups[0]
-        self.group["number"] = 0
-        self.table = Watched("t", parameter, optimizer, Adagrad, "exact")
+        self.reference = Reference(whole, kind([whole], **options), self.padding_idx)
+        parameter = nn.Parameter(initial.clone())
+        self.optimizer = kind([parameter], **options)
+        mesh = shard_parameter(parameter, communicator)
+        self.group = self.optimizer.param_groups[0]
+        self.table = Watched("t", parameter, Place(whole.shape, mesh), communicator, "exact", self.optimizer)
         self.table.updates = []
+        state = self.optimizer.state[parameter]  # Adagrad makes its own before anything is sharded
+        state.update(own_state(self.table, state, communicator.group))
+        self.moves = kind is Adam  # rows without gradient too
+        self.early = 0  # forwards that found rows early, and right
         chunks = self.draw.randint(1, 3)
-        delayed = [f"t delayed [{k}]" for k in range(chunks)]
-        order: list[tuple[str, Lane]] = [("t prior", "embedding"), *((name, "delayed") for name in delayed)]
-        order.insert(self.draw.randrange(1, 1 + len(order)), ("t rows", "embedding"))  # which wait for the prior ones
-        order.insert(self.draw.randrange(1 + len(order)), ("t early rows", "embedding"))
-        self.launcher = Launcher(order, ["t rows"], Recorder())
+        self.pieces = [gradients_id("t", "delayed", k) for k in range(chunks)]
+        order = [PRIOR, *self.pieces]
+        order.insert(self.draw.randrange(1, 1 + len(order)), LATE)  # which wait for the prior ones
+        order.insert(self.draw.randrange(1 + len(order)), EARLY)
+        self.launcher = Launcher(order, [LATE], Recorder())
         self.exchange = RowExchange(self.table, communicator, self.launcher, chunks, lambda ticket: ticket.wait())
         self.number = 0
         self.split = 0  # steps whose gradients were cut in two
@@ -192,9 +202,13 @@ class Training:
         exchange = self.exchange
         if exchange.early_rows_stale:
             exchange.forget_rows()
+        self.early += bool(exchange._arriving.rows)
         self.launcher.enter_forward()
         with self.launcher.hurrying():  # an order that launches rows before delayed gradients is not always followed
-            exchange.request(batch.ids, batch.counts, torch.float64)
+            exchange.update(PRIOR)
+            exchange.submit_rows(LATE, batch.ids, batch.counts, torch.float64)
+        for launch in (EARLY, LATE):
+            exchange.await_rows(launch, batch.ids, torch.float64)
         rows = exchange.rows().view(-1, self.reference.weight.shape[1])
         expected = self.reference.weight.detach()[batch.ids]
         torch.testing.assert_close(rows, expected[batch.own(self.communicator.rank)], rtol=1e-12, atol=1e-12)
@@ -202,16 +216,21 @@ class Training:
 
     def backward(self, batch: Batch, gradients: Tensor, following: Batch | None) -> None:
         self.launcher.open_window()
-        self.exchange.apply_delayed()
+        self.exchange.apply_prior()  # of a forward that was not this program's
+        for launch in self.pieces:
+            self.exchange.update(launch)
         cut = following is not None and self.exchange.can_split(batch.ids)
         if following is not None and cut:
-            self.exchange.look_ahead(following.ids, following.counts, torch.float64)
+            self.exchange.cut(following.ids, following.counts)
         else:
-            self.exchange.do_not_split()
+            self.exchange.do_not_cut(self.launcher.order)
+        self.exchange.submit_rows(EARLY, batch.ids, batch.counts, torch.float64)
         scale = 1 / self.communicator.world_size
         own = gradients[batch.own(self.communicator.rank)].contiguous()
-        self.exchange.submit_gradient(own, batch.ids, batch.counts, self.padding_idx, scale)
+        for launch in (PRIOR, *self.pieces):
+            self.exchange.submit_gradient(launch, own, batch.ids, batch.counts, self.padding_idx, scale)
         self.launcher.leave_backward()
+        self.exchange.deliver()
         parts = [part.ids.tolist() for part in self.exchange._gradients[-1].parts]
         assert sorted(functools.reduce(operator.iadd, parts, [])) == sorted(batch.ids.tolist())
         if cut:
@@ -223,17 +242,28 @@ class Training:
 
     def step(self) -> None:
         self.number += 1
-        self.group["number"] = self.number
-        self.group["lr"] *= 0.9  # the options are those of this moment
-        self.reference.optimizer.param_groups[0]["lr"] *= 0.9
-        if not self.exchange.step():
-            self.table.update()
-        self.group["number"] = -1
+        if not self.moves:
+            self.group["number"] = self.number
+        if not self.moves or self.draw.random() < 0.3:  # the options are those of this moment
+            self.group["lr"] *= 0.9
+            self.reference.optimizer.param_groups[0]["lr"] *= 0.9
+        self.exchange.begin_step()
+        if self.exchange.may_step():
+            self.exchange.step()
+        elif (gradient := self.table.parameter.grad) is not None:
+            if self.moves:
+                self.table.parameter.grad = self.table.open_gradient().dense()
+                self.optimizer.step()
+                self.table.parameter.grad = gradient
+            else:
+                self.table.update_rows(*self.table.open_gradient().rows())
+            self.exchange.stepped_at_once(moved_all=self.moves)
+        if not self.moves:
+            self.group["number"] = -1
         self.reference.step(self.number)
 
     def zero_grad(self) -> None:
         self.table.clear_gradient()
-        self.exchange.discard()
         self.reference.zero_grad()
 
     def finish(self) -> None:
@@ -242,9 +272,11 @@ class Training:
         while self.launcher._state.under_way():  # discarded ones too: the next training uses the same groups
             time.sleep(0.001)
         mine = self.table.local
-        first, last = own_columns(self.table.parameter.shape[1], self.communicator.world_size, self.communicator.rank)
+        first, last = own_columns(self.table.shape[1], self.communicator.world_size, self.communicator.rank)
         expected = self.reference.weight.detach()[:, first:last]
         torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+        if self.moves:
+            return
         by_step: dict[int, list[int]] = {}
         updated: dict[int, int] = {}  # row -> the step that updated it last
         for number, ids in self.table.updates:
@@ -287,30 +319,35 @@ def train(training: Training, steps: int = 7) -> None:
     training.finish()
 
 
-def trains_at_random(rank: int, world_size: int, columns: int) -> int:
-    """How often a gradient was cut."""
+def trains_at_random(rank: int, world_size: int, columns: int, kind: type[Optimizer]) -> tuple[int, int]:
+    """How often a gradient was cut, and how often rows were there early."""
     communicator = Communicator(dist.group.WORLD)
     communicator.open_lanes()
-    split = 0
+    split = early = 0
     for seed in range(EXAMPLES):
-        training = Training(communicator, seed, columns)
+        training = Training(communicator, seed, columns, kind)
         try:
             train(training)
         except Exception as error:
             error.add_note(f"in training {seed} with {columns} columns on {world_size} ranks")
             raise
         split += training.split
-    return split
+        early += training.early
+    return split, early
 
 
 @pytest.mark.parametrize(
-    "columns",
+    ("columns", "kind"),
     long_but(
-        ("uneven columns", "a rank without columns"),
-        {"even columns": (6,), "uneven columns": (5,), "a rank without columns": (2,)},
+        ("uneven columns, Adam", "a rank without columns, Adagrad"),
+        {
+            f"{name}, {kind.__name__}": (columns, kind)
+            for name, columns in {"even columns": 6, "uneven columns": 5, "a rank without columns": 2}.items()
+            for kind in (Adagrad, Adam)
+        },
     ),
 )
-def test_rows_are_read_after_their_last_update_and_updated_once_per_step(columns: int) -> None:
-    split = run_ranks(3, trains_at_random, columns)
-
-    assert min(split) > EXAMPLES
+def test_rows_are_read_after_their_last_update_and_updated_once_per_step(columns: int, kind: type[Optimizer]) -> None:
+    for split, early in run_ranks(3, trains_at_random, columns, kind):
+        assert split > EXAMPLES
+        assert early > EXAMPLES / 2

@@ -205,6 +205,10 @@ def _examples() -> dict[str, tuple[Any, ...]]:
         "embrace::pack_bucket": ([rows, rows[0]], 0.5),
         "embrace::unpack_bucket": (numbered(7), [torch.empty(2, 2), torch.empty(3)]),
         "embrace::unpack_ids": (torch.tensor([[2, 2, 5], [1, 5, 0]]), 1, 2),
+        "embrace::random_state": (torch.device("cpu"),),
+        "embrace::begin_replay": (torch.get_rng_state(), torch.device("cpu")),
+        "embrace::end_replay": (torch.get_rng_state(), torch.device("cpu")),
+        "embrace::copy_unwritten": (rows,),
     }
 
 

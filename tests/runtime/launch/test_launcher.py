@@ -21,21 +21,23 @@ from torch.futures import Future
 from embrace_fx.runtime.launch import launcher as launcher_module
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
-from embrace_fx.vocabulary.schedule import IN_FLIGHT, Lane
+from embrace_fx.runtime.ranks.communicator import LANE_GROUP, Communicator, InFlight
+from embrace_fx.vocabulary.schedule import IN_FLIGHT, Lane, OperationId
 from tests.support.ranks import run_ranks
 
-ORDER: tuple[tuple[str, Lane], ...] = (
-    ("early rows", "embedding"),
-    ("prior", "embedding"),
-    ("bucket 0", "dense"),
-    ("delayed", "delayed"),
-    ("ids", "ids"),
-    ("bucket 1", "dense"),
-    ("rows", "embedding"),
-)
-NAMES = tuple(name for name, _ in ORDER)
-OF_FORWARD = ("ids", "rows")
+LANE_OF: dict[str, Lane] = {
+    "early rows": "embedding",
+    "prior": "embedding",
+    "bucket 0": "dense",
+    "delayed": "delayed",
+    "ids": "ids",
+    "bucket 1": "dense",
+    "rows": "embedding",
+}
+NAMES = tuple(LANE_OF)
+ORDER = tuple(OperationId("all_reduce", name, lane=lane) for name, lane in LANE_OF.items())
+ID = {str(each): each for each in ORDER}
+OF_FORWARD = (ID["ids"], ID["rows"])
 LONG_S, SHORT_S = 10.0, 0.05
 """Longer than anything takes; long enough for a thread to do what it should not."""
 
@@ -88,12 +90,12 @@ class Link:
         assert self.launched == list(names)
 
 
-def make(order: tuple[tuple[str, Lane], ...] = ORDER, recorder: Recorder | None = None) -> Launcher:
+def make(order: tuple[OperationId, ...] = ORDER, recorder: Recorder | None = None) -> Launcher:
     return Launcher(order, OF_FORWARD, recorder or Recorder())
 
 
 def submit(launcher: Launcher, link: Link, *names: str) -> list[Ticket]:
-    return [launcher.submit(name, link.launch(name), 100) for name in names]
+    return [launcher.submit(ID[name], link.launch(name), 100) for name in names]
 
 
 @pytest.fixture(autouse=True)
@@ -149,9 +151,9 @@ def test_a_skipped_launch_holds_up_nothing() -> None:
     launcher, link = make(), Link(instant=True)
 
     submit(launcher, link, "bucket 0")
-    launcher.skip("early rows")
+    launcher.skip(ID["early rows"])
     link.expect()
-    launcher.skip("prior")
+    launcher.skip(ID["prior"])
     link.expect("bucket 0")
 
 
@@ -180,7 +182,7 @@ def test_windows_follow_each_other() -> None:
     submit(launcher, link, "bucket 0", "rows", "early rows")
     launcher.open_window()
     submit(launcher, link, "prior")
-    launcher.skip("early rows")
+    launcher.skip(ID["early rows"])
     link.expect("early rows", "bucket 0")
     link.end("early rows")
     link.expect("early rows", "bucket 0", "rows")
@@ -217,7 +219,7 @@ def test_another_order_holds_from_the_next_window_on() -> None:
     launcher.open_window()
     tickets += submit(launcher, link, *NAMES)
     link.expect(*NAMES, *reversed(NAMES))
-    assert {ticket.name: ticket.lane for ticket in tickets} == dict(ORDER)
+    assert {ticket.id for ticket in tickets} == set(ORDER)
 
 
 @st.composite
@@ -226,7 +228,8 @@ def windows(draw: st.DrawFn) -> list[tuple[list[str], list[str]]]:
     found = []
     for _ in range(draw(st.integers(1, 4))):
         submitted = draw(st.lists(st.sampled_from(NAMES), unique=True))
-        skipped = draw(st.lists(st.sampled_from([n for n in NAMES if n not in submitted] or ["none"]), unique=True))
+        others = [name for name in NAMES if name not in submitted]
+        skipped = draw(st.lists(st.sampled_from(others), unique=True)) if others else []
         found.append((submitted, skipped))
     return found
 
@@ -237,8 +240,7 @@ def test_all_that_is_submitted_is_launched_in_order(windows: list[tuple[list[str
     tickets, expected = [], []
 
     for submitted, skipped in windows:
-        for name in skipped:
-            launcher.skip(name)
+        launcher.skip(*(ID[name] for name in skipped))
         tickets += submit(launcher, link, *submitted)
         expected += [name for name in NAMES if name in submitted]
         launcher.open_window()
@@ -332,7 +334,7 @@ def test_every_waiter_hears_of_a_launch_that_fails() -> None:
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    last = launcher.submit("bucket 0", broken, 0)
+    last = launcher.submit(ID["bucket 0"], broken, 0)
     link.end("prior")
     waiter.join(LONG_S)
 
@@ -412,7 +414,7 @@ def test_the_end_comes_after_the_threads_of_collectives_have_let_go(monkeypatch:
     monkeypatch.setattr(launcher_module, "_FAREWELL_S", LONG_S)
     launcher, future = make(), LateFuture()
     launched = InFlight(torch.zeros(1), SimpleNamespace(get_future=lambda: future))
-    launcher.submit("early rows", lambda: launched, 0)
+    launcher.submit(ID["early rows"], lambda: launched, 0)
 
     launcher._stop()
 
@@ -436,7 +438,7 @@ def test_the_recorder_hears_of_each_launch() -> None:
 
     (told,) = recorder.stop().transfers
     assert before.window == -1  # submitted before the first window
-    assert (told.name, told.lane, told.window, told.sent_bytes) == ("prior", "embedding", 0, 100)
+    assert (told.launch, told.window, told.sent_bytes) == (ID["prior"], 0, 100)
     assert (told.started_s, told.ended_s) == (ticket.started_s, ticket.ended_s)
 
 
@@ -448,14 +450,14 @@ def submits_at_its_own_pace(rank: int, world_size: int, standstill_s: float) -> 
     communicator = Communicator(dist.group.WORLD)
     communicator.open_lanes()
     launcher_module.STANDSTILL_S, before = standstill_s, launcher_module.STANDSTILL_S
-    by_class: dict[str, list[str]] = {lane: [] for _, lane in ORDER}
+    by_class: dict[str, list[str]] = {launch.lane: [] for launch in ORDER}
     shared, own = random.Random(0), random.Random(rank)
     launcher = make()
 
-    def sums(name: str, lane: str, window: int) -> Callable[[], InFlight]:
+    def sums(each: OperationId, window: int) -> Callable[[], InFlight]:
         def launch() -> InFlight:
-            by_class[lane].append(f"{name} {window}")
-            return communicator.all_reduce_(torch.tensor([term(name, window)]), "sum", f"{lane} lane")
+            by_class[each.lane].append(f"{each} {window}")
+            return communicator.all_reduce_(torch.tensor([term(each, window)]), "sum", LANE_GROUP[each.lane])
 
         return launch
 
@@ -464,10 +466,10 @@ def submits_at_its_own_pace(rank: int, world_size: int, standstill_s: float) -> 
         submitted = [each for each in ORDER if shared.random() < 0.7]
         hurries = shared.random() < 0.2
         own.shuffle(submitted)
-        for name, lane in submitted:
+        for each in submitted:
             time.sleep(own.choice([0.0, 0.0, 0.004]))
-            ticket = launcher.submit(name, sums(name, lane, window), 0)
-            submissions.append((ticket, world_size * term(name, window)))
+            ticket = launcher.submit(each, sums(each, window), 0)
+            submissions.append((ticket, world_size * term(each, window)))
         launcher.open_window()
         if hurries:
             with launcher.hurrying():
@@ -479,9 +481,9 @@ def submits_at_its_own_pace(rank: int, world_size: int, standstill_s: float) -> 
     return by_class
 
 
-def term(name: str, window: int) -> int:
+def term(launch: OperationId, window: int) -> int:
     """Another number for each launch."""
-    return 100 * window + NAMES.index(name)
+    return 100 * window + ORDER.index(launch)
 
 
 @pytest.mark.parametrize("standstill_s", [1e6, 0.002], ids=["in order", "overtaking"])

@@ -20,7 +20,7 @@ from embrace_fx.passes.scheduler.streams import stream_program
 from embrace_fx.passes.verifier.stream_order import different_orders, hazards, verify_streams
 from embrace_fx.runtime.launch import launcher, streams
 from embrace_fx.runtime.launch.recorded_streams import RecordedStreams
-from embrace_fx.vocabulary.schedule import BETWEEN, END, IN_FLIGHT, SCHEDULES, ScheduleName
+from embrace_fx.vocabulary.schedule import BETWEEN, END, IN_FLIGHT, SCHEDULES, OperationId, ScheduleName
 from embrace_fx.vocabulary.stream_program import HostRead, Launch, Step, StreamProgram, Wait
 from tests.support.cases import long_but
 from tests.support.models import MODELS, Workload
@@ -116,9 +116,9 @@ def records(rank: int, world_size: int, model: str, schedule: ScheduleName, kind
         recorder = compiled._session._flow.recorder  # type: ignore[union-attr]
         mark = recorder.mark
 
-        def noted(name: str) -> None:
-            recorded.steps.append(f"{_MARK}{name}")
-            mark(name)
+        def noted(operation: OperationId) -> None:
+            recorded.steps.append(f"{_MARK}{operation}")
+            mark(operation)
 
         recorder.mark = noted  # type: ignore[method-assign]
         with recorded:
@@ -197,12 +197,14 @@ def _waits(recorded: StreamProgram) -> dict[str, set[str]]:
     """By compute operation, whose ends it waits for, in the recording's last whole window."""
     found: dict[str, set[str]] = {}
     waiting: set[str] = set()
+    last = ""
     for step in recorded.steps:
         if isinstance(step, Wait) and step.stream == "compute":
             waiting.add(step.event.partition(" done #")[0])
         elif isinstance(step, str) and step.startswith(_MARK):
-            found[step.removeprefix(_MARK)] = waiting
-            waiting = set()
+            name = step.removeprefix(_MARK)  # more of the same operation, or another one
+            found[name] = found[name] | waiting if name == last else waiting
+            waiting, last = set(), name
     return _normal(found)
 
 
@@ -221,7 +223,7 @@ def _waits_predicted(predicted: StreamProgram) -> dict[str, set[str]]:
 def _normal(found: dict[str, set[str]]) -> dict[str, set[str]]:
     """What the end of a backward and the step wait for counts as one: programs differ in where they stand still."""
     found = {name: set(waits) for name, waits in found.items()}
-    found[BETWEEN] = found.pop(END, set()) | found.get(BETWEEN, set())
+    found[str(BETWEEN)] = found.pop(str(END), set()) | found.get(str(BETWEEN), set())
     return {name: waits for name, waits in found.items() if waits}
 
 
@@ -249,14 +251,14 @@ def trains_while_one_rank_stops(rank: int, world_size: int) -> dict[str, Tensor]
             flow = compiled._session._flow
             assert flow is not None
             if step == 0:  # delayed gradients stand behind what the forward submits
-                launches = sorted(flow.launcher._order, key=lambda launch: launch[1] == "delayed")
+                launches = sorted(flow.launcher._order, key=lambda launch: launch.lane == "delayed")
                 flow.launcher.reorder(launches)
             elif step in (2, 4) and rank == 0:
                 compiled.synchronize()
                 dist.barrier()
             elif step in (2, 4):
                 launcher.STANDSTILL_S = 0.1
-                flow.launcher.skip("nothing")  # wakes the thread that stands by
+                flow.launcher.skip()  # wakes the thread that stands by
                 dist.barrier()
                 launcher.STANDSTILL_S = 1e6
         return trained(compiled).parameters

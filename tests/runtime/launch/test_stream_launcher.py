@@ -22,9 +22,7 @@ from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 from embrace_fx.vocabulary.stream_program import Launch, StreamProgram, Wait
-from tests.runtime.launch.test_launcher import LONG_S, NAMES, OF_FORWARD, ORDER, SHORT_S, windows
-
-LANES = dict(ORDER)
+from tests.runtime.launch.test_launcher import ID, LANE_OF, LONG_S, NAMES, OF_FORWARD, ORDER, SHORT_S, windows
 
 
 class Device:
@@ -35,13 +33,13 @@ class Device:
         self.launcher = StreamLauncher(ORDER, OF_FORWARD, recorder or Recorder(), self.streams)
 
     def submit(self, *names: str) -> list[Ticket]:
-        return [self.launcher.submit(name, self._launch(name), 100) for name in names]
+        return [self.launcher.submit(ID[name], self._launch(name), 100) for name in names]
 
     def _launch(self, name: str) -> Callable[[], InFlight]:
         sent, streams = torch.ones(2), self.streams  # not the launcher: what is held back would keep it alive
 
         def launch() -> InFlight:
-            streams.steps.append(Launch(LANES[name], name))
+            streams.steps.append(Launch(LANE_OF[name], name))
             return InFlight(torch.tensor(len(name)), None, reads=(sent,))
 
         return launch
@@ -86,8 +84,7 @@ def test_all_that_is_submitted_is_launched_in_order_and_few_are_on_the_way(
     device, expected = Device(), []
 
     for submitted, skipped in windows:
-        for name in skipped:
-            device.launcher.skip(name)
+        device.launcher.skip(*(ID[name] for name in skipped))
         device.submit(*submitted)
         expected += [name for name in NAMES if name in submitted]
         device.launcher.open_window()
@@ -181,7 +178,7 @@ def test_what_a_launch_reads_lives_until_its_end_has_been_waited_for() -> None:
     sent = torch.ones(2)
     alive = weakref.ref(sent)
     launch = partial(InFlight, torch.ones(1), None, None, (sent,))
-    ticket = device.launcher.submit("early rows", launch, 0)
+    ticket = device.launcher.submit(ID["early rows"], launch, 0)
     del sent, launch
     gc.collect()
 
@@ -210,7 +207,7 @@ def test_every_caller_hears_of_a_launch_that_fails() -> None:
 
     (held,) = device.submit("bucket 0")
     with pytest.raises(RuntimeError, match="no route to host"):
-        device.launcher.submit("early rows", broken, 0)
+        device.launcher.submit(ID["early rows"], broken, 0)
     with pytest.raises(RuntimeError, match="no route to host"):
         device.submit("prior")
     with pytest.raises(RuntimeError, match="no route to host"):
@@ -225,7 +222,7 @@ def test_the_recorder_hears_of_each_launch() -> None:
     device.submit("early rows")
 
     (told,) = recorder.stop().transfers
-    assert (told.name, told.lane, told.window, told.sent_bytes) == ("early rows", "embedding", 0, 100)
+    assert (told.launch, told.window, told.sent_bytes) == (ID["early rows"], 0, 100)
     assert 0 < told.started_s <= told.ended_s
 
 

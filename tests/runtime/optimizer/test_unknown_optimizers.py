@@ -1,34 +1,60 @@
-"""Optimizers that no row update is known of, and closures."""
+"""Optimizers that nobody told of, that are nobody's known class, or that need whole tables; and closures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, Optimizer, RAdam
 
 import embrace_fx
+from embrace_fx.runtime.optimizer.holders import Holders
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
+from tests.support.training import whole_parameters
 from tests.support.words import Batch, words_batch, words_model
 
 
 class OwnSGD(SGD):
-    """May do anything, as far as the compiler knows."""
+    """May do anything, as far as its name goes; what it does is element-wise."""
 
 
-def _line_search(model: nn.Module) -> Optimizer:
-    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
+class Trusting(Optimizer):
+    """Divides a step by the norm of the gradient, as LAMB and LARS do in their ways."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad / (1 + parameter.grad.norm()))
+        return loss
 
 
-UNKNOWN_OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "OwnSGD": lambda model: OwnSGD(model.parameters(), lr=0.1),
-    "RAdam": lambda model: torch.optim.RAdam(model.parameters(), lr=0.1, eps=1e-3),
-    "LBFGS": _line_search,
+class Declared(Trusting):
+    """Wrong about itself: the user is taken at their word."""
+
+    element_wise = True
+
+
+def _line_search(parameters: Any) -> Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
+    "OwnSGD": (partial(OwnSGD, lr=0.1, momentum=0.9), "alltoall"),
+    "RAdam": (partial(RAdam, lr=0.1, eps=1e-3), "alltoall"),
+    "Trusting": (Trusting, "allreduce"),
+    "LBFGS": (_line_search, "allreduce"),
 }
 
 
@@ -46,30 +72,67 @@ def _closure(optimizer: Optimizer, losses: Callable[[], Sequence[Tensor]]) -> Ca
     return closure
 
 
-def _train_with_unknown(rank: int, world_size: int, name: str) -> tuple[str, str, dict[str, Tensor]]:
+Told = Literal["before", "given", "after"]
+"""When the optimizer is made: before compile and given to it or not, or after it."""
+
+
+def _steps(name: str, optimizer: Optimizer, losses: Callable[[int], Sequence[Tensor]]) -> None:
+    """With closures, and where the optimizer can do without, one without."""
+    for step in range(3):
+        optimizer.step(_closure(optimizer, partial(losses, step)))
+    if name != "LBFGS":
+        optimizer.zero_grad()
+        torch.stack([*losses(3)]).mean().backward()
+        optimizer.step()
+
+
+def _train(rank: int, world_size: int, name: str, told: Told) -> tuple[str, str, dict[str, Tensor]]:
     plain = words_model()
-    optimizer = UNKNOWN_OPTIMIZERS[name](plain)
-    model = embrace_fx.compile(plain, optimizer=optimizer)
-    for step in range(3):
-        batch = words_batch(step, rank)
-        optimizer.step(_closure(optimizer, partial(_losses, model, [batch])))
+    make = OPTIMIZERS[name][0]
+    optimizer = make(plain.parameters()) if told != "after" else None
+    model = embrace_fx.compile(plain, optimizer=optimizer if told == "given" else None, strategy="alltoall")
+    optimizer = optimizer or make(model.parameters())
+    _steps(name, optimizer, lambda step: _losses(model, [words_batch(step, rank)]))
     decision = model.plan["table.weight"]
-    return decision.strategy, decision.reason, {name: p.detach().clone() for name, p in model.named_parameters()}
+    return decision.strategy, decision.reason, whole_parameters(model)
 
 
-@pytest.mark.parametrize("name", UNKNOWN_OPTIMIZERS)
-def test_the_tables_of_an_unknown_optimizer_stay_data_parallel(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("OwnSGD", "before"), ("RAdam", "given"), ("Trusting", "after"), ("Trusting", "given"), ("LBFGS", "after")],
+)
+def test_tables_are_sharded_where_an_optimizer_is_element_wise_and_whole_where_it_is_not(name: str, told: Told) -> None:
+    make, wanted = OPTIMIZERS[name]
     model = words_model()
-    optimizer = UNKNOWN_OPTIMIZERS[name](model)
-    for step in range(3):
-        batches = [words_batch(step, rank) for rank in range(2)]
-        optimizer.step(_closure(optimizer, partial(_losses, model, batches)))
+    optimizer = make(model.parameters())
+    _steps(name, optimizer, lambda step: _losses(model, [words_batch(step, rank) for rank in range(2)]))
     expected = {name: p.detach() for name, p in model.named_parameters()}
 
-    for strategy, reason, parameters in run_ranks(2, _train_with_unknown, name):
-        assert strategy == "allreduce"
-        assert reason == f"{name} is not known to update rows"
+    for strategy, reason, parameters in run_ranks(2, _train, name, told):
+        assert strategy == wanted
+        if wanted == "allreduce":
+            assert reason == f"{name} is not element-wise: it needs whole tables"
         assert_same(parameters, expected, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (partial(SGD, lr=0.1), True),
+        (partial(OwnSGD, lr=0.0, momentum=0.9), True),
+        (Trusting, False),
+        (Declared, True),
+        (_line_search, False),
+        (torch.optim.Adafactor, False),
+        (torch.optim.Muon, False),
+    ],
+)
+def test_what_is_element_wise_is_known_declared_or_shown(make: Callable[[Any], Optimizer], expected: bool) -> None:
+    optimizer = make([nn.Parameter(torch.ones(3, 4))])
+    before = optimizer.state_dict()
+
+    assert Holders().is_element_wise(optimizer, optimizer.param_groups[0]) is expected
+    assert optimizer.state_dict() == before
 
 
 def _mean_loss(rank: int, world_size: int) -> tuple[float, float]:
@@ -90,3 +153,21 @@ def test_the_loss_of_a_closure_is_the_mean_over_ranks() -> None:
 
     mean = sum(own for _, own in found) / 2
     assert [loss for loss, _ in found] == pytest.approx([mean, mean], rel=1e-12)
+
+
+def _two_backwards_under_way(rank: int, world_size: int) -> str:
+    plain = words_model()
+    model = embrace_fx.compile(plain, strategy="alltoall")
+    optimizer = Trusting(plain.parameters())
+    losses = [model(*words_batch(step, rank)) for step in range(2)]
+    losses[0].backward()
+    with pytest.raises(RuntimeError, match=r"expected an element-wise optimizer.*Trusting is not element-wise") as told:
+        optimizer.step()
+    losses[1].backward()
+    adam = Adam(plain.parameters())
+    adam.step()  # training can go on
+    return str(told.value)
+
+
+def test_a_step_that_comes_too_early_to_put_tables_together_is_refused_on_every_rank() -> None:
+    assert len(set(run_ranks(2, _two_backwards_under_way))) == 1

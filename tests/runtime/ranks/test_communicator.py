@@ -28,7 +28,7 @@ def speaks_beside_a_group_of_devices(rank: int, world_size: int) -> dict[str, ob
         return {
             "apart": communicator._hosts not in communicator._groups.values(),
             "announced": communicator.announce([rank]),
-            "objects": communicator.gather_objects(rank),
+            "objects": communicator.gather(rank, int),
             "broadcast": values[0].item(),
             "total": total.item(),
             "reduced": communicator.wait(communicator.all_reduce_(torch.tensor([1]), "sum", "ids")).tolist(),
@@ -45,3 +45,34 @@ def test_ranks_speak_over_a_group_of_the_hosts() -> None:
             "total": 3,
             "reduced": [2],
         }
+
+
+def tells(rank: int, world_size: int, value: object, kind: object, most_bytes: int) -> str:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(communicator_module, "MOST_BYTES", most_bytes)
+        communicator = Communicator(dist.group.WORLD)
+        with pytest.raises(RuntimeError) as caught:
+            communicator.gather(value if rank == 1 else "x", kind)
+        assert communicator.gather(rank, int) == [0, 1]  # the ranks are still in step
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "most_bytes", "says"),
+    [
+        (
+            "y" * 200,
+            100,
+            "expected at most 100 bytes from each rank, in what ranks tell each other, found 202 from rank 1",
+        ),
+        (
+            5,
+            100,
+            "expected plain data of type str from rank 1, in what ranks tell each other, found something else: it is",
+        ),
+    ],
+    ids=["too much", "of another type"],
+)
+def test_what_ranks_tell_each_other_is_checked_on_every_rank(value: object, most_bytes: int, says: str) -> None:
+    for message in run_ranks(2, tells, value, str, most_bytes):
+        assert says in message

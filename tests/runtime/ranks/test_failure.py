@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import embrace_fx
-from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure, RollCall
+from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure, Progress, RollCall, StuckRank
 from tests.support.ranks import GROUP_TIMEOUT_S, RankDied, fresh_ranks
 
 WORLD_SIZE = 3
@@ -130,7 +131,7 @@ def _host_leaves_at_once(rank: int, world_size: int) -> list[int]:
     ports = [store.port if store is not None else 0]
     dist.broadcast_object_list(ports)
     store = store or _store(ports[0], host=False)
-    roll_call = RollCall(store, "test", rank, world_size + 1)  # of one more rank, which never answers
+    roll_call = RollCall(store, "test", rank, world_size + 1, Progress())  # of one more rank, which never answers
     dist.barrier()
     if rank == 0:
         roll_call.missing()
@@ -152,3 +153,42 @@ def test_a_peer_failure_reports_every_rank_that_failed() -> None:
     assert str(failure) == (
         "rank 0: expected c, found d; rank 2: expected a, found b. Nothing of this step was applied, on any rank."
     )
+
+
+STUCK_TIMEOUT_S = 2.0
+
+
+def _stand_still(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def _train_until_one_stands_still(rank: int, world_size: int, where: str) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=STUCK_TIMEOUT_S))
+    plain = Model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall", process_group=group)
+    batches = [(torch.arange(5) + rank + step, torch.ones(())) for step in range(4)]
+    for step, batch in enumerate(model.lookahead(batches)):
+        stands = rank == 1 and step == 2
+        if stands and where == "before its step":
+            _stand_still(2 * STUCK_TIMEOUT_S)
+        loss = model(*batch)
+        if stands and where == "before its backward":
+            _stand_still(2 * STUCK_TIMEOUT_S)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("where", "launch"),
+    [("before its step", "'announcement'"), ("before its backward", "'.+'")],
+)
+def test_a_rank_that_lives_and_stands_still_is_named_with_its_line(where: str, launch: str) -> None:
+    waiting, stuck = fresh_ranks(2, _train_until_one_stands_still, where)
+
+    line = _stand_still.__code__.co_firstlineno + 1
+    assert isinstance(waiting.exception, StuckRank), waiting
+    expected = rf"rank 1 has not launched {launch} of step 3: it stands in test_failure.py:{line}"
+    assert re.search(expected, str(waiting.exception))
+    assert isinstance(stuck.exception, DeadRank | StuckRank)

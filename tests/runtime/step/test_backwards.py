@@ -17,7 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 import embrace_fx
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
-from tests.support.training import SEED, whole
+from tests.support.training import SEED, whole_parameters
 
 DTYPE = torch.float64
 NUM_IDS, DIM = 20, 4
@@ -175,7 +175,7 @@ CASES: dict[str, Callable[[int, bool], Loop]] = {
 
 
 def _compare(rank: int, world_size: int, name: str) -> list[dict[str, Tensor]]:
-    return [whole(CASES[name](rank, compiled).model.named_parameters()) for compiled in (False, True)]
+    return [whole_parameters(CASES[name](rank, compiled).model) for compiled in (False, True)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -280,14 +280,6 @@ def _differentiate_twice(loop: Loop, batch: tuple[Tensor, Tensor]) -> None:
     torch.autograd.grad(loop.model(batch[0], x)[0], x, create_graph=True)
 
 
-def _scale_gradients(loop: Loop, batch: tuple[Tensor, Tensor]) -> None:
-    sum(loop.model(*batch)).backward()
-    for parameter in loop.plain.parameters():
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad * 0.5
-    loop.step()
-
-
 WRITTEN = "written in place since, on rank.s. 0, 1"
 REFUSED: dict[str, tuple[Callable[[Loop, tuple[Tensor, Tensor]], None], str]] = {
     "the batch written": (_write_the_batch, rf"{WRITTEN} \(a tensor of the batch\)"),
@@ -295,7 +287,6 @@ REFUSED: dict[str, tuple[Callable[[Loop, tuple[Tensor, Tensor]], None], str]] = 
     "a step between": (_step_between, WRITTEN),
     "parameters written": (_write_parameters, rf"{WRITTEN} \(.*first\.weight"),
     "create_graph": (_differentiate_twice, "without create_graph=True"),
-    "gradients replaced": (_scale_gradients, "or replaced while the sharded tables' were not"),
 }
 
 
@@ -323,7 +314,7 @@ def _go_on(rank: int, world_size: int) -> list[dict[str, Tensor]]:
             if faulty:
                 with pytest.raises(RuntimeError, match=WRITTEN):
                     _write_the_batch(loop, _batch(rank, 50 + step))
-    return [whole(loop.model.named_parameters()) for loop in loops]
+    return [whole_parameters(loop.model) for loop in loops]
 
 
 def test_training_goes_on_after_a_refusal() -> None:

@@ -23,7 +23,7 @@ from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
 from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
-from tests.support.training import whole
+from tests.support.training import whole, whole_parameters, whole_state
 
 ROWS, COLUMNS = 31, 10
 
@@ -63,7 +63,7 @@ def _save(rank: int, world_size: int, strategy: Any, path: Path) -> dict[str, An
     return {
         "placements": table.placements,
         "local": tuple(table.to_local().shape),
-        "equal": torch.equal(table.full_tensor(), next(model.parameters()).full_tensor().detach()),  # type: ignore[attr-defined]
+        "equal": torch.equal(table.full_tensor(), whole_parameters(model)["0.weight"]),
         "state": [type(value) for value in state["state"]["0.weight"].values()],
     }
 
@@ -75,14 +75,12 @@ def _load_and_continue(rank: int, world_size: int, strategy: Any, path: Path) ->
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
     model, optimizer = _trained_model(rank, strategy, range(3, 5), from_checkpoint)
-    states = {str(k): v for k, v in optimizer.state[next(model.parameters())].items()}
-    return whole(model.named_parameters()) | whole((k, v) for k, v in states.items() if v.dim())
+    return whole_parameters(model) | whole_state(model, optimizer)
 
 
 def _expected_state() -> dict[str, Tensor]:
     model, optimizer = _trained_model(0, "alltoall", range(5))
-    states = {str(k): v for k, v in optimizer.state[next(model.parameters())].items()}
-    return whole(model.named_parameters()) | whole((k, v) for k, v in states.items() if v.dim())
+    return whole_parameters(model) | whole_state(model, optimizer)
 
 
 CHECKPOINTS: dict[str, tuple[Any, tuple[tuple[int, Any], ...]]] = {
@@ -140,7 +138,7 @@ def _is_placed_anew(rank: int, world_size: int, grid: Grid) -> dict[str, Any]:
     session.synchronize()
     assert session._flow is not None
     session._flow.close()
-    before = whole(model.named_parameters())
+    before = whole_parameters(model)
     old, graph = session.plan, next(iter(session._kinds.values())).variants[0].analysed
     decisions = tuple(replace(d, strategy="allreduce", grid=None) if d.grid else d for d in old)
     replicated = replace(old, decisions=decisions)
@@ -151,7 +149,7 @@ def _is_placed_anew(rank: int, world_size: int, grid: Grid) -> dict[str, Any]:
     assert table.grad is not None
     gradient = table.grad.clone()
     place_anew(session._setting, graph, replicated, old)
-    found["grid"] = torch.equal(whole(session.model.named_parameters())["0.weight"], before["0.weight"])
+    found["grid"] = torch.equal(whole_parameters(session.model)["0.weight"], before["0.weight"])
     again = session._state.tables["0.weight"].dense_gradient(session._communicator.group)
     assert again is not None
     found["gradient"] = bool(gradient.any()) and torch.equal(again, gradient)
@@ -171,7 +169,7 @@ def _meta_values(rank: int, world_size: int, grid: Grid) -> dict[str, Tensor]:
     optimizer = Adagrad(plain.parameters(), lr=0.1)
     model = embrace_fx.compile(plain, optimizer=optimizer, strategy=grid)
     model(torch.arange(4)).sum().backward()
-    return whole(model.named_parameters())
+    return whole_parameters(model)
 
 
 @pytest.mark.long

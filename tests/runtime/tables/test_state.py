@@ -26,6 +26,7 @@ from embrace_fx.vocabulary.exactness import RowUpdates
 from tests.support.cases import long_but
 from tests.support.ranks import fresh_ranks, run_ranks
 from tests.support.reference import assert_same, train_reference
+from tests.support.training import whole_parameters, whole_state
 
 NUM_WORDS, DIM = 30, 10
 """Ten columns: over 2 ranks 5 + 5, over 3 ranks 4 + 4 + 2."""
@@ -67,7 +68,8 @@ def _batch(step: int, rank: int) -> Batch:
 OPTIMIZERS: dict[str, tuple[Callable[[Words], Optimizer], RowUpdates]] = {
     "Adagrad": (lambda model: Adagrad(model.parameters(), lr=0.1, eps=1e-3), "exact"),
     "SGD with momentum": (lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9), "lazy"),
-    "Adam": (lambda model: Adam(model.parameters(), lr=0.1, eps=1e-3), "lazy"),
+    "Adam": (lambda model: Adam(model.parameters(), lr=0.1, eps=1e-3), "exact"),
+    "lazy Adam": (lambda model: Adam(model.parameters(), lr=0.1, eps=1e-3), "lazy"),
     "SparseAdam": (lambda model: SparseAdam([model.words.weight, model.output.weight], lr=0.1, eps=1e-3), "exact"),
 }
 TABLES = ("words.weight", "output.weight")
@@ -108,18 +110,6 @@ class _Reference:
             self._row_updates,
             lazy_tables=TABLES if self._row_updates == "lazy" else (),
         )
-
-
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: _whole(p.detach()).clone() for name, p in model.named_parameters()}
-
-
-def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{name} {key}": torch.as_tensor(_whole(value)).detach().clone()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
 
 
 # -- names and attributes ----------------------------------------------------------------------------------------------
@@ -197,9 +187,9 @@ def _load_and_continue(rank: int, world_size: int, name: str, path: Path, into: 
     weights, state = get_state_dict(model, optimizer)
     load({"model": weights, "optimizer": state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    loaded = _parameters(model), _optimizer_state(model, optimizer)
+    loaded = whole_parameters(model), whole_state(model, optimizer)
     _train(model, optimizer, rank, range(3, 5))
-    return *loaded, _parameters(model)
+    return *loaded, whole_parameters(model)
 
 
 @pytest.mark.parametrize("name", long_but(("Adam",), {name: (name,) for name in OPTIMIZERS}))
@@ -212,7 +202,7 @@ def test_a_checkpoint_of_2_ranks_continues_on_3_and_on_1(name: str, tmp_path: Pa
             continue  # torch's loader makes state by a dense step, which SparseAdam refuses
         reference = _Reference(make_optimizer, row_updates)
         weights = reference.train(2, range(3))
-        state = _optimizer_state(reference.model, reference.optimizer)
+        state = whole_state(reference.model, reference.optimizer)
         final = reference.train(world_size, range(3, 5))
         for found in run_ranks(world_size, _load_and_continue, name, tmp_path, into):
             assert_same(found[0], weights, torch.float64)
@@ -238,7 +228,7 @@ def _resume(rank: int, world_size: int, when: str) -> dict[str, Tensor]:
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
     _train(model, optimizer, rank, range(2, 4))
-    return _parameters(model)
+    return whole_parameters(model)
 
 
 @pytest.mark.parametrize("when", ["before compile", "into shards"])
@@ -259,9 +249,9 @@ def _initial_values(rank: int, world_size: int, columns: int) -> dict[str, Tenso
     optimizer = Adagrad(plain.parameters(), lr=0.1)
     model = _compiled(plain, optimizer)
     model(torch.arange(4)).sum().backward()
-    initial = _parameters(model)
+    initial = whole_parameters(model)
     optimizer.step()
-    assert all(not torch.equal(value, initial[name]) for name, value in _parameters(model).items())
+    assert all(not torch.equal(value, initial[name]) for name, value in whole_parameters(model).items())
     return initial
 
 
@@ -320,7 +310,7 @@ def _train_and_evaluate(rank: int, world_size: int) -> tuple[list[float], dict[s
         with torch.no_grad():
             loss = model(*_batch(9, rank))
         losses.append(loss.item())
-    return losses, _parameters(model), loss.requires_grad
+    return losses, whole_parameters(model), loss.requires_grad
 
 
 def test_evaluation_before_between_and_after_training() -> None:

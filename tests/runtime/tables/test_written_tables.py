@@ -15,7 +15,7 @@ from embrace_fx.vocabulary.plan import Grid
 from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
-from tests.support.training import SEED, whole
+from tests.support.training import SEED, whole_parameters
 
 DTYPE = torch.float64
 ROWS, STEPS, WRITTEN_AFTER = 30, 7, 3
@@ -67,7 +67,7 @@ def _train(rank: int, world_size: int, how: str, options: dict[str, Any] | None)
         optimizer.zero_grad()
         if how != "before the step" and step == WRITTEN_AFTER:
             _write(plain, model, how if options is not None or how == "loaded" else "")
-    return whole(model.named_parameters())
+    return whole_parameters(model)
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,198 @@
+"""Seconds to the end of the first training step, by stage, on local ranks.
+
+    python -m benchmarks.micro.first_step --ranks 2 --output benchmarks/results
+    python -m benchmarks.micro.first_step --models tables --profile build/first_step.prof
+
+Four models: a Transformer encoder of 12 layers, 120 tables, 1,000 parameters, and 240 tables, which shows what grows
+faster than the tables. Every measurement is a process per rank that has never compiled; importing torch and
+embrace_fx, making the model and starting the process group come before the clock starts. The figure is that of rank 0,
+whose `compile` and first call end when all ranks have agreed; DDP's first step on the same model stands beside it.
+`--profile` writes rank 0's cProfile of the embrace_fx step: `python -m pstats FILE` reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import embrace_fx
+from benchmarks.records import write_record
+from embrace_fx.session.session import Session  # noqa: F401  (imports what the first compile would)
+
+
+class Encoder(nn.Module):
+    """A Transformer encoder over one table."""
+
+    def __init__(self, layers: int = 12, width: int = 64) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20_000, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.1, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.top = nn.Linear(width, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.top(self.layers(self.table(ids))).square().mean()
+        return loss
+
+
+class Tables(nn.Module):
+    """Many tables, each read at its own column of the batch."""
+
+    def __init__(self, tables: int, width: int = 8) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(2_000, width) for _ in range(tables))
+        self.top = nn.Linear(width * tables, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = [table(ids[:, k % ids.shape[1]]) for k, table in enumerate(self.tables)]
+        loss: Tensor = self.top(torch.cat(rows, -1)).square().mean()
+        return loss
+
+
+class Chain(nn.Module):
+    """Many small parameters behind one table."""
+
+    def __init__(self, linears: int = 500, width: int = 8) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2_000, width)
+        self.linears = nn.ModuleList(nn.Linear(width, width) for _ in range(linears))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden: Tensor = self.table(ids)
+        for linear in self.linears:
+            hidden = hidden + linear(hidden).tanh()
+        return hidden.square().mean()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "transformer of 12 layers": Encoder,
+    "120 tables": lambda: Tables(120),
+    "240 tables": lambda: Tables(240),
+    "1,000 parameters": Chain,
+}
+
+
+def first_step(model_name: str, system: str, profile: Path | None) -> float:
+    """Seconds from before `compile` to the end of one step. Collective."""
+    torch.manual_seed(0)
+    model = MODELS[model_name]()
+    ids = torch.randint(2_000, (8, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    profiler = cProfile.Profile()
+    dist.barrier()
+    if profile is not None:
+        profiler.enable()
+    began_s = time.perf_counter()
+    trained: nn.Module
+    if system == "embrace_fx":
+        trained = embrace_fx.compile(model, optimizer=optimizer, cluster=embrace_fx.Cluster(1e4, 0.1))
+    else:
+        trained = DistributedDataParallel(model)
+    trained(ids).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if isinstance(trained, embrace_fx.CompiledModel):
+        trained.synchronize()
+    took_s = time.perf_counter() - began_s
+    if profile is not None:
+        profiler.disable()
+        profile.parent.mkdir(parents=True, exist_ok=True)
+        profiler.dump_stats(profile)
+    return took_s
+
+
+def measure(model_name: str, system: str, ranks: int, profile: Path | None) -> float:
+    """Seconds of rank 0, in new processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.micro.first_step", "--rank-of", model_name, "--system", system]
+        command += ["--ranks", str(ranks)]
+        started = []
+        for rank in range(ranks):
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "STORE": str(Path(folder) / "store"),
+            }
+            own = [*command, "--profile", str(profile)] if profile is not None and rank == 0 else command
+            started.append(subprocess.Popen(own, env=environment, stdout=subprocess.PIPE, text=True))
+        printed = [process.communicate()[0] for process in started]
+        if failed := [rank for rank, process in enumerate(started) if process.returncode]:
+            raise RuntimeError(f"expected every rank to train {model_name}, found that rank(s) {failed} failed")
+    return float(json.loads(printed[0].splitlines()[-1]))
+
+
+def page(figures: dict[str, Any]) -> str:
+    """The figures as a page."""
+    lines = [
+        f"# The first step, {figures['date']}",
+        "",
+        f"Measured by `{figures['command']}`: seconds, medians of {figures['rounds']} new processes, on "
+        f"{figures['ranks']} local ranks.",
+        "",
+        "| model | DDP | embrace_fx |",
+        "|---|---|---|",
+    ]
+    for name, systems in figures["seconds"].items():
+        ddp, own = (statistics.median(systems[system]) for system in ("ddp", "embrace_fx"))
+        lines.append(f"| {name} | {ddp:.2f} | {own:.2f} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), help="parts of names: " + ", ".join(MODELS))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="folder for the page and the numbers")
+    parser.add_argument("--profile", type=Path, help="file for rank 0's profile of embrace_fx")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    parser.add_argument("--system", default="embrace_fx", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.rank_of is not None:
+        rank, meet = int(os.environ["RANK"]), f"file://{os.environ['STORE']}"
+        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=asked.ranks)
+        print(json.dumps(first_step(asked.rank_of, asked.system, asked.profile)))
+        dist.destroy_process_group()
+        return
+    names = [name for name in MODELS if any(part in name for part in asked.models)]
+    systems = ("embrace_fx",) if asked.profile else ("ddp", "embrace_fx")
+    seconds = {
+        name: {s: [measure(name, s, asked.ranks, asked.profile) for _ in range(asked.rounds)] for s in systems}
+        for name in names
+    }
+    for name, found in seconds.items():
+        print(name, {system: round(statistics.median(each), 2) for system, each in found.items()})
+    if asked.output is not None:
+        date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+        figures = {
+            "date": date,
+            "command": f"python -m benchmarks.micro.first_step --ranks {asked.ranks} --rounds {asked.rounds}",
+            "ranks": asked.ranks,
+            "rounds": asked.rounds,
+            "seconds": seconds,
+        }
+        stem = asked.output / f"first-step-{date}"
+        write_record(stem, figures)
+        stem.with_suffix(".md").write_text(page(figures), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The papers' own experiments beside what the cost model predicts for them."""

@@ -1,0 +1,101 @@
+"""Activation checkpointing: which nodes of a traced graph the user wants computed again in the backward.
+
+While a model is traced, `torch.utils.checkpoint.checkpoint` (both modes, and the form that Dynamo makes of it) marks
+the nodes of its function instead of saving the function's inputs: the graph says what is to be computed again, and
+`passes/memory` does it. Regions nest, so a node has a *path*: the numbers of all regions around it, the outermost
+first.
+
+`node.meta["region"]` is the path of a forward node, and of a backward node that of the forward node it differentiates,
+() outside of all regions; a backward node has no entry where that is unknown. `node.meta["kept"]` is true of what a
+selective policy saves: the innermost region does not compute it again.
+
+rewrite: h = relu(addmm(b, x, w)); y = addmm(c, h, v)           of checkpoint(mlp, x) in the first region
+     ->  the same nodes, with meta["region"] = (0,); the backward nodes of relu and addmm have (0,) too
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.utils.checkpoint as torch_checkpoint
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+_SAVING = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.CheckpointPolicy.PREFER_SAVE)
+
+
+@contextlib.contextmanager
+def regions_noted() -> Iterator[None]:
+    """While active, checkpointed functions run once and their nodes are marked with their regions."""
+    regions = _Regions()
+    generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
+    torch_checkpoint._checkpoint_without_reentrant_generator = regions.without_reentrant
+    torch_checkpoint.CheckpointFunction = regions  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch_checkpoint._checkpoint_without_reentrant_generator = generator
+        torch_checkpoint.CheckpointFunction = function  # type: ignore[misc]
+
+
+class _Regions:
+    """Stands for both modes of torch's checkpointing."""
+
+    def __init__(self) -> None:
+        self._path: tuple[int, ...] = ()
+        self._numbers = itertools.count()
+
+    def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """In place of `CheckpointFunction.apply`: the reentrant mode."""
+        with self._region(contextlib.nullcontext()):
+            return function(*args)
+
+    def without_reentrant(
+        self,
+        fn: Callable[..., Any],
+        preserve_rng_state: bool = True,
+        context_fn: Callable[[], tuple[Any, Any]] = torch_checkpoint.noop_context_fn,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Iterator[None]:
+        """In place of the generator around the function of the mode that is not reentrant."""
+        forward_context, _ = context_fn()
+        with self._region(forward_context):
+            yield
+
+    @contextlib.contextmanager
+    def _region(self, context: Any) -> Iterator[None]:
+        """Marks the nodes traced within, but for those that an inner region has marked."""
+        mode = get_proxy_mode()
+        around, self._path = self._path, (*self._path, next(self._numbers))
+        path = self._path
+        before = len(mode.tracer.graph.nodes) if mode is not None else 0
+        try:
+            with context:
+                yield
+        finally:
+            self._path = around
+        if mode is not None:
+            nodes = mode.tracer.graph.nodes
+            for node in itertools.islice(reversed(nodes), len(nodes) - before):
+                policy = node.meta.pop("recompute", None)  # of a selective policy, or Dynamo's "always"
+                if "region" not in node.meta:
+                    node.meta["region"], node.meta["kept"] = path, policy in _SAVING
+
+
+def mark_backward(graph: fx.Graph) -> None:
+    """Gives backward nodes the regions of the forward nodes that they differentiate."""
+    if not any(node.meta.get("region") for node in graph.nodes):
+        return
+    differentiated: dict[int, tuple[int, ...]] = {}
+    for node in graph.nodes:
+        number = node.meta.get("seq_nr")
+        if node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward" and number is not None:
+            # The first node of a number is the one for which autograd has made its own; others only come after it.
+            differentiated.setdefault(number, node.meta.get("region", ()))
+    for node in graph.nodes:
+        if node.meta.get("partitioner_tag") == "is_backward" and node.meta.get("seq_nr") in differentiated:
+            node.meta["region"] = differentiated[node.meta["seq_nr"]]

@@ -1,0 +1,199 @@
+"""What a forward does besides returning results: state that it assigns, lists that it fills, what it prints.
+
+Dynamo keeps all of that out of the graph (`self.h = h.detach()`, a queue, an auxiliary loss left on a module, `print`)
+and writes code that does it after the graph has run, from the graph's outputs. Where a forward has such effects, the
+graph is captured with everything they need among its outputs, tensors that the forward reads from objects are inputs of
+it, and Dynamo's code runs after each call, as under `torch.compile`.
+
+rewrite: self.h = torch.tanh(x @ w + self.h); return self.h.sum()
+     ->  graph(w, x, state_0) -> (tanh, sum);   then   model.h = tanh;   return sum
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import variables
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.source import GlobalSource, TempLocalSource
+
+from embrace_fx.capture.errors import RefusedError
+from embrace_fx.capture.guards import OF_PROGRAMS
+
+_NO_CONSTANT = object()
+
+
+@dataclass
+class Effects:
+    """What Dynamo has found that a forward does besides returning results.
+
+    Attributes:
+        objects: whose attributes or items it writes, as Dynamo names them.
+        attributes: of those, the attributes with the constants that they get, `L['self'].count` -> 1.
+        prints: whether it calls `print`.
+        tensor_hooks: whether it hooks tensors.
+        globals: global names that it assigns.
+    """
+
+    objects: list[str] = field(default_factory=list)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    prints: bool = False
+    tensor_hooks: bool = False
+    globals: list[str] = field(default_factory=list)
+
+    def of(self, itself: str) -> Effects:
+        """The same, with the model called `L['self']`."""
+        objects = [name.replace(itself, "L['self']") for name in self.objects]
+        attributes = {name.replace(itself, "L['self']"): value for name, value in self.attributes.items()}
+        return replace(self, objects=objects, attributes=attributes)
+
+    def __bool__(self) -> bool:
+        return bool(self.objects or self.prints or self.tensor_hooks or self.globals)
+
+
+@contextlib.contextmanager
+def noted_effects() -> Iterator[Effects]:
+    """Notes the effects of the forward that Dynamo reads inside."""
+    effects = Effects()
+    suffix = OutputGraph.codegen_suffix
+
+    def noting(self: OutputGraph, tx: Any, *args: Any, **kwargs: Any) -> None:
+        _note(effects, self.side_effects, tx)
+        suffix(self, tx, *args, **kwargs)
+
+    OutputGraph.codegen_suffix = noting  # type: ignore[method-assign]
+    try:
+        with torch._dynamo.config.patch(reorderable_logging_functions={print}):
+            yield effects
+    finally:
+        OutputGraph.codegen_suffix = suffix  # type: ignore[method-assign]
+
+
+def _note(effects: Effects, found: Any, tx: Any) -> None:
+    for variable in found._get_modified_vars():
+        source = variable.source
+        if source is None or isinstance(source, TempLocalSource):
+            continue  # made by the forward itself: who keeps it is written too
+        written = found.store_attr_mutations.get(variable, {})
+        if isinstance(variable, variables.NewGlobalVariable) or (isinstance(source, GlobalSource) and written):
+            effects.globals += written
+        effects.objects.append(source.name)
+        for name, value in written.items():
+            constant = value.as_python_constant() if value.is_python_constant() else _NO_CONSTANT
+            effects.attributes[f"{source.name}.{name}"] = constant
+    effects.prints |= bool(tx.debug_locals)
+    effects.tensor_hooks |= bool(found.tensor_hooks)
+
+
+def refuse_effects(effects: Effects, guards: Mapping[str, Any], model: nn.Module) -> None:
+    """Raises where effects cannot be had at each call.
+
+    Args:
+        guards: what Dynamo has guarded by value, and those values.
+
+    Raises:
+        RefusedError: naming what the forward does.
+    """
+    kind = type(model).__name__
+    if effects.tensor_hooks:
+        raise RefusedError(
+            f"expected a forward that hooks no tensors, in {kind}, found register_hook() on one: inside of a captured "
+            "graph it would not run. Change the gradient by an autograd Function, or after backward()."
+        )
+    if effects.globals:
+        raise RefusedError(
+            f"expected a forward that assigns no globals, in {kind}, found that it assigns {effects.globals[0]}. Keep "
+            "it on the model, as an attribute."
+        )
+    for name, value in effects.attributes.items():
+        if name in guards and value is not _NO_CONSTANT and value != guards[name]:
+            attribute = name.rpartition(".")[2]
+            raise RefusedError(
+                f"expected a forward whose graph is the same at each call, in {kind}, found that it reads "
+                f"{_spoken(name)} and sets it from {guards[name]!r} to {value!r}: a Python value is a constant of "
+                f"the graph. Keep it in a tensor, register_buffer({attribute!r}, torch.tensor({guards[name]!r})), or "
+                "change it in the training loop."
+            )
+
+
+def _spoken(name: str) -> str:
+    return name.replace("L['self']", "self").replace("._modules['", ".").replace("']", "")
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Dynamo's code after the graph: does what the forward does, and returns what the forward returns.
+
+    Attributes:
+        run: a function with the forward's own arguments, which calls `outputs` for the graph's.
+        outputs: holds the graph's outputs while `run` runs.
+        model: what the forward is a method of; None: a function.
+        objects: whose attributes or items are written, as expressions over `scope`.
+        states: tensors that the graph reads from objects, as expressions.
+    """
+
+    run: Callable[..., Any]
+    outputs: _Outputs
+    model: nn.Module | None
+    objects: tuple[str, ...]
+    states: tuple[str, ...]
+    scope: Mapping[str, Any]
+
+    def __call__(self, outputs: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.outputs.values = outputs
+        try:
+            return self.run(*(() if self.model is None else (self.model,)), *args, **kwargs)
+        finally:
+            self.outputs.values = ()
+
+    def read_states(self) -> list[Tensor]:
+        """The tensors that the graph reads from objects, as they are now."""
+        return [eval(name, dict(self.scope)) for name in self.states]
+
+    def writes(self, holder: Mapping[str, Any]) -> bool:
+        """Whether items of a dict are written."""
+        return any(found is holder for name in self.objects if (found := _found(name, self.scope)) is not None)
+
+
+class _Outputs:
+    """Stands for the compiled graph in Dynamo's code."""
+
+    def __init__(self) -> None:
+        self.values: Sequence[Any] = ()
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        return self.values
+
+
+def _found(name: str, scope: Mapping[str, Any]) -> Any:
+    try:
+        return eval(name, dict(scope))
+    except Exception:  # of an object that the last call has replaced
+        return None
+
+
+def state_inputs(graph: torch.fx.Graph, itself: str) -> dict[int, str]:
+    """Which placeholders of Dynamo's graph are tensors read from objects: position -> expression."""
+    sources = [node._dynamo_source.name for node in graph.nodes if node.op == "placeholder"]
+    return {
+        position: name.replace(itself, "L['self']")
+        for position, name in enumerate(sources)
+        if not OF_PROGRAMS.search(name) and (name.startswith("G[") or (itself in name and name != itself))
+    }
+
+
+def replay_of(out: Any, model: nn.Module, effects: Effects, states: Sequence[str], scope: Mapping[str, Any]) -> Replay:
+    """The code that Dynamo has written for after the graph.
+
+    Args:
+        out: Dynamo's capture, made to replay.
+    """
+    outputs = _Outputs()
+    run = out.forward_callable(compiled_fn=outputs, extra_globals=out.graph_capture_output.f_globals)
+    bound: Any = torch._dynamo.convert_frame.get_traced_fn(model)[1]
+    return Replay(run, outputs, bound, tuple(effects.objects), tuple(states), scope)

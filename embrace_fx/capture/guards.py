@@ -1,0 +1,137 @@
+"""Under which conditions a captured graph is the forward's: Dynamo's own guards, asked at each call.
+
+What the forward has read of the model, of globals and of closures (numbers, functions, objects, lengths of lists, which
+hooks there are, whether a method was patched), Dynamo guards on. Its guard manager, a tree of checks in C++, tells in
+microseconds whether all of that is as it was.
+
+Left out are guards on the batch and its shapes, on modes, and on the values of parameters and buffers: programs read
+those as they are at each call, and calls are told apart by the others already.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections import ChainMap
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+from torch._dynamo.guards import CheckFunctionManager
+
+from embrace_fx.capture.read_values import ReadValues
+
+OF_PROGRAMS = re.compile(r"[.']_(parameters|buffers)\b|\.training$")
+"""What programs read as it is at each call, and what calls are told apart by already."""
+
+_VALUE_GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH")
+
+
+class Conditions(Protocol):
+    """What must hold for a captured graph to be the forward's."""
+
+    def hold(self) -> bool:
+        """Whether all of it is what it was at the capture."""
+
+    def unchanged(self) -> Conditions:
+        """Without what has changed since: the forward itself writes it, or its tracing did."""
+
+
+@dataclass(frozen=True)
+class DynamoGuards:
+    """Dynamo's guards on all but the batch.
+
+    Attributes:
+        manager: torch's, over a frame's locals.
+        frame: the locals that do not change: the model.
+        cells: what the forward closes over.
+        kept: the objects whose identity is guarded; another one must not get a freed one's address.
+        tensors: those that the graph has taken for constants, by identity.
+        values: stands for the guards where these do not hold right after the capture.
+    """
+
+    manager: Any
+    frame: Mapping[str, Any]
+    cells: Mapping[str, Any]
+    kept: Sequence[Any]
+    tensors: ReadValues
+    values: ReadValues
+
+    def hold(self) -> bool:
+        frame = self.frame
+        if self.cells:
+            frame = {**frame, **{name: cell.cell_contents for name, cell in self.cells.items()}}
+        return bool(self.manager.check(frame)) and self.tensors.hold()
+
+    def without(self, tensors: Collection[str]) -> DynamoGuards:
+        """The same, with these tensors no constants of the graph."""
+        names = [name for name in self.tensors.names if name not in tensors]
+        others = [name for name in self.values.names if name not in tensors]
+        return replace(
+            self,
+            tensors=ReadValues.of(names, self.tensors.scope),
+            values=ReadValues.of(others, self.values.scope),
+        )
+
+    def unchanged(self) -> Conditions:
+        return self if self.hold() else self.values.unchanged()
+
+
+def name_of_model(model: nn.Module) -> str:
+    """How Dynamo calls the model, among the locals of its forward."""
+    code = _traced(model).__code__
+    return f"L[{code.co_varnames[0]!r}]" if code.co_argcount else "L['args'][0]"  # decorated: the first of `*args`
+
+
+def _traced(model: nn.Module) -> types.FunctionType:
+    found: types.FunctionType = torch._dynamo.convert_frame.get_traced_fn(model)[0]
+    return found
+
+
+def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> DynamoGuards:
+    """What Dynamo has guarded besides arguments, parameters, buffers and modes, while it made a graph of a model."""
+    flatten: Any = gm._dynamo_bytecode_flatten
+    output = flatten.out.graph_capture_output.output_graph
+    function, itself = _traced(model), name_of_model(model)
+    code = function.__code__
+    first = code.co_varnames[0] if code.co_argcount else "args"
+    frame = {first: model} if code.co_argcount else {first: (model,)}
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    kept: list[Any] = []
+
+    def is_kept(name: str) -> bool:
+        root = re.search(r"\b([LG])\['(\w+)'\]", name)
+        if root is None or OF_PROGRAMS.search(name):
+            return False
+        return root[1] == "G" or itself in name or root[2] in cells
+
+    def select(entries: Sequence[Any]) -> list[bool]:
+        chosen = [is_kept(entry.orig_guard.name) for entry in entries]
+        kept[:] = [entry.value for entry, of_model in zip(entries, chosen, strict=True) if of_model]
+        return chosen
+
+    output.skip_guards_check = True  # of a frame with the batch
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        manager = CheckFunctionManager(code, output, guard_filter_fn=select).guard_manager
+    values = _values(output, function, model, itself, cells)
+    return DynamoGuards(manager, frame, cells, kept, values.of_tensors(), values)
+
+
+def _values(
+    output: Any, function: types.FunctionType, model: nn.Module, itself: str, cells: Mapping[str, Any]
+) -> ReadValues:
+    """Of what Dynamo has guarded, numbers and texts by value, and tensors by identity."""
+    names = []
+    for guard in output.guards:
+        name = guard.name.replace(itself, "L['self']")
+        root = re.match(r"(.*?)([LG])\['(\w+)'\]", name)
+        if guard.create_fn_name() not in _VALUE_GUARDS or root is None or OF_PROGRAMS.search(name):
+            continue
+        if root[2] == "G" or root[3] == "self":
+            names.append(name)
+        elif root[3] in cells:
+            names.append(f"{root[1]}C[{root[3]!r}].cell_contents{name[root.end() :]}")
+    of_globals = ChainMap(function.__globals__, output.global_scope)
+    return ReadValues.of(dict.fromkeys(names), {"L": {"self": model}, "G": of_globals, "C": cells})

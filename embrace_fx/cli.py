@@ -1,0 +1,203 @@
+"""The command line: `embrace-fx plan`, `show`, `doctor`, `bench`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import webbrowser
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from embrace_fx.cost.links import Cluster
+
+if TYPE_CHECKING:
+    from embrace_fx.what_if import Forecast
+
+FACTORY = "a function without arguments that returns (model, batch) or (model, batch, optimizer)"
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="embrace-fx")
+def main() -> None:
+    """Plans, pictures and checks for models that embrace_fx trains."""
+
+
+@main.command()
+@click.argument("factory")
+@click.option("--world-size", type=click.IntRange(1), default=8, show_default=True, help="ranks to plan for")
+@click.option("--cluster", type=click.Path(exists=True, dir_okay=False), help="a JSON file of embrace_fx.Cluster")
+@click.option(
+    "--schedule", default="2d", show_default=True, type=click.Choice(["2d", "horizontal", "vertical", "none"])
+)
+@click.option("--row-updates", default="exact", show_default=True, type=click.Choice(["exact", "lazy"]))
+@click.option(
+    "--output", type=click.Path(dir_okay=False), multiple=True, help="a file: .txt, .json, or .html, .svg, .dot"
+)
+def plan(
+    factory: str, world_size: int, cluster: str | None, schedule: Any, row_updates: Any, output: tuple[str, ...]
+) -> None:
+    """What embrace_fx would decide for FACTORY's model on any cluster: no ranks and no network are needed.
+
+    FACTORY is module:function, a function without arguments that returns (model, batch) or (model, batch, optimizer).
+    """
+    import embrace_fx  # noqa: PLC0415  (`--help` needs no torch)
+
+    model, batch, optimizer = made_by(factory)
+    links = Cluster() if cluster is None else read_cluster(Path(cluster))
+    with told_plainly():
+        forecast = embrace_fx.plan(
+            model,
+            batch,
+            world_size=world_size,
+            cluster=links,
+            optimizer=optimizer,
+            schedule=schedule,
+            row_updates=row_updates,
+        )
+        text = described(forecast)
+        for path in map(Path, output):
+            write(forecast, text, path)
+            click.echo(f"wrote {path}", err=True)
+    if not output:
+        click.echo(text)
+
+
+def described(forecast: Forecast) -> str:
+    """The report, and the schedule's figures where there is one."""
+    return str(forecast) if forecast.world_size == 1 else f"{forecast}\n{forecast.schedule}"
+
+
+def write(forecast: Forecast, text: str, path: Path) -> None:
+    """Writes a forecast as its suffix says."""
+    if path.suffix == ".txt":
+        path.write_text(text, encoding="utf-8")
+    elif path.suffix == ".json":
+        found: dict[str, Any] = {"plan": forecast.to_dict(), "sent_bytes_per_step": forecast.sent_bytes_per_step}
+        if forecast.world_size > 1:
+            found["schedule"] = asdict(forecast.schedule.diagnostics())
+            found["launch_order"] = forecast.schedule.launch_order
+        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    else:
+        forecast.schedule.save(path)  # refuses other suffixes, and names those that there are
+
+
+@main.command()
+@click.argument("saved", type=click.Path(exists=True, dir_okay=False))
+@click.option("--output", type=click.Path(dir_okay=False), help="draw it there: .html or .svg; else it is opened")
+def show(saved: str, output: str | None) -> None:
+    """Opens a saved schedule or timeline in a browser, or converts one saved as .json."""
+    source = Path(saved)
+    if source.suffix != ".json":
+        if output is not None:
+            raise click.UsageError(f"expected a picture saved as .json, to convert it, found {source.name}")
+        webbrowser.open(source.resolve().as_uri())
+        return
+    from embrace_fx.viz import save  # noqa: PLC0415
+    from embrace_fx.viz.reading import read_trace  # noqa: PLC0415
+
+    with told_plainly():
+        schedule, timeline = read_trace(source)
+        target = Path(output) if output is not None else source.with_suffix(".html")
+        if target.suffix == ".dot":
+            raise ValueError("expected .html or .svg, in --output, found .dot: a .json holds no dependences")
+        save(target, schedule=schedule, timeline=timeline)
+    click.echo(f"wrote {target}")
+    if output is None:
+        webbrowser.open(target.resolve().as_uri())
+
+
+@main.command()
+def doctor() -> None:
+    """Says what will work here, what will not and why. Under torchrun it probes the links between the ranks too.
+
+    The exit status is 1 where something fails.
+    """
+    import torch.distributed as dist  # noqa: PLC0415
+
+    from embrace_fx.doctor import Finding, examine, probe_links  # noqa: PLC0415
+
+    findings = examine(os.environ)
+    fails = any(finding.state == "fails" for finding in findings)
+    if not fails and "RANK" in os.environ:
+        try:
+            dist.init_process_group()
+            findings.append(probe_links())
+            dist.destroy_process_group()
+        except Exception as error:  # whatever it is, it is what was asked for
+            findings.append(Finding("links", "fails", str(error), "see that all ranks run and reach each other"))
+            fails = True
+    if os.environ.get("RANK", "0") == "0" or fails:
+        for finding in findings:
+            color = {"works": "green", "limits": "yellow", "fails": "red"}[finding.state]
+            click.echo(f"{click.style(f'{finding.state:7}', fg=color)}{finding.subject}: {finding.found}")
+            if finding.to_do:
+                click.echo(f"       {finding.to_do}")
+    sys.exit(fails)
+
+
+@main.command()
+@click.argument("factory")
+@click.option("--steps", type=click.IntRange(2), default=20, show_default=True, help="of each system, after warming up")
+def bench(factory: str, steps: int) -> None:
+    """Times FACTORY's model under DDP and under embrace_fx, in turns, on the ranks that torchrun starts.
+
+    torchrun --nproc-per-node 2 -m embrace_fx.cli bench module:function
+    """
+    from embrace_fx.side_by_side import compare  # noqa: PLC0415
+
+    if "RANK" not in os.environ:
+        command = f"torchrun --standalone --nproc-per-node 2 -m embrace_fx.cli bench {factory}"
+        raise click.UsageError(f"expected several ranks, found a single process. Start it by: {command}")
+    with told_plainly():
+        lines = compare(lambda: made_by(factory), steps)
+    if os.environ["RANK"] == "0":
+        click.echo("\n".join(lines))
+
+
+def made_by(factory: str) -> tuple[Any, Any, Any]:
+    """A factory's model, batch and optimizer, None where it returns none; modules of the working folder are found."""
+    name, colon, function = factory.partition(":")
+    if not colon:
+        raise click.UsageError(f"expected module:function, {FACTORY}; found {factory!r}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        make: Callable[[], Any] = getattr(importlib.import_module(name), function)
+    except (ImportError, AttributeError) as error:
+        raise click.UsageError(f"expected module:function, {FACTORY}; found {factory!r}: {error}") from error
+    made = make()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise click.UsageError(f"expected {FACTORY}; {factory} returned {type(made).__name__}")
+    return made if len(made) == 3 else (*made, None)
+
+
+def read_cluster(path: Path) -> Cluster:
+    """A cluster from a JSON file: what `embrace_fx.Cluster` takes by name, numbers of its links in lists."""
+    from embrace_fx.vocabulary.json_files import from_json  # noqa: PLC0415
+
+    try:
+        return from_json(Cluster, json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise click.UsageError(
+            f'expected a JSON object such as {{"bandwidth_bytes_per_ms": 3.1e6, "latency_ms": 0.05}}, in {path}, '
+            f"found: {error}"
+        ) from error
+
+
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """What was asked wrongly is told in a line, without a traceback."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""What of this machine and of this launch will work with embrace_fx, what will not, and what to do about it.
+
+A check looks at one thing and returns one finding. Ranks that run `embrace-fx doctor` under torchrun also probe the
+links between them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata, util
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+Environment = Mapping[str, str]
+
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found.
+
+    Attributes:
+        subject: what was looked at.
+        state: "fails": nothing trains; "limits": something is slower or cannot be asked for.
+        found: in a few words.
+        to_do: what helps; "" where all is well.
+    """
+
+    subject: str
+    state: Literal["works", "limits", "fails"]
+    found: str
+    to_do: str = ""
+
+
+def versions(_: Environment) -> Finding:
+    """Python and torch, as old as they may be."""
+    found = (
+        f"Python {platform.python_version()}, torch {torch.__version__}, embrace-fx {metadata.version('embrace-fx')}"
+    )
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if sys.version_info < OLDEST_PYTHON or release < OLDEST_TORCH:
+        needed = f"Python {'.'.join(map(str, OLDEST_PYTHON))} and torch {'.'.join(map(str, OLDEST_TORCH))}, or later"
+        return Finding("versions", "fails", found, f"install {needed}")
+    return Finding("versions", "works", found)
+
+
+def backends(_: Environment) -> Finding:
+    """What can carry messages for the devices that there are."""
+    if not dist.is_available():
+        return Finding("backends", "fails", "torch without torch.distributed", "install a build of torch that has it")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    carries = [
+        name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there
+    ]
+    found = f"{', '.join(carries) or 'none'}; {gpus} CUDA device(s)"
+    if gpus and "nccl" not in carries:
+        return Finding("backends", "limits", found, "install a build of torch with NCCL; GPUs would send through gloo")
+    if not carries:
+        return Finding("backends", "fails", found, "install a build of torch with gloo or NCCL")
+    return Finding("backends", "works", found)
+
+
+def compiler(environment: Environment) -> Finding:
+    """What `backend="inductor"` calls on a CPU."""
+    asked = environment.get("CXX")
+    for name in (asked,) if asked else ("g++", "c++", "clang++"):
+        if path := shutil.which(name, path=environment.get("PATH")):
+            return Finding("C++ compiler", "works", path)
+    missing = f"CXX={asked}, which is not there" if asked else "none of g++, c++, clang++"
+    return Finding(
+        "C++ compiler", "limits", missing, 'install g++ or set CXX; until then backend="inductor" is refused'
+    )
+
+
+def triton(_: Environment) -> Finding:
+    """What kernels on a GPU are written in."""
+    there = util.find_spec("triton") is not None
+    if not torch.cuda.is_available():
+        return Finding("Triton", "works", "not needed without a CUDA device")
+    if not there:
+        return Finding("Triton", "limits", "not installed", "pip install 'embrace-fx[triton]'; GPU kernels need it")
+    return Finding("Triton", "works", metadata.version("triton"))
+
+
+def launch(environment: Environment) -> Finding:
+    """The launcher's variables: all of them, or none."""
+    there = [name for name in LAUNCH_VARIABLES if name in environment]
+    if not there:
+        return Finding("launch", "works", "a single process; `torchrun --nproc-per-node 2 -m ...` starts several")
+    if missing := [name for name in LAUNCH_VARIABLES if name not in environment]:
+        found = f"{', '.join(there)} without {', '.join(missing)}"
+        return Finding("launch", "fails", found, "start every rank by torchrun, or unset what an old launch has left")
+    rank, size = environment["RANK"], environment["WORLD_SIZE"]
+    if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)):
+        return Finding("launch", "fails", f"RANK={rank} of WORLD_SIZE={size}", "ranks count from 0 to WORLD_SIZE - 1")
+    return Finding("launch", "works", f"rank {rank} of {size}")
+
+
+def meeting_place(environment: Environment) -> Finding:
+    """Where the ranks meet has an address."""
+    host = environment.get("MASTER_ADDR")
+    if host is None:
+        return Finding("meeting place", "works", "none is needed for a single process")
+    try:
+        address = socket.getaddrinfo(host, None)[0][4][0]
+    except OSError as error:
+        return Finding(
+            "meeting place",
+            "fails",
+            f"MASTER_ADDR={host}: {error}",
+            "set it to rank 0's address, or pass torchrun --rdzv-endpoint; 127.0.0.1 on one machine",
+        )
+    return Finding("meeting place", "works", f"{host} is {address}")
+
+
+def interface(environment: Environment) -> Finding:
+    """The network interface that gloo is told to use."""
+    asked, there = environment.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
+    if asked and not set(asked.split(",")) <= set(there):
+        return Finding(
+            "network interface",
+            "fails",
+            f"GLOO_SOCKET_IFNAME={asked}, and this machine has {', '.join(there)}",
+            "set it to the interface by which the ranks reach each other, or unset it",
+        )
+    return Finding("network interface", "works", asked or f"gloo chooses among {', '.join(there)}")
+
+
+def threads(environment: Environment) -> Finding:
+    """Ranks that compute on CPUs share the cores of their machine."""
+    ranks, cores = int(environment.get("LOCAL_WORLD_SIZE", "1")), os.cpu_count() or 1
+    each = int(environment.get("OMP_NUM_THREADS") or cores)
+    found = f"{ranks} rank(s) of {each} thread(s) on {cores} core(s)"
+    if ranks > 1 and ranks * each > cores and not torch.cuda.is_available():
+        return Finding("threads", "limits", found, f"set OMP_NUM_THREADS={max(1, cores // ranks)}")
+    return Finding("threads", "works", found)
+
+
+CHECKS: tuple[Callable[[Environment], Finding], ...] = (
+    versions,
+    backends,
+    compiler,
+    triton,
+    launch,
+    meeting_place,
+    interface,
+    threads,
+)
+
+
+def examine(environment: Environment) -> list[Finding]:
+    """What every check finds, in order."""
+    return [check(environment) for check in CHECKS]
+
+
+def probe_links() -> Finding:
+    """The links between the ranks of the default process group, measured. Collective."""
+    from embrace_fx.runtime.probe.probe import probe  # noqa: PLC0415  (DTensor takes a while to import)
+    from embrace_fx.runtime.ranks.communicator import Communicator  # noqa: PLC0415
+
+    link = probe(Communicator(dist.group.WORLD)).link("all_reduce")
+    gigabits = link.bandwidth_bytes_per_ms * 8e3 / 1e9
+    return Finding("links", "works", f"{gigabits:.2f} Gb/s, {link.start_up_ms:.3f} ms to start a message")

@@ -1,0 +1,61 @@
+"""Accelerate's loop: `EmbraceAccelerator` where `Accelerator` stands, nothing else changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.optim import Optimizer
+
+import embrace_fx
+
+
+class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
+    """An `Accelerator` whose `prepare` compiles models instead of wrapping them in DistributedDataParallel.
+
+    What it saves is whole, whatever the plan: any number of ranks loads it, with embrace_fx or without.
+
+    Args:
+        compile_options: of `embrace_fx.compile`.
+    """
+
+    def __init__(self, *args: Any, compile_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compile_options = dict(compile_options or {})
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; optimizers that are prepared together with the model step its tables."""
+        self._prepared_together = [each for each in args if isinstance(each, Optimizer)]
+        return super().prepare(*args, **kwargs)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        if isinstance(model, embrace_fx.CompiledModel):
+            self._models.append(model)
+            return model
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)  # in no wrapper
+        if evaluation_mode:
+            return prepared
+        options = getattr(self, "compile_options", {})
+        compiled = embrace_fx.compile(prepared, optimizer=getattr(self, "_prepared_together", None) or None, **options)
+        compiled.__dict__["_is_accelerate_prepared"] = True
+        return compiled
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        prepared.__class__ = _WholeStateOptimizer
+        return prepared
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Whole tensors. Collective."""
+        return embrace_fx.full_state_dict(model)
+
+
+class _WholeStateOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    def state_dict(self) -> dict[str, Any]:
+        """Whole tensors. Collective."""
+        return embrace_fx.full_state_dict(self.optimizer)

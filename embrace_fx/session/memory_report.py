@@ -1,0 +1,52 @@
+"""What a training step takes of a rank's memory, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from embrace_fx.passes.memory.held import Held
+
+SAMPLES = 60
+"""Columns of the line that shows memory by time."""
+
+_LEVELS = " ▁▂▃▄▅▆▇█"
+
+
+def memory_report(held: Held, model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
+    """Predicted bytes of a step on this rank: what is there all the time, what the step holds, and a line over time."""
+    again = sum("again" in node.meta for node in held.nodes)
+    state = [value for each in optimizers for value in pytree.tree_leaves(dict(each.state))]
+    lines = [
+        "memory of this rank (predicted of a step, measured of the rest)",
+        f"  parameters and buffers  {_mib(_nbytes([*model.parameters(), *model.buffers()]))}",
+        f"  optimizer state         {_mib(_nbytes(state))}",
+        f"  saved for the backward  {_mib(held.saved_bytes)} in {len(held.saved)} storages"
+        + (f"; {again} nodes run again" if again else ""),
+        f"  most at a time          {_mib(held.peak_bytes)} of what forward and backward make",
+        f"  |{line(held)}|  forward to backward",
+    ]
+    return "\n".join(lines)
+
+
+def line(held: Held) -> str:
+    """What is held by time, as one line of text."""
+    if not held.by_time or not held.peak_bytes:
+        return ""
+    width = min(SAMPLES, len(held.by_time))
+    edges = [k * len(held.by_time) // width for k in range(width + 1)]
+    levels = [max(held.by_time[a:b]) * (len(_LEVELS) - 1) // held.peak_bytes for a, b in pairwise(edges)]
+    return "".join(_LEVELS[level] for level in levels)
+
+
+def _nbytes(values: Iterable[Any]) -> int:
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.2f} MiB"

@@ -1,0 +1,70 @@
+"""A model's modules and parameters as programs were made for them, and what has changed of them since."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+
+class ModelWatch:
+    """What programs take for given of a model, asked at each call.
+
+    Which modules there are and what their methods are decides what the forward does; which parameters there are decides
+    what is exchanged. What the forward reads besides, captures guard by themselves.
+
+    Args:
+        model: the user's model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.note()
+
+    def note(self) -> None:
+        """Takes the model as it is now for given."""
+        self._modules = list(self._model.modules())
+        self._children = [module._modules for module in self._modules]
+        self._parameters = [module._parameters for module in self._modules]
+        self._kinds = list({type(module): None for module in self._modules})
+        self._were = self._now()
+        self._root_was = self._root()
+        self.note_parameters()
+
+    def note_parameters(self) -> None:
+        """Takes the parameters as they are now for given: their tables have been placed, or loaded."""
+        self._held = [*chain.from_iterable(map(dict.values, self._parameters))]  # no other gets a freed one's address
+        self._ids = [*map(id, self._held)]
+        self._names = self._named()
+
+    def modes(self) -> tuple[bool, ...]:
+        """Which modules train."""
+        return tuple([module.training for module in self._modules])
+
+    def modules_changed(self) -> bool:
+        """Whether there are other modules than before, or methods of other classes or of the model itself."""
+        return self._now() != self._were or self._root() != self._root_was
+
+    def parameters_changed(self) -> str | None:
+        """The name of a parameter that came, went or was replaced; None where all are those that were."""
+        if [*map(id, chain.from_iterable(map(dict.values, self._parameters)))] == self._ids and self._same_modules():
+            return None
+        now = self._named()
+        found = (name for name in {**self._names, **now} if self._names.get(name) != now.get(name))
+        return next(found, None)
+
+    def _same_modules(self) -> bool:
+        return self._now() == self._were
+
+    def _now(self) -> tuple[list[Any], list[Any]]:
+        return [*map(tuple, map(dict.values, self._children))], [kind.forward for kind in self._kinds]
+
+    def _root(self) -> tuple[Any, ...]:
+        """What the model's own call goes through; that of its modules, captures guard."""
+        root = self._model
+        hooks = root._forward_pre_hooks, root._forward_hooks, root._backward_pre_hooks, root._backward_hooks
+        return root.forward, *map(tuple, hooks)
+
+    def _named(self) -> dict[str, int]:
+        return {name: id(each) for name, each in self._model.named_parameters(remove_duplicate=False)}

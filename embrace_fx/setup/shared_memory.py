@@ -1,0 +1,66 @@
+"""Parameters that share memory without being one Parameter.
+
+Under data parallelism, two Parameters on one storage move together, since both are written in place. Here a table's
+rows may lie on other ranks and updates of two parameters come at two times, so that they would part silently.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Raises where a trainable parameter shares memory with another parameter, or with a buffer.
+
+    Raises:
+        ValueError: naming both, and how to tie them.
+    """
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor) in (nn.Parameter, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta":
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    by_storage.pop(0, None)  # of tensors without elements
+    for tensors in by_storage.values():
+        for (name, one), (other, another) in combinations(tensors, 2):
+            if (one.requires_grad or another.requires_grad) and share_memory(one, another):
+                raise ValueError(
+                    f"expected every parameter to have memory of its own, in compile(), found that {name} and {other} "
+                    f"{'share theirs' if _same_view(one, another) else 'overlap'}, and are two objects: their updates "
+                    "would part. Tie them by making them one Parameter, `model.out.weight = model.words.weight`, "
+                    "before the optimizer is made; or give one a copy."
+                )
+
+
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors on one storage have an element in common.
+
+    >>> table = torch.zeros(4, 6)
+    >>> share_memory(table[:, :3], table[:, 3:]), share_memory(table[:, :4], table[:, 3:])
+    (False, True)
+    """
+    (start, stop), (other_start, other_stop) = _extent(one), _extent(other)
+    if stop <= other_start or other_stop <= start:
+        return False
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    if one.element_size() != other.element_size():
+        return True  # elements of one lie across those of the other
+    touched = torch.zeros(max(stop, other_stop) // one.element_size(), dtype=torch.bool)
+    touched.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(touched.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _same_view(one: Tensor, other: Tensor) -> bool:
+    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """From which byte of its storage to which a tensor reaches."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
+    return first * tensor.element_size(), (first + int(last) + 1) * tensor.element_size()

@@ -1,0 +1,107 @@
+"""Two systems on one model: DistributedDataParallel and embrace_fx, in turns on the same ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+import embrace_fx
+from embrace_fx.runtime.probe.wire import sent_by_connection
+
+WARM_UP_STEPS = 3
+STEPS_PER_TURN = 5
+
+
+class Contender:
+    """A model that trains on one batch again and again, and what a step of it took."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+        is_named = isinstance(batch, dict)
+        self.args: tuple[Any, ...] = () if is_named else batch if isinstance(batch, tuple) else (batch,)
+        self.kwargs: dict[str, Any] = batch if is_named else {}
+        self.step_ms: list[float] = []
+        self.step_bytes: list[float] = []
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            loss_of(self.model(*self.args, **self.kwargs)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def turn(self, steps: int) -> None:
+        """Trains between two barriers, so that time is that of all ranks."""
+        dist.barrier()
+        began_s, before = time.perf_counter(), sent_by_connection()
+        self.train(steps)
+        dist.barrier()
+        self.step_ms.append((time.perf_counter() - began_s) * 1e3 / steps)
+        after = sent_by_connection()
+        if before is not None and after is not None:
+            self.step_bytes.append(sum(sent - before.get(key, 0) for key, sent in after.items()) / steps)
+
+
+def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | None]], steps: int) -> list[str]:
+    """What both took, in lines. Collective; starts the process group and ends it.
+
+    Args:
+        make: model, batch and optimizer, anew at each call; None: SGD.
+        steps: of each system, after warming up.
+    """
+    dist.init_process_group()
+    try:
+        torch.manual_seed(0)
+        model, batch, optimizer = make()
+        ddp = Contender(DistributedDataParallel(model), optimizer or _sgd(model), batch)
+        torch.manual_seed(0)
+        model, batch, optimizer = make()
+        optimizer = optimizer or _sgd(model)
+        compiled = embrace_fx.compile(model, optimizer=optimizer)
+        own = Contender(compiled, optimizer, batch)
+        for each in (ddp, own):
+            each.train(WARM_UP_STEPS)
+        for turn in range(-(-steps // STEPS_PER_TURN)):
+            for each in (ddp, own) if turn % 2 == 0 else (own, ddp):
+                each.turn(STEPS_PER_TURN)
+        compiled.synchronize()
+        return _told(ddp, own, compiled)
+    finally:
+        dist.destroy_process_group()
+
+
+def loss_of(results: Any) -> Tensor:
+    """What is trained on: the result itself, its `loss`, or the first scalar in it."""
+    if isinstance(found := getattr(results, "loss", None), Tensor):
+        return found
+    scalars = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor) and leaf.dim() == 0]
+    if not scalars:
+        raise ValueError(
+            f"expected a model that returns its loss, in bench, found {type(results).__name__} without a scalar. Wrap "
+            "the model in a module that returns the loss."
+        )
+    return scalars[0]
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.01)
+
+
+def _told(ddp: Contender, own: Contender, compiled: embrace_fx.CompiledModel) -> list[str]:
+    ddp_ms, own_ms = median(ddp.step_ms), median(own.step_ms)
+    lines = [
+        f"{dist.get_world_size()} ranks, medians over {len(ddp.step_ms)} turns of {STEPS_PER_TURN} steps, on one batch",
+        f"DDP         {ddp_ms:9.2f} ms a step",
+        f"embrace_fx  {own_ms:9.2f} ms a step, {ddp_ms / own_ms:.2f} times as fast",
+    ]
+    if ddp.step_bytes and own.step_bytes:
+        sent = [median(each.step_bytes) / 1e6 for each in (ddp, own)]
+        lines.append(f"rank 0 sends {sent[0]:.3f} MB a step under DDP, {sent[1]:.3f} MB under embrace_fx")
+    return [*lines, compiled.report()]

@@ -1,0 +1,57 @@
+"""Which ops of a functional graph may write into an input that dies with them, as eager code would.
+
+A pointwise op writes into its first input where nothing else can see that input again: it was made in this phase by an
+op that returns new memory, this op is its only user, and the result has its shape, dtype and strides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+IN_PLACE: dict[Any, Any] = {
+    aten.add.Tensor: aten.add_.Tensor,
+    aten.mul.Tensor: aten.mul_.Tensor,
+    aten.div.Tensor: aten.div_.Tensor,
+    aten.sub.Tensor: aten.sub_.Tensor,
+}
+"""An op, and its form that writes."""
+
+_COMMUTE = (aten.add.Tensor, aten.mul.Tensor)
+SHARES_MEMORY = (aten._unsafe_view.default, aten.reshape.default, aten.lift_fresh_copy.default)
+"""Ops that may return their input's memory although their schema does not say so."""
+
+
+def written_into(node: fx.Node) -> int | None:
+    """The position of the argument that a node may write into; None where it has to make something new."""
+    if node.target not in IN_PLACE:
+        return None
+    for position in (0, 1) if node.target in _COMMUTE and not node.kwargs else (0,):
+        source = node.args[position]
+        if isinstance(source, fx.Node) and _dies_here(source, node) and _same_layout(source, node):
+            return position
+    return None
+
+
+def _dies_here(source: fx.Node, user: fx.Node) -> bool:
+    return len(source.users) == 1 and user.all_input_nodes.count(source) == 1 and _is_new_memory(source)
+
+
+def _is_new_memory(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target in SHARES_MEMORY:
+        return False
+    returns = target._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is None
+
+
+def _same_layout(source: fx.Node, node: fx.Node) -> bool:
+    a, b = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dtype != b.dtype:
+        return False
+    # Text, not comparison: comparing symbolic sizes would add guards. The same expression prints the same.
+    return str((tuple(a.shape), a.stride())) == str((tuple(b.shape), b.stride()))

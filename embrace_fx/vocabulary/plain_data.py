@@ -1,0 +1,100 @@
+"""Values as plain data, and back by their type: what is written to files and what ranks send each other.
+
+Contract
+    Nothing but data is read, of the type that the reader expects: text, numbers, tensors of integers, tuples, lists and
+    mappings of them, and dataclasses whose fields are such. Nothing that arrives is executed, as a pickle would be.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {"int32": torch.int32, "int64": torch.int64}
+
+
+def to_plain(value: Any) -> Any:
+    """A value in what JSON knows; a mapping as pairs, for its keys need not be text."""
+    if is_dataclass(value):
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple | list):
+        return [to_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return [[to_plain(key), to_plain(each)] for key, each in value.items()]
+    if isinstance(value, Tensor):
+        return [str(value.dtype).removeprefix("torch."), base64.b64encode(value.cpu().numpy().tobytes()).decode()]
+    return value
+
+
+def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
+    """A value of a type hint from what `to_plain` made of it.
+
+    >>> from_plain(tuple[int, ...], [1, 2], "shape")
+    (1, 2)
+
+    Raises:
+        ValueError: it is something else; with `where` it is.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return _of_union(arguments, value, where)
+    if origin is Literal and value in arguments:
+        return value
+    if origin is tuple and isinstance(value, list):
+        kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(kinds) != len(value):
+            raise ValueError(f"{where} has {len(value)} values, not {len(kinds)}")
+        return tuple(from_plain(each, v, f"{where}[{k}]") for k, (each, v) in enumerate(zip(kinds, value, strict=True)))
+    if origin is list and isinstance(value, list):
+        return [from_plain(arguments[0], v, f"{where}[{k}]") for k, v in enumerate(value)]
+    if origin is dict and isinstance(value, list):
+        pair: Any = tuple.__class_getitem__(arguments)  # a hint made here
+        return dict(from_plain(pair, each, where) for each in value)
+    if kind is Tensor and isinstance(value, list):
+        return _integers(value, where)
+    if is_dataclass(kind) and isinstance(value, dict):
+        hints = _hints(cast("Any", kind))
+        if unknown := value.keys() - {field.name for field in fields(kind)}:
+            raise ValueError(f"{where} has {sorted(unknown)}, which it should not have")
+        try:
+            found = kind(**{name: from_plain(hints[name], v, f"{where}.{name}") for name, v in value.items()})  # type: ignore[operator]
+        except TypeError as error:
+            raise ValueError(f"{where} lacks a field: {error}") from error
+        return found
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(kind, type) and type(value) is kind:
+        return value
+    raise ValueError(f"{where} is {str(value)[:80]!r}")
+
+
+_hints = cache(get_type_hints)
+
+
+def _of_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    """Of the first of these types that takes it; what is wrong with it, the last one says."""
+    if value is None and NoneType in kinds:
+        return None
+    *others, last = (kind for kind in kinds if kind is not NoneType)
+    for kind in others:
+        try:
+            return from_plain(kind, value, where)
+        except ValueError:
+            continue
+    return from_plain(last, value, where)
+
+
+def _integers(value: list[Any], where: str) -> Tensor:
+    try:
+        dtype, data = value
+        content = bytearray(base64.b64decode(data, validate=True))
+        return torch.frombuffer(content, dtype=_INTEGERS[dtype]) if content else torch.empty(0, dtype=_INTEGERS[dtype])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{where} is no tensor of integers ({error!r})") from error

@@ -1,0 +1,1 @@
+"""What is held between forward and backward: saved, or computed again."""

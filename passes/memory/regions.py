@@ -1,0 +1,254 @@
+"""Checkpointed regions: the backward computes again what the user's `torch.utils.checkpoint` says, and saves the rest.
+
+Contract
+    Same values, bit for bit: what is computed again runs the same ops on the same inputs, its random numbers drawn from
+    the state that the forward drew them from. Nothing is launched, exchanged or written twice: what a region takes from
+    communication is saved. Saved are a region's inputs, its results where something behind it needs them, and what a
+    selective policy keeps; a region runs again as one piece, just before the first node of the backward that needs it.
+    State that the forward writes (running statistics) is read as it was, and written once.
+
+    rewrite:  h = relu(x @ w); y = dropped(h @ v, noise = bernoulli(..)); ...; gv = h.t() @ g; ...
+    ->        s = random_state(cpu); h = relu(x @ w); y = ...; ...
+              h_again = relu(x @ w); n = begin_replay(s, cpu); noise_again = bernoulli(..); end_replay(n, cpu)
+              gv = h_again.t() @ g; ...
+
+Levels. A region within a region runs again each time that the outer one does, and once more for its own backward.
+Copies of level 1 serve the inputs of inner regions, those of level 2 the backward of an inner region's nodes, and so
+on. A reader that has the first k regions of its path in common with a value's reads the copy of level k; the saved
+value itself is level 0.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from embrace_fx.passes.partition import Members, members_of
+from embrace_fx.passes.rewriter import Rewriter
+from embrace_fx.vocabulary import again_ops  # noqa: F401  (declares the ops)
+from embrace_fx.vocabulary.graph import Mutation, Parameter, TrainingGraph
+from embrace_fx.vocabulary.ops import op_name
+
+embrace = torch.ops.embrace
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RecomputeRegions:
+    """Puts copies of checkpointed nodes into the backward of the joint graph."""
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        if not any(node.meta.get("region") for node in graph.graph.nodes):
+            return graph
+        result = graph.edit()
+        computed_again = compute_again(result)
+        result.graph.lint()
+        result.module.recompile()
+        return result if computed_again else graph
+
+
+def compute_again(graph: TrainingGraph) -> list[fx.Node]:
+    """Puts copies of the nodes with regions into the backward, in place; the copies. No node has a region then."""
+    copies = _Copies(graph).insert()
+    for node in graph.graph.nodes:
+        node.meta.pop("region", None)
+        node.meta.pop("kept", None)
+    return copies
+
+
+def can_run_again(node: fx.Node, written: frozenset[object]) -> bool:
+    """Whether a node has no effect but its value, and a tensor for its value.
+
+    A size is saved rather than what it is the size of. A parameter that the forward writes (`max_norm`) is not what it
+    was.
+
+    Args:
+        written: what the forward writes: parameters, buffers, tensors of the batch.
+    """
+    if not isinstance(node.target, OpOverload):
+        source = _source(node)
+        return source is not node and isinstance(node.meta.get("val"), torch.Tensor) and can_run_again(source, written)
+    own = _is_own(node) and not op_name(node).startswith("embrace::rnn_layer")
+    if own or node.target.namespace == "_c10d_functional" or node.target._schema.is_mutable:
+        return False
+    values = node.meta.get("val")
+    if not any(isinstance(v, torch.Tensor) for v in (values if isinstance(values, list | tuple) else [values])):
+        return False
+    roles = [value.meta.get("role") for value in node.all_input_nodes]
+    return not any(isinstance(role, Parameter) and role in written for role in roles)
+
+
+def written_by(graph: TrainingGraph) -> frozenset[object]:
+    """What the forward writes."""
+    return frozenset(role.of for _, role in graph.outputs() if isinstance(role, Mutation))
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node takes numbers from a random generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _is_own(node)
+
+
+class _Copies:
+    """The copies of one graph's forward nodes, by level, and where they go."""
+
+    def __init__(self, graph: TrainingGraph) -> None:
+        self._graph = graph.graph
+        self._rewriter = Rewriter(graph.module)
+        members = members_of(graph)
+        self._backward = [node for node in graph.graph.nodes if node in members.backward]
+        self._written = written_by(graph)
+        self._paths = self._paths_of(members)
+        self._kept = {node for node in self._paths if node.meta.get("kept") or _source(node).meta.get("kept")}
+        self._position = {node: k for k, node in enumerate(graph.graph.nodes)}
+        self._chains = self._chains_of(members)
+        self._wanted: dict[Path, set[fx.Node]] = defaultdict(set)
+        self._copies: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._states: dict[fx.Node, fx.Node] = {}  # first draw of a chain -> the state before it
+        self._unwritten: dict[fx.Node, fx.Node] = {}
+
+    def insert(self) -> list[fx.Node]:
+        """Puts the copies in."""
+        for node in self._backward:
+            for value in node.all_input_nodes:
+                self._want(value, self._level(value, node.meta.get("region")))
+        for node in self._backward:
+            levels = {value: self._level(value, node.meta.get("region")) for value in node.all_input_nodes}
+            for value, level in levels.items():
+                if level:
+                    self._place(self._paths[value][:level], node)
+                    node.replace_input_with(value, self._copies[value, level])
+        self._read_unwritten()
+        return list(self._copies.values())
+
+    # -- what is computed again ----------------------------------------------------------------------------------------
+
+    def _paths_of(self, members: Members) -> dict[fx.Node, Path]:
+        """The regions of forward nodes, of those that can be computed again."""
+        paths: dict[fx.Node, Path] = {}
+        for node in self._graph.nodes:
+            path = _source(node).meta.get("region", ())
+            if path and node in members.forward and can_run_again(node, self._written):
+                paths[node] = path
+        return paths
+
+    def _level(self, value: fx.Node, reader: Path | None) -> int:
+        """Which copy of a value a reader within the regions `reader` reads; None: its own backward."""
+        path = self._paths.get(value, ())
+        shared = len(path)
+        if reader is not None:
+            pairs = zip(path, reader, strict=False)
+            shared = next((k for k, (own, other) in enumerate(pairs) if own != other), min(len(path), len(reader)))
+        return min(shared, len(path) - 1) if value in self._kept else shared
+
+    def _want(self, value: fx.Node, level: int) -> None:
+        """Notes that a copy of `value` is needed, and those that it needs."""
+        waiting = [(value, level)]
+        while waiting:
+            value, level = waiting.pop()
+            if not level or value in self._wanted[self._paths[value][:level]]:
+                continue
+            region = self._paths[value][:level]
+            self._wanted[region].add(value)
+            waiting += [(each, self._level(each, region)) for each in value.all_input_nodes]
+            chain = self._chains.get(value, [])
+            waiting += [(each, level) for each in chain[: chain.index(value)]] if chain else []
+
+    def _chains_of(self, members: Members) -> dict[fx.Node, list[fx.Node]]:
+        """Draws that follow each other in the forward, of one generator and of the same regions: by each of them."""
+        chains: dict[fx.Node, list[fx.Node]] = {}
+        last: dict[torch.device, fx.Node] = {}
+        for node in self._graph.nodes:
+            if not draws(node) or node not in members.forward:
+                continue
+            device, path = _device(node), self._paths.get(node)
+            before = last.get(device)
+            if path is not None:
+                follows = before is not None and self._paths.get(before) == path
+                chain = chains[before] if follows and before is not None else []
+                chain.append(node)
+                chains[node] = chain
+            last[device] = node
+        return chains
+
+    # -- where it goes -------------------------------------------------------------------------------------------------
+
+    def _place(self, region: Path, before: fx.Node) -> None:
+        """Puts a region's copies before a node, and those of outer regions that they read."""
+        nodes = sorted(self._wanted.pop(region, ()), key=self._position.__getitem__)
+        for node in nodes:
+            for value in node.all_input_nodes:
+                if level := self._level(value, region):
+                    self._place(self._paths[value][:level], before)
+        ends = {chain[-1]: chain[0] for chain in self._replayed(nodes)}
+        replays: dict[fx.Node, fx.Node] = {}
+        with self._rewriter.before(before):
+            for node in nodes:
+                if node in ends.values():
+                    replays[node] = self._begin(node)
+                self._copy(node, region)
+                if node in ends:
+                    now = replays[ends[node]]
+                    self._rewriter.call(embrace.end_replay.default, now, _device(node), name=f"{node.name}_replayed")
+
+    def _copy(self, node: fx.Node, region: Path) -> None:
+        inputs = {value: self._level(value, region) for value in node.all_input_nodes}
+        copy = self._graph.node_copy(node, lambda n: self._copies[n, inputs[n]] if inputs[n] else n)
+        copy.name = f"{node.name}_again" + (f"_{len(region)}" if len(region) > 1 else "")
+        copy.meta = {**node.meta, "again": node.name}
+        copy.meta.pop("region", None)
+        self._copies[node, len(region)] = copy
+
+    def _replayed(self, nodes: list[fx.Node]) -> list[list[fx.Node]]:
+        """The parts of chains that `nodes` have."""
+        found: dict[int, list[fx.Node]] = {}
+        for node in nodes:
+            if node in self._chains:
+                found.setdefault(id(self._chains[node]), []).append(node)
+        return list(found.values())
+
+    def _begin(self, first: fx.Node) -> fx.Node:
+        """Begins the replay of a chain, which the region has from its first draw on."""
+        device = _device(first)
+        if first not in self._states:
+            with self._rewriter.before(first):
+                self._states[first] = self._rewriter.call(
+                    embrace.random_state.default, device, name=f"{first.name}_state"
+                )
+        state = self._states[first]
+        return self._rewriter.call(embrace.begin_replay.default, state, device, name=f"{first.name}_replay")
+
+    def _read_unwritten(self) -> None:
+        """Copies read state that the forward writes as it was before."""
+        first = next(node for node in self._graph.nodes if node.op != "placeholder")
+        for copy in self._copies.values():
+            for value in copy.all_input_nodes:
+                if value.op == "placeholder" and value.meta.get("role") in self._written:
+                    if value not in self._unwritten:
+                        with self._rewriter.before(first):
+                            self._unwritten[value] = self._rewriter.call(
+                                embrace.copy_unwritten.default, value, name=f"{value.name}_unwritten"
+                            )
+                    copy.replace_input_with(value, self._unwritten[value])
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The op that a tuple's item is of; other nodes themselves."""
+    while node.op == "call_function" and not isinstance(node.target, OpOverload) and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_own(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.namespace == "embrace"
+
+
+def _device(node: fx.Node) -> torch.device:
+    value = node.meta["val"]
+    tensor = value[0] if isinstance(value, list | tuple) else value
+    device: torch.device = tensor.device
+    return device

@@ -1,0 +1,14 @@
+"""Communication that runs from one step into the next, as nodes of the phases (EmbRace, ICPP 2022, section 4).
+
+    RelaxRows         a table's rows and gradients are submitted and awaited, and updated before they are read again
+    StackRows         the tables of a stack share their nodes
+    SplitRows         rows: early and late; gradients: prior and delayed, in pieces (vertical scheduling)
+    ChunkBuckets      a bucket travels in chunks
+    RelaxUpdates      a bucket is updated where the next forward first reads it (horizontal scheduling)
+    AdvanceGradients  row gradients leave as soon as what they are made of is there
+
+Contract
+    Same nodes otherwise, same values: a parameter is read after its last update, a row after its last one. All work on
+    the phases of a partitioned graph; the joint module stays as it was. Every submission and every await has the id of
+    its launch in `node.meta["launch"]`, and as text in its last argument.
+"""

@@ -1,0 +1,86 @@
+"""Row gradients leave as soon as what they are made of is there, not where autograd has put them.
+
+Autograd computes in the reverse order of the forward: of two tables that are looked up at its head, both gradients come
+at the end of the backward, though the one that is read next to the loss could be had at its beginning.
+
+Contract
+    Same nodes, same values. What is computed for a row gradient alone is moved up, with its submissions, right behind
+    the last of its inputs; everything else keeps its order. Random draws, communication, and what is computed again
+    stay where they are.
+
+    rewrite:  g = mul(...); ...; mm(...); ...; rows = embedding_dense_backward(g, ...); submit_gradients(rows, ...)
+    ->        g = mul(...); rows = embedding_dense_backward(g, ...); submit_gradients(rows, ...); ...; mm(...); ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from embrace_fx.passes.relax.launches import Phases, nodes_of, rewrite_phases
+from embrace_fx.passes.rewriter import first_after_placeholders
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.ops import op_name
+from embrace_fx.vocabulary.schedule import OperationId
+
+
+@dataclass(frozen=True)
+class AdvanceGradients:
+    """Moves row gradients to where their inputs are complete."""
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        return rewrite_phases(graph, _rewrite)
+
+
+def _rewrite(phases: Phases) -> None:
+    backward = phases["backward"]
+    by_table: dict[str, list[fx.Node]] = {}
+    for node in nodes_of(backward, torch.ops.embrace.submit_gradients.default):
+        launch: OperationId = node.meta["launch"]
+        by_table.setdefault(launch.what, []).append(node)
+    for submissions in by_table.values():
+        _advance(backward.graph, submissions)
+
+
+def _advance(graph: fx.Graph, submissions: list[fx.Node]) -> None:
+    """Moves the submissions of one gradient, with what is computed for them alone."""
+    moved = made_for(submissions)
+    position = {node: k for k, node in enumerate(graph.nodes)}
+    inputs = [value for node in moved for value in node.all_input_nodes if value not in moved]
+    place = max((*inputs, _head(graph)), key=position.__getitem__)
+    for node in sorted(moved, key=position.__getitem__):
+        place.append(node)
+        place = node
+
+
+def _head(graph: fx.Graph) -> fx.Node:
+    """The last node of a backward's head, where the step before is finished and early rows are submitted."""
+    head = [node for node in graph.nodes if op_name(node) in _HEAD]
+    return head[-1] if head else first_after_placeholders(graph).prev
+
+
+_HEAD = ("embrace::update_rows", "embrace::await_ids", "embrace::submit_rows")
+
+
+def made_for(readers: list[fx.Node]) -> set[fx.Node]:
+    """The readers, and the nodes whose values reach nothing but them."""
+    found = set(readers)
+    waiting = [value for node in readers for value in node.all_input_nodes]
+    while waiting:
+        node = waiting.pop()
+        if node not in found and _may_move(node) and found.issuperset(node.users):
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def _may_move(node: fx.Node) -> bool:
+    """Whether a node computes, and nothing else: wherever its inputs are there, it yields the same."""
+    if node.op != "call_function" or "again" in node.meta:
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True  # items of tuples, arithmetic of sizes
+    computes = node.target.namespace in ("aten", "prims") and not node.target._schema.is_mutable
+    return computes and torch.Tag.nondeterministic_seeded not in node.target.tags

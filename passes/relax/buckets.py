@@ -1,0 +1,176 @@
+"""Dense gradients: buckets travel in chunks, and are updated where the next forward first reads them.
+
+rewrite, `ChunkBuckets`:
+    backward   flat = wait(all_reduce_(bucket)); m1, m2 = unpack_bucket(flat, [p1, p2])
+->  backward   sent0 = submit_chunk(bucket, 0, n, "bucket k [0]"); sent1 = submit_chunk(sent0, n, m, "bucket k [1]")
+               there0 = await_chunk(sent1, "bucket k [0]"); there1 = await_chunk(there0, "bucket k [1]")
+               m1, m2 = unpack_bucket(there1, [p1, p2])
+A sparse exchange (`exchange_gradient_`) is one chunk.
+
+rewrite, `RelaxUpdates`, which follows on it:
+    backward   there1 = ...; m1, m2 = unpack_bucket(there1, [p1, p2])
+    forward    ... p1 ... p2 ...
+->  backward   hand_over(sent1, k)
+    forward    there = await_chunk(await_chunk(p1, "bucket k [0]"), "bucket k [1]")
+               p1', p2' = update_bucket([there, p2], k); ... p1' ... p2' ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import fx
+
+from embrace_fx.passes.reduce import ALL_REDUCE, EXCHANGE
+from embrace_fx.passes.relax.launches import Phases, erase_chain, launch_node, nodes_of, rewrite_phases
+from embrace_fx.passes.rewriter import Rewriter, first_user
+from embrace_fx.vocabulary.graph import (
+    Gradient,
+    OutputRole,
+    Parameter,
+    PendingGradients,
+    TrainingGraph,
+    inputs_of,
+    outputs_of,
+    set_outputs,
+)
+from embrace_fx.vocabulary.schedule import chunk_id
+
+embrace = torch.ops.embrace
+
+
+@dataclass(frozen=True)
+class ChunkBuckets:
+    """Cuts the reduction of every bucket.
+
+    Attributes:
+        chunks: elements of each chunk, by bucket, in launch order.
+    """
+
+    chunks: tuple[tuple[int, ...], ...]
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        return rewrite_phases(graph, self._rewrite)
+
+    def _rewrite(self, phases: Phases) -> None:
+        backward = phases["backward"]
+        launches = [
+            node
+            for node in backward.graph.nodes
+            if node.target in (ALL_REDUCE, EXCHANGE)
+            and node.all_input_nodes[0].target is embrace.pack_bucket.default  # other passes reduce counts
+        ]
+        for bucket, launch in enumerate(launches):
+            _chunk(Rewriter(backward), launch, bucket, self.chunks[bucket])
+
+
+def _chunk(rewriter: Rewriter, launch: fx.Node, bucket: int, chunks: Sequence[int]) -> None:
+    (wait,) = launch.users
+    flat = launch.all_input_nodes[0]
+    starts = accumulate(chunks, initial=0)
+    with rewriter.before(launch):
+        for k, (start, length) in enumerate(zip(starts, chunks, strict=False)):
+            flat = launch_node(
+                rewriter,
+                embrace.submit_chunk.default,
+                flat,
+                start,
+                length,
+                launch=chunk_id(bucket, k),
+                name=f"bucket_{bucket}_sent_{k}",
+            )
+    with rewriter.before(wait):
+        for k in range(len(chunks)):
+            flat = launch_node(
+                rewriter,
+                embrace.await_chunk.default,
+                flat,
+                launch=chunk_id(bucket, k),
+                name=f"bucket_{bucket}_there_{k}",
+            )
+    wait.replace_all_uses_with(flat)
+    rewriter.graph.erase_node(wait)
+    rewriter.graph.erase_node(launch)
+
+
+@dataclass(frozen=True)
+class RelaxUpdates:
+    """Lets the updates of dense parameters run into the next forward.
+
+    Attributes:
+        buckets: what the graph reduces, in launch order.
+        chunks: elements of each chunk, by bucket.
+    """
+
+    buckets: tuple[tuple[str, ...], ...]
+    chunks: tuple[tuple[int, ...], ...]
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        return rewrite_phases(graph, self._rewrite)
+
+    def _rewrite(self, phases: Phases) -> None:
+        _hand_over(phases["backward"], self.buckets)
+        _await_updates(phases["forward"], self.buckets, self.chunks)
+
+
+def _hand_over(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> None:
+    rewriter = Rewriter(backward)
+    outputs = list(outputs_of(backward))
+    handed_over: list[tuple[fx.Node | None, OutputRole]] = []
+    unpacked = [
+        node
+        for node in nodes_of(backward, embrace.unpack_bucket.default)
+        if node.all_input_nodes[0].target is embrace.await_chunk.default
+    ]
+    for k, unpack in enumerate(unpacked):
+        sent = unpack.all_input_nodes[0]
+        while sent.target is embrace.await_chunk.default:
+            sent = sent.all_input_nodes[0]
+        means = set(unpack.users)
+        names = {
+            role.of.name
+            for value, role in outputs
+            if value in means and isinstance(role, Gradient) and isinstance(role.of, Parameter)
+        }
+        assert names <= set(buckets[k])
+        with rewriter.before(sent.next):
+            token = rewriter.call(embrace.hand_over.default, sent, k, name=f"bucket_{k}_handed_over")
+        outputs = [(value, role) for value, role in outputs if value not in means]
+        handed_over.append((token, PendingGradients(k, tuple(n for n in buckets[k] if n in names))))
+        set_outputs(backward, outputs)
+        for mean in list(means):
+            erase_chain(backward.graph, mean, keep={token, sent})
+    set_outputs(backward, outputs + handed_over)
+
+
+def _await_updates(
+    forward: fx.GraphModule, buckets: Sequence[tuple[str, ...]], chunks: Sequence[Sequence[int]]
+) -> None:
+    rewriter = Rewriter(forward)
+    parameters = {role.name: node for node, role in inputs_of(forward) if isinstance(role, Parameter)}
+    for k, bucket in enumerate(buckets):
+        read = [parameters[name] for name in bucket if name in parameters and parameters[name].users]
+        if not read:
+            continue
+        position = {node: n for n, node in enumerate(forward.graph.nodes)}
+        inserted: set[fx.Node] = set()
+        with rewriter.before(min((first_user(node) for node in read), key=position.__getitem__)):
+            there = read[0]
+            for number in range(len(chunks[k])):
+                there = launch_node(
+                    rewriter,
+                    embrace.await_chunk.default,
+                    there,
+                    launch=chunk_id(k, number),
+                    name=f"bucket_{k}_there_{number}",
+                )
+                inserted.add(there)
+            updated = rewriter.call(embrace.update_bucket.default, [there, *read[1:]], k, name=f"bucket_{k}_updated")
+            inserted.add(updated)
+            items = [rewriter.item(updated, i, f"{node.name}_updated") for i, node in enumerate(read)]
+        for node, item in zip(read, items, strict=True):
+            item.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(item, delete_user_cb=lambda user, own=inserted: user not in own)

@@ -1,0 +1,161 @@
+"""A table's rows and gradients are submitted and awaited; its update stands before the next lookup.
+
+rewrite:
+    forward    flat = wait(all_to_all_rows(lookup(shard, ids), counts, D, ...)); rows = join_columns(flat, D, N)
+    backward   flat = wait(all_to_all_gradients(split_columns(grad_rows), counts, ...)); coalesce(ids, flat, ...)
+->  forward    updated = update_rows(shard, table, "table gradients")           # at the head
+               sent = submit_rows(updated, ids, counts, table, "table rows")    # at the head
+               part = await_rows(ids, counts, table, "table rows"); flat = join_rows([part], ids, counts, table)
+               rows = join_columns(flat, D, 1)
+    backward   submit_gradients(grad_rows, ids, counts, table, ..., "table gradients")
+On a grid likewise: what `route_grid` yields is found by the exchange itself, of the parts that it cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from embrace_fx.passes.narrow import JOINS
+from embrace_fx.passes.relax.launches import Phases, erase_chain, launch_node, nodes_of, rewrite_phases
+from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
+from embrace_fx.passes.shard import short_name
+from embrace_fx.vocabulary.graph import (
+    OutputRole,
+    PendingRows,
+    RowGradient,
+    Saved,
+    TrainingGraph,
+    inputs_of,
+    outputs_of,
+    set_outputs,
+)
+from embrace_fx.vocabulary.schedule import gradients_id, rows_id
+
+embrace = torch.ops.embrace
+
+
+@dataclass(frozen=True)
+class RelaxRows:
+    """Lets the updates of sharded tables, and their rows, run from one step into the next."""
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        return rewrite_phases(graph, _relax)
+
+
+@dataclass(frozen=True)
+class _Route:
+    """A `route_grid` of the forward: the ids and counts that it takes, and the values it saves for the backward."""
+
+    ids: fx.Node
+    counts: fx.Node
+    saved: list[str]
+
+
+def _relax(phases: Phases) -> None:
+    forward, backward = phases["forward"], phases["backward"]
+    routes: dict[str, _Route] = {}  # by the name of the ids that `coalesce` reads
+    head = first_after_placeholders(forward.graph).prev  # the last node before what is to come first
+    outputs = list(outputs_of(backward))
+    trained = {role.table for _, role in outputs if isinstance(role, RowGradient)}
+    for join in [node for node in forward.graph.nodes if node.target in JOINS]:
+        head = _await_rows(forward, join, head, routes, trained)
+    for coalesced in nodes_of(backward, embrace.coalesce.default):
+        outputs = _submit_gradients(Rewriter(backward), coalesced, outputs, routes)
+    set_outputs(backward, outputs)
+    for coalesced in nodes_of(backward, embrace.coalesce.default):
+        for item in list(coalesced.users):
+            erase_chain(backward.graph, item, keep=set())
+    _drop_routes(forward, backward, [name for route in routes.values() for name in route.saved])
+
+
+def _await_rows(
+    forward: fx.GraphModule, join: fx.Node, head: fx.Node, routes: dict[str, _Route], trained: set[str]
+) -> fx.Node:
+    """Returns the node behind which the next table's come."""
+    rewriter = Rewriter(forward)
+    wait = join.all_input_nodes[0]
+    launch = wait.all_input_nodes[0]
+    columns = launch.args[0]
+    lookup = columns if columns.target is embrace.lookup.default else columns.all_input_nodes[0]
+    shard, ids = lookup.args
+    counts = launch.args[1]
+    if ids.op != "placeholder":  # an item of `route_grid`
+        saved = [ids.name, counts.name, join.args[1].name]
+        ids, counts, *_ = ids.all_input_nodes[0].args
+        routes[saved[0]] = _Route(ids, counts, saved)
+    table, dtype = shard.meta["role"].table, launch.meta["val"].dtype
+    name, rows = short_name(table), rows_id(table, "whole")
+    with rewriter.before(head.next):
+        updated = shard
+        if table in trained:
+            updated = launch_node(
+                rewriter,
+                embrace.update_rows.default,
+                shard,
+                table,
+                launch=gradients_id(table, "whole"),
+                name=f"{name}_updated",
+            )
+        sent = launch_node(
+            rewriter, embrace.submit_rows.default, updated, ids, counts, table, dtype, launch=rows, name=f"{name}_sent"
+        )
+    with rewriter.before(join):
+        part = launch_node(
+            rewriter, embrace.await_rows.default, ids, counts, table, dtype, launch=rows, name=f"{name}_part"
+        )
+        flat = rewriter.call(embrace.join_rows.default, [part], ids, counts, table, name=f"{name}_arrived")
+    flat.meta["val"] = wait.meta["val"]  # what later nodes know its unknown size by
+    join.target = embrace.join_columns.default
+    join.args = (flat, join.meta["val"].shape[1], 1)
+    erase_chain(forward.graph, wait, keep={shard, ids})
+    return sent
+
+
+def _drop_routes(forward: fx.GraphModule, backward: fx.GraphModule, saved: list[str]) -> None:
+    """Erases what a forward saved of `route_grid`, and the op: the exchange finds it by itself."""
+    for node, role in list(inputs_of(backward)):
+        if isinstance(role, Saved) and role.name in saved:
+            backward.graph.erase_node(node)
+    outputs = list(outputs_of(forward))
+    set_outputs(forward, [(v, r) for v, r in outputs if not (isinstance(r, Saved) and r.name in saved)])
+    for node in [node for node in forward.graph.nodes if node.name in saved]:
+        erase_chain(forward.graph, node, keep=set())
+
+
+def _submit_gradients(
+    rewriter: Rewriter,
+    coalesced: fx.Node,
+    outputs: list[tuple[fx.Node | None, OutputRole]],
+    routes: Mapping[str, _Route],
+) -> list[tuple[fx.Node | None, OutputRole]]:
+    ids, received, _, padding_idx, scale = coalesced.args
+    wait = received if isinstance(received, fx.Node) else None
+    assert wait is not None
+    while wait.target is not torch.ops._c10d_functional.wait_tensor.default:
+        wait = wait.all_input_nodes[0]
+    launch = wait.all_input_nodes[0]
+    split, counts = launch.args[:2]
+    assert isinstance(split, fx.Node)
+    assert isinstance(ids, fx.Node)
+    table = next(role.table for value, role in outputs if value in coalesced.users and isinstance(role, RowGradient))
+    if (route := routes.get(ids.meta["role"].name)) is not None:
+        ids, counts = rewriter.copy_of(route.ids), rewriter.copy_of(route.counts)
+    with rewriter.before(launch):
+        token = launch_node(
+            rewriter,
+            embrace.submit_gradients.default,
+            split.all_input_nodes[0],
+            ids,
+            counts,
+            table,
+            padding_idx,
+            scale,
+            launch=gradients_id(table, "whole"),
+            name=f"{short_name(table)}_submitted",
+        )
+    kept = [(value, role) for value, role in outputs if value not in coalesced.users]
+    return [*kept, (token, PendingRows(table))]

@@ -1,0 +1,155 @@
+"""Rows travel in parts (vertical scheduling): early and late rows, prior gradients and delayed ones in pieces.
+
+    rewrite:
+        forward    updated = update_rows(shard, table, "table gradients"); submit_rows(updated, ..., "table rows")
+                   part = await_rows(..., "table rows"); flat = join_rows([part], ...)
+        backward   submit_gradients(grad_rows, ids, ..., "table gradients")
+    ->  forward    submit_ids([ids], "ids")
+                   updated = update_rows(shard, table, "table prior"); submit_rows(updated, ..., "table rows")
+                   early = await_rows(..., "table early rows"); late = await_rows(..., "table rows")
+                   flat = join_rows([early, late], ...)
+        backward   updated = update_rows(shard, table, "table delayed [0]")     # of the step before, at the head
+                   await_ids([ids], "ids"); submit_rows(updated, ..., "table early rows")
+                   ...
+                   submit_gradients(..., "table prior"); submit_gradients(..., "table delayed [0]")
+
+Contract
+    How many rows a part has only the data tells; the ops find out which they are. In a step whose next batch is not
+    known all gradients are prior, and what `OperationId.needs_lookahead` stands still: the runtime skips it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.fx.node import Argument
+
+from embrace_fx.passes.relax.launches import Phases, by_table, launch_node, nodes_of, rename, rewrite_phases
+from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.schedule import IDS, OperationId, gradients_id, rows_id
+
+embrace = torch.ops.embrace
+
+
+@dataclass(frozen=True)
+class SplitRows:
+    """Cuts every exchange of rows in two, and delayed gradients in pieces.
+
+    Attributes:
+        pieces: (table or stack, in how many pieces its delayed gradients travel).
+    """
+
+    pieces: tuple[tuple[str, int], ...]
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        return rewrite_phases(graph, self._rewrite)
+
+    def _rewrite(self, phases: Phases) -> None:
+        forward, backward = phases["forward"], phases["backward"]
+        submitted = by_table(forward, embrace.submit_rows.default)
+        if not submitted:
+            return
+        trained = by_table(backward, embrace.submit_gradients.default)
+        pieces = {table: count for table, count in self.pieces if table in trained}
+        _split_backward(backward, submitted, pieces)
+        _split_forward(forward)
+
+
+def _split_forward(forward: fx.GraphModule) -> None:
+    rewriter = Rewriter(forward)
+    submitted = by_table(forward, embrace.submit_rows.default)
+    with rewriter.before(first_after_placeholders(forward.graph)):
+        ids = [node.args[1] for node in submitted.values()]
+        launch_node(rewriter, embrace.submit_ids.default, ids, launch=IDS, name="next_ids_sent")
+    for node in nodes_of(forward, embrace.update_rows.default):
+        rename(node, gradients_id(_table(node), "prior"))
+    for node in submitted.values():
+        rename(node, rows_id(_table(node), "late"))
+    for late in nodes_of(forward, embrace.await_rows.default):
+        (join,) = late.users
+        name = late.name.removesuffix("_part")
+        with rewriter.before(late):
+            early = launch_node(
+                rewriter,
+                embrace.await_rows.default,
+                *late.args[:-1],
+                launch=rows_id(_table(late), "early"),
+                name=f"{name}_early",
+            )
+        rename(late, rows_id(_table(late), "late"))
+        late.name = f"{name}_late"
+        join.args = ([early, late], *join.args[1:])
+
+
+def _split_backward(backward: fx.GraphModule, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
+    rewriter = Rewriter(backward)
+    gradients = by_table(backward, embrace.submit_gradients.default)
+    for table, prior in gradients.items():
+        rename(prior, gradients_id(table, "prior"))
+        place = prior.next
+        for k in range(pieces[table]):
+            with rewriter.before(place):
+                launch_node(
+                    rewriter,
+                    embrace.submit_gradients.default,
+                    *prior.args[:-1],
+                    launch=gradients_id(table, "delayed", k),
+                    name=f"{prior.name}_delayed_{k}",
+                )
+    _early_rows(rewriter, submitted, pieces)
+
+
+def _early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
+    """At the head of a backward: what is left of the step before, then the next batch's early rows."""
+    shards = {table: _read_here(rewriter, _shard_of(node)) for table, node in submitted.items()}
+    routes = {table: [_read_here(rewriter, each) for each in node.args[1:3]] for table, node in submitted.items()}
+    with rewriter.before(first_after_placeholders(rewriter.graph)):
+        for table, shard in shards.items():
+            updated = shard
+            for k in range(pieces.get(table, 0)):
+                updated = launch_node(
+                    rewriter,
+                    embrace.update_rows.default,
+                    updated,
+                    table,
+                    launch=gradients_id(table, "delayed", k),
+                    name=f"{shard.name}_updated_{k}",
+                )
+            shards[table] = updated
+        ids = [of_table for of_table, _ in routes.values()]
+        launch_node(rewriter, embrace.await_ids.default, ids, launch=IDS, name="next_ids_there")
+        for table, node in submitted.items():
+            launch_node(
+                rewriter,
+                embrace.submit_rows.default,
+                shards[table],
+                *routes[table],
+                table,
+                node.args[4],
+                launch=rows_id(table, "early"),
+                name=f"{node.name}_early",
+            )
+
+
+def _read_here(rewriter: Rewriter, value: Argument) -> fx.Node:
+    """The backward's placeholder for one of the forward's."""
+    assert isinstance(value, fx.Node)
+    role = value.meta["role"]
+    found = (node for node in rewriter.graph.nodes if node.op == "placeholder" and node.meta["role"] == role)
+    return next(found, None) or rewriter.copy_of(value)
+
+
+def _shard_of(submitted: fx.Node) -> fx.Node:
+    """The placeholder whose rows are looked up."""
+    found = submitted.all_input_nodes[0]
+    while found.op != "placeholder":
+        found = found.all_input_nodes[0]
+    return found
+
+
+def _table(node: fx.Node) -> str:
+    launch: OperationId = node.meta["launch"]
+    return launch.what

@@ -1,0 +1,105 @@
+"""Invariants of what a backward computes again (`passes/memory`): it is what the forward computed, bit for bit.
+
+A node that is computed again says of which it is the copy: `node.meta["again"]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from embrace_fx.passes.collectives import is_launch, is_wait, running_modules
+from embrace_fx.passes.verifier.violation import Violation
+from embrace_fx.vocabulary.graph import Mutation, TrainingGraph
+from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, op_name
+
+_STATE, _BEGIN, _END = "embrace::random_state", "embrace::begin_replay", "embrace::end_replay"
+
+
+def computed_again_alike(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+    """A copy calls the op of the node that it is of, on the same values, or copies of them; nothing that a rank sends
+    or waits for, and no state that the forward writes, is in it."""
+    nodes = {node.name: node for node in graph.graph.nodes}
+    written = {role.of for _, role in graph.outputs() if isinstance(role, Mutation)}
+    for node in (node for node in nodes.values() if "again" in node.meta):
+        if is_launch(node) or is_wait(node) or op_name(node) in AWAITS | SUBMISSIONS:
+            yield Violation(node, "communication once", f"{op_name(node)} again", "save what comes of it")
+        original = nodes.get(node.meta["again"])
+        expected, found = None if original is None else _call(original), _call(node)
+        if expected != found:
+            wanted = f"the call of {node.meta['again']}, {expected}"
+            yield Violation(node, wanted, f"{found}", "copy the node, its inputs or copies of them")
+        for value in node.all_input_nodes:
+            if value.meta.get("role") in written:
+                remedy = "read its embrace.copy_unwritten"
+                yield Violation(node, f"{value.name} as the forward read it", "as the forward has written it", remedy)
+
+
+def drawn_again_alike(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+    """Random numbers are drawn again from the state before they were drawn, in that order, and from nowhere else."""
+    drawn: dict[torch.device, list[str]] = {}
+    states: dict[str, tuple[torch.device, int]] = {}  # state -> how many draws came before it
+    replays: dict[torch.device, _Replay] = {}
+    for node in (node for module in running_modules(graph) for node in module.graph.nodes):
+        name = op_name(node)
+        if name == _STATE:
+            (device,) = node.args
+            states[node.name] = (device, len(drawn.get(device, [])))
+        elif name == _BEGIN:
+            state, device = node.args
+            if device in replays or states.get(state.name, (None, 0))[0] != device:
+                found = "one within another" if device in replays else f"{state.name}"
+                yield Violation(node, f"a state of {device}, and no replay there", found, "end the one before")
+                return
+            replays[device] = _Replay(node.name, states[state.name][1])
+        elif name == _END:
+            now, device = node.args
+            replay = replays.pop(device, None)
+            if replay is None or replay.begin != now.name:
+                yield Violation(node, f"the replay that {now.name} begins", f"{replay}", "end each replay once")
+                return
+            earlier = drawn.get(device, [])[replay.after : replay.after + len(replay.draws)]
+            if earlier != replay.draws:
+                remedy = "draw again all that was drawn from that state on, in that order"
+                yield Violation(node, f"draws of {', '.join(earlier)}", f"{', '.join(replay.draws)}", remedy)
+        elif torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            device = _device(node)
+            if device in replays:
+                replays[device].draws.append(node.meta.get("again", node.name))
+            elif "again" in node.meta:
+                yield Violation(node, "a draw within a replay", "one outside of all", "begin a replay before it")
+            else:
+                drawn.setdefault(device, []).append(node.name)
+    for replay in replays.values():
+        yield Violation(None, f"an end of {replay.begin}", "none", "end each replay once")
+
+
+@dataclass
+class _Replay:
+    """A replay that has begun: by which node, after how many draws of the forward, and what was drawn since."""
+
+    begin: str
+    after: int
+    draws: list[str] = field(default_factory=list)
+
+
+def _call(node: fx.Node) -> tuple[Any, ...]:
+    """What a node calls and on what; a copy stands for what it is of."""
+    leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
+    return str(node.target), str(spec), [_origin(leaf) if isinstance(leaf, fx.Node) else str(leaf) for leaf in leaves]
+
+
+def _origin(node: fx.Node) -> str:
+    if op_name(node) == "embrace::copy_unwritten":
+        node = node.all_input_nodes[0]
+    return str(node.meta.get("again", node.name))
+
+
+def _device(node: fx.Node) -> torch.device:
+    leaf = next(leaf for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor))
+    return leaf.device

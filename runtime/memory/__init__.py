@@ -1,0 +1,1 @@
+"""Memory while a step runs: how much of it there is."""

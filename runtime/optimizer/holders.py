@@ -1,0 +1,66 @@
+"""The optimizers that are known to hold a model's parameters, and whether they can step tables in shards."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer, SparseAdam
+
+from embrace_fx.runtime.optimizer.own_step import is_element_wise as shown_element_wise
+from embrace_fx.vocabulary.exactness import RowUpdates, is_element_wise, not_element_wise, row_update_blocker
+
+
+class Holders:
+    """Optimizers, in the order of their coming. They are not kept alive."""
+
+    def __init__(self) -> None:
+        self._known: list[weakref.ref[Optimizer]] = []
+        self._kinds: dict[type[Optimizer], bool] = {}  # whether they are element-wise
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that are still there."""
+        return [optimizer for known in self._known if (optimizer := known()) is not None]
+
+    def add(self, optimizer: Optimizer) -> bool:
+        """Whether it was not known yet."""
+        if any(optimizer is each for each in self.optimizers):
+            return False
+        self._known.append(weakref.ref(optimizer))
+        return True
+
+    def of(self, parameter: Tensor) -> list[tuple[Optimizer, Mapping[str, Any]]]:
+        """Those that hold a parameter, each with its param group."""
+        return [
+            (optimizer, group)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            if any(p is parameter for p in group["params"])
+        ]
+
+    def is_element_wise(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+        """Whether an update depends on its element alone: known, declared, or shown the first time it is asked."""
+        kind = type(optimizer)
+        if kind not in self._kinds:
+            known = is_element_wise(kind)
+            self._kinds[kind] = shown_element_wise(optimizer, group) if known is None else known
+        return self._kinds[kind]
+
+    def needs_whole(self, parameter: Tensor) -> str | None:
+        """Why a table cannot be stepped in shards by an optimizer that is known to hold it, or None."""
+        refusing = (type(each) for each, group in self.of(parameter) if not self.is_element_wise(each, group))
+        kind = next(refusing, None)
+        return None if kind is None else not_element_wise(kind)
+
+    def updates_rows(self, parameter: Tensor, row_updates: RowUpdates) -> bool:
+        """Whether rows of a table without gradient are to stand still even where the table is whole, as far as its
+        optimizer is known: the user asked for SparseAdam, or for lazy updates."""
+        held = self.of(parameter)
+        if len(held) != 1:
+            return False
+        optimizer, group = held[0]
+        known = row_update_blocker(optimizer, group, row_updates) is None
+        return type(optimizer) is SparseAdam or (row_updates == "lazy" and known)

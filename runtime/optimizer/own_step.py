@@ -1,0 +1,152 @@
+"""An optimizer's own step, taken over tensors that are not its parameters: some rows of a table, or all of a stack.
+
+Whatever the class computes of an element depends on that element alone (`embrace_fx.vocabulary.exactness`), so that
+its step over some rows and their state is its step over the table, as far as these rows go.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+State = dict[str, Any]
+"""What an optimizer keeps of one parameter."""
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a param group as they are now; schedulers write into the group, and in place into a tensor lr."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
+    }
+
+
+def same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two steps are of the same options."""
+    return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def step_groups(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """The class's own step over other param groups, without its hooks, which are of the step it stands for."""
+    step: Callable[..., Any] = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    before = optimizer.param_groups
+    optimizer.param_groups = list(groups)
+    try:
+        step(optimizer)
+    finally:
+        optimizer.param_groups = before
+
+
+def step_tensor(
+    optimizer: Optimizer, options: Mapping[str, Any], values: Tensor, gradient: Tensor, state: State
+) -> State:
+    """Steps `values` in place by their gradient, both of one shape, with their state, which is returned as it is then.
+
+    Args:
+        options: of the param group, as of the step.
+        state: of these values; written. Empty before their first step.
+    """
+    parameter = nn.Parameter(values.detach())  # the same memory
+    parameter.grad = gradient
+    with _state_of(optimizer, parameter, state) as found:
+        step_groups(optimizer, [{**options, "params": [parameter]}])
+        return dict(found[parameter])
+
+
+@contextmanager
+def _state_of(optimizer: Optimizer, parameter: nn.Parameter, state: State) -> Iterator[Any]:
+    before = optimizer.state
+    optimizer.state = defaultdict(dict, {parameter: state} if state else {})
+    try:
+        yield optimizer.state
+    finally:
+        optimizer.state = before
+
+
+def is_of_rows(value: Any, rows: int) -> bool:
+    """Whether a part of a table's state has something for each of its rows."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
+
+
+def rows_of_state(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
+    """That of some rows of a table of `rows` rows, with its counters, apart."""
+    return {key: _gathered(value, ids, rows) for key, value in state.items()}
+
+
+def _gathered(value: Any, ids: Tensor, rows: int) -> Any:
+    if is_of_rows(value, rows):
+        return value.index_select(0, ids)
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def put_rows(state: Mapping[str, Any], of_rows: Mapping[str, Any], ids: Tensor, rows: int) -> None:
+    """Puts the state of some rows back, without its counters."""
+    for key, value in of_rows.items():
+        if is_of_rows(state.get(key), rows):
+            state[key].index_copy_(0, ids, value)
+
+
+def makes_state(optimizer: Optimizer, options: Mapping[str, Any], values: Tensor, state: Mapping[str, Any]) -> bool:
+    """Whether a step would make state that a table (V, d) does not have: it has to be made for all rows at once."""
+    none = torch.empty(0, dtype=torch.int64, device=values.device)
+    rows, before = values.shape[0], _tensors(state)
+    after = step_tensor(optimizer, options, values[:0].clone(), values[:0].clone(), rows_of_state(state, none, rows))
+    return _tensors(after) != before
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, bool]:
+    return {key: isinstance(value, Tensor) for key, value in state.items()}
+
+
+def is_element_wise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether three steps over a small table are those over its quarters: what a norm or a matrix would tell apart.
+
+    On made-up numbers, so that every rank finds the same; on copies of the optimizer, which stays as it is.
+    """
+    generator = torch.Generator().manual_seed(0)
+    first, *gradients = torch.randn((4, 6, 6), dtype=torch.float64, generator=generator).unbind()
+    options = hyperparameters(group)
+    if "lr" in options:  # a schedule that begins at zero would hide everything
+        options["lr"] = torch.full_like(options["lr"], 0.1) if isinstance(options["lr"], Tensor) else 0.1
+    quarters = [(rows, columns) for rows in (slice(2), slice(2, 6)) for columns in (slice(3), slice(3, 6))]
+    try:
+        whole = _three_steps(optimizer, options, first, gradients)
+        parts = torch.empty_like(whole)
+        for part in quarters:
+            parts[part] = _three_steps(optimizer, options, first[part], [gradient[part] for gradient in gradients])
+    except Exception:  # whatever it wants, it is not a gradient by itself: a closure, a matrix, another parameter
+        return False
+    return torch.allclose(whole, parts, rtol=1e-9, atol=1e-12)
+
+
+def _three_steps(
+    optimizer: Optimizer, options: Mapping[str, Any], first: Tensor, gradients: Sequence[Tensor]
+) -> Tensor:
+    apart = object.__new__(type(optimizer))
+    kept = ("state", "param_groups")
+    apart.__dict__.update({key: copy.deepcopy(v) for key, v in optimizer.__dict__.items() if _is_own(key)})
+    apart.__dict__.update({key: optimizer.__dict__[key] for key in kept})
+    values: Tensor = first.clone()
+    state: State = {}
+    for gradient in gradients:
+        state = step_tensor(apart, options, values, gradient.clone(), state)
+    return values
+
+
+def _is_own(key: str) -> bool:
+    """What a class keeps on the optimizer beside what every one has."""
+    return key not in ("state", "param_groups", "step") and "hooks" not in key

@@ -1,0 +1,86 @@
+"""Runs the bodies of torch's DDP tests on both sides and writes what became of each: `python -m tests.conformance`.
+
+docs/conformance.md is the table; tests/conformance/verdicts.json, which the test compares with, is the same as data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+from tests.conformance.bodies import names
+from tests.conformance.not_applicable import reason
+from tests.conformance.outcomes import Bench, Result
+
+HERE = Path(__file__).parent
+VERDICTS = HERE / "verdicts.json"
+TABLE = HERE.parent.parent / "docs" / "conformance.md"
+
+ORDER = ("passes", "refused", "fails", "hangs", "not applicable")
+
+HEAD = """# torch's own DDP tests
+
+Each test of `DistributedDataParallel` in `torch.testing._internal.distributed.distributed_test`, its body unchanged,
+run on 2 ranks with gloo on CPUs: with DDP, and with `embrace_fx.compile` in DDP's place. Where a body asks for a GPU it
+gets the CPU. Options that only say how DDP gets to its result (`bucket_cap_mb`, `find_unused_parameters`,
+`static_graph`, `gradient_as_bucket_view`) are left out. Made by `python -m tests.conformance`, with torch {version}.
+
+{counts}
+
+"Refused" is one line that every rank raises. "Not applicable": the body inspects DDP's own machinery, or DDP itself
+does not pass it on CPUs.
+
+| test | here | |
+|---|---|---|
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="a part of the names of the bodies to run; writes nothing")
+    only = parser.parse_args().only
+    bench, found = Bench(), {}
+    for name in names():
+        if only in name:
+            found[name] = judged(name, bench.run(name, "DDP"), bench.run(name, "embrace_fx"))
+            print(f"{name}: {' | '.join(found[name])}", flush=True)
+    bench.close()
+    print(counts(found))
+    if not only:
+        VERDICTS.write_text(json.dumps({name: verdict for name, (verdict, _) in found.items()}, indent=1) + "\n")
+        TABLE.write_text(table(found))
+
+
+def judged(name: str, ddp: Result, ours: Result) -> tuple[str, str]:
+    """What a body says, in a word and a line."""
+    why = reason(name, ddp, ours)
+    return ("not applicable", why) if why else (ours.verdict, ours.line)
+
+
+def counts(found: dict[str, tuple[str, str]]) -> str:
+    """How many there are of each verdict."""
+    count = Counter(verdict for verdict, _ in found.values())
+    applicable = len(found) - count["not applicable"]
+    told = ", ".join(f"{count[verdict]} {verdict}" for verdict in ORDER if count[verdict])
+    return f"Of {len(found)} tests {applicable} apply: {told}."
+
+
+def table(found: dict[str, tuple[str, str]]) -> str:
+    """The page in docs/."""
+    import torch  # noqa: PLC0415
+
+    rows = sorted(found.items(), key=lambda item: (ORDER.index(item[1][0]), item[0]))
+    head = HEAD.format(version=torch.__version__.split("+")[0], counts=counts(found))
+    return head + "".join(f"| `{name}` | {verdict} | {_cell(line)} |\n" for name, (verdict, line) in rows)
+
+
+def _cell(line: str) -> str:
+    """A line as a table takes it, without what differs from run to run."""
+    short = line if len(line) <= 240 else f"{line[:240]}..."
+    return short.replace("|", "\\|").replace("<", "&lt;").replace(str(HERE.parent.parent) + "/", "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""Checkpointed regions run again in the backward: eager checkpointing's gradients, bit for bit, and no more memory."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+import embrace_fx
+from embrace_fx.passes.collectives import collective_sequence
+from embrace_fx.passes.dropout import EagerDropout
+from embrace_fx.passes.memory.regions import RecomputeRegions
+from embrace_fx.passes.verifier.invariants import VerificationError, verify
+from embrace_fx.runtime.memory.counted import CountedMemory
+from embrace_fx.session.pipeline import run_passes, training_passes
+from embrace_fx.vocabulary.graph import Saved, TrainingGraph, outputs_of
+from embrace_fx.vocabulary.plan import Decision, Plan
+from tests.support.graphs import analysed
+from tests.support.ranks import run_ranks
+from tests.support.training import whole
+
+WIDTH, WORDS = 32, 20
+IDS = torch.randint(WORDS, (8, 12), generator=torch.Generator().manual_seed(0))
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected that context_fn:UserWarning")
+
+
+class Block(nn.Module):
+    """What regions are made of: dropout twice, a residual, a write in place, a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(self.norm(x).mul_(2.0))
+        h = self.dropout(h.tanh())
+        y: Tensor = x + self.dropout(self.down(h.view(-1, 4 * WIDTH)).view_as(x))
+        return y
+
+
+class Model(nn.Module):
+    """A table, blocks under some form of checkpointing, a sum for a loss."""
+
+    def __init__(self, through: Callable[..., Tensor], blocks: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(blocks() for _ in range(3))
+        self.through = through
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.through(self, ids).square().sum()
+
+
+def all_in_one(model: Model, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x = block(x)
+    return x
+
+
+def one_by_one(model: Model, ids: Tensor, **options: Any) -> Tensor:
+    x: Tensor = model.table(ids)
+    for block in model.blocks:
+        x = checkpoint(block, x, **options)
+    return x
+
+
+def keeps_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def nested(model: Model, ids: Tensor) -> Tensor:
+    def outer(x: Tensor) -> Tensor:
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=False) + 1.0
+        return x
+
+    y: Tensor = checkpoint(outer, model.table(ids), use_reentrant=False)
+    return y
+
+
+def lookup_within(model: Model, ids: Tensor) -> Tensor:
+    y: Tensor = checkpoint(lambda i: all_in_one(model, model.table(i)), ids, use_reentrant=False)
+    return y
+
+
+FORMS: dict[str, Callable[[Model, Tensor], Tensor]] = {
+    "not reentrant": functools.partial(one_by_one, use_reentrant=False),
+    "reentrant": functools.partial(one_by_one, use_reentrant=True),
+    "selective": functools.partial(
+        one_by_one,
+        use_reentrant=False,
+        context_fn=functools.partial(create_selective_checkpoint_contexts, keeps_products),
+    ),
+    "sequential": lambda model, ids: checkpoint_sequential(
+        list(model.blocks), 3, model.table(ids), use_reentrant=False
+    ),
+    "nested": nested,
+    "a lookup within": lookup_within,
+}
+
+
+def unread(through: Callable[[Model, Tensor], Tensor]) -> Callable[[Model, Tensor], Tensor]:
+    """The same forward, which Dynamo cannot read: the direct route captures it."""
+
+    def printing(model: Model, ids: Tensor) -> Tensor:
+        sys.stdout.flush()
+        return through(model, ids)
+
+    return printing
+
+
+def gradients(model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    result = call(*args, **kwargs)
+    (result if isinstance(result, Tensor) else result.loss).backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def memory(model: nn.Module, call: Callable[..., Tensor], *args: Tensor) -> tuple[int, int]:
+    """Bytes saved for the backward, and the most there are at a time; once more than needed, for what is lazy."""
+    for _ in range(2):
+        with CountedMemory([*model.parameters(), *model.buffers(), *args]) as counted:
+            loss = call(*args)
+            saved = counted.held_bytes
+            loss.backward()
+        del loss
+        model.zero_grad()
+    return saved, counted.peak_bytes
+
+
+def pair(through: Callable[[Model, Tensor], Tensor], blocks: Callable[[], nn.Module] = Block) -> tuple[Any, Any]:
+    """A model, and a compiled copy of it."""
+    torch.manual_seed(0)
+    model = Model(through, blocks)
+    return model, embrace_fx.compile(copy.deepcopy(model))
+
+
+def assert_equal_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+@pytest.mark.parametrize(
+    ("form", "route"),
+    [(form, "dynamo") for form in FORMS]
+    + [("reentrant", "direct"), ("nested", "direct")]
+    + [pytest.param(form, "direct", marks=pytest.mark.long) for form in FORMS if form not in ("reentrant", "nested")],
+)
+def test_gradients_are_those_of_eager_checkpointing_and_no_more_is_held(form: str, route: str) -> None:
+    model, compiled = pair(FORMS[form] if route == "dynamo" else unread(FORMS[form]))
+
+    assert_equal_gradients(gradients(compiled.module, compiled, IDS), gradients(model, model, IDS))
+    saved, peak = memory(compiled.module, compiled, IDS)
+    eager_saved, eager_peak = memory(model, model, IDS)
+    assert saved <= 1.02 * eager_saved + 8  # the loss, which autograd hands on once more
+    assert peak <= 1.05 * eager_peak
+
+
+# ---- what a region may hold ----
+
+
+class Normalised(nn.Module):
+    """Convolution and batch norm, whose statistics move once a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.norm(self.conv(x.transpose(1, 2))).relu().transpose(1, 2)
+        return y
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.rnn(x)[0]
+        return y
+
+
+@torch.library.custom_op("embrace_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2.0
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+doubled.register_autograd(lambda ctx, g: g * 2.0)
+
+
+class Odd(nn.Module):
+    """A custom op, numbers drawn without gradients, a value that is used twice, a selection by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = doubled(self.linear(x)).sigmoid()
+        with torch.no_grad():
+            noise = torch.rand_like(x) * h.mean()
+        y = torch.nn.functional.dropout(h, 0.3) * h + noise
+        return torch.where(y > 0.5, y, h.exp()) + torch.randn(WIDTH)
+
+
+@pytest.mark.parametrize("blocks", [Normalised, Recurrent, Odd])
+@pytest.mark.parametrize("form", ["not reentrant", "nested"])
+def test_whatever_a_region_holds(form: str, blocks: Callable[[], nn.Module]) -> None:
+    model, compiled = pair(FORMS[form], blocks)
+
+    assert_equal_gradients(gradients(compiled.module, compiled, IDS), gradients(model, model, IDS))
+
+
+def test_statistics_move_once_a_step() -> None:
+    """Eager checkpointing moves them whenever a region runs."""
+    model, compiled = pair(FORMS["not reentrant"], Normalised)
+    plain = copy.deepcopy(model)
+    plain.through = lambda own, ids: all_in_one(own, own.table(ids))
+
+    gradients(compiled.module, compiled, IDS)
+    gradients(plain, plain, IDS)
+
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(compiled.module.get_buffer(name), buffer), name
+
+
+def test_the_generator_goes_on_as_without_checkpointing() -> None:
+    """What is drawn after a step does not depend on what its backward drew again."""
+    model, compiled = pair(FORMS["nested"])
+    after = []
+    for own, call in ((model, model), (compiled.module, compiled)):
+        gradients(own, call, IDS)
+        after.append(torch.rand(3))
+
+    assert torch.equal(*after)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+def test_models_of_transformers() -> None:
+    config = transformers.GPT2Config(vocab_size=WORDS, n_embd=WIDTH, n_layer=3, n_head=2, n_positions=16)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).train()
+    model.gradient_checkpointing_enable()
+    compiled = embrace_fx.compile(copy.deepcopy(model))
+    batch = {"input_ids": IDS, "labels": IDS, "use_cache": False}
+
+    assert_equal_gradients(gradients(compiled.module, compiled, **batch), gradients(model, model, **batch))
+
+
+# ---- with communication ----
+
+
+def compiled_graph(model: nn.Module) -> TrainingGraph:
+    decisions = (Decision("table.weight", (WORDS, WIDTH), True, "alltoall", "asked for", 0, 0, 0.0),)
+    dense = tuple(name for name, _ in model.named_parameters() if name != "table.weight")
+    plan = Plan(2, decisions, (dense,), ())
+    return run_passes(analysed(model, IDS), training_passes(plan, {"table.weight"}, 0)).graph
+
+
+@pytest.mark.parametrize("form", ["a lookup within", "nested"])
+def test_nothing_travels_twice(form: str) -> None:
+    """A lookup within a region saves the rows that have arrived."""
+    model, _ = pair(FORMS[form])
+    plain = copy.deepcopy(model)
+    plain.through = lambda own, ids: all_in_one(own, own.table(ids))
+
+    graph = compiled_graph(model)
+
+    assert collective_sequence(graph) == collective_sequence(compiled_graph(plain))
+    if form == "a lookup within":
+        saved = [role.name for _, role in outputs_of(graph.phases["forward"]) if isinstance(role, Saved)]
+        assert saved[:2] == ["table_table", "table_table_rows"]
+        assert [name.split("_")[-1] for name in saved[2:]] == [
+            "state",
+            "2",
+        ]  # of the generator, and the region's result
+
+
+def two_steps(rank: int, world_size: int, form: str | None) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    through = FORMS[form] if form else lambda own, ids: all_in_one(own, own.table(ids))
+    compiled = embrace_fx.compile(Model(through), strategy={"table.weight": "alltoall"})
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    for ids in compiled.lookahead([IDS[rank::world_size], IDS[: IDS.shape[0] // 2], IDS[1::2]]):
+        compiled(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(compiled.state_dict().items())
+
+
+def test_ranks_train_as_without_checkpointing() -> None:
+    expected = run_ranks(2, two_steps, None)
+    found = run_ranks(2, two_steps, "a lookup within")
+
+    for own, wanted in zip(found, expected, strict=True):
+        assert_equal_gradients(own, wanted)
+
+
+# ---- what the verifier refuses ----
+
+
+def _other_input(nodes: dict[str, fx.Node]) -> None:
+    nodes["tanh_again"].args = (nodes["view_7_again"],)
+
+
+def _other_op(nodes: dict[str, fx.Node]) -> None:
+    nodes["tanh_again"].target = torch.ops.aten.sigmoid.default
+
+
+def _end_too_early(nodes: dict[str, fx.Node]) -> None:
+    nodes["native_dropout_5_drawn_again"].prepend(nodes["native_dropout_5_drawn_replayed"])
+
+
+def _another_state(nodes: dict[str, fx.Node]) -> None:
+    nodes["native_dropout_4_drawn_replay"].args = (
+        nodes["native_dropout_2_drawn_state"],
+        *nodes["native_dropout_4_drawn_replay"].args[1:],
+    )
+
+
+def _first_draw_left_out(nodes: dict[str, fx.Node]) -> None:
+    noise = nodes["native_dropout_drawn_again"]
+    noise.replace_all_uses_with(nodes["native_dropout_drawn"])
+    noise.graph.erase_node(noise)
+
+
+@pytest.mark.parametrize(
+    ("change", "invariant"),
+    [
+        (_other_input, "computed_again_alike"),
+        (_other_op, "computed_again_alike"),
+        (_end_too_early, "drawn_again_alike"),
+        (_another_state, "drawn_again_alike"),
+        (_first_draw_left_out, "drawn_again_alike"),
+    ],
+)
+def test_a_copy_that_is_none_is_refused(change: Callable[[dict[str, fx.Node]], None], invariant: str) -> None:
+    model, _ = pair(FORMS["not reentrant"])
+    graph = run_passes(analysed(model, IDS), (EagerDropout(), RecomputeRegions())).graph.edit()
+    verify(graph, after="nothing")
+
+    change({node.name: node for node in graph.graph.nodes})
+
+    with pytest.raises(VerificationError, match=invariant):
+        verify(graph, after="a broken pass")

@@ -1,0 +1,133 @@
+"""Row gradients moved up: to where their inputs are complete, with the same values, and nothing else moved."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx, nn
+
+from embrace_fx import cost
+from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
+from embrace_fx.passes.relax.advance import AdvanceGradients, made_for
+from embrace_fx.passes.scheduler.step_graph import blocks
+from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.ops import op_name
+from embrace_fx.vocabulary.plan import Decision, Plan
+from embrace_fx.vocabulary.schedule import Cuts, compute_id
+from tests.support.graphs import analysed
+
+WORDS, DIM, BATCH, LENGTH = 500, 32, 8, 16
+TABLES = ("words.weight", "output.weight")
+
+
+class LanguageModel(nn.Module):
+    """Both lookups stand at the head of the forward; the output table is read next to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, DIM)
+        self.output = nn.Embedding(WORDS, DIM)
+        self.layers = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(12)))
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        words, outputs = self.words(ids), self.output(targets)
+        scores: Tensor = (self.layers(words) * outputs).sum(-1)
+        return scores.square().mean()
+
+
+def relaxed() -> tuple[TrainingGraph, TrainingGraph]:
+    """The graph before `AdvanceGradients`, and after it."""
+    decisions = tuple(Decision(t, (WORDS, DIM), True, "alltoall", "asked for", 1000, 0, 0.0) for t in TABLES)
+    buckets = tuple((f"layers.{k}.weight", f"layers.{k}.bias") for k in range(11, -1, -1))
+    plan = Plan(2, decisions, buckets)
+    cuts = Cuts(((DIM * (DIM + 1),),) * 12, tuple((table, 2) for table in TABLES))
+    *passes, last = (*training_passes(plan, TABLES, 0), *relaxing_passes(plan, "2d", 0, cuts))
+    assert last == AdvanceGradients()
+    captured = analysed(LanguageModel(), *(torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)))
+    before = run_passes(captured, passes).graph
+    return before, AdvanceGradients()(before)
+
+
+def share_of_backward(graph: TrainingGraph, table: str) -> float:
+    """How much of a backward's compute is over when a table's gradient leaves."""
+    of_backward = [block for block in blocks(graph, cost.Cluster().compute) if block.id.kind == "backward"]
+    place = [block.id for block in of_backward].index(compute_id("backward", table))
+    return sum(block.ms for block in of_backward[: place + 1]) / sum(block.ms for block in of_backward)
+
+
+def test_the_output_tables_gradient_leaves_in_the_first_tenth_of_the_backward() -> None:
+    before, after = relaxed()
+
+    assert share_of_backward(before, "output.weight") > 0.9
+    assert share_of_backward(after, "output.weight") < 0.1
+    assert share_of_backward(after, "words.weight") > 0.9
+
+
+def test_nothing_else_moves() -> None:
+    before, after = relaxed()
+    first, second = (graph.phases["backward"].graph.nodes for graph in (before, after))
+
+    assert sorted(node.name for node in first) == sorted(node.name for node in second)
+    submissions = [node for node in second if op_name(node) == "embrace::submit_gradients"]
+    moved = {node.name for node in made_for(submissions)}
+    assert [n.name for n in first if n.name not in moved] == [n.name for n in second if n.name not in moved]
+    assert all(text(a) == text(b) for a, b in zip(*map(by_name, (first, second)), strict=True))
+
+
+def by_name(nodes: object) -> list[fx.Node]:
+    return sorted(nodes, key=lambda node: node.name)  # type: ignore[call-overload, no-any-return]
+
+
+def text(node: fx.Node) -> str:
+    return f"{node.name} {node.target} {node.args} {node.kwargs}"
+
+
+class Sum(nn.Module):
+    """A table's gradient is what the backward was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(WORDS, DIM, mode="sum")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.table(ids)
+        return found
+
+
+def test_nothing_moves_before_the_head() -> None:
+    decision = Decision("table.weight", (WORDS, DIM), True, "alltoall", "asked for", 1000, 0, 0.0)
+    plan = Plan(2, (decision,), ())
+    passes = relaxing_passes(plan, "2d", 0, Cuts((), (("table.weight", 1),)))
+    captured = analysed(Sum(), torch.randint(WORDS, (BATCH, LENGTH)))
+
+    graph = run_passes(captured, (*training_passes(plan, ("table.weight",), 0), *passes)).graph  # verified
+
+    ops = [op_name(node) for node in graph.phases["backward"].graph.nodes if op_name(node).startswith("embrace::")]
+    assert ops[:3] == ["embrace::update_rows", "embrace::await_ids", "embrace::submit_rows"]
+
+
+def test_random_draws_stay() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    drawn = graph.call_function(torch.ops.aten.bernoulli.p, (x, 0.5))
+    scaled = graph.call_function(torch.ops.aten.mul.Tensor, (drawn, 2.0))
+    reader = graph.call_function(torch.ops.aten.sum.default, (scaled,))
+
+    assert made_for([reader]) == {reader, scaled}
+
+
+def test_what_others_read_stays() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    shared = graph.call_function(torch.ops.aten.relu.default, (x,))
+    mine = graph.call_function(torch.ops.aten.neg.default, (shared,))
+    reader = graph.call_function(torch.ops.aten.sum.default, (mine,))
+    graph.output((reader, shared))
+
+    assert made_for([reader]) == {reader, mine}
+
+
+def test_tables_whose_gradients_can_be_had_at_different_places_are_not_stacked() -> None:
+    graph = analysed(LanguageModel(), *(torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)))
+
+    assert plan_stacks(graph, [Stackable(table, 0, 1000) for table in graph.tables]) == ()

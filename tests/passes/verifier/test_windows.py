@@ -1,0 +1,311 @@
+"""What runs from one step into the next, proved under every schedule; graphs broken by hand, each of them refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx
+
+from embrace_fx.passes.scheduler.launch_order import schedule
+from embrace_fx.passes.verifier.invariants import VerificationError, verify
+from embrace_fx.passes.verifier.windows import INVARIANTS, blocked, check_launches, held_bytes
+from embrace_fx.vocabulary.graph import TrainingGraph, copy_module
+from embrace_fx.vocabulary.ops import launch_of, op_name
+from embrace_fx.vocabulary.schedule import (
+    IDS,
+    SCHEDULES,
+    OperationId,
+    chunk_id,
+    gradients_id,
+    rows_id,
+)
+from tests.passes.scheduler.test_step_graph import TABLES, steps_of_translator, translator
+
+embrace = torch.ops.embrace
+FIRST = TABLES[0]
+
+
+def violations(graph: TrainingGraph) -> list[str]:
+    """The first broken invariant's name, with what it says of each place."""
+    for invariant in INVARIANTS:
+        found = list(invariant(graph, graph))
+        if found:
+            return [f"{invariant.__name__}: expected {v.expected}; found {v.found}" for v in found]
+    return []
+
+
+def order_of(name: str) -> tuple[OperationId, ...]:
+    looks_ahead = name in ("vertical", "2d")
+    found = schedule(steps_of_translator(name), name).launches
+    return tuple(launch for launch in found if looks_ahead or launch != IDS)
+
+
+def sizes_of(name: str) -> dict[OperationId, int]:
+    return {o.id: o.sent_bytes for o in steps_of_translator(name).communications if o.id is not None}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_runs_under_each_schedule_is_sound(name: str) -> None:
+    graph, _ = translator(name)
+
+    assert violations(graph) == []
+    assert blocked(graph, order_of(name)) is None
+    check_launches(graph, order_of(name), sizes_of(name), sum(sizes_of(name).values()))
+    assert 0 < held_bytes(graph, sizes_of(name)) <= sum(sizes_of(name).values())
+
+
+# -- broken by hand ----------------------------------------------------------------------------------------------------
+
+Phases = dict[str, fx.GraphModule]
+
+
+def of(phases: Phases, phase: str, op: str, launch: OperationId | None = None) -> fx.Node:
+    """The node of an op, for a launch where several have one."""
+    found = [n for n in phases[phase].graph.nodes if op_name(n) == f"embrace::{op}" and launch in (None, launch_of(n))]
+    return found[0]
+
+
+def erase(node: fx.Node) -> None:
+    """Takes a node out; who read it reads its first input."""
+    if node.users:
+        node.replace_all_uses_with(node.all_input_nodes[0])
+    node.graph.erase_node(node)
+
+
+def again(node: fx.Node) -> fx.Node:
+    with node.graph.inserting_after(node):
+        return node.graph.node_copy(node)
+
+
+def move_after(node: fx.Node, place: fx.Node) -> None:
+    place.append(node)
+
+
+def last(phases: Phases, phase: str) -> fx.Node:
+    return phases[phase].graph.output_node().prev
+
+
+def launch_lost(phases: Phases) -> None:
+    erase(of(phases, "backward", "submit_gradients", gradients_id(FIRST, "delayed", 1)))
+
+
+def await_lost(phases: Phases) -> None:
+    erase(of(phases, "backward", "await_ids"))
+
+
+def submitted_twice(phases: Phases) -> None:
+    again(of(phases, "forward", "submit_rows", rows_id(FIRST, "late")))
+
+
+def updated_twice(phases: Phases) -> None:
+    again(of(phases, "forward", "update_rows", gradients_id(FIRST, "prior")))
+
+
+def rows_submitted_after_their_await(phases: Phases) -> None:
+    """All ranks would wait for what they send later."""
+    sent = of(phases, "forward", "submit_rows", rows_id(FIRST, "late"))
+    move_after(sent, of(phases, "forward", "await_rows", rows_id(FIRST, "late")))
+
+
+def ids_awaited_in_their_window(phases: Phases) -> None:
+    erase(of(phases, "backward", "await_ids"))
+    sent = of(phases, "forward", "submit_ids")
+    with sent.graph.inserting_after(sent):
+        there = sent.graph.call_function(embrace.await_ids.default, sent.args)
+    there.meta = dict(sent.meta)
+
+
+def delayed_awaited_where_they_are_sent(phases: Phases) -> None:
+    update = of(phases, "backward", "update_rows", gradients_id(FIRST, "delayed", 0))
+    update.replace_all_uses_with(update.args[0])  # type: ignore[arg-type]
+    move_after(update, last(phases, "backward"))
+
+
+def late_rows_without_their_update(phases: Phases) -> None:
+    sent = of(phases, "forward", "submit_rows", rows_id(FIRST, "late"))
+    sent.update_arg(0, of(phases, "forward", "update_rows", gradients_id(FIRST, "prior")).args[0])
+
+
+def early_rows_before_a_delayed_update(phases: Phases) -> None:
+    sent = of(phases, "backward", "submit_rows", rows_id(FIRST, "early"))
+    sent.update_arg(0, of(phases, "backward", "update_rows", gradients_id(FIRST, "delayed", 1)).args[0])
+
+
+def early_rows_of_a_stale_shard(phases: Phases) -> None:
+    sent = of(phases, "backward", "submit_rows", rows_id(FIRST, "early"))
+    sent.update_arg(0, of(phases, "backward", "update_rows", gradients_id(FIRST, "delayed", 0)).args[0])
+
+
+def updated_while_read(phases: Phases) -> None:
+    """Rows that have been looked up change before they are read."""
+    update = of(phases, "forward", "update_rows", gradients_id(FIRST, "prior"))
+    sent = of(phases, "forward", "submit_rows", rows_id(FIRST, "late"))
+    sent.update_arg(0, update.args[0])
+    move_after(update, sent)
+
+
+def early_rows_left_out(phases: Phases) -> None:
+    join = of(phases, "forward", "join_rows")
+    _, late = join.args[0]  # type: ignore[misc]
+    join.update_arg(0, [late])
+
+
+def rows_of_another_table(phases: Phases) -> None:
+    of(phases, "forward", "join_rows").update_arg(3, TABLES[1])
+
+
+def whole_and_delayed(phases: Phases) -> None:
+    for phase, op in (("backward", "submit_gradients"), ("forward", "update_rows")):
+        node = of(phases, phase, op, gradients_id(FIRST, "prior"))
+        node.meta["launch"] = gradients_id(FIRST, "whole")
+        node.args = (*node.args[:-1], str(gradients_id(FIRST, "whole")))
+
+
+def piece_left_out(phases: Phases) -> None:
+    for op in ("submit_gradients", "update_rows"):
+        erase(of(phases, "backward", op, gradients_id(FIRST, "delayed", 0)))
+
+
+def chunk_reduced_twice(phases: Phases) -> None:
+    of(phases, "backward", "submit_chunk", chunk_id(0, 1)).update_arg(1, 0)
+
+
+def elements_left_out(phases: Phases) -> None:
+    node = of(phases, "backward", "submit_chunk", chunk_id(0, 1))
+    node.update_arg(2, int(str(node.args[2])) - 1)
+
+
+def bucket_read_in_flight(phases: Phases) -> None:
+    sent = of(phases, "backward", "submit_chunk", chunk_id(0, 1))
+    with sent.graph.inserting_after(sent):
+        sent.graph.call_function(torch.ops.aten.sum.default, (sent,))
+
+
+def handed_over_too_early(phases: Phases) -> None:
+    over = of(phases, "backward", "hand_over")
+    over.update_arg(0, of(phases, "backward", "submit_chunk", chunk_id(0, 0)))
+
+
+def parameter_read_before_its_update(phases: Phases) -> None:
+    placeholder = next(n for n in phases["forward"].graph.nodes if n.name == "blocks_0_weight")
+    with placeholder.graph.inserting_before(last(phases, "forward")):
+        placeholder.graph.call_function(torch.ops.aten.sum.default, (placeholder,))
+
+
+def updated_before_a_chunk_has_arrived(phases: Phases) -> None:
+    update = of(phases, "forward", "update_bucket")
+    (there, *rest) = update.args[0]  # type: ignore[misc]
+    update.update_arg(0, [there.args[0], *rest])  # type: ignore[union-attr]
+
+
+def bucket_updated_twice(phases: Phases) -> None:
+    again(of(phases, "forward", "update_bucket"))
+
+
+def another_name_is_printed(phases: Phases) -> None:
+    node = of(phases, "forward", "submit_ids")
+    node.args = (*node.args[:-1], "source.weight rows")
+
+
+BROKEN: dict[Callable[[Phases], None], str] = {
+    launch_lost: "one submission of 'source.weight delayed [1]' in a window; found 0: none",
+    await_lost: "one await of 'ids' in a window; found 0: none",
+    submitted_twice: "one submission of 'source.weight rows' in a window; found 2",
+    updated_twice: "one await of 'source.weight prior' in a window; found 2",
+    rows_submitted_after_their_await: "'source.weight rows' to be awaited in its window, after its submission",
+    ids_awaited_in_their_window: "'ids' to be awaited in the window after that of its submission",
+    delayed_awaited_where_they_are_sent: "'source.weight delayed [0]' to be awaited in the window after",
+    late_rows_without_their_update: "'source.weight rows' to be looked up after the update by source.weight prior",
+    early_rows_before_a_delayed_update: "to be looked up after the update by source.weight delayed [1]",
+    early_rows_of_a_stale_shard: "by source.weight delayed [0], source.weight delayed [1]",
+    updated_while_read: "no update of source.weight after the lookup in the forward",
+    early_rows_left_out: "the parts source.weight early rows, source.weight rows of source.weight; found source",
+    rows_of_another_table: "the parts target.weight early rows, target.weight rows of target.weight",
+    whole_and_delayed: "gradients of source.weight that are cut once; found source.weight gradients, source.weight",
+    piece_left_out: "gradients of source.weight that are cut once; found source.weight prior, source.weight delayed",
+    chunk_reduced_twice: "a chunk of bucket 0 that begins at element",
+    elements_left_out: "chunks of all 16512 elements of bucket 0; found 16511",
+    bucket_read_in_flight: "no reader before the await of bucket 0 [0], bucket 0 [1]",
+    handed_over_too_early: "a bucket all of whose chunks are submitted, bucket 0 [1] too",
+    parameter_read_before_its_update: "blocks.0.weight to be read after the update of bucket 2",
+    updated_before_a_chunk_has_arrived: "bucket 2 to be updated after bucket 2 [1] has arrived",
+    bucket_updated_twice: "one update of bucket 2; found 2",
+    another_name_is_printed: "the id of its launch, ids; found 'source.weight rows'",
+}
+
+
+def broken(graph: TrainingGraph, how: Callable[[Phases], None]) -> TrainingGraph:
+    phases = {name: copy_module(module) for name, module in graph.phases.items()}
+    how(phases)
+    return replace(graph, phases=phases)
+
+
+@pytest.mark.parametrize("how", BROKEN, ids=lambda how: how.__name__)
+def test_a_graph_broken_by_hand_is_refused(how: Callable[[Phases], None]) -> None:
+    graph, _ = translator("2d")
+
+    found = violations(broken(graph, how))
+
+    assert any(BROKEN[how] in each for each in found), found
+
+
+def test_every_invariant_has_a_broken_graph() -> None:
+    graph, _ = translator("2d")
+
+    refusing = {violations(broken(graph, how))[0].partition(":")[0] for how in BROKEN}
+
+    assert refusing | {"handed_over_once"} == {invariant.__name__ for invariant in INVARIANTS}
+
+
+def test_a_bucket_that_is_awaited_in_the_backward_is_read_behind_its_await() -> None:
+    graph, _ = translator("vertical")
+
+    def unpacked_too_early(phases: Phases) -> None:
+        unpack = of(phases, "backward", "unpack_bucket")
+        unpack.update_arg(0, of(phases, "backward", "submit_chunk", chunk_id(0, 1)))
+
+    (found, *_) = violations(broken(graph, unpacked_too_early))
+    assert "no reader before the await of bucket 0 [0], bucket 0 [1]" in found
+
+
+def test_an_order_under_which_all_ranks_wait_for_ever_is_refused() -> None:
+    graph, _ = translator("2d")
+    order = list(order_of("2d"))
+    prior, rows = gradients_id(FIRST, "prior"), rows_id(FIRST, "late")
+    order.remove(rows)
+    order.insert(order.index(prior), rows)  # which is looked up after the update that the prior gradients make
+
+    reason = blocked(graph, order)
+
+    assert reason is not None
+    assert "expected 'source.weight prior' to have left before node source_updated waits for it" in reason
+    assert "found that 'source.weight rows' is to leave first" in reason
+    with pytest.raises(ValueError, match="all ranks would wait for ever"):
+        check_launches(graph, order, {}, 0)
+
+
+def test_an_order_is_of_what_the_graph_submits() -> None:
+    graph, _ = translator("2d")
+    order = order_of("2d")
+
+    assert "a difference in ids" in str(blocked(graph, [launch for launch in order if launch != IDS]))
+    assert "one of them twice" in str(blocked(graph, (*order, order[0])))
+
+
+def test_what_is_held_beyond_the_bound_is_refused() -> None:
+    graph, _ = translator("2d")
+    held = held_bytes(graph, sizes_of("2d"))
+
+    check_launches(graph, order_of("2d"), sizes_of("2d"), held)
+    with pytest.raises(ValueError, match=r"expected at most [\d,]+ bytes on their way at once"):
+        check_launches(graph, order_of("2d"), sizes_of("2d"), held - 1)
+
+
+def test_the_verifier_names_the_invariant() -> None:
+    graph, _ = translator("2d")
+
+    with pytest.raises(VerificationError, match=r"rows_current: expected 'source.weight rows' to be looked up after"):
+        verify(broken(graph, late_rows_without_their_update), after="by hand", captured=graph, previous=graph)

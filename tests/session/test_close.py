@@ -1,0 +1,103 @@
+"""What a compiled model takes, it gives back: by `close()`, and when nothing refers to it any more."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD
+
+import embrace_fx
+from tests.support.ranks import run_ranks
+from tests.support.words import words_batch, words_model
+
+MODELS = 3
+
+
+def taken() -> dict[str, int]:
+    """What this process holds of what every model needs."""
+    gc.collect()
+    return {
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "models": sum(type(each).__name__ in ("Session", "Communicator", "Flow") for each in gc.get_objects()),
+    }
+
+
+def train(rank: int) -> embrace_fx.CompiledModel:
+    plain = words_model()
+    model = embrace_fx.compile(plain, optimizer=SGD(plain.parameters(), lr=0.1), strategy="alltoall")
+    for batch in model.lookahead([words_batch(step, rank) for step in range(3)]):
+        model(*batch).backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+    return model
+
+
+def train_and_drop(rank: int, world_size: int, close: bool) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    train(rank).close()  # what the first model of a process brings with it, as autograd's thread, stays
+    before, within = taken(), {}
+    for _ in range(MODELS):
+        model = train(rank)
+        within = taken()
+        if close:
+            model.close()
+        del model
+    return before, within, taken()
+
+
+@pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
+def test_models_in_a_row_leave_nothing_behind(close: bool) -> None:
+    for before, within, after in run_ranks(2, train_and_drop, close):
+        assert all(within[what] > before[what] for what in before)
+        assert after == before
+
+
+def close_and_go_on(rank: int, world_size: int) -> tuple[str, dict[str, Tensor], dict[str, Tensor], int]:
+    threads = threading.active_count()
+    model = train(rank)
+    expected = {name: _whole(value) for name, value in model.state_dict().items()}
+    model.close()
+    model.close()  # once more is no harm
+    with pytest.raises(RuntimeError) as caught:
+        model(*words_batch(0, rank))
+    found = {name: _whole(value) for name, value in model.state_dict().items()}
+    return str(caught.value), expected, found, threading.active_count() - threads
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def test_a_closed_model_keeps_its_state_and_says_that_it_is_closed() -> None:
+    for message, expected, found, threads in run_ranks(2, close_and_go_on):
+        assert "expected a compiled model that is open, found that it has been closed" in message
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert threads == 0
+
+
+def lanes_of(rank: int, world_size: int, strategy: str, schedule: str) -> int:
+    before = len(dist.distributed_c10d._world.pg_map)
+    plain = words_model()
+    model = embrace_fx.compile(plain, optimizer=SGD(plain.parameters(), lr=0.1), strategy=strategy, schedule=schedule)  # type: ignore[arg-type]
+    model(*words_batch(0, rank)).backward()
+    found = len(dist.distributed_c10d._world.pg_map) - before
+    model.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "schedule", "groups"),
+    [("alltoall", "2d", 5), ("alltoall", "horizontal", 3), ("allreduce", "2d", 2)],
+)
+def test_only_classes_that_send_have_groups(strategy: str, schedule: str, groups: int) -> None:
+    """And one is the calling thread's."""
+    assert run_ranks(2, lanes_of, strategy, schedule) == [groups] * 2

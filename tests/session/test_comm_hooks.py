@@ -1,0 +1,115 @@
+"""DDP's communication hooks: the same hook under DDP gives the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import embrace_fx
+from tests.support.cases import long_but
+from tests.support.ranks import run_ranks, run_ranks_expecting_errors
+from tests.support.sides import Matching, draw_batch
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "allreduce": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+}
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, ...]:
+    words, items, scale = draw_batch(step, rank)
+    return words, items, scale.float()
+
+
+def train(model: Any, rank: int) -> dict[str, Tensor]:
+    optimizer = model.optimizer if isinstance(model, embrace_fx.CompiledModel) else SGD(model.parameters(), lr=0.5)
+    for step in range(6):
+        model(*batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name.removeprefix("module."): value.clone() for name, value in embrace_fx.full_state_dict(model).items()}
+
+
+def plain() -> Matching:
+    torch.manual_seed(1)
+    return Matching()
+
+
+def under_another_name(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """DDP takes bf16's for GPUs alone, by its name."""
+
+    def renamed(state: Any, bucket: Any) -> Any:
+        return hook(state, bucket)
+
+    renamed.__annotations__.clear()  # DDP looks for its own there
+    return renamed
+
+
+def train_both(rank: int, world_size: int, name: str, strategy: Any) -> tuple[dict[str, Tensor], ...]:
+    hook, model, wrapped = HOOKS[name], plain(), DistributedDataParallel(plain())
+    wrapped.register_comm_hook(None, under_another_name(hook))
+    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), lr=0.5), strategy=strategy)
+    compiled.register_comm_hook(None, hook)
+    found = train(compiled, rank)
+    told = "travel as" in compiled.report()
+    assert told == (name != "allreduce")
+    return found, train(wrapped, rank), train(DistributedDataParallel(plain()), rank)
+
+
+@pytest.mark.parametrize("name", long_but(("fp16",), {name: (name,) for name in HOOKS}))
+def test_buckets_are_reduced_as_under_ddp(name: str) -> None:
+    """On two ranks to the last bit: a mean over them divides by two, which rounds nothing."""
+    for found, expected, exact in run_ranks(2, train_both, name, "allreduce"):
+        for parameter, value in expected.items():
+            assert torch.equal(found[parameter], value), parameter
+        assert any(not torch.equal(exact[each], expected[each]) for each in exact) == (name != "allreduce")
+
+
+@pytest.mark.parametrize(("name", "within"), [("fp16", 2e-3), pytest.param("bf16", 2e-2, marks=pytest.mark.long)])
+def test_rows_travel_as_buckets_do(name: str, within: float) -> None:
+    for found, expected, exact in run_ranks(2, train_both, name, "alltoall"):
+        for parameter, value in expected.items():
+            torch.testing.assert_close(found[parameter], value, rtol=within, atol=within * float(value.abs().max()))
+            assert not torch.equal(found[parameter], exact[parameter]), parameter
+
+
+def register(rank: int, world_size: int, case: str) -> None:
+    model = embrace_fx.compile(plain(), strategy="allreduce")
+    if case == "called already":
+        model(*batch(0, rank)).backward()
+    if case == "PowerSGD":
+        model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    if case == "a state":
+        model.register_comm_hook(dist.new_group([0, 1]), HOOKS["fp16"])
+    if case == "no function":
+        model.register_comm_hook(None, {})  # type: ignore[arg-type]
+    if case == "join":
+        model.join()
+    if case != "on one rank" or rank == 1:
+        model.register_comm_hook(None, HOOKS["fp16"])
+    model(*batch(0, rank)).backward()
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("PowerSGD", "expected one of DDP's hooks allreduce_hook, fp16_compress_hook, bf16_compress_hook"),
+        ("a state", "expected no state of fp16_compress_hook"),
+        ("no function", "must be callable"),
+        ("join", "expected loaders of one length on all ranks, found join()"),
+        ("called already", "expected a hook before the model's first call"),
+        ("on one rank", "expected every rank's graph to launch the same collectives"),
+    ],
+)
+def test_other_hooks_are_refused_on_every_rank(case: str, told: str) -> None:
+    for error in run_ranks_expecting_errors(2, register, case):
+        assert told in str(error)

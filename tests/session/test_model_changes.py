@@ -1,0 +1,220 @@
+"""A model that is changed after its first call: computed as it is now, or refused with the name of what changed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import embrace_fx
+from tests.support.cases import long_but
+from tests.support.ranks import run_ranks
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 8)
+        self.inner = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 3)
+        self.act: Any = torch.relu
+        self.activation: nn.Module = nn.ReLU()
+        self.config: Any = {"scales": [1.0, 2.0]}
+        self.callbacks: list[Callable[[Tensor], Tensor]] = [torch.tanh]
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        hidden = self.activation(self.act(self.inner(self.words(ids_BT))))
+        for callback in self.callbacks:
+            hidden = callback(hidden)
+        for scale in self.config["scales"]:
+            hidden = hidden * scale
+        if os.environ.get("SQUARED", "0") == "1":
+            hidden = hidden * hidden
+        found: Tensor = self.out(hidden).square().mean()
+        return found
+
+
+class DirectTagger(Tagger):
+    """Captured by the direct route."""
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        sys.stdout.flush()
+        return super().forward(ids_BT)
+
+
+class Negated(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return -x
+
+
+def _minus(module: nn.Module, inputs: Any, result: Tensor) -> Tensor:
+    return -result
+
+
+def _patched(model: Any) -> None:
+    forward = model.inner.forward
+    model.inner.forward = lambda x: forward(x) + 1
+
+
+def _patched_itself(model: Any) -> None:
+    forward = model.forward
+    model.forward = lambda ids: forward(ids) + 1
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a function": lambda m: setattr(m, "act", torch.sigmoid),
+    "an object": lambda m: setattr(m, "config", {"scales": [3.0]}),
+    "a list that grows": lambda m: m.config["scales"].append(4.0),
+    "a list of functions": lambda m: m.callbacks.append(torch.sin),
+    "an activation": lambda m: setattr(m, "activation", nn.Tanh()),
+    "an activation of the user's": lambda m: setattr(m, "activation", Negated()),
+    "a hook": lambda m: m.inner.register_forward_hook(_minus),
+    "a hook of the model": lambda m: m.register_forward_hook(_minus),
+    "a hook before": lambda m: m.inner.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,)),
+    "a patched forward": _patched,
+    "a patched forward of the model": _patched_itself,
+    "the environment": lambda m: os.environ.update(SQUARED="1"),
+}
+
+
+def _check(model: nn.Module, change: Callable[[Any], object]) -> None:
+    compiled = embrace_fx.compile(model)
+    ids_BT = torch.randint(50, (2, 4))
+    for _ in range(2):
+        torch.testing.assert_close(compiled(ids_BT), model(ids_BT))
+    before = model(ids_BT)
+    change(model)
+    assert not torch.equal(model(ids_BT), before)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(ids_BT), model(ids_BT))
+    assert compiled._session._captures.count == 2
+
+
+@pytest.fixture(autouse=True)
+def _not_squared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SQUARED", "0")
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_is_computed_with(name: str) -> None:
+    _check(Tagger(), CHANGES[name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    long_but(("an object", "a hook", "a list of functions"), {k: (k,) for k in CHANGES if k != "the environment"}),
+)
+def test_what_changes_is_computed_with_on_the_direct_route(name: str) -> None:
+    _check(DirectTagger(), CHANGES[name])
+
+
+def test_a_class_whose_forward_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = nn.Linear.forward
+    _check(Tagger(), lambda m: monkeypatch.setattr(nn.Linear, "forward", lambda self, x: -forward(self, x)))
+
+
+def test_the_route_that_knows_less_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "embrace_fx"):
+        compiled = embrace_fx.compile(DirectTagger())
+        for length in (3, 4, 5):
+            compiled(torch.zeros((2, length), dtype=torch.long))
+        embrace_fx.compile(Tagger())(torch.zeros((2, 3), dtype=torch.long))
+
+    (told,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert "test_model_changes.py" in told
+    assert "will not be noticed" in told
+
+
+def _other_parameters(rank: int, world_size: int) -> list[str]:
+    """A layer replaced on one rank: what both are told, and that they go on when it is put back."""
+    model: Any = Tagger()
+    compiled = embrace_fx.compile(model, strategy="alltoall")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ids_BT = torch.randint(50, (2, 4))
+    told = []
+    for name, new in (("out", nn.Linear(8, 3)), ("words", nn.Embedding(60, 8))):
+        compiled(ids_BT).backward()
+        optimizer.step()
+        old = getattr(model, name)
+        if rank == 1:
+            setattr(model, name, new)
+        with pytest.raises(embrace_fx.PeerFailure) as raised:
+            compiled(ids_BT)
+        told.append(str(raised.value))
+        setattr(model, name, old)
+    compiled(ids_BT).backward()
+    optimizer.step()
+    return told
+
+
+def test_a_layer_that_is_replaced_is_named_on_every_rank() -> None:
+    for told in run_ranks(2, _other_parameters):
+        assert "rank 1: expected the parameters of compile()" in told[0]
+        assert "found that out.weight came, went or was replaced" in told[0]
+        assert "found that words.weight came, went or was replaced" in told[1]
+
+
+def test_layers_may_change_between_compile_and_the_first_call() -> None:
+    model: Any = Tagger()
+    compiled = embrace_fx.compile(model)
+    model.words = nn.Embedding(70, 8)
+    model.out.weight = nn.Parameter(torch.ones(3, 8))
+    model.inner.requires_grad_(False)
+    ids_BT = torch.full((2, 4), 69)
+    compiled(ids_BT).backward()
+
+    assert model.inner.weight.grad is None
+    assert model.words.weight.grad.shape == (70, 8)
+    assert "inner.weight" in {d.parameter for d in compiled.plan if d.strategy == "frozen"}
+
+
+def test_weights_tied_after_the_first_call_are_refused() -> None:
+    model: Any = Tagger()
+    model.out = nn.Linear(8, 8)
+    compiled = embrace_fx.compile(model)
+    ids_BT = torch.zeros((2, 4), dtype=torch.long)
+    compiled(ids_BT)
+    model.out.weight = model.inner.weight
+    with pytest.raises(embrace_fx.PeerFailure, match=r"found that out\.weight came, went or was replaced"):
+        compiled(ids_BT)
+
+
+def _wrapped(rank: int, world_size: int) -> None:
+    model = Tagger()
+    by_torch: Any = torch.compile(Tagger())
+    for wrapped in (embrace_fx.compile(model), DistributedDataParallel(Tagger()), by_torch):
+        with pytest.raises(ValueError, match=r"expected a plain model, in compile\(\), found a "):
+            embrace_fx.compile(wrapped)
+
+
+def test_a_model_that_is_wrapped_already_is_refused() -> None:
+    run_ranks(1, _wrapped)
+
+
+def _ignores(rank: int, world_size: int) -> None:
+    model = Tagger()
+    if rank == 0:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["inner.weight"])
+    with pytest.raises(ValueError, match=r"rank 0: expected no parameters or buffers to ignore, .* inner\.weight"):
+        embrace_fx.compile(model)
+
+
+def test_parameters_that_ddp_is_to_ignore_are_refused_on_every_rank() -> None:
+    run_ranks(2, _ignores)
+
+
+def test_functional_call_is_refused() -> None:
+    model = Tagger()
+    compiled, ids_BT = embrace_fx.compile(model), torch.zeros((2, 4), dtype=torch.long)
+    compiled(ids_BT).backward()
+    others = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    with pytest.raises(embrace_fx.PeerFailure, match=r"found that words\.weight came, went or was replaced"):
+        torch.func.functional_call(compiled, others, (ids_BT,))
+    compiled(ids_BT).backward()

@@ -1,0 +1,298 @@
+"""State that a forward assigns, tensors that it leaves behind, what it prints: at each call, as under DDP."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import embrace_fx
+from embrace_fx.capture.errors import CaptureError
+from tests.support.ranks import run_ranks
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 6)
+        self.inner = nn.Linear(6, 6)
+
+    def encode(self, ids_BT: Tensor) -> Tensor:
+        found: Tensor = self.inner(self.words(ids_BT)).mean((0, 1))
+        return found
+
+
+class Carried(Words):
+    """A state that goes from call to call, without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = torch.zeros(6)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        h = torch.tanh(self.encode(ids_BT) + self.h)
+        self.h = h.detach()
+        return h.square().sum()
+
+    def state(self) -> Any:
+        return self.h
+
+
+class Averaged(Words):
+    """A buffer that is assigned, not written."""
+
+    buf: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("buf", torch.zeros(6))
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        x = self.encode(ids_BT)
+        self.buf = 0.9 * self.buf + x.detach()
+        return (x * self.buf).sum()
+
+    def state(self) -> Any:
+        return self.buf
+
+
+class Queued(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = [torch.zeros(6), torch.zeros(6), torch.zeros(6)]
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        x = self.encode(ids_BT)
+        self.queue.append(x.detach())
+        first = self.queue.pop(0)
+        return (x - first).square().sum() + torch.stack(self.queue).sum()
+
+    def state(self) -> Any:
+        return torch.stack(self.queue)
+
+
+class Router(nn.Module):
+    aux: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        self.aux = weights.square().sum()
+        found: Tensor = x * weights[..., :1]
+        return found
+
+
+class Experts(Words):
+    """An auxiliary loss that is left behind on a submodule, and added by the training loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        found: Tensor = self.router(self.encode(ids_BT)).square().sum()
+        return found
+
+    def state(self) -> Any:
+        return self.router.aux.detach()
+
+
+class Collected(Words):
+    """Activations that a hook collects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected: list[Tensor] = []
+        self.inner.register_forward_hook(lambda module, inputs, output: self.collected.append(output.detach()))
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        return self.encode(ids_BT).square().sum()
+
+    def state(self) -> Any:
+        return self.collected.pop()
+
+
+MODELS: dict[str, type[Any]] = {m.__name__: m for m in (Carried, Averaged, Queued, Experts, Collected)}
+
+
+def _train(model: Any, inner: Any, rank: int) -> list[Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.2)
+    found = []
+    for step in range(5):
+        if step == 3:  # another shape
+            ids_BT = torch.arange(6).view(2, 3) + rank
+        else:
+            ids_BT = torch.randint(40, (2, 4), generator=torch.Generator().manual_seed(7 * step + rank))
+        loss = model(ids_BT)
+        if isinstance(inner, Experts):
+            loss = loss + 0.1 * inner.router.aux
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), *inner.state().flatten().tolist()]
+    model.eval()
+    with torch.no_grad():
+        found += [model(torch.arange(4).view(2, 2)).item(), *inner.state().flatten().tolist()]
+    return found
+
+
+def _both(rank: int, world_size: int) -> dict[str, tuple[list[Any], list[Any]]]:
+    found = {}
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        model, plain = make(), make()
+        plain.load_state_dict(model.state_dict())
+        compiled = embrace_fx.compile(model, strategy="alltoall")
+        found[name] = _train(compiled, model, rank), _train(DistributedDataParallel(plain), plain, rank)
+    return found
+
+
+def test_state_goes_from_call_to_call_as_under_ddp() -> None:
+    for by_model in run_ranks(2, _both):
+        for name, (found, expected) in by_model.items():
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+
+
+class Printing(Words):
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        x = self.encode(ids_BT)
+        print("sum", x.sum() > 1e9)
+        return x.square().sum()
+
+
+def test_print_prints_at_each_call(capsys: pytest.CaptureFixture[str]) -> None:
+    compiled = embrace_fx.compile(Printing())
+    for _ in range(3):
+        compiled(torch.zeros((2, 2), dtype=torch.long)).backward()
+
+    assert capsys.readouterr().out == "sum tensor(False)\n" * 3
+
+
+class Counting(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.longest = 0
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        self.longest = ids_BT.shape[1]
+        self.count += 1
+        return self.encode(ids_BT).sum()
+
+
+def _counting(rank: int, world_size: int) -> str:
+    with pytest.raises(CaptureError) as raised:
+        embrace_fx.compile(Counting())(torch.zeros((2, 2), dtype=torch.long))
+    return str(raised.value)
+
+
+def test_a_count_in_python_is_refused_on_every_rank() -> None:
+    for told in run_ranks(2, _counting):
+        assert "found that it reads self.count and sets it from 0 to 1" in told
+        assert "register_buffer('count', torch.tensor(0))" in told
+
+
+class Hooked(Words):
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        x = self.encode(ids_BT)
+        x.register_hook(lambda gradient: gradient * 2)
+        return x.sum()
+
+
+def test_a_hook_on_a_tensor_of_the_forward_changes_its_gradient() -> None:
+    torch.manual_seed(0)
+    model, plain = Hooked(), Hooked()
+    plain.load_state_dict(model.state_dict())
+    compiled, ids_BT = embrace_fx.compile(model), torch.zeros((2, 2), dtype=torch.long)
+    for _ in range(2):
+        compiled(ids_BT).backward()
+        plain(ids_BT).backward()
+    torch.testing.assert_close(model.inner.weight.grad, plain.inner.weight.grad)
+
+
+class Unread(Words):
+    """Captured by the direct route: what each subclass leaves behind."""
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        sys.stdout.flush()
+        x = self.encode(ids_BT)
+        self.leave(x)
+        return x.square().sum()
+
+    def leave(self, x: Tensor) -> None: ...
+
+
+class LeavesTensor(Unread):
+    def leave(self, x: Tensor) -> None:
+        self.seen = x.detach()
+
+
+class LeavesInList(Unread):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def leave(self, x: Tensor) -> None:
+        self.seen.append(x)
+
+
+class LeavesBuffer(Unread):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(6))
+
+    def leave(self, x: Tensor) -> None:
+        self.seen = self.seen + x.detach()
+
+
+class LeavesCount(Unread):
+    seen = 0
+
+    def leave(self, x: Tensor) -> None:
+        self.seen += 1
+
+
+@pytest.mark.parametrize("make", [LeavesTensor, LeavesInList, LeavesBuffer, LeavesCount])
+def test_what_the_direct_route_cannot_repeat_is_refused(make: type[Unread]) -> None:
+    model = make()
+    before = {key: repr(value) for key, value in vars(model).items()}
+    with pytest.raises(CaptureError, match=f"in {make.__name__}, found that it also sets seen"):
+        embrace_fx.compile(model)(torch.zeros((2, 2), dtype=torch.long))
+    assert {k: repr(v) for k, v in vars(model).items() if "state_dict" not in k} == {
+        k: v for k, v in before.items() if "state_dict" not in k
+    }
+
+
+class LeavesLength(Unread):
+    longest = 0
+
+    def leave(self, x: Tensor) -> None:
+        self.longest = max(self.longest, 5)
+
+
+def test_a_number_that_is_the_same_after_each_call_is_no_state() -> None:
+    model = LeavesLength()
+    compiled = embrace_fx.compile(model)
+    for _ in range(2):
+        compiled(torch.zeros((2, 2), dtype=torch.long)).backward()
+    assert model.longest == 5
+
+
+def test_backward_hooks_of_modules_are_refused_and_training_goes_on() -> None:
+    model = Queued()
+    compiled, ids_BT = embrace_fx.compile(model), torch.zeros((2, 2), dtype=torch.long)
+    compiled(ids_BT).backward()
+    hook = model.inner.register_full_backward_hook(lambda module, before, after: None)
+    with pytest.raises(CaptureError, match="expected modules without backward hooks, in Queued, found one on inner"):
+        compiled(ids_BT)
+    hook.remove()
+    compiled(ids_BT).backward()

@@ -1,0 +1,91 @@
+"""Two Parameters on one storage are found and refused; whatever only looks alike is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import embrace_fx
+from embrace_fx.setup.shared_memory import share_memory
+from tests.support.ranks import run_ranks
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 6)
+        self.out = nn.Linear(6, 40, bias=False)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        found: Tensor = self.out(self.words(ids_BT)).square().mean()
+        return found
+
+
+def _refused(rank: int, world_size: int) -> list[str]:
+    told = []
+    model: Any = Tied()
+    if rank == 1:
+        model.out.weight.data = model.words.weight.data
+    with pytest.raises(ValueError, match="expected every parameter to have memory of its own") as raised:
+        embrace_fx.compile(model)
+    told.append(str(raised.value))
+    model = Tied()
+    compiled = embrace_fx.compile(model)
+    model.out.weight.data = model.words.weight.data
+    with pytest.raises(ValueError, match="expected every parameter to have memory of its own"):
+        compiled(torch.zeros((2, 3), dtype=torch.long))
+    model.out.weight.data = model.words.weight.data.clone()
+    compiled(torch.zeros((2, 3), dtype=torch.long)).backward()
+    return told
+
+
+def test_two_parameters_on_one_storage_are_refused_on_every_rank() -> None:
+    for (told,) in run_ranks(2, _refused):
+        assert "rank 1" in told
+        assert "words.weight and out.weight share theirs" in told
+        assert "\n" not in told
+
+
+def test_a_parameter_that_overlaps_another_is_refused() -> None:
+    model: Any = Tied()
+    rows = torch.zeros(60, 6)
+    model.words.weight.data, model.out.weight.data = rows[:40], rows[20:]
+    with pytest.raises(ValueError, match=r"words\.weight and out\.weight overlap"):
+        embrace_fx.compile(model)
+
+
+def test_a_buffer_that_is_a_view_of_a_parameter_is_refused() -> None:
+    model: Any = Tied()
+    model.register_buffer("first_row", model.words.weight.data[0])
+    with pytest.raises(ValueError, match=r"words\.weight and first_row overlap"):
+        embrace_fx.compile(model)
+
+
+def test_parameters_cut_out_of_one_storage_are_their_own() -> None:
+    model: Any = Tied()
+    rows = torch.randn(80, 6)
+    model.words.weight.data, model.out.weight.data = rows[:40], rows[40:]
+    embrace_fx.compile(model)(torch.zeros((2, 3), dtype=torch.long)).backward()
+    columns = torch.randn(40, 12)
+    model.words.weight.data, model.out.weight.data = columns[:, :6], columns[:, 6:]
+    embrace_fx.compile(model)(torch.zeros((2, 3), dtype=torch.long)).backward()
+
+
+def test_frozen_parameters_may_share_memory() -> None:
+    model: Any = Tied()
+    model.extra = nn.Linear(6, 6)
+    model.out.weight.data = model.words.weight.data
+    model.out.weight.requires_grad_(False)
+    model.words.weight.requires_grad_(False)
+    embrace_fx.compile(model)
+
+
+def test_tensors_of_other_strides() -> None:
+    table = torch.zeros(4, 6)
+    assert share_memory(table, table.T)
+    assert share_memory(table[::2], table[2:])
+    assert not share_memory(table[::2], table[1::2])
+    assert not share_memory(table[:0], table)

@@ -1,0 +1,155 @@
+"""Each command of the command line, and every fault that `doctor` has to find."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from embrace_fx import cli, doctor
+from embrace_fx.viz import save
+from embrace_fx.viz.reading import read_trace
+from tests.support import timelines
+
+FACTORY = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(200_000, 16)
+        self.top = nn.Linear(16, 1)
+
+    def forward(self, ids):
+        return self.top(self.table(ids)).square().mean()
+
+def make():
+    model = Model()
+    return model, torch.arange(64), torch.optim.SGD(model.parameters(), 0.1)
+
+def nothing():
+    return Model()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with the factory in it."""
+    (tmp_path / "made_here.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "made_here", raising=False)
+    return tmp_path
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    result = CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_a_plan_in_every_form_and_its_pictures_converted(folder: Path) -> None:
+    (folder / "cluster.json").write_text('{"bandwidth_bytes_per_ms": 1e4, "latency_ms": 0.01}')
+    files = ("plan.txt", "plan.json", "plan.html", "plan.svg")
+    outputs = [argument for name in files for argument in ("--output", name)]
+
+    run("plan", "made_here:make", "--world-size", "64", "--cluster", "cluster.json", *outputs)
+
+    text = (folder / "plan.txt").read_text()
+    assert "embrace_fx plan, 64 rank(s)" in text
+    assert "Schedule 2d, predicted" in text
+    found = json.loads((folder / "plan.json").read_text())
+    assert found["plan"]["decisions"][0]["strategy"] == "alltoall"
+    assert found["plan"]["links"]["bandwidth_bytes_per_ms"] == 1e4
+    assert found["schedule"]["step_ms"] > 0
+    assert "table.weight" in (folder / "plan.html").read_text()
+    assert (folder / "plan.svg").read_text().startswith("<svg")
+
+
+def test_a_trace_becomes_a_page_with_the_same_figures(folder: Path) -> None:
+    schedule = timelines.schedule()
+    timeline = timelines.timeline(schedule)
+    save(folder / "trace.json", schedule=schedule, timeline=timeline)
+
+    assert "wrote page.html" in run("show", "trace.json", "--output", "page.html")
+    predicted, measured = read_trace(folder / "trace.json")
+    assert predicted is not None
+    assert measured is not None
+    assert measured.diagnostics().step_ms == pytest.approx(timeline.diagnostics().step_ms, rel=1e-5)
+    assert predicted.diagnostics().step_ms == pytest.approx(schedule.diagnostics().step_ms, rel=1e-5)
+    assert predicted.launch_order == schedule.launch_order
+    assert "measured" in (folder / "page.html").read_text()
+
+
+def test_what_is_asked_wrongly_is_told_in_a_line(folder: Path) -> None:
+    (folder / "cluster.json").write_text('{"bandwith": 1}')
+    (folder / "other.json").write_text('{"traceEvents": []}')
+
+    assert "expected module:function" in run("plan", "made_here", status=2)
+    assert "No module named 'not_here'" in run("plan", "not_here:make", status=2)
+    assert "made_here:nothing returned Model" in run("plan", "made_here:nothing", status=2)
+    assert "which it should not have" in run("plan", "made_here:make", "--cluster", "cluster.json", status=2)
+    assert "expected a schedule or a timeline saved as .json" in run("show", "other.json", status=1)
+    assert "Start it by: torchrun" in run("bench", "made_here:make", status=2)
+
+
+WELL = {"PATH": os.environ["PATH"], "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "subject", "state", "found"),
+    [
+        ({"CXX": "no-such-compiler"}, "C++ compiler", "limits", "CXX=no-such-compiler, which is not there"),
+        ({"GLOO_SOCKET_IFNAME": "nosuch0"}, "network interface", "fails", "GLOO_SOCKET_IFNAME=nosuch0"),
+        ({"MASTER_ADDR": "no.such.host.invalid"}, "meeting place", "fails", "MASTER_ADDR=no.such.host.invalid"),
+        ({"RANK": "2"}, "launch", "fails", "RANK=2 of WORLD_SIZE=2"),
+        ({"LOCAL_WORLD_SIZE": "64", "OMP_NUM_THREADS": "4096"}, "threads", "limits", "64 rank(s) of 4096 thread(s)"),
+    ],
+)
+def test_the_doctor_finds_a_planted_fault(fault: dict[str, str], subject: str, state: str, found: str) -> None:
+    before = {finding.subject for finding in doctor.examine(WELL) if finding.to_do}
+
+    (finding,) = [each for each in doctor.examine(WELL | fault) if each.to_do and each.subject not in before]
+
+    assert (finding.subject, finding.state) == (subject, state)
+    assert finding.found.startswith(found)
+
+
+def test_the_doctor_finds_half_a_launch_and_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.launch({"WORLD_SIZE": "2"}).found == "WORLD_SIZE without RANK, MASTER_ADDR, MASTER_PORT"
+    monkeypatch.setattr("torch.__version__", "2.9.1+cpu")
+    assert doctor.versions({}).state == "fails"
+
+
+def test_the_doctor_on_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*doctor.LAUNCH_VARIABLES, "GLOO_SOCKET_IFNAME", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+
+    printed = run("doctor")
+
+    assert "works  launch: a single process" in printed
+    assert "fails" not in printed
+
+
+def test_two_ranks_probe_their_links_and_compare_two_systems(folder: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+    def said(*command: str) -> str:
+        done = subprocess.run(
+            [*torchrun, "embrace_fx.cli", *command], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "works  links: " in said("doctor")
+    printed = said("bench", "made_here:make", "--steps", "2")
+    assert "times as fast" in printed
+    assert "rank 0 sends 12.8" in printed  # MB of a dense gradient of 200,000 x 16
+    assert "embrace_fx plan, 2 rank(s)" in printed

@@ -1,0 +1,101 @@
+"""What a first call says unasked: one line of what was decided, and what takes long while it does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from embrace_fx.setup import telling
+from tests.support.first_contact import on_terminal, program
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SLOW = "torch.compiler.is_compiling() and time.sleep(5)"
+"""While the forward is traced directly; Dynamo, which does not run it, gives up on it first."""
+
+
+def said(command: list[str]) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_one_line_on_rank_0(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(program()[-1])
+
+    lines = [line for line in said([*TORCHRUN, str(script)]).splitlines() if line.startswith("embrace_fx: ")]
+
+    (told,) = [line for line in lines if "sharded" in line]
+    assert told.startswith("embrace_fx: 1 table sharded: table.weight, 0 whole; a rank sends ")
+    assert "DDP 125.0 KiB (1/" in told
+    assert "a step is predicted to take" in told
+    assert 'model.report() tells why, model.schedule.save("schedule.html") draws it' in told
+
+
+@pytest.mark.parametrize(
+    ("set_up", "shown"),
+    [
+        ("", True),
+        ('logging.getLogger("embrace_fx").setLevel(logging.WARNING)', False),
+        ("logging.disable(logging.INFO)", False),
+        ("logging.basicConfig()", False),
+        ("logging.basicConfig(level=logging.INFO, format='%(name)s %(levelname)s')", True),
+    ],
+    ids=["nothing configured", "logger's level", "disabled", "a root of warnings", "a root of information"],
+)
+def test_logging_decides_what_is_shown(
+    set_up: str, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(telling.logger, "handlers", [])
+    before = root.level, telling.logger.level, root.manager.disable
+    try:
+        exec(set_up, {"logging": logging})
+        telling.tell("%d tables", 3)
+    finally:
+        root.setLevel(before[0])
+        telling.logger.setLevel(before[1])
+        logging.disable(before[2])
+
+    found = capsys.readouterr().err
+    assert bool(found) == shown
+    if shown and not set_up:
+        assert found == "embrace_fx: 3 tables\n"
+    elif shown:
+        assert found == "embrace_fx INFO\n"
+
+
+def test_stages_that_take_long_are_told_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(telling, "FIRST_LINE_S", 0.2)
+    with telling.stage("planning"), telling.stage("probing links"):
+        time.sleep(1.0)
+    with telling.stage("placing"):
+        pass
+    with telling.stage("capturing", rank=1):
+        time.sleep(0.5)
+
+    lines = capsys.readouterr().err.splitlines()
+    assert 2 <= len(lines) <= 4  # after 0.2 s and whenever it has taken twice as long
+    assert all(re.fullmatch(r"embrace_fx: probing links, \d s", line) for line in lines)
+    assert not telling._stages
+
+
+def test_no_stall_on_a_terminal_is_silent() -> None:
+    status, written = on_terminal(program(slow=SLOW), 250)
+
+    text = "".join(each for _, each in written)
+    assert status == 0, text
+    assert "embrace_fx: capturing, 4 s" in text
+    # Ten a second of a machine that is free, fewer where others compute. One alone would be a stall.
+    assert sum("capturing" in each for _, each in written) > 5
+    assert "embrace_fx: 1 rank with 1 table: nothing is sent." in text

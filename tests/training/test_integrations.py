@@ -1,0 +1,86 @@
+"""Loops of Accelerate, Hugging Face's Trainer and Lightning on 2 ranks: embrace_fx's losses are DDP's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+LOSSES = {"accelerate_loop.py": "losses.json", "trainer_loop.py": "log.json", "lightning_loop.py": "losses.json"}
+SAVED = {"accelerate_loop.py": "state", "trainer_loop.py": "checkpoint-10", "lightning_loop.py": "last.ckpt"}
+"""What a run of 10 steps leaves."""
+
+
+def run(script: str, system: str, output: Path, *options: str, ranks: int = 2) -> list[Any]:
+    """Runs an example as a user would; returns what it wrote down."""
+    output.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(EXAMPLES / script), "--system", system, "--output", str(output), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: list[Any] = json.loads((output / LOSSES[script]).read_text())
+    return found
+
+
+def assert_near(found: Sequence[Any], expected: Sequence[Any], within: float = 1e-6) -> None:
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, abs=within, rel=within)
+
+
+CASES = [
+    pytest.param("accelerate_loop.py", ("--steps", "4"), id="accelerate, 4 steps"),
+    pytest.param("accelerate_loop.py", (), marks=pytest.mark.long, id="accelerate"),
+    pytest.param("accelerate_loop.py", ("--accumulate", "3"), marks=pytest.mark.long, id="accelerate, accumulation"),
+    pytest.param("accelerate_loop.py", ("--mixed-precision", "bf16"), marks=pytest.mark.long, id="accelerate, bf16"),
+    pytest.param("trainer_loop.py", (), marks=pytest.mark.long, id="trainer"),
+    pytest.param("trainer_loop.py", ("--accumulate", "2"), marks=pytest.mark.long, id="trainer, accumulation"),
+    pytest.param("trainer_loop.py", ("--bf16",), marks=pytest.mark.long, id="trainer, bf16"),
+    pytest.param("lightning_loop.py", (), marks=pytest.mark.long, id="lightning"),
+    pytest.param("lightning_loop.py", ("--accumulate", "2"), marks=pytest.mark.long, id="lightning, accumulation"),
+    pytest.param("lightning_loop.py", ("--precision", "bf16-mixed"), marks=pytest.mark.long, id="lightning, bf16"),
+]
+
+
+@pytest.mark.parametrize(("script", "options"), CASES)
+@pytest.mark.timeout(300)
+def test_losses_and_norms_are_ddps(script: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    expected = run(script, "ddp", tmp_path / "ddp", *options)
+
+    assert_near(run(script, "embrace_fx", tmp_path / "embrace_fx", *options), expected)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_tables_are_sharded_in_an_accelerated_loop(tmp_path: Path) -> None:
+    options = ("--optimizer", "sgd", "--no-clip")
+    expected = run("accelerate_loop.py", "ddp", tmp_path / "ddp", *options)
+
+    assert_near(
+        run("accelerate_loop.py", "embrace_fx", tmp_path / "embrace_fx", *options, "--strategy", "alltoall"), expected
+    )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("script", sorted(LOSSES))
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_2_ranks_save_others_resume(script: str, ranks: int, tmp_path: Path) -> None:
+    of_accelerate = script.startswith("accelerate")
+    sharding = ("--optimizer", "sgd", "--no-clip") if of_accelerate else ()
+    asked = (*sharding, "--strategy", "alltoall") if of_accelerate else ()
+    run(script, "embrace_fx", tmp_path / "first", "--steps", "10", *asked)
+    saved = str(tmp_path / "first" / SAVED[script])
+
+    expected = run(script, "ddp", tmp_path / "ddp", "--steps", "20", "--resume", saved, *sharding, ranks=ranks)
+    found = run(script, "embrace_fx", tmp_path / "again", "--steps", "20", "--resume", saved, *asked, ranks=ranks)
+    assert_near(found, expected)
