@@ -118,8 +118,7 @@ def train(rank: int, setting: Setting, task: Task) -> Outcome:
 def measure(setting: Setting) -> Outcome:
     """In processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
-        start = spawn
-        start(run_rank, args=(setting, folder), nprocs=setting.ranks)  # type: ignore[no-untyped-call]
+        spawn(run_rank, args=(setting, folder), nprocs=setting.ranks)
         return Outcome(**json.loads(Path(folder, "outcome.json").read_text(encoding="utf-8")))
 
 

@@ -59,7 +59,7 @@ class Asynchronous:
             half of the process group's timeout.
     """
 
-    strength: float = 1.0
+    strength: float = 0.03
     arrivals: int = 1
     staleness: int = 10
     patience_s: float = 60.0

@@ -35,7 +35,7 @@ class Synchronous:
         strength: of the pull to the agreed weights (g), per sequence of a rank, as penalties are.
     """
 
-    strength: float = 1.0
+    strength: float = 0.03
 
     def __post_init__(self) -> None:
         if not 0 < self.strength < float("inf"):

@@ -160,6 +160,7 @@ def _die(rank: int, world_size: int) -> None:
     admm.train(rnn, head, shard(rank, world_size), iterations=50, parallel=admm.Synchronous(), on_iteration=die)
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_is_named() -> None:
     first, second = fresh_ranks(2, _die)
     assert isinstance(second.exception, RankDied)

@@ -1,0 +1,51 @@
+"""Pictures of the parallel forms: what each rank did and whom it waited for, from real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from embrace_fx import admm
+from embrace_fx.admm.timeline import by_time
+from embrace_fx.runtime.launch.recorder import Recording, Transfer
+from tests.admm.problems import modules, weighed_words
+from tests.support.ranks import run_ranks
+
+
+def _draw(rank: int, world_size: int, folder: Path, asynchronous: bool) -> None:
+    parallel = admm.Asynchronous(patience_s=5) if asynchronous else admm.Synchronous()
+    for suffix in ("svg", "json"):
+        rnn, head = modules(6, 8, 2)
+        data = weighed_words(30, 4, seed=rank)
+        admm.train(rnn, head, data, iterations=12, parallel=parallel, timeline=folder / f"timeline.{suffix}")
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "exchange"), [(False, "AllReduce of weights"), (True, "weights to the master")]
+)
+def test_a_picture_shows_sweeps_and_exchanges_of_all_ranks(tmp_path: Path, asynchronous: bool, exchange: str) -> None:
+    run_ranks(3, _draw, tmp_path, asynchronous)
+    picture = (tmp_path / "timeline.svg").read_text(encoding="utf-8")
+    assert all(f">rank {rank}<" in picture for rank in range(3))
+    trace = json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))
+    seen = {(event["pid"] - 1, event["name"]) for event in trace["traceEvents"] if event["ph"] == "X"}
+    workers = (1, 2) if asynchronous else (0, 1, 2)
+    for name in ("backward sweep", "forward sweep", exchange):
+        assert {rank for rank, what in seen if what == name} == set(workers), name
+    assert ((0, "mean of weights") in seen) == asynchronous
+
+
+def test_windows_of_equal_length() -> None:
+    recording = Recording(
+        [("", 0, 10.0), ("backward sweep", 0, 11.0), ("", 1, 11.5), ("backward sweep", 1, 14.5)],
+        [("weights from the master", "dense", 0, 11.0, 11.5)],
+        [Transfer("weights to the master", "dense", 0, 8, 12.5, 13.0)],
+        1,
+    )
+    cut = by_time(recording, 2.0)
+    assert [window for _, window, _ in cut.marks] == [0, 0, 0, 2]
+    assert [wait[2] for wait in cut.waits] == [0]
+    assert [transfer.window for transfer in cut.transfers] == [1]
+    assert cut.window == 2
