@@ -146,7 +146,9 @@ class Step:
             return self._of_batch(backward.roles, outputs)
         absent = program.without_gradient(starts_from)
         given_away = [tangent for tangent in tangents if tangent is not None]
-        deliver(program.state, program.flow, program.synchronised, backward.roles, outputs, absent, given_away)
+        # One process has nothing to reduce later: what it accumulates is a sum from the first backward on.
+        whole = program.synchronised or program.communicator.world_size == 1
+        deliver(program.state, program.flow, whole, backward.roles, outputs, absent, given_away)
         return self._of_batch(backward.roles, outputs)
 
     def _launch_flags(self, given: Sequence[int], written: int) -> Finish:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -282,3 +284,21 @@ def _train_at_two_paces(rank: int, world_size: int, workload: Workload) -> int:
 
 def test_optimizers_of_compile_may_keep_different_paces() -> None:
     assert run_ranks(2, _train_at_two_paces, WORKLOADS["two_table_lm"]) == [STEPS, STEPS]
+
+
+def test_a_single_process_sums_up_what_it_accumulates() -> None:
+    """There is no bucket that takes the sum along."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(12, 1)).double()
+    same = copy.deepcopy(plain)
+    compiled = embrace_fx.compile(plain)
+    batches = torch.randint(20, (3, 5, 3))
+
+    for number, ids in enumerate(batches):
+        with compiled.no_sync() if number < 2 else nullcontext():
+            compiled(ids).square().mean().backward()
+        same(ids).square().mean().backward()
+
+    for found, expected in zip(plain.parameters(), same.parameters(), strict=True):
+        assert found.grad is not None
+        torch.testing.assert_close(found.grad, expected.grad)
