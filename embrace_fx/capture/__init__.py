@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
@@ -136,11 +137,26 @@ def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captur
     if traced.replay is not None:
         leaves = [*leaves, *traced.replay.read_states()]
     joint = with_roles(traced.joint, model, traced.names, leaves)
+    _refuse_fake_constants(joint.module)
     guarded, fakes = _guarded(traced.fake_mode, joint.batch, leaves)
     guard = _guard(fakes) if fakes else None
     graph = TrainingGraph(joint.module)
     found = Captured(graph, traced.out_spec, joint.constants, traced.route, guard, guarded, fakes, traced.conditions)
     return replace(found, replay=traced.replay)
+
+
+def _refuse_fake_constants(module: fx.GraphModule) -> None:
+    """A parameter that the forward reaches by another way than through the model is a constant, which has no values.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    for node in module.graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(module, str(node.target), None), FakeTensor):
+            raise CaptureError(
+                "the forward reaches parameters through something else than the model, a function that it closes over "
+                "say; have it read them as attributes of its modules"
+            )
 
 
 def _guarded(
