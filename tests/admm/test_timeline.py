@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from embrace_fx import admm
+from embrace_fx.admm.operations import BACKWARD_SWEEP, TO_MASTER, TO_WORKER
 from embrace_fx.admm.timeline import by_time
 from embrace_fx.runtime.launch.recorder import Recording, Transfer
 from tests.admm.problems import modules, weighed_words
@@ -39,13 +40,13 @@ def test_a_picture_shows_sweeps_and_exchanges_of_all_ranks(tmp_path: Path, async
 
 def test_windows_of_equal_length() -> None:
     recording = Recording(
-        [("", 0, 10.0), ("backward sweep", 0, 11.0), ("", 1, 11.5), ("backward sweep", 1, 14.5)],
-        [("weights from the master", "dense", 0, 11.0, 11.5)],
-        [Transfer("weights to the master", "dense", 0, 8, 12.5, 13.0)],
+        [(None, 0, 10.0), (BACKWARD_SWEEP, 0, 11.0), (None, 1, 11.5), (BACKWARD_SWEEP, 1, 14.5)],
+        [(TO_WORKER, 0, 11.0, 11.5)],
+        [Transfer(TO_MASTER, 0, 8, 12.5, 13.0)],
         1,
     )
     cut = by_time(recording, 2.0)
     assert [window for _, window, _ in cut.marks] == [0, 0, 0, 2]
-    assert [wait[2] for wait in cut.waits] == [0]
+    assert [wait[1] for wait in cut.waits] == [0]
     assert [transfer.window for transfer in cut.transfers] == [1]
     assert cut.window == 2
