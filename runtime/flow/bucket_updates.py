@@ -172,6 +172,10 @@ class BucketUpdates:
         if ticket is not None:
             self._wait(ticket)
 
+    def forget_submitted(self) -> None:
+        """Chunks that a backward has submitted are no bucket's: it has been given up."""
+        self._submitted.clear()
+
     def take_over(self, k: int, flat: Tensor) -> None:
         """Takes a packed bucket over, all of whose chunks have been submitted."""
         self.await_update(k)  # of the step before, if no forward has read the parameters since

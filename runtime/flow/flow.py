@@ -71,6 +71,7 @@ class Flow:
         exchanges: by table, or by stack.
         of_table: likewise, but by table alone: those of a stack have one exchange.
         buckets: those of the plan.
+        has_cut: whether `await_ids` has been called in the backward that runs.
     """
 
     buckets: BucketUpdates
@@ -101,6 +102,7 @@ class Flow:
         self._valid = True  # what was prefetched may be used
         self._segment: OperationId | None = None  # of the forward's compute, for the recorder; None: no forward runs
         self._stands = False
+        self.has_cut = False
 
     def look_at(self, program: IdsProgram, leaves: Sequence[Any]) -> Ahead:
         """The next batch, as far as it can be known before its turn."""
@@ -225,13 +227,17 @@ class Flow:
         self._end_segment()
         self._segment = None
 
-    def begin_backward(self, program: IdsProgram, values: Values) -> None:
+    def begin_backward(self, program: IdsProgram, values: Values, *, held: bool) -> None:
         """Opens the window; applies what no node of the program will.
 
         Args:
             values: those of the batch whose backward it is.
+            held: nothing of it leaves before `launcher.release`: the backward may still be given up.
         """
-        self.launcher.open_window()
+        if held:
+            self.materialise()  # of an earlier backward, which is not given up with this one
+        self.has_cut = False
+        self.launcher.open_window(held=held)
         self.recorder.window()
         self._read_now = {route.table: values[route.ids] for route in program.routes}
         self.buckets.apply()
@@ -246,6 +252,20 @@ class Flow:
         self.recorder.mark(END)
         self._read_now = {}
         self.launcher.leave_backward()
+
+    def give_up_forward(self) -> None:
+        """Forgets a forward that has failed, all of whose launches have been submitted."""
+        self._segment = self._coming = self._ahead = None
+        self._forget_rows()
+
+    def give_up_backward(self) -> None:
+        """Forgets a backward, of which everything that leaves on any rank has been submitted, or has been dropped."""
+        self._read_now = {}
+        self._ahead = None
+        self._forget_rows()
+        self.buckets.forget_submitted()
+        self.discard()
+        self.launcher.open_window()
 
     # -- what the nodes of a relaxed program call ----------------------------------------------------------------------
 
@@ -263,6 +283,7 @@ class Flow:
 
     def await_ids(self) -> None:
         """Has the next batch's routing, and cuts its rows and this one's; or sees that nothing is to be cut."""
+        self.has_cut = True
         if self._ahead is not None:
             self._ahead = self._route(self._ahead)
         ahead = self._ahead

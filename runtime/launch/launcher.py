@@ -7,6 +7,8 @@ Contract
     The order between classes is for speed. Within a class it is what makes ranks meet, and never changes; but where
     nothing moves for `STANDSTILL_S` (a rank saves a checkpoint while the others train on), classes overtake each
     other. So whatever has been submitted on all ranks completes, and no rank waits for a launch that is still to come.
+    A backward's launches are held until every rank is known to be in that backward: where one is not, all are dropped,
+    and no rank has sent what another one will never receive.
 """
 
 from __future__ import annotations
@@ -34,6 +36,10 @@ _POLL_S = 0.001
 Launch = Callable[[], InFlight]
 
 
+class Dropped(Exception):
+    """What waits for a launch that does not leave: a rank has given up the backward that it is of."""
+
+
 @dataclass
 class Ticket:
     """A submitted launch.
@@ -54,6 +60,7 @@ class Ticket:
     work: Any = None
     measured: Callable[[], int] | None = None
     state: _State = field(default=None)  # type: ignore[assignment]
+    dropped: bool = False
 
     @property
     def done(self) -> bool:
@@ -64,20 +71,30 @@ class Ticket:
 
         Raises:
             RuntimeError: the collective, or an earlier one, failed.
+            Dropped: it does not leave.
         """
         if not self.done:
             with self.state.changed:
-                self.state.changed.wait_for(lambda: self.done or self.state.error is not None)
+                self.state.changed.wait_for(lambda: self.done or self.dropped or self.state.error is not None)
         if self.state.error is not None:
             raise self.state.error
+        if self.dropped:
+            raise Dropped
         assert self.value is not None
         return self.value
 
 
 class _Window:
-    """The launches of one window: what has been submitted, by its place in the order."""
+    """The launches of one window: what has been submitted, by its place in the order.
 
-    def __init__(self, order: tuple[OperationId, ...], number: int = 0) -> None:
+    Attributes:
+        held: nothing of it leaves yet.
+        dropped: nothing of it will.
+    """
+
+    def __init__(self, order: tuple[OperationId, ...], number: int = 0, *, held: bool = False) -> None:
+        self.held = held
+        self.dropped = False
         self.order = order
         self.number = number
         self.waiting: dict[OperationId, Ticket] = {}  # submitted, and not launched
@@ -110,6 +127,8 @@ class _State:
             self.windows.popleft()
         passed_over: set[Lane] = set()
         for window in self.windows:
+            if window.held:
+                return None
             for launch in window.order:
                 ticket = window.waiting.get(launch)
                 if ticket is not None and launch.lane not in passed_over:
@@ -177,11 +196,36 @@ class Launcher:
         """The launch order of the current window."""
         return self._state.windows[-1].order
 
-    def open_window(self) -> None:
-        """Ends the current window, whose unsubmitted launches are not coming any more, and begins the next one."""
+    def open_window(self, *, held: bool = False) -> None:
+        """Ends the current window, whose unsubmitted launches are not coming any more, and begins the next one.
+
+        Args:
+            held: nothing of the next one leaves before `release`.
+        """
         with self._changing() as window:
             window.expected.clear()
-            self._state.windows.append(_Window(self._order, window.number + 1))
+            self._state.windows.append(_Window(self._order, window.number + 1, held=held))
+
+    def release(self) -> None:
+        """What the current window has submitted, and will, may leave. From any thread."""
+        with self._changing() as window:
+            window.held = False
+
+    def drop(self) -> None:
+        """What the held window has submitted does not leave; its tickets' waits raise `Dropped`. From any thread."""
+        with self._changing() as window:
+            for ticket in window.waiting.values():
+                ticket.dropped, ticket.launch = True, None
+            window.waiting.clear()
+            window.dropped, window.held = True, False
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for a launch raises `error`. From any thread."""
+        _fail(self._state, error)
+
+    def expects(self, launch: OperationId) -> bool:
+        """Whether a launch of the current window is still to be submitted, and may be."""
+        return launch in self._state.windows[-1].expected
 
     def leave_backward(self) -> None:
         """What the window's backward has not submitted is not coming any more."""
@@ -211,8 +255,11 @@ class Launcher:
         number = -1 if recording is None else recording.window
         ticket = self._ticket(which, launch, sent_bytes, number)
         with self._changing() as window:
-            window.waiting[which] = ticket
             window.expected.remove(which)
+            if window.dropped:
+                ticket.dropped, ticket.launch = True, None
+            else:
+                window.waiting[which] = ticket
         self.noted(str(which))
         return ticket
 
