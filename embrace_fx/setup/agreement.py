@@ -13,7 +13,7 @@ from embrace_fx.capture.errors import CaptureError
 from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.runtime.ranks.announcement import Announcements, check_activities
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.shared_memory import refuse_shared_memory
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -169,11 +169,6 @@ def refuse_ignored(model: nn.Module) -> None:
 def is_hooked(parameter: Tensor) -> bool:
     """Whether a parameter has gradient hooks."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-def failure_text(failure: Exception) -> str:
-    """A failure as other ranks are to read it; the library's own errors need no type."""
-    return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
 
 
 def agree_on_first_call(announcements: Announcements, failure: Exception | None) -> None:

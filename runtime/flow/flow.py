@@ -23,7 +23,7 @@ from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import Streams
-from embrace_fx.runtime.ranks.announcement import Announcements, bad_id_report, unreadable
+from embrace_fx.runtime.ranks.announcement import Announcements, Gate, bad_id_report, unreadable
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.runtime.step.phases import Values
 from embrace_fx.vocabulary.schedule import (
@@ -229,17 +229,23 @@ class Flow:
         self._end_segment()
         self._segment = None
 
-    def begin_backward(self, program: IdsProgram, values: Values, *, held: bool) -> None:
-        """Opens the window; applies what no node of the program will.
+    def open_window(self, gate: Gate | None) -> None:
+        """At the head of a backward.
+
+        Args:
+            gate: what tells whether every rank is in it: nothing leaves before.
+        """
+        self.has_cut = False
+        self.launcher.open_window(held=gate is not None)
+        if gate is not None:
+            self.launcher.release_after(gate.future, gate.all_are_here)
+
+    def begin_backward(self, program: IdsProgram, values: Values) -> None:
+        """Applies what no node of the program will.
 
         Args:
             values: those of the batch whose backward it is.
-            held: nothing of it leaves before `launcher.release`: the backward may still be given up.
         """
-        if held:
-            self.materialise()  # of an earlier backward, which is not given up with this one
-        self.has_cut = False
-        self.launcher.open_window(held=held)
         self.recorder.window()
         self._read_now = {route.table: values[route.ids] for route in program.routes}
         self.buckets.apply()
@@ -371,6 +377,11 @@ class Flow:
             self.buckets.materialise()
             for exchange in self.exchanges.values():
                 exchange.materialise()
+
+    def land_untaken(self) -> None:
+        """`materialise`, where there is anything that no step has taken."""
+        if self.buckets.waiting or any(exchange.waiting for exchange in self.exchanges.values()):
+            self.materialise()
 
     def discard(self) -> None:
         """Forgets gradients that no step has taken."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
@@ -66,6 +67,9 @@ class Ticket:
     def done(self) -> bool:
         return self.ended_s > 0.0
 
+    def drop(self) -> None:
+        self.dropped, self.launch = True, None
+
     def wait(self) -> Tensor:
         """The value, once the collective has completed.
 
@@ -100,6 +104,13 @@ class _Window:
         self.waiting: dict[OperationId, Ticket] = {}  # submitted, and not launched
         self.expected = set(order)  # may still be submitted
         self.in_forward = False
+
+    def drop(self) -> None:
+        """Nothing of it leaves."""
+        self.dropped = True
+        for ticket in self.waiting.values():
+            ticket.drop()
+        self.waiting.clear()
 
 
 class _State:
@@ -200,28 +211,32 @@ class Launcher:
         """Ends the current window, whose unsubmitted launches are not coming any more, and begins the next one.
 
         Args:
-            held: nothing of the next one leaves before `release`.
+            held: nothing of the next one leaves before `release_after` lets it.
         """
         with self._changing() as window:
             window.expected.clear()
             self._state.windows.append(_Window(self._order, window.number + 1, held=held))
 
-    def release(self) -> None:
-        """What the current window has submitted, and will, may leave. From any thread."""
-        with self._changing() as window:
-            window.held = False
+    def release_after(self, future: torch.futures.Future[Any], agreed: Callable[[], bool]) -> None:
+        """Lets what the held window submits leave once a future has ended, or drops it.
 
-    def drop(self) -> None:
-        """What the held window has submitted does not leave; its tickets' waits raise `Dropped`. From any thread."""
-        with self._changing() as window:
-            for ticket in window.waiting.values():
-                ticket.dropped, ticket.launch = True, None
-            window.waiting.clear()
-            window.dropped, window.held = True, False
+        Args:
+            agreed: asked then; whether it may leave. Else the waits of its tickets raise `Dropped`.
+        """
 
-    def fail(self, error: BaseException) -> None:
-        """Whoever waits for a launch raises `error`. From any thread."""
-        _fail(self._state, error)
+        def ended(future: Any) -> None:
+            try:
+                future.value()
+            except BaseException as error:
+                _fail(self._state, error)
+                return
+            with self._changing() as window:
+                window.held = False
+                if not agreed():
+                    window.drop()
+
+        self._state.callbacks.add(ended)
+        future.add_done_callback(ended)
 
     def expects(self, launch: OperationId) -> bool:
         """Whether a launch of the current window is still to be submitted, and may be."""
@@ -257,7 +272,7 @@ class Launcher:
         with self._changing() as window:
             window.expected.remove(which)
             if window.dropped:
-                ticket.dropped, ticket.launch = True, None
+                ticket.drop()
             else:
                 window.waiting[which] = ticket
         self.noted(str(which))

@@ -4,20 +4,24 @@ Contract
     Every step begins with an announcement: marks, activity and sizes of every rank. A rank that cannot go on says so
     there, and all ranks raise the same error; no collective is left waiting.
     One rank's announcement is one value, and only `Announcement.encode` and `decode` know how it travels.
+    The head of a backward, and the end of a forward that has failed, are told by the same exchange: whichever of them
+    ranks come to, they meet, and none waits for what another one will never send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from embrace_fx.runtime.kernels import bad_id
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
-from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, PeerFailure
+from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, BACKWARD, PeerFailure
 from embrace_fx.runtime.ranks.groups import all_gather_single
 
 ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
@@ -31,6 +35,15 @@ class Mark(IntFlag):
     """It cannot take part in this step; why follows."""
     ASKS_TO_PLAN = 2
     """It would have another plan made."""
+    IN_BACKWARD = 4
+    """It stands at the head of a backward, and not of a call."""
+    GAVE_UP = 8
+    """It stands in a forward that all ranks have announced, and cannot finish it; why follows."""
+
+
+_ELSEWHERE = Mark.IN_BACKWARD | Mark.GAVE_UP
+
+_WENT_ON = "expected a backward of this call, found that it went on to another call without one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +121,12 @@ class Announcements:
             if failure is not None:
                 raise PeerFailure({0: failure})
             return [tuple(sizes)]
-        everyone = self._exchange(self._own(sizes, failure))
+        own = self._own(sizes, failure)
+        communicator.progress.begin_step()
+        everyone = self._exchange(own)
+        while any(each.marks & _ELSEWHERE for each in everyone):  # they come here next
+            self._warn(self._reports(everyone, None))
+            everyone = self._exchange(own)
         self.asked_to_plan = any(each.marks & Mark.ASKS_TO_PLAN for each in everyone)
         self.rows_read = {}
         self.note_rows(self.watched, [each.rows_seen for each in everyone])
@@ -126,15 +144,47 @@ class Announcements:
         )
 
     def _exchange(self, own: Announcement) -> list[Announcement]:
+        everyone, work = self._launch(own)
+        with self.communicator.watching(ANNOUNCEMENT):
+            work.wait()
+        watched, sizes = len(own.rows_seen), len(own.sizes)
+        return [Announcement.decode(row, watched, sizes) for row in everyone.tolist()]
+
+    def _launch(self, own: Announcement) -> tuple[Tensor, Any]:
+        """What all ranks announce, (N, length), and what is to be waited for before."""
         communicator = self.communicator
         # A step with the next batch's sizes in it has most to say.
         numbers = torch.tensor(own.encode(1 + 2 * self.tables), dtype=torch.int64)
         everyone = numbers.new_empty((communicator.world_size, numbers.numel()))
-        communicator.progress.begin_step()
-        with communicator.watching(ANNOUNCEMENT):
-            all_gather_single(everyone.view(-1), numbers, group=communicator.host_group())
-        watched, sizes = len(own.rows_seen), len(own.sizes)
-        return [Announcement.decode(row, watched, sizes) for row in everyone.tolist()]
+        work = all_gather_single(everyone.view(-1), numbers, group=communicator.host_group(), async_op=True)
+        return everyone, work
+
+    # -- in the middle of a call ---------------------------------------------------------------------------------------
+
+    def enter_backward(self) -> Gate:
+        """Tells the others that this rank begins a backward. Of at least two ranks."""
+        self.communicator.progress.note(BACKWARD)
+        return Gate(self, *self._launch(self._elsewhere(Mark.IN_BACKWARD)))
+
+    def give_up(self, failure: str) -> None:
+        """Tells the others that this rank cannot finish a forward that it has announced. Of at least two ranks."""
+        self._reports(self._exchange(self._elsewhere(Mark.GAVE_UP)), failure)
+
+    def _elsewhere(self, mark: Mark) -> Announcement:
+        return Announcement(mark, self.activity, (-1,) * len(self.watched), ())
+
+    def _reports(self, everyone: Sequence[Announcement], failure: str | None) -> dict[int, str]:
+        """What keeps ranks from going on as the others do. Collective where one of them says why."""
+        found = {rank: _WENT_ON for rank, each in enumerate(everyone) if not each.marks & _ELSEWHERE}
+        if any(each.marks & Mark.GAVE_UP for each in everyone):
+            failures = self.communicator.gather(failure, str | None)
+            found |= {rank: text for rank, text in enumerate(failures) if text is not None}
+        return found
+
+    def _warn(self, reports: Mapping[int, str]) -> None:
+        """Tells this rank, which goes on, of a call that all ranks have given up."""
+        told = "; ".join(f"rank {rank}: {text.removesuffix('.')}" for rank, text in sorted(reports.items()))
+        warnings.warn(f"The call before this one was given up on all ranks: {told}.", RuntimeWarning, stacklevel=2)
 
     def note_rows(self, tables: Sequence[str], sizes: Sequence[Sequence[int]]) -> None:
         """Keeps what was announced: `sizes` by rank, by table; below 0 where it is unknown."""
@@ -149,6 +199,39 @@ class Announcements:
         everyone = self.announce(counts, next((report for report in reports if report is not None), None))
         self.note_rows(tables, everyone)
         return self.communicator.gather_rows_read(unique, everyone, num_rows, group)
+
+
+class Gate:
+    """The head of a backward, where it comes out whether all ranks are in it.
+
+    Attributes:
+        future: ends when it has come out.
+    """
+
+    def __init__(self, announcements: Announcements, everyone: Tensor, work: Any) -> None:
+        self._announcements = announcements
+        self._everyone = everyone
+        self._work = work
+        self.future: torch.futures.Future[Any] = work.get_future()
+
+    def all_are_here(self) -> bool:
+        """Once it has come out. From any thread."""
+        return bool((self._everyone[:, 0] == int(Mark.IN_BACKWARD)).all())
+
+    def wait(self) -> None:
+        with self._announcements.communicator.watching(BACKWARD):
+            self._work.wait()
+
+    def finish(self) -> None:
+        """Waits for it.
+
+        Raises:
+            PeerFailure: a rank is not in this backward; on every rank that is. The others go on.
+        """
+        self.wait()
+        if not self.all_are_here():
+            everyone = [Announcement.decode(row, 0, 0) for row in self._everyone.tolist()]
+            raise PeerFailure(self._announcements._reports(everyone, None))
 
 
 def check_activities(activities: Sequence[int]) -> None:

@@ -22,6 +22,9 @@ from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 ANNOUNCEMENT = "announcement"
 """The name of what every step begins with."""
 
+BACKWARD = "backward"
+"""The name of what every backward begins with."""
+
 _LIBRARIES = tuple(
     str(path)
     for path in (
@@ -61,6 +64,20 @@ class DeadRank(RuntimeError):
 
 class StuckRank(RuntimeError):
     """A collective failed though every rank's process lives: one of them did not come to it in time."""
+
+
+TOLD = "All ranks have been told. Nothing of this step was applied, on any rank."
+"""Said of an error that one rank raises and the others hear of."""
+
+
+def is_of_ranks(error: BaseException) -> bool:
+    """Whether an error is one that other ranks raise too, or cannot be told any more."""
+    return isinstance(error, PeerFailure | DeadRank | StuckRank)
+
+
+def failure_text(failure: Exception) -> str:
+    """A failure as other ranks are to read it; the library's own errors need no type."""
+    return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
 
 
 class Progress:

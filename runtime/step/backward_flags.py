@@ -19,7 +19,10 @@ _NAME = "backward flags"
 _BITS = 62
 """Results that one number can name, a bit each."""
 
-Finish = Callable[[str], Callable[[int], bool]]
+FAILED = -1
+"""Told in place of how many tensors were written: this rank has no gradients."""
+
+Finish = Callable[[str, Exception | None], Callable[[int], bool]]
 
 
 def launch_flags(
@@ -35,12 +38,13 @@ def launch_flags(
         scalars: the step's scalar results.
         given: the results that this rank's backward starts from, by index; those beyond the bits of a number count as
             such anyway.
-        written: how many of the tensors that the backward reads were written since the forward.
+        written: how many of the tensors that the backward reads were written since the forward; or `FAILED`.
         streams: of the device that the results are on; None: they are on the host.
 
     Returns:
-        What ends it. Told in words what was written on this rank, it returns a function that says whether any rank's
-        backward starts from a result. On every rank it raises
+        What ends it. Told in words what was written on this rank, and why it failed, it returns a function that says
+        whether any rank's backward starts from a result. On every rank it raises
+            PeerFailure where a rank has failed,
             RuntimeError where what the backward of any rank reads was written,
             FloatingPointError where a scalar result of any rank is not finite.
     """
@@ -50,8 +54,10 @@ def launch_flags(
     else:
         read = _launch_on(streams, scalars, bits, written, communicator)
 
-    def finish(names: str) -> Callable[[int], bool]:
+    def finish(names: str, failure: Exception | None) -> Callable[[int], bool]:
         not_finite, writes, starts = read()
+        if FAILED in writes:
+            raise communicator.failures(failure)
         if ranks := _ranks(writes):
             raise RuntimeError(
                 "expected the batch, the results and the parameters to be as the forward left them, in backward(), "
