@@ -219,16 +219,16 @@ class Gate:
         return bool((self._everyone[:, 0] == int(Mark.IN_BACKWARD)).all())
 
     def wait(self) -> None:
+        """Until it has come out."""
         with self._announcements.communicator.watching(BACKWARD):
             self._work.wait()
 
-    def finish(self) -> None:
-        """Waits for it.
+    def check(self) -> None:
+        """Once it has come out.
 
         Raises:
             PeerFailure: a rank is not in this backward; on every rank that is. The others go on.
         """
-        self.wait()
         if not self.all_are_here():
             everyone = [Announcement.decode(row, 0, 0) for row in self._everyone.tolist()]
             raise PeerFailure(self._announcements._reports(everyone, None))

@@ -9,7 +9,8 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -151,40 +152,7 @@ class Step:
         backward, flow = program.backward, program.flow
         assert backward is not None
         given = [index for index, t in zip(program.results, tangents, strict=True) if t is not None]
-        written = [tensor for tensor, version in self._read_again if tensor._version != version]
-        self._read_again = []  # values die with their last use
-        names = program.name_written(written, self._leaves)
-        gate = self._enter()
-        # On the host what ranks tell each other is read at the end, where it tells of failures too.
-        finish = None if gate is not None else self._launch_flags(given, len(written))
-        needed = program.owed_backward.begin(values)
-        outputs, failure = self._run_backward(values, tangents, gate)
-        if failure is not None and (gate is None or is_of_ranks(failure)):
-            raise failure
-        if gate is not None and not gate.all_are_here():
-            if flow is not None:
-                flow.give_up_backward()
-            gate.finish()
-        if failure is not None:
-            program.owed_backward.submit(needed)
-        if flow is not None:
-            flow.end_backward()
-        try:
-            finish = finish or self._launch_flags(given, FAILED if failure is not None else len(written))
-            starts_from = finish(names, failure)
-        except PeerFailure:
-            if flow is not None:
-                flow.give_up_backward()
-            if failure is None:
-                raise
-        except (FloatingPointError, RuntimeError):
-            if flow is not None:
-                flow.discard()
-            raise
-        if failure is not None:
-            failure.add_note(TOLD)
-            raise failure
-        assert outputs is not None
+        outputs, starts_from = self._run_backward(values, tangents, given)
         if not for_parameters:
             if flow is not None:
                 flow.discard()
@@ -205,37 +173,88 @@ class Step:
             program.flow.land_untaken()  # of an earlier backward, which is not given up with this one
         gate = program.announcements.enter_backward()
         if program.flow is None:
-            gate.finish()  # what is launched here leaves at once
+            self._check_gate(gate)  # what is launched here leaves at once
         return gate
 
     def _run_backward(
-        self, values: Values, tangents: Sequence[Tensor | None], gate: Gate | None
-    ) -> tuple[tuple[Any, ...] | None, Exception | None]:
-        """The backward's outputs, or why there are none."""
+        self, values: Values, tangents: Sequence[Tensor | None], given: Sequence[int]
+    ) -> tuple[tuple[Any, ...], Callable[[int], bool]]:
+        """The backward's outputs, and what tells of the results that it starts from.
+
+        Args:
+            given: the results that this rank's backward starts from.
+
+        Raises:
+            PeerFailure, FloatingPointError, RuntimeError: as `launch_flags` says, on every rank.
+        """
+        program, flow = self.program, self.program.flow
+        written = [tensor for tensor, version in self._read_again if tensor._version != version]
+        self._read_again = []  # values die with their last use
+        names = program.name_written(written, self._leaves)
+        gate = self._enter()
+        # On the host, what ranks tell each other is read at the end, where it tells of failures too.
+        finish = None if gate is not None else self._launch_flags(given, len(written))
+        needed = program.owed_backward.begin(values)
+        if flow is not None:
+            flow.open_window(gate)
+        outputs: tuple[Any, ...] = ()
+        try:
+            outputs = self._call_backward(values, tangents)
+        except Dropped:
+            pass
+        except Exception as failure:
+            if gate is not None and not is_of_ranks(failure):
+                self._fail_backward(gate, needed, given, failure)
+            raise
+        if gate is not None:
+            self._check_gate(gate)
+        if flow is not None:
+            flow.end_backward()
+        try:
+            finish = finish or self._launch_flags(given, len(written))
+            return outputs, finish(names, None)
+        except PeerFailure:
+            if flow is not None:
+                flow.give_up_backward()
+            raise
+        except (FloatingPointError, RuntimeError):
+            if flow is not None:
+                flow.discard()
+            raise
+
+    def _call_backward(self, values: Values, tangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
         program = self.program
         assert program.backward is not None
         if program.flow is not None:
-            program.flow.open_window(gate)
-        try:
-            if program.flow is not None:
-                assert program.ids_program is not None
-                program.flow.begin_backward(program.ids_program, values)
-            dense = {
-                # The graph was traced for contiguous gradients, and autograd leaves out those of unused results.
-                index: tangent.contiguous() if tangent is not None else torch.zeros_like(result)
-                for index, tangent, result in zip(program.results, tangents, self._results, strict=True)
-                if index in program.differentiable
-            }
-            outputs = program.backward(self._leaves, values, dense)
-            if gate is not None:
-                gate.wait()
-            return outputs, None
-        except Dropped:
-            return None, None
-        except Exception as failure:
-            if gate is not None and not is_of_ranks(failure):
-                gate.wait()
-            return None, failure
+            assert program.ids_program is not None
+            program.flow.begin_backward(program.ids_program, values)
+        dense = {
+            # The graph was traced for contiguous gradients, and autograd leaves out those of unused results.
+            index: tangent.contiguous() if tangent is not None else torch.zeros_like(result)
+            for index, tangent, result in zip(program.results, tangents, self._results, strict=True)
+            if index in program.differentiable
+        }
+        return program.backward(self._leaves, values, dense)
+
+    def _check_gate(self, gate: Gate) -> None:
+        """Raises PeerFailure where a rank is not in this backward, of which nothing has left then."""
+        gate.wait()
+        if self.program.flow is not None and not gate.all_are_here():
+            self.program.flow.give_up_backward()
+        gate.check()
+
+    def _fail_backward(self, gate: Gate, needed: Values, given: Sequence[int], failure: Exception) -> None:
+        """Launches what the others wait for, and tells them at the end of their backward."""
+        program, flow = self.program, self.program.flow
+        self._check_gate(gate)
+        program.owed_backward.submit(needed)
+        if flow is not None:
+            flow.end_backward()
+        with contextlib.suppress(PeerFailure):
+            self._launch_flags(given, FAILED)("", failure)
+        if flow is not None:
+            flow.give_up_backward()
+        failure.add_note(TOLD)
 
     def _launch_flags(self, given: Sequence[int], written: int) -> Finish:
         """Tells the ranks of this backward; the result tells of theirs."""

@@ -6,7 +6,6 @@ A failure prints the seed of its round: `--seed SEED --rounds 1` runs that round
 from __future__ import annotations
 
 import argparse
-import logging
 import time
 from collections import Counter
 from pathlib import Path
@@ -59,7 +58,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("build/soak"))
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("embrace_fx").setLevel(logging.WARNING)
     began_s = time.monotonic()
     limit_s = 60 * given.minutes + 900
     arguments = (given.seed, given.minutes, given.rounds, given.epochs, given.output / f"seed-{given.seed}")

@@ -26,7 +26,7 @@ DEEDS = {
 """With their weights."""
 
 SCHEDULES = ("2d", "2d", "vertical", "horizontal", "none")
-STRATEGIES = ("alltoall", "alltoall", "auto", "allreduce", "grid", "zen")
+STRATEGIES = ("alltoall", "alltoall", "auto", "allreduce", "mixed", "zen")
 OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam", "adamw")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import sys
 import time
 import warnings
@@ -90,6 +91,7 @@ def live(life: Round, rank: int) -> Lived:
 
 def soak(rank: int, ranks: int, seed: int, minutes: float, rounds: int, epochs: int, log: Path | None) -> list[Lived]:
     """Rounds until the time is over, or so many; seeds follow each other."""
+    logging.getLogger("embrace_fx").setLevel(logging.WARNING)
     warnings.simplefilter("ignore")  # of steps given up, and of batches that were not looked ahead to
     ends_s = time.monotonic() + 60 * minutes
     lived: list[Lived] = []

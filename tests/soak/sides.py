@@ -70,10 +70,8 @@ class CompiledSide(PlainSide):
 
     def __init__(self, life: Round) -> None:
         super().__init__(life)
-        ranks = dist.get_world_size()
-        strategy: Any = {"grid": embrace_fx.Grid(ranks, 1), "zen": {"words.weight": "zen"}}.get(
-            life.strategy, life.strategy
-        )
+        mixed = {"words.weight": "alltoall", "items.weight": "allreduce"}
+        strategy: Any = {"mixed": mixed, "zen": {"words.weight": "zen"}}.get(life.strategy, life.strategy)
         self.model = embrace_fx.compile(self.plain, optimizer=self.optimizer, strategy=strategy, schedule=life.schedule)
 
     def lookahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
