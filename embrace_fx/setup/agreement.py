@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
         found[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
     for k, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
-            settings = {key: _plain(value) for key, value in group.items() if key != "params"}
+            settings = settings_of(group)
             held = [names.get(id(parameter), "not of the model") for parameter in group["params"]]
             found[f"optimizer {k}, param group {g}"] = f"{type(optimizer).__name__} {settings} over {held}"
     found["options"] = options.agreed()
@@ -131,6 +131,11 @@ def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
                     f"{rank}: {aspect} is {found}, on rank 0: {expected}. Build all of them from the same code on "
                     "every rank."
                 )
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a param group, as they are compared between ranks."""
+    return {key: _plain(value) for key, value in group.items() if key != "params"}
 
 
 def _plain(value: Any) -> Any:

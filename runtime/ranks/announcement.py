@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.kernels import bad_id
+from embrace_fx.runtime.ranks.checksums import digest_of, diverged
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
-from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, BACKWARD, PeerFailure
+from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, BACKWARD, DivergedReplicas, PeerFailure
 from embrace_fx.runtime.ranks.groups import all_gather_single
 
 ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
@@ -41,6 +42,9 @@ class Mark(IntFlag):
     """It stands in a forward that all ranks have announced, and cannot finish it; why follows."""
 
 
+_BITS = 8
+"""What marks and activity take of their numbers."""
+
 _ELSEWHERE = Mark.IN_BACKWARD | Mark.GAVE_UP
 
 _WENT_ON = "expected a backward of this call, found that it went on to another call without one"
@@ -53,12 +57,16 @@ class Announcement:
     Attributes:
         marks: what it says of itself.
         activity: index into `ACTIVITIES`.
+        steps: of optimizers, that this rank has taken.
+        digest: of its replicas, where they are to be compared; else 0.
         rows_seen: of each watched table, how many of its rows the batch reads; -1: unknown.
         sizes: what the step tells besides.
     """
 
     marks: Mark
     activity: int
+    steps: int
+    digest: int
     rows_seen: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -69,7 +77,8 @@ class Announcement:
             length: of sizes, at most.
         """
         padding = [0] * (length - len(self.sizes))
-        return [self.marks, self.activity, *self.rows_seen, *self.sizes, *padding]
+        marks, activity = self.marks | self.steps << _BITS, self.activity | self.digest << _BITS
+        return [marks, activity, *self.rows_seen, *self.sizes, *padding]
 
     @classmethod
     def decode(cls, numbers: Sequence[int], watched: int, sizes: int) -> Announcement:
@@ -80,7 +89,9 @@ class Announcement:
             sizes: how many sizes were told.
         """
         first = 2 + watched
-        return cls(Mark(numbers[0]), numbers[1], tuple(numbers[2:first]), tuple(numbers[first : first + sizes]))
+        (steps, marks), (digest, activity) = (divmod(number, 1 << _BITS) for number in numbers[:2])
+        seen, told = tuple(numbers[2:first]), tuple(numbers[first : first + sizes])
+        return cls(Mark(marks), activity, steps, digest, seen, told)
 
 
 class Announcements:
@@ -94,6 +105,8 @@ class Announcements:
         rows_seen: of those, in the coming step; of a table that is not there, unknown.
         rows_read: table -> rows that each rank reads, as far as announced.
         asks_to_plan: this rank would have another plan made.
+        checksums: of this rank's replicas, where the coming step is to compare them; else empty.
+        made: how many there have been, on every rank.
         asked_to_plan: any rank would, as of the last announcement.
     """
 
@@ -107,12 +120,15 @@ class Announcements:
         self.rows_read: dict[str, tuple[int, ...]] = {}
         self.asks_to_plan = False
         self.asked_to_plan = False
+        self.checksums: dict[str, int] = {}
+        self.made = 0
 
     def announce(self, sizes: Sequence[int], failure: str | None = None) -> list[tuple[int, ...]]:
         """Every rank's `sizes`, at the head of a step.
 
         Raises:
             PeerFailure: any rank has a `failure`, or the ranks are not doing the same thing; on all ranks.
+            DivergedReplicas: what ranks should hold alike they do not; on all ranks.
         """
         communicator = self.communicator
         communicator.check_open()
@@ -122,6 +138,7 @@ class Announcements:
                 raise PeerFailure({0: failure})
             return [tuple(sizes)]
         own = self._own(sizes, failure)
+        self.made += 1
         communicator.progress.begin_step()
         everyone = self._exchange(own)
         while any(each.marks & _ELSEWHERE for each in everyone):  # they come here next
@@ -134,14 +151,19 @@ class Announcements:
             failures = communicator.gather(failure, str | None)
             raise PeerFailure({rank: text for rank, text in enumerate(failures) if text is not None})
         check_activities([each.activity for each in everyone])
+        checksums, self.checksums = self.checksums, {}
+        digests = {each.digest for each in everyone}
+        if 0 not in digests and len(digests) > 1:
+            raise DivergedReplicas(diverged(communicator.gather(checksums, dict[str, int])))
+        check_steps([each.steps for each in everyone])
         return [each.sizes for each in everyone]
 
     def _own(self, sizes: Sequence[int], failure: str | None) -> Announcement:
         marks = Mark.FAILED * (failure is not None) | Mark.ASKS_TO_PLAN * self.asks_to_plan
         seen, self.rows_seen = self.rows_seen, {}
-        return Announcement(
-            Mark(marks), self.activity, tuple(seen.get(name, -1) for name in self.watched), tuple(sizes)
-        )
+        of_watched = tuple(seen.get(name, -1) for name in self.watched)
+        steps, digest = self.communicator.progress.optimizer_steps, digest_of(self.checksums)
+        return Announcement(Mark(marks), self.activity, steps, digest, of_watched, tuple(sizes))
 
     def _exchange(self, own: Announcement) -> list[Announcement]:
         everyone, work = self._launch(own)
@@ -171,7 +193,7 @@ class Announcements:
         self._reports(self._exchange(self._elsewhere(Mark.GAVE_UP)), failure)
 
     def _elsewhere(self, mark: Mark) -> Announcement:
-        return Announcement(mark, self.activity, (-1,) * len(self.watched), ())
+        return Announcement(mark, self.activity, 0, 0, (-1,) * len(self.watched), ())
 
     def _reports(self, everyone: Sequence[Announcement], failure: str | None) -> dict[int, str]:
         """What keeps ranks from going on as the others do. Collective where one of them says why."""
@@ -216,7 +238,7 @@ class Gate:
 
     def all_are_here(self) -> bool:
         """Once it has come out. From any thread."""
-        return bool((self._everyone[:, 0] == int(Mark.IN_BACKWARD)).all())
+        return all(Announcement.decode(row, 0, 0).marks == Mark.IN_BACKWARD for row in self._everyone.tolist())
 
     def wait(self) -> None:
         """Until it has come out."""
@@ -246,6 +268,22 @@ def check_activities(activities: Sequence[int]) -> None:
     if len(set(activities)) > 1:
         raise PeerFailure(
             {r: f"expected all ranks to do the same, found this one {ACTIVITIES[a]}" for r, a in enumerate(activities)}
+        )
+
+
+def check_steps(steps: Sequence[int]) -> None:
+    """Raises where ranks have taken different numbers of optimizer steps.
+
+    Raises:
+        PeerFailure: saying how many each rank has taken.
+    """
+    if len(set(steps)) > 1:
+        raise PeerFailure(
+            {
+                rank: f"expected as many optimizer steps on every rank, found {count} taken on this one: their "
+                "parameters differ. Load a checkpoint on every rank"
+                for rank, count in enumerate(steps)
+            }
         )
 
 

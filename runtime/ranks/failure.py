@@ -58,6 +58,16 @@ class PeerFailure(RuntimeError):
         return PeerFailure, (self.by_rank,)
 
 
+class DivergedReplicas(RuntimeError):
+    """What all ranks should hold alike differs; raised on every rank at the check, before the step that it precedes."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(f"{found}, at a check of replicas. Load a checkpoint on every rank, and look at that machine.")
+
+    def __reduce__(self) -> tuple[type[RuntimeError], tuple[str]]:
+        return RuntimeError, (str(self),)
+
+
 class DeadRank(RuntimeError):
     """A collective failed because a rank is gone."""
 
@@ -72,7 +82,7 @@ TOLD = "All ranks have been told. Nothing of this step was applied, on any rank.
 
 def is_of_ranks(error: BaseException) -> bool:
     """Whether an error is one that other ranks raise too, or cannot be told any more."""
-    return isinstance(error, PeerFailure | DeadRank | StuckRank)
+    return isinstance(error, PeerFailure | DeadRank | StuckRank | DivergedReplicas)
 
 
 def failure_text(failure: Exception) -> str:
@@ -85,11 +95,13 @@ class Progress:
 
     Attributes:
         step: announcements begun.
+        optimizer_steps: taken, of those that move anything, since a checkpoint was loaded.
         launched: name of a launch -> the step of the last one; the last launch is the last entry.
     """
 
     def __init__(self) -> None:
         self.step = 0
+        self.optimizer_steps = 0
         self.launched: dict[str, int] = {}
 
     def begin_step(self) -> None:

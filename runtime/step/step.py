@@ -188,17 +188,20 @@ class Step:
             PeerFailure, FloatingPointError, RuntimeError: as `launch_flags` says, on every rank.
         """
         program, flow = self.program, self.program.flow
-        written = [tensor for tensor, version in self._read_again if tensor._version != version]
-        self._read_again = []  # values die with their last use
-        names = program.name_written(written, self._leaves)
         gate = self._enter()
-        # On the host, what ranks tell each other is read at the end, where it tells of failures too.
-        finish = None if gate is not None else self._launch_flags(given, len(written))
         needed = program.owed_backward.begin(values)
         if flow is not None:
             flow.open_window(gate)
+        finish: Finish | None = None
+        written, names = 0, ""
         outputs: tuple[Any, ...] = ()
         try:
+            if flow is not None:
+                assert program.ids_program is not None
+                flow.begin_backward(program.ids_program, values)
+            written, names = self._written()
+            if gate is None:  # on the host, what ranks tell each other is read at the end, and tells of failures too
+                finish = self._launch_flags(given, written)
             outputs = self._call_backward(values, tangents)
         except Dropped:
             pass
@@ -211,7 +214,7 @@ class Step:
         if flow is not None:
             flow.end_backward()
         try:
-            finish = finish or self._launch_flags(given, len(written))
+            finish = finish or self._launch_flags(given, written)
             return outputs, finish(names, None)
         except PeerFailure:
             if flow is not None:
@@ -222,12 +225,15 @@ class Step:
                 flow.discard()
             raise
 
+    def _written(self) -> tuple[int, str]:
+        """How many of the tensors that the backward reads were written since the forward, and in words which."""
+        written = [tensor for tensor, version in self._read_again if tensor._version != version]
+        self._read_again = []  # values die with their last use
+        return len(written), self.program.name_written(written, self._leaves)
+
     def _call_backward(self, values: Values, tangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
         program = self.program
         assert program.backward is not None
-        if program.flow is not None:
-            assert program.ids_program is not None
-            program.flow.begin_backward(program.ids_program, values)
         dense = {
             # The graph was traced for contiguous gradients, and autograd leaves out those of unused results.
             index: tangent.contiguous() if tangent is not None else torch.zeros_like(result)
