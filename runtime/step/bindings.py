@@ -47,7 +47,7 @@ class Bindings:
         self._state = state
         self._announcements = announcements
         communicator = announcements.communicator
-        self._packs = iter(buckets or ())
+        self._buckets = buckets or ()
         self._flow = flow
         on = _streams_alone(state, communicator)
         self._alone = solo.SoloRows(on) if on is not None and solo.fits(graph) else None
@@ -69,7 +69,7 @@ class Bindings:
 
     def backward(self, node: fx.Node) -> Callable[..., Any] | None:
         if op_name(node) == "embrace::pack_bucket":
-            return _Packer(self._state, next(self._packs))
+            return _Packer(self._state, self._buckets[node.meta["bucket"]])
         return self._in_flow(node) or self.unique(node)
 
     def _in_flow(self, node: fx.Node) -> Callable[..., Any] | None:
