@@ -79,8 +79,8 @@ class Program:
         self.before_forward = before_forward
         self.check = check
         self.synchronised = buckets is not None
-        self._bindings = lambda each: Bindings(each, state, announcements, buckets, flow, links)
-        self._lower(graph, self._bindings(graph))
+        self._buckets, self._links = buckets, links
+        self._lower(graph, self._bound(graph))
         self._note_communication(graph)
         self._note_results(graph)
         self._note_reads_of_backward(graph)
@@ -95,12 +95,15 @@ class Program:
             ids_program(graph, state, self.unique, self.communicator.wait) if self.flow is not None else None
         )
 
+    def _bound(self, graph: TrainingGraph) -> Bindings:
+        return Bindings(graph, self.state, self.announcements, self._buckets, self.flow, self._links)
+
     def _lowered_backward(self, graph: TrainingGraph, bound: Bindings) -> Runnable:
         return runnable(graph.phases["backward"], self.state, bound.by_op, bound.backward, self.regions, last=True)
 
     def compute_as(self, graph: TrainingGraph) -> None:
         """Takes over the backward of a graph that computes the same in another order, from the next backward on."""
-        self.backward = self._lowered_backward(graph, self._bindings(graph))
+        self.backward = self._lowered_backward(graph, self._bound(graph))
         self._note_reads_of_backward(graph)
 
     def _note_communication(self, graph: TrainingGraph) -> None:

@@ -104,7 +104,7 @@ class Drawing(nn.Module):
         self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.b(_Noisy.apply(self.a(_Noisy.apply(x))))
+        found: Tensor = self.b(_noisy(self.a(_noisy(x))))
         return found.square().mean()
 
 
@@ -114,8 +114,13 @@ class _Noisy(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: object, grad: Tensor) -> Tensor:
         return grad * torch.rand_like(grad)
+
+
+def _noisy(x: Tensor) -> Tensor:
+    found: Tensor = _Noisy.apply(x)  # type: ignore[no-untyped-call]
+    return found
 
 
 def draws_in(nodes: list[fx.Node]) -> list[str]:

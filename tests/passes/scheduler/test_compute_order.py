@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from embrace_fx.passes.relax.order import BackwardUnits
-from embrace_fx.passes.scheduler import compute_order
+from embrace_fx.passes.scheduler import compute_order, launch_order
 from embrace_fx.passes.scheduler.compute_order import LEAST_GAIN, Atoms, reordered, search
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.vocabulary.schedule import (
@@ -135,7 +135,7 @@ def test_nothing_moves_for_the_naive_schedule() -> None:
 
 def test_what_is_held_bounds_the_search() -> None:
     steps, atoms = of_chain()
-    held = {("bucket 0", "words"): 100, ("words", "bucket 0"): 106}
+    held: dict[tuple[str, ...], int] = {("bucket 0", "words"): 100, ("words", "bucket 0"): 106}
 
     assert search(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 105)[1] == atoms.units
     assert search(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 106)[1] != atoms.units
@@ -163,10 +163,14 @@ def test_what_was_measured_of_a_unit_without_compute_stays_with_it() -> None:
 
 
 def test_the_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-    real = compute_order.quick_ms
+    tried: list[StepGraph] = []
     monkeypatch.setattr(compute_order, "TRIED", 5)
-    monkeypatch.setattr(compute_order, "quick_ms", lambda steps: tried.append(steps) or real(steps))
+
+    def counted(steps: StepGraph) -> float:
+        tried.append(steps)
+        return launch_order.quick_ms(steps)
+
+    monkeypatch.setattr(compute_order, "quick_ms", counted)
     sent = [chunk_id(k, 0) for k in range(6)]
     found = BackwardUnits.of(backward([[], *([k] for k in range(6))], sent, list(range(1, 7))))
     atoms = Atoms.of(found, lambda node: 1.0, {})
