@@ -73,7 +73,6 @@ class Session:
         self._flow: Flow | None = None
         self._timeline: Timeline | None = None
         self._warned = False
-        self._graphs: Mapping[str, fx.GraphModule] = {}
         self._given_group = group
         self._communicator = Communicator(group if group is not None else default_group())
         self._begun = False
@@ -142,7 +141,7 @@ class Session:
     @property
     def graphs(self) -> Mapping[str, fx.GraphModule]:
         assert self.plan is not None  # raises before the first call
-        return self._graphs
+        return {} if self._builder is None else self._builder.graphs
 
     def report(self) -> str:
         told = str(self.plan) + told_of(self._communicator.gradient_dtype)
@@ -382,8 +381,6 @@ class Session:
         with stage("compiling", self._communicator.rank):
             self._builder.build(variant)
         self._flow = self._builder.flow
-        if variant.train:
-            self._graphs = self._builder.graphs
 
     # -- planning again ------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class Bindings:
         self._state = state
         self._announcements = announcements
         communicator = announcements.communicator
-        self._packs = iter(buckets or ())
+        self._buckets = buckets or ()
         self._flow = flow
         on = _streams_alone(state, communicator)
         self._alone = solo.SoloRows(on) if on is not None and solo.fits(graph) else None
@@ -72,7 +72,7 @@ class Bindings:
 
     def backward(self, node: fx.Node) -> Callable[..., Any] | None:
         if op_name(node) == "embrace::pack_bucket":
-            return _Packer(self._state, next(self._packs))
+            return _Packer(self._state, self._buckets[node.meta["bucket"]])
         return self._owed(self.owed_backward, node, self._in_flow(node) or self.unique(node))
 
     def _owed(self, owed: Owed, node: fx.Node, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
