@@ -104,6 +104,17 @@ def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def save_full_state_dict(stateful: HasState | dict[str, Any], path: str | Path) -> None:
+    """The file that `torch.save(full_state_dict(stateful), path)` would write, without any rank holding a table whole.
+
+    Collective; rank 0 writes. `torch.load(path, mmap=True)` reads it back so that each rank takes its own columns only:
+    `model.load_state_dict` and `optimizer.load_state_dict` take what it returns.
+    """
+    from embrace_fx.runtime.tables.whole_files import write_whole  # noqa: PLC0415  (DTensor takes a while to import)
+
+    write_whole(stateful if isinstance(stateful, dict) else stateful.state_dict(), Path(path))
+
+
 def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)

@@ -7,6 +7,7 @@ columns alone, so that pickling it is refused; `whole_state` gives what one rank
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -22,6 +23,10 @@ REFUSAL = (
     "model.full_state_dict() for the model and embrace_fx.full_state_dict(optimizer) for its optimizer on every rank, "
     "and save what they return on one; or save shards with torch.distributed.checkpoint."
 )
+
+
+_STAGER = "torch.distributed.checkpoint._state_dict_stager"
+"""What copies a state dict for `torch.distributed.checkpoint.async_save`, which then writes shards as shards."""
 
 
 class TableShard(DTensor):
@@ -47,8 +52,10 @@ class TableShard(DTensor):
     def untyped_storage(self) -> NoReturn:
         self.__reduce_ex__(2)
 
-    def data_ptr(self) -> NoReturn:
-        self.__reduce_ex__(2)
+    def data_ptr(self) -> int:
+        if sys._getframe(1).f_globals.get("__name__") != _STAGER:
+            self.__reduce_ex__(2)
+        return 0  # it asks whether there is memory of the tensor's own, and copies that of the local part
 
     def numpy(self, *_: Any, **__: Any) -> NoReturn:
         self.__reduce_ex__(2)

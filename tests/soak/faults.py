@@ -1,8 +1,8 @@
 """Random faults, one after another: `python -m tests.soak.faults --count 200`, each in ranks of its own.
 
-Each is drawn from its seed: a model in training, and a rank that is killed, stopped, raises, or does something wrong that
-its script survives, at a random moment. What must come of it: every other rank ends within 15 seconds in an error that
-names that rank, or training goes on and ends in the reference's parameters. `--seed SEED --count 1` does one again.
+Each is drawn from its seed: a model in training, and a rank that is killed, stopped, raises, or does something wrong
+that its script survives, at a random moment. What must come of it: every other rank ends within 15 seconds in an error
+that names that rank, or training goes on and ends in the reference's parameters. `--seed SEED --count 1` repeats one.
 """
 
 from __future__ import annotations
@@ -234,8 +234,7 @@ def table(found: list[Found], ranks: int) -> str:
         f"Seeds {found[0].fault.seed} to {found[-1].fault.seed}. "
         f"{sum(bool(each.wrong) for each in found)} ended otherwise than they should.",
         "",
-        "| fault | times | ended in an error | seconds to the last error, median | most | training went on, and is exact | "
-        "wrong |",
+        "| fault | times | ended in an error | seconds to the last error, median | most | went on, exact | wrong |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind in (*ENDING, *SURVIVED):
