@@ -26,6 +26,7 @@ from torch import fx
 
 from embrace_fx.vocabulary.graph import (
     Gradient,
+    LateModule,
     Mutation,
     OutputRole,
     Result,
@@ -170,4 +171,4 @@ def _phase(
     output = phase.output(tuple(node for node, _ in results))
     output.meta["roles"] = tuple(role for _, role in results)
     phase.lint()
-    return fx.GraphModule(graph.module, phase)
+    return LateModule(graph.module, phase)

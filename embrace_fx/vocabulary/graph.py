@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule as LateModule
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,10 @@ class TrainingGraph:
 
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Copies graph and node meta; the attributes (constants) of the module and its fake values are shared."""
+    """Copies graph and node meta; the attributes (constants) of the module and its fake values are shared.
+
+    Python code is made of the copy where it is called or its code is read: most graphs are only looked at.
+    """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
@@ -214,7 +218,7 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
         env[node].name = node.name
         env[node].meta = copy.copy(node.meta)
     graph._codegen = copy.copy(module.graph._codegen)
-    return fx.GraphModule(module, graph)
+    return LateModule(module, graph)
 
 
 def inputs_of(module: fx.GraphModule) -> Iterator[tuple[fx.Node, InputRole]]:
