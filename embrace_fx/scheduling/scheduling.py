@@ -72,7 +72,8 @@ class Scheduling:
         launcher = (
             Launcher(order, of_forward, recorder) if on is None else StreamLauncher(order, of_forward, recorder, on)
         )
-        flow = Flow(communicator, launcher, recorder, self.looks_ahead, warn, self._after_announcement, on)
+        announcements, after = self._setting.announcements, self._after_announcement
+        flow = Flow(announcements, launcher, recorder, self.looks_ahead, warn, after, on)
         self._flow = flow
         stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
         for name, tables in self._exchanged.items():

@@ -58,6 +58,7 @@ class ProgramBuilder:
         self._buffers = buffers
         self._on_other_batch = on_other_batch
         self._communicator = setting.communicator
+        self._announcements = setting.announcements
         self._joint: TrainingGraph | None = None  # of the last training program
         self._sequence: str | None = None  # hash of what every training program launches
 
@@ -77,7 +78,7 @@ class ProgramBuilder:
             graph = None if compiled is None else compiled.graph
             self._sequence = agree_on_sequence(self._communicator, graph, failure)
         elif failure is not None:
-            give_up(self._communicator, failure)
+            give_up(self._announcements, failure)
         assert compiled is not None
         if variant.train:
             self._check_gradients(variant.analysed)
@@ -118,7 +119,7 @@ class ProgramBuilder:
         late = [d.parameter for d in self._plan if d.strategy == "unused" and d.parameter in trained]
         if late and self._communicator.world_size > 1:
             give_up(
-                self._communicator,
+                self._announcements,
                 RuntimeError(
                     "expected a batch to train only parameters that the first batch trained on some rank, in "
                     f"backward(), found gradients of {', '.join(late)} too. Begin with a batch that uses every "
@@ -130,7 +131,7 @@ class ProgramBuilder:
         """A batch of other shapes launches what the first one did."""
         if self._communicator.world_size > 1 and sequence_hash(compiled.graph) != self._sequence:
             give_up(
-                self._communicator,
+                self._announcements,
                 RuntimeError(
                     "expected a batch of other shapes to launch the same collectives as the first, after the last "
                     "pass, found others: the forward took another path. Make it read the same tables and parameters "
@@ -166,7 +167,7 @@ class ProgramBuilder:
         return Program(
             compiled.graph,
             self._setting.state,
-            self._communicator,
+            self._announcements,
             self._plan.buckets if reduce else None,
             variant.captured.result_constants,
             self._buffers.before_forward(analysed, self._assigned(variant), train=train),

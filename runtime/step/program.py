@@ -11,7 +11,7 @@ from torch import Tensor
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
 from embrace_fx.runtime.step.model_state import ModelState
@@ -62,7 +62,7 @@ class Program:
         self,
         graph: TrainingGraph,
         state: ModelState,
-        communicator: Communicator,
+        announcements: Announcements,
         buckets: tuple[tuple[str, ...], ...] | None,
         result_constants: Mapping[int, Any],
         before_forward: Callable[[], None] = lambda: None,
@@ -73,14 +73,15 @@ class Program:
         regions: RegionCompiler | None = None,
     ) -> None:
         self.state = state
-        self.communicator = communicator
+        self.announcements = announcements
+        self.communicator = announcements.communicator
         self.flow = flow
         self.regions = regions
         self.constants = dict(result_constants)
         self.before_forward = before_forward
         self.check = check
         self.synchronised = buckets is not None
-        self._lower(graph, Bindings(graph, state, communicator, buckets, flow, links))
+        self._lower(graph, Bindings(graph, state, announcements, buckets, flow, links))
         self._note_communication(graph)
         self._note_results(graph)
         self._note_reads_of_backward(graph)
