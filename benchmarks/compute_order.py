@@ -1,6 +1,6 @@
 """What the order of a backward's compute is worth, simulated on the recorded profiles of the lab's five models.
 
-`python -m benchmarks.compute_order` records, in one process on one core, how long each node of each model takes (medians
+`python -m benchmarks.compute_order` records, in one process on one core, how long each node of a model takes (medians
 of a few passes), then simulates a step of 8 ranks on links that make wire / compute 0.5, 1 and 2, three times: with the
 backward as autograd has it, with row gradients advanced, and in the order that the search finds. Nothing is sent: the
 figures are simulated, from profiles that are measured.

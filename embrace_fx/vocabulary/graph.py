@@ -175,8 +175,7 @@ class TrainingGraph:
 
     `module` is the joint forward and backward; after `Partition` it is kept for reading, and `phases` holds what runs:
     "unique" (batch -> rows read), "ids" (their exchange -> routing), "forward" (-> results, mutations, saved),
-    "backward" (tangents, saved -> gradients). `results_behind`: parameter -> the results that its gradient comes from,
-    where there are several.
+    "backward" (tangents, saved -> gradients). `results_behind`: parameter -> the results that its gradient comes from.
     """
 
     module: fx.GraphModule
@@ -242,17 +241,16 @@ def set_outputs(module: fx.GraphModule, outputs: list[tuple[fx.Node | None, Outp
 
 
 def results_behind(graph: TrainingGraph) -> dict[str, frozenset[int]]:
-    """Parameter -> the results that its gradient comes from, of a captured graph; empty where there is but one."""
+    """Parameter -> the results that its gradient comes from, of a captured graph; all where it depends on none."""
     tangents = {node: frozenset({role.index}) for node, role in graph.inputs() if isinstance(role, Tangent)}
-    if len(tangents) < 2:
-        return {}
+    every = frozenset[int]().union(*tangents.values())
     behind: dict[fx.Node, frozenset[int]] = {}
     for node in graph.graph.nodes:
         behind[node] = tangents.get(node) or frozenset().union(*{behind[n] for n in node.all_input_nodes})
     return {
-        role.of.name: behind[node]
+        role.of.name: behind[node] or every
         for node, role in graph.outputs()
-        if node is not None and isinstance(role, Gradient) and isinstance(role.of, Parameter) and behind[node]
+        if node is not None and isinstance(role, Gradient) and isinstance(role.of, Parameter)
     }
 
 

@@ -120,11 +120,12 @@ class Step:
         if program.flow is not None:
             assert program.ids_program is not None
             program.flow.begin_backward(program.ids_program, values)
-        given = [index for index, t in zip(program.results, tangents, strict=True) if t is not None]
+        given = tuple(index for index, t in zip(program.results, tangents, strict=True) if t is not None)
         written = [tensor for tensor, version in self._read_again if tensor._version != version]
         self._read_again = []  # values die with their last use
         names = program.name_written(written, self._leaves)
-        finish = self._launch_flags(given, len(written))
+        used = program.used.words(given, program.state.unreduced)
+        finish = self._launch_flags(used, len(written))
         dense = {
             # The graph was traced for contiguous gradients, and autograd leaves out those of unused results.
             index: tangent.contiguous() if tangent is not None else torch.zeros_like(result)
@@ -135,7 +136,7 @@ class Step:
         if program.flow is not None:
             program.flow.end_backward()
         try:
-            starts_from = finish(names)
+            counts = finish(names)
         except (FloatingPointError, RuntimeError):
             if program.flow is not None:
                 program.flow.discard()
@@ -144,19 +145,19 @@ class Step:
             if program.flow is not None:
                 program.flow.discard()
             return self._of_batch(backward.roles, outputs)
-        absent = program.without_gradient(starts_from)
+        absent, absent_here = program.used.absent(counts), program.used.absent(used)
         given_away = [tangent for tangent in tangents if tangent is not None]
         # One process has nothing to reduce later: what it accumulates is a sum from the first backward on.
         whole = program.synchronised or program.communicator.world_size == 1
-        deliver(program.state, program.flow, whole, backward.roles, outputs, absent, given_away)
+        deliver(program.state, program.flow, whole, backward.roles, outputs, absent, absent_here, given_away)
         return self._of_batch(backward.roles, outputs)
 
-    def _launch_flags(self, given: Sequence[int], written: int) -> Finish:
+    def _launch_flags(self, used: Sequence[int], written: int) -> Finish:
         """Tells the ranks of this backward; the result tells of theirs."""
         scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
         flow = self.program.flow
         on = flow.streams if flow is not None else streams.streams_of(scalars[0].device) if scalars else None
-        return launch_flags(scalars, given, written, self.program.communicator, on)
+        return launch_flags(scalars, used, written, self.program.communicator, on)
 
     def _of_batch(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
         """The gradients of the batch's tensors that require one."""
