@@ -18,7 +18,7 @@ from embrace_fx.passes.memory.choose import Choice, Costs, choices
 from embrace_fx.passes.memory.foresee import Foreseen, foresee
 from embrace_fx.passes.memory.held import Held, held
 from embrace_fx.passes.memory.regions import can_run_again, compute_again, written_by
-from embrace_fx.passes.scheduler.step_graph import node_ms
+from embrace_fx.passes.scheduler.node_cost import node_ms
 from embrace_fx.vocabulary.graph import TrainingGraph
 
 

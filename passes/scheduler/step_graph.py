@@ -20,11 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from embrace_fx import cost
 from embrace_fx.passes.collectives import awaited, is_submission
+from embrace_fx.passes.scheduler.node_cost import node_ms
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.schedule import (
@@ -163,41 +163,6 @@ def _launch(node: fx.Node) -> OperationId:
 def compute_durations(graph: TrainingGraph, cluster: cost.Cluster) -> dict[OperationId, float]:
     """Estimated milliseconds of each compute operation."""
     return {block.id: block.ms for block in blocks(graph, cluster.compute)}
-
-
-def node_ms(node: fx.Node, compute: cost.Compute) -> float:
-    """Estimated milliseconds of one node."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return 0.0
-    inputs = [_shape(n.meta.get("val")) for n in node.all_input_nodes]
-    outputs = [_shape(v) for v in torch.utils._pytree.tree_leaves(node.meta.get("val"))]
-    moved = sum(map(_elements, (*inputs, *outputs))) * 4
-    flops = 0.0
-    if node.target.name().split("::")[-1].split(".")[0] in ("mm", "addmm", "bmm", "baddbmm") and len(inputs) >= 2:
-        flops = 2.0 * _elements(outputs[0]) * (inputs[-2] or [1])[-1]
-    elif "rnn" in node.target.name() or "conv" in node.target.name() or "attention" in node.target.name():
-        flops = 2.0 * max(map(_elements, inputs), default=0) * max((s[-1] for s in inputs if s), default=1)
-    return compute.time_ms(flops, moved)
-
-
-def _shape(value: Any) -> list[int]:
-    if not isinstance(value, Tensor):
-        return []
-    sizes: tuple[int | torch.SymInt, ...] = tuple(value.shape)
-    return [_hint(size) if isinstance(size, torch.SymInt) else size for size in sizes]
-
-
-def _hint(size: torch.SymInt) -> int:
-    """A size's value at capture; of one that only the data knows, something small."""
-    hint = getattr(size.node, "hint", None)
-    return int(hint) if hint is not None else 64
-
-
-def _elements(shape: Sequence[int]) -> int:
-    total = 1 if shape else 0
-    for size in shape:
-        total *= size
-    return total
 
 
 def build(

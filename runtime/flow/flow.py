@@ -23,7 +23,8 @@ from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import Streams
-from embrace_fx.runtime.ranks.communicator import Communicator, InFlight, bad_id_report, unreadable
+from embrace_fx.runtime.ranks.announcement import Announcements, bad_id_report, unreadable
+from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.runtime.step.phases import Values
 from embrace_fx.vocabulary.schedule import (
     BETWEEN,
@@ -54,7 +55,7 @@ class Coming:
     """
 
     batch: Ahead
-    sizes: list[list[int]]
+    sizes: Sequence[Sequence[int]]
     current: dict[str, Routing]
 
 
@@ -77,7 +78,7 @@ class Flow:
 
     def __init__(
         self,
-        communicator: Communicator,
+        announcements: Announcements,
         launcher: Launcher,
         recorder: Recorder,
         looks_ahead: bool,
@@ -85,10 +86,11 @@ class Flow:
         after_announcement: Callable[[], None],
         streams: Streams | None = None,
     ) -> None:
-        self.communicator = communicator
+        self.announcements = announcements
+        self.communicator = announcements.communicator
         self.streams = streams
         self.launcher = launcher
-        launcher.noted = communicator.progress.note
+        launcher.noted = self.communicator.progress.note
         self.recorder = recorder
         self.exchanges: dict[str, RowExchange] = {}
         self.of_table: dict[str, RowExchange] = {}
@@ -137,8 +139,8 @@ class Flow:
         coming = following.sizes() if following is not None and self.looks_ahead else [-1] * len(now)
         state = found * _FOUND + (not self.launcher.took_turns()) * _OVERTOOK
         with self.recorder.waiting(ANNOUNCEMENT):
-            everyone = self.communicator.announce([state, *now, *coming], failure)
-        self.communicator.note_rows(program.tables, [row[1 : 1 + len(now)] for row in everyone])
+            everyone = self.announcements.announce([state, *now, *coming], failure)
+        self.announcements.note_rows(program.tables, [row[1 : 1 + len(now)] for row in everyone])
         self._after_announcement()
         if any(row[0] & _OVERTOOK for row in everyone):
             self.launcher.catch_up()
@@ -179,7 +181,7 @@ class Flow:
         try:
             values = program.unique(leaves)
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            self.communicator.announce((), unreadable(error))
+            self.announcements.announce((), unreadable(error))
             raise
         named = zip(program.rows_of_batch(values), program.tables, program.num_rows, strict=True)
         reports = (bad_id_report(*each) for each in named)

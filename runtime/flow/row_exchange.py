@@ -37,7 +37,8 @@ from embrace_fx.runtime.kernels import (
 )
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.optimizer.own_step import hyperparameters
-from embrace_fx.runtime.ranks.communicator import LANE_GROUP, Communicator
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.row_gradient import Rows as RowsOfTable
 from embrace_fx.runtime.tables.row_table import RowTable, Supposed
 from embrace_fx.runtime.tables.stacks import StackedTable

@@ -16,6 +16,7 @@ from embrace_fx.runtime.flow import solo
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.streams import Streams
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -38,14 +39,15 @@ class Bindings:
         self,
         graph: TrainingGraph,
         state: ModelState,
-        communicator: Communicator,
+        announcements: Announcements,
         buckets: tuple[tuple[str, ...], ...] | None,
         flow: Flow | None,
         links: Cluster,
     ) -> None:
         self._state = state
-        self._communicator = communicator
-        self._packs = iter(buckets or ())
+        self._announcements = announcements
+        communicator = announcements.communicator
+        self._buckets = buckets or ()
         self._flow = flow
         on = _streams_alone(state, communicator)
         self._alone = solo.SoloRows(on) if on is not None and solo.fits(graph) else None
@@ -67,7 +69,7 @@ class Bindings:
 
     def backward(self, node: fx.Node) -> Callable[..., Any] | None:
         if op_name(node) == "embrace::pack_bucket":
-            return _Packer(self._state, next(self._packs))
+            return _Packer(self._state, self._buckets[node.meta["bucket"]])
         return self._of_user(node) or self._in_flow(node) or self.unique(node)
 
     def _of_user(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -87,10 +89,10 @@ class Bindings:
     def _with_table_names(self, node: fx.Node) -> Callable[..., Any] | None:
         if op_name(node) != "embrace::all_gather_ids":
             return None
-        communicator, names = self._communicator, node.meta["tables"]
+        announcements, names = self._announcements, node.meta["tables"]
 
         def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Any:
-            return communicator.all_gather_ids(unique, num_rows, group, group_size, names)
+            return announcements.all_gather_ids(unique, num_rows, group, group_size, names)
 
         return all_gather_ids
 

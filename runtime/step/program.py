@@ -11,11 +11,11 @@ from torch import Tensor
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
 from embrace_fx.runtime.step.model_state import ModelState
-from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, runnable
+from embrace_fx.runtime.step.phases import Runnable, Values, autocast_is_in_the_graph, runnable
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Parameter,
@@ -60,7 +60,7 @@ class Program:
         self,
         graph: TrainingGraph,
         state: ModelState,
-        communicator: Communicator,
+        announcements: Announcements,
         buckets: tuple[tuple[str, ...], ...] | None,
         result_constants: Mapping[int, Any],
         before_forward: Callable[[], None] = lambda: None,
@@ -71,14 +71,16 @@ class Program:
         regions: RegionCompiler | None = None,
     ) -> None:
         self.state = state
-        self.communicator = communicator
+        self.announcements = announcements
+        self.communicator = announcements.communicator
         self.flow = flow
         self.regions = regions
         self.constants = dict(result_constants)
         self.before_forward = before_forward
         self.check = check
         self.synchronised = buckets is not None
-        self._lower(graph, Bindings(graph, state, communicator, buckets, flow, links))
+        self._buckets, self._links = buckets, links
+        self._lower(graph, self._bound(graph))
         self._note_communication(graph)
         self._note_results(graph)
         self._note_reads_of_backward(graph)
@@ -88,14 +90,21 @@ class Program:
         self.unique = runnable(phases["unique"], state, calls, bound.unique, regions)
         self.ids = runnable(phases["ids"], state, calls, bound.ids)
         self.forward = runnable(phases["forward"], state, calls, bound.forward, regions)
-        self.backward = (
-            runnable(phases["backward"], state, calls, bound.backward, regions, last=True)
-            if "backward" in phases
-            else None
-        )
+        self.backward = self._lowered_backward(graph, bound) if "backward" in phases else None
         self.ids_program = (
             ids_program(graph, state, self.unique, self.communicator.wait) if self.flow is not None else None
         )
+
+    def _bound(self, graph: TrainingGraph) -> Bindings:
+        return Bindings(graph, self.state, self.announcements, self._buckets, self.flow, self._links)
+
+    def _lowered_backward(self, graph: TrainingGraph, bound: Bindings) -> Runnable:
+        return runnable(graph.phases["backward"], self.state, bound.by_op, bound.backward, self.regions, last=True)
+
+    def compute_as(self, graph: TrainingGraph) -> None:
+        """Takes over the backward of a graph that computes the same in another order, from the next backward on."""
+        self.backward = self._lowered_backward(graph, self._bound(graph))
+        self._note_reads_of_backward(graph)
 
     def _note_communication(self, graph: TrainingGraph) -> None:
         """What is announced, awaited, and the same a step earlier."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.launch import streams
-from embrace_fx.runtime.ranks.communicator import unreadable
+from embrace_fx.runtime.ranks.announcement import unreadable
 from embrace_fx.runtime.step.backward_flags import Finish, launch_flags
 from embrace_fx.runtime.step.delivery import deliver
 from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, keep
@@ -64,7 +64,7 @@ class Step:
 
     def forward(self) -> list[Any]:
         program = self.program
-        program.communicator.failure = program.check(self._leaves)
+        program.announcements.failure = program.check(self._leaves)
         values = self._begin_forward()
         program.before_forward()
         if program.regions is not None:
@@ -91,10 +91,10 @@ class Step:
         try:
             keep(program.unique.roles, program.unique(self._leaves, values, {}), values)
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            program.communicator.announce((), unreadable(error))
+            program.announcements.announce((), unreadable(error))
             raise
         if not program.announces:
-            program.communicator.announce(())
+            program.announcements.announce(())
         keep(program.ids.roles, program.ids(self._leaves, values, {}), values)
         if program.flow is not None:
             program.flow.begin_plain_forward()

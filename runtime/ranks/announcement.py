@@ -1,0 +1,182 @@
+"""What ranks tell each other at the head of each step.
+
+Contract
+    Every step begins with an announcement: marks, activity and sizes of every rank. A rank that cannot go on says so
+    there, and all ranks raise the same error; no collective is left waiting.
+    One rank's announcement is one value, and only `Announcement.encode` and `decode` know how it travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.kernels import bad_id
+from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
+from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, PeerFailure
+from embrace_fx.runtime.ranks.groups import all_gather_single
+
+ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
+"""What a call of the model can be; all ranks must do the same."""
+
+
+class Mark(IntFlag):
+    """What a rank says of itself, each by one bit."""
+
+    FAILED = 1
+    """It cannot take part in this step; why follows."""
+    ASKS_TO_PLAN = 2
+    """It would have another plan made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What one rank announces.
+
+    Attributes:
+        marks: what it says of itself.
+        activity: index into `ACTIVITIES`.
+        rows_seen: of each watched table, how many of its rows the batch reads; -1: unknown.
+        sizes: what the step tells besides.
+    """
+
+    marks: Mark
+    activity: int
+    rows_seen: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def encode(self, length: int) -> list[int]:
+        """This as numbers, padded: all ranks' are of one length, or the exchange itself would hang.
+
+        Args:
+            length: of sizes, at most.
+        """
+        padding = [0] * (length - len(self.sizes))
+        return [self.marks, self.activity, *self.rows_seen, *self.sizes, *padding]
+
+    @classmethod
+    def decode(cls, numbers: Sequence[int], watched: int, sizes: int) -> Announcement:
+        """What `encode` has written.
+
+        Args:
+            watched: how many tables are watched.
+            sizes: how many sizes were told.
+        """
+        first = 2 + watched
+        return cls(Mark(numbers[0]), numbers[1], tuple(numbers[2:first]), tuple(numbers[first : first + sizes]))
+
+
+class Announcements:
+    """The announcements of these ranks: what the next one of this rank is to say, and what all said in the last.
+
+    Attributes:
+        activity: of the coming step, as index into `ACTIVITIES`.
+        failure: found before the step's announcement, which reports it.
+        tables: how many tables exchange ids, once planned.
+        watched: other tables of which an announcement tells the rows read.
+        rows_seen: of those, in the coming step; of a table that is not there, unknown.
+        rows_read: table -> rows that each rank reads, as far as announced.
+        asks_to_plan: this rank would have another plan made.
+        asked_to_plan: any rank would, as of the last announcement.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.activity = 0
+        self.failure: str | None = None
+        self.tables = 0
+        self.watched: tuple[str, ...] = ()
+        self.rows_seen: dict[str, int] = {}
+        self.rows_read: dict[str, tuple[int, ...]] = {}
+        self.asks_to_plan = False
+        self.asked_to_plan = False
+
+    def announce(self, sizes: Sequence[int], failure: str | None = None) -> list[tuple[int, ...]]:
+        """Every rank's `sizes`, at the head of a step.
+
+        Raises:
+            PeerFailure: any rank has a `failure`, or the ranks are not doing the same thing; on all ranks.
+        """
+        communicator = self.communicator
+        communicator.check_open()
+        failure, self.failure = self.failure or failure, None
+        if communicator.world_size == 1:
+            if failure is not None:
+                raise PeerFailure({0: failure})
+            return [tuple(sizes)]
+        everyone = self._exchange(self._own(sizes, failure))
+        self.asked_to_plan = any(each.marks & Mark.ASKS_TO_PLAN for each in everyone)
+        self.rows_read = {}
+        self.note_rows(self.watched, [each.rows_seen for each in everyone])
+        if any(each.marks & Mark.FAILED for each in everyone):
+            failures = communicator.gather(failure, str | None)
+            raise PeerFailure({rank: text for rank, text in enumerate(failures) if text is not None})
+        check_activities([each.activity for each in everyone])
+        return [each.sizes for each in everyone]
+
+    def _own(self, sizes: Sequence[int], failure: str | None) -> Announcement:
+        marks = Mark.FAILED * (failure is not None) | Mark.ASKS_TO_PLAN * self.asks_to_plan
+        seen, self.rows_seen = self.rows_seen, {}
+        return Announcement(
+            Mark(marks), self.activity, tuple(seen.get(name, -1) for name in self.watched), tuple(sizes)
+        )
+
+    def _exchange(self, own: Announcement) -> list[Announcement]:
+        communicator = self.communicator
+        # A step with the next batch's sizes in it has most to say.
+        numbers = torch.tensor(own.encode(1 + 2 * self.tables), dtype=torch.int64)
+        everyone = numbers.new_empty((communicator.world_size, numbers.numel()))
+        communicator.progress.begin_step()
+        with communicator.watching(ANNOUNCEMENT):
+            all_gather_single(everyone.view(-1), numbers, group=communicator.host_group())
+        watched, sizes = len(own.rows_seen), len(own.sizes)
+        return [Announcement.decode(row, watched, sizes) for row in everyone.tolist()]
+
+    def note_rows(self, tables: Sequence[str], sizes: Sequence[Sequence[int]]) -> None:
+        """Keeps what was announced: `sizes` by rank, by table; below 0 where it is unknown."""
+        self.rows_read.update(zip(tables, zip(*sizes, strict=True), strict=False))
+
+    def all_gather_ids(
+        self, unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int, tables: Sequence[str]
+    ) -> InFlight:
+        """The op of that name: the announcement tells the sizes."""
+        counts = [u.numel() for u in unique]
+        reports = (bad_id_report(*each) for each in zip(unique, tables, num_rows, strict=True))
+        everyone = self.announce(counts, next((report for report in reports if report is not None), None))
+        self.note_rows(tables, everyone)
+        return self.communicator.gather_rows_read(unique, everyone, num_rows, group)
+
+
+def check_activities(activities: Sequence[int]) -> None:
+    """Raises where ranks call the model for different things.
+
+    Args:
+        activities: index into `ACTIVITIES` of every rank.
+
+    Raises:
+        PeerFailure: saying what each rank does.
+    """
+    if len(set(activities)) > 1:
+        raise PeerFailure(
+            {r: f"expected all ranks to do the same, found this one {ACTIVITIES[a]}" for r, a in enumerate(activities)}
+        )
+
+
+def unreadable(error: Exception) -> str:
+    """What a rank reports of a batch whose ids cannot be computed."""
+    return f"expected ids that can be computed from the batch, found {type(error).__name__}: {error}; look at the batch"
+
+
+def bad_id_report(ids: Tensor, table: str, num_rows: int) -> str | None:
+    """What a rank reports of an id outside a table; None where all are inside."""
+    found = bad_id(ids, num_rows)
+    if found is None:
+        return None
+    return (
+        f"expected ids from 0 to {num_rows - 1}, in a lookup of {table} ({num_rows} rows), found {found}; "
+        "look at the batch, or give the table more rows"
+    )
