@@ -29,7 +29,15 @@ from embrace_fx.vocabulary.graph import (
     inputs_of,
     outputs_of,
 )
-from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, op_name
+from embrace_fx.vocabulary.ops import (
+    AWAITS,
+    LAUNCHES,
+    SUBMISSIONS,
+    is_users_launch,
+    is_users_wait,
+    launch_of,
+    op_name,
+)
 from embrace_fx.vocabulary.schedule import OperationId
 
 EQUAL_SHAPES: frozenset[str] = frozenset(
@@ -38,6 +46,9 @@ EQUAL_SHAPES: frozenset[str] = frozenset(
 """The launches whose shape must be equal on all ranks; of the others, each rank's batch decides the sizes."""
 
 _GROUP_ARGUMENTS = frozenset({"group", "group_name"})
+
+USERS = "forward's own"
+"""Stands for the groups of the user's collectives: each rank may have another one, of a part of the ranks."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,12 @@ def collective_sequence(graph: TrainingGraph) -> tuple[Collective, ...]:
     """
     modules = tuple(running_modules(graph))
     ends = _ends(modules)
-    return tuple(_collective(node, ends) for module in modules for node in module.graph.nodes if is_launch(node))
+    return tuple(
+        _users_collective(node) if is_users_launch(node) else _collective(node, ends)
+        for module in modules
+        for node in module.graph.nodes
+        if is_launch(node) or is_users_launch(node)
+    )
 
 
 def _ends(modules: Iterable[fx.GraphModule]) -> _Ends:
@@ -118,6 +134,11 @@ def _collective(launch: fx.Node, ends: _Ends) -> Collective:
     )
 
 
+def _users_collective(launch: fx.Node) -> Collective:
+    """Of those, the order must be the same: each rank may have a group, and sizes, of its own."""
+    return Collective(USERS, op_name(launch), (), (), str(launch.meta["val"].dtype), None)
+
+
 def group_of(launch: fx.Node) -> str:
     """The communication class a launch belongs to."""
     return next(str(value) for name, value in launch_options(launch).items() if name in _GROUP_ARGUMENTS)
@@ -139,7 +160,7 @@ def running_modules(graph: TrainingGraph) -> Iterable[fx.GraphModule]:
 
 
 def is_launch(node: Argument) -> bool:
-    return isinstance(node, fx.Node) and op_name(node) in LAUNCHES
+    return isinstance(node, fx.Node) and op_name(node) in LAUNCHES and not is_users_launch(node)
 
 
 def is_relaxed(graph: TrainingGraph) -> bool:
@@ -149,7 +170,8 @@ def is_relaxed(graph: TrainingGraph) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
-    return op_name(node) == "_c10d_functional::wait_tensor"
+    """Whether a node waits for a launch; of the collectives of the user's forward, it may be any."""
+    return op_name(node) == "_c10d_functional::wait_tensor" and not is_users_wait(node)
 
 
 def is_submission(node: fx.Node) -> bool:

@@ -130,7 +130,8 @@ class TableUse:
         padding_idx: the row that gets no gradient, -1 for none.
         kind: "embedding" or "bag:sum" / "bag:mean" / "bag:max".
         constant_ids: the ids do not depend on the batch (position and type tables).
-        ids_from_batch: the ids are a pure function of the batch (random draws included), of no parameter.
+        ids_from_batch: the ids are a pure function of the batch (random draws included), of no parameter and of no
+            other rank.
         scale_grad_by_freq: gradients are divided by the id's count in the batch.
         source: the user's line, `file:line in function`, for messages.
     """

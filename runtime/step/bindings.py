@@ -20,7 +20,7 @@ from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.ops import launch_of, op_name
+from embrace_fx.vocabulary.ops import is_users_launch, is_users_wait, launch_of, op_name
 
 
 class Bindings:
@@ -65,12 +65,20 @@ class Bindings:
         return self._alone.kernel(node) if self._alone is not None else self._with_table_names(node)
 
     def forward(self, node: fx.Node) -> Callable[..., Any] | None:
-        return self._in_flow(node)
+        return self._of_user(node) or self._in_flow(node)
 
     def backward(self, node: fx.Node) -> Callable[..., Any] | None:
         if op_name(node) == "embrace::pack_bucket":
             return _Packer(self._state, self._buckets[node.meta["bucket"]])
-        return self._in_flow(node) or self.unique(node)
+        return self._of_user(node) or self._in_flow(node) or self.unique(node)
+
+    def _of_user(self, node: fx.Node) -> Callable[..., Any] | None:
+        """How a collective of the user's forward is launched, and waited for: by torch, on the group that it names."""
+        if is_users_launch(node):
+            return _named(partial(_launched, self._communicator, node.target, node.name), node.name)
+        if is_users_wait(node):
+            return _named(partial(_awaited, self._communicator, node.target, node.all_input_nodes[0].name), node.name)
+        return None
 
     def _in_flow(self, node: fx.Node) -> Callable[..., Any] | None:
         if self._flow is None:
@@ -140,6 +148,17 @@ def _then(do: Callable[[], None], value: Any) -> Any:
     """A value, once something has been done."""
     do()
     return value
+
+
+def _launched(communicator: Communicator, launch: Callable[..., Tensor], name: str, *args: Any) -> Tensor:
+    communicator.progress.note(name)
+    with communicator.watching(name):
+        return launch(*args)
+
+
+def _awaited(communicator: Communicator, wait: Callable[..., Tensor], name: str, launched: Tensor) -> Tensor:
+    with communicator.watching(name):
+        return wait(launched)
 
 
 def _exchange_gradient_(

@@ -1,4 +1,4 @@
-"""Parameters that a batch, or a rank, does not use: gradients as under DDP with `find_unused_parameters`, None included."""
+"""Parameters that a batch, or a rank, does not use: gradients as under DDP with `find_unused_parameters`."""
 
 from __future__ import annotations
 
