@@ -41,6 +41,7 @@ from embrace_fx.session.memory_report import memory_report
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.programs import ProgramBuilder
+from embrace_fx.session.replica_check import checksums_of_replicas
 from embrace_fx.session.state_hooks import add_state_hooks
 from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up, is_hooked
 from embrace_fx.setup.group import check_group, check_still_alone, default_group
@@ -227,11 +228,20 @@ class Session:
             self._flow.leave()
         calls = self._calls
         calls.count += train
+        if train:
+            self._check_replicas()
         results = run_step(program, variant.captured.inputs(leaves), train=train, following=following)
         if self._drift is not None and train and calls.count % SAMPLED_EVERY == 0:
             self._drift.observe(announcements.rows_read)
             announcements.asks_to_plan = self._drift.wants_plan
         return variant.captured.results(results, args, kwargs)
+
+    def _check_replicas(self) -> None:
+        """Has the coming announcement compare them, where it is time."""
+        every = self.options.check_replicas
+        if every is not None and self._announcements.made % every == 0 and self._communicator.world_size > 1:
+            self.synchronize()  # ranks may have applied more or less of the last step
+            self._announcements.checksums = checksums_of_replicas(self._setting)
 
     def _look_at_model(self) -> None:
         """Refuses a model with other parameters than the plan's; one with other modules is captured anew.
@@ -455,6 +465,7 @@ class Session:
         """Other parameters may stand in the place of those that were: `assign=True`."""
         for name, table in self._state.tables.items():
             table.parameter = self._state.parameter(name)
+        self._communicator.progress.optimizer_steps = 0  # ranks are alike again
         self._watch.note_parameters()
 
     def parameters_may_change(self) -> None:

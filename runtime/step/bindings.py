@@ -19,6 +19,7 @@ from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.step.owed import Owed
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import is_users_launch, is_users_wait, launch_of, op_name
 
@@ -33,6 +34,7 @@ class Bindings:
 
     Attributes:
         by_op: op name -> what every node of that op calls, unless a phase's method says otherwise.
+        owed_forward, owed_backward: what other ranks wait for in these phases.
     """
 
     def __init__(
@@ -46,11 +48,12 @@ class Bindings:
     ) -> None:
         self._state = state
         self._announcements = announcements
-        communicator = announcements.communicator
+        communicator = self._communicator = announcements.communicator
         self._buckets = buckets or ()
         self._flow = flow
         on = _streams_alone(state, communicator)
         self._alone = solo.SoloRows(on) if on is not None and solo.fits(graph) else None
+        self.owed_forward, self.owed_backward = Owed(communicator, flow), Owed(communicator, flow)
         self.by_op: dict[str, Callable[..., Any]] = {
             **communicator.launches(),
             "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
@@ -65,12 +68,16 @@ class Bindings:
         return self._alone.kernel(node) if self._alone is not None else self._with_table_names(node)
 
     def forward(self, node: fx.Node) -> Callable[..., Any] | None:
-        return self._of_user(node) or self._in_flow(node)
+        return self._of_user(node) or self._owed(self.owed_forward, node, self._in_flow(node))
 
     def backward(self, node: fx.Node) -> Callable[..., Any] | None:
         if op_name(node) == "embrace::pack_bucket":
             return _Packer(self._state, self._buckets[node.meta["bucket"]])
-        return self._of_user(node) or self._in_flow(node) or self.unique(node)
+        return self._of_user(node) or self._owed(self.owed_backward, node, self._in_flow(node) or self.unique(node))
+
+    def _owed(self, owed: Owed, node: fx.Node, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        call = call or self.by_op.get(op_name(node))
+        return call and owed.add(node, call)
 
     def _of_user(self, node: fx.Node) -> Callable[..., Any] | None:
         """How a collective of the user's forward is launched, and waited for: by torch, on the group that it names."""

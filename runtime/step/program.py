@@ -50,6 +50,7 @@ class Program:
 
     Attributes:
         unique, ids, forward, backward: the phases; an evaluation has no backward.
+        owed_forward, owed_backward: what other ranks wait for in them.
         ids_program: the ids' phases as functions that can run ahead of their batch; None without a flow.
         is_relaxed: whether the forward awaits what the step before has left to it.
         announces: whether the ids' exchange makes the announcement.
@@ -89,6 +90,7 @@ class Program:
 
     def _lower(self, graph: TrainingGraph, bound: Bindings) -> None:
         phases, state, calls, regions = graph.phases, self.state, bound.by_op, self.regions
+        self.owed_forward, self.owed_backward = bound.owed_forward, bound.owed_backward
         self.unique = runnable(phases["unique"], state, calls, bound.unique, regions)
         self.ids = runnable(phases["ids"], state, calls, bound.ids)
         self.forward = runnable(phases["forward"], state, calls, bound.forward, regions)
@@ -105,7 +107,8 @@ class Program:
 
     def compute_as(self, graph: TrainingGraph) -> None:
         """Takes over the backward of a graph that computes the same in another order, from the next backward on."""
-        self.backward = self._lowered_backward(graph, self._bound(graph))
+        bound = self._bound(graph)
+        self.backward, self.owed_backward = self._lowered_backward(graph, bound), bound.owed_backward
         self._note_reads_of_backward(graph)
 
     def _note_communication(self, graph: TrainingGraph) -> None:
