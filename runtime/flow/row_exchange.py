@@ -362,8 +362,11 @@ class RowExchange:
     def stepped_at_once(self, *, moved_all: bool) -> None:
         """A step has been taken; `moved_all`: of all rows, and not just of those with a gradient of their own."""
         supposed, self._supposed = self._supposed, None
-        if moved_all and self._arriving.rows:
-            self._stale |= supposed is None or not self.table.is_as(supposed)
+        if self._arriving.rows:
+            if supposed is not None and supposed.optimizer is not None:  # the rows have left as moved
+                self._stale |= not self.table.is_as(supposed)
+            else:
+                self._stale |= moved_all
         self.note_version()
 
     def update(self, launch: OperationId) -> None:
