@@ -204,6 +204,8 @@ class RowExchange:
 
     def _look_up(self, launch: OperationId, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the part, as they are; early ones as the step to come will leave them."""
+        if self.table.catch_up(ids):
+            self.note_version()
         if launch.part != "early" or not self.table.may_move():
             return lookup_as(self.table.local, ids, dtype)
         columns, self._supposed = self.table.coming(ids)
