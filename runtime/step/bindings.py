@@ -14,13 +14,14 @@ from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
 from embrace_fx.runtime.flow import solo
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.owed import Owed
-from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.graph import Shard, TrainingGraph
 from embrace_fx.vocabulary.ops import is_users_launch, is_users_wait, launch_of, op_name
 
 
@@ -68,7 +69,22 @@ class Bindings:
         return self._alone.kernel(node) if self._alone is not None else self._with_table_names(node)
 
     def forward(self, node: fx.Node) -> Callable[..., Any] | None:
-        return self._of_user(node) or self._owed(self.owed_forward, node, self._in_flow(node))
+        found = self._of_user(node) or self._lookup(node)
+        return found or self._owed(self.owed_forward, node, self._in_flow(node))
+
+    def _lookup(self, node: fx.Node) -> Callable[..., Any] | None:
+        """Rows of a table that may have skipped steps take them before they are read."""
+        if op_name(node) != "embrace::lookup":
+            return None
+        role, tables = node.all_input_nodes[0].meta["role"], self._state.tables
+        name = role.table if isinstance(role, Shard) else role.name
+
+        def caught_up(shard: Tensor, ids: Tensor) -> Tensor:
+            if (table := tables.get(name)) is not None:
+                table.catch_up(ids)
+            return lookup(shard, ids)
+
+        return _named(caught_up, node.name)
 
     def backward(self, node: fx.Node) -> Callable[..., Any] | None:
         if op_name(node) == "embrace::pack_bucket":
