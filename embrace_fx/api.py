@@ -17,7 +17,7 @@ from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.telling import stage
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
-from embrace_fx.vocabulary.exactness import RowUpdates
+from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
 
@@ -34,7 +34,7 @@ def compile(
     process_group: dist.ProcessGroup | None = None,
     strategy: Strategy = "auto",
     schedule: ScheduleName = "2d",
-    row_updates: RowUpdates = "exact",
+    row_updates: RowUpdatesOption = "exact",
     backend: Literal["eager", "inductor"] = "eager",
     dynamic: bool | None = None,
     cluster: Cluster | None = None,
@@ -58,7 +58,9 @@ def compile(
         schedule: how much of a step's communication may run into the next step. "none": nothing. "horizontal": dense
             gradients are reduced and applied until the next forward needs the parameters. "vertical": rows that the
             next batch does not read are exchanged and applied later; needs `lookahead`. "2d": both.
-        row_updates: "exact": the optimizer's own semantics. "lazy": rows without gradient stand still.
+        row_updates: "exact": the optimizer's own semantics; where it moves rows without gradient too, all move at each
+            step ("sweep" asks for it), or each takes the steps it has skipped when it is read next ("replay"),
+            whichever is predicted to take less time. "lazy": rows without gradient stand still.
         backend: "eager": compute runs as ATen calls. "inductor": the compute between two communications is compiled
             into fused kernels; needs a C++ compiler, on CUDA Triton too.
         dynamic: as `torch.compile`: None: a size is dynamic from the second batch on in which it differs; True: all

@@ -314,7 +314,7 @@ class Session:
         """No batch is expected any more, and everything is applied."""
         if self._flow is not None:
             self._flow.expect_no_batch()
-            self._flow.settle()
+        self.synchronize()
 
     def _warn_of_other_batch(self) -> None:
         if not self._warned:
@@ -416,6 +416,7 @@ class Session:
         """Puts another plan in use, between two steps. Collective."""
         if self._flow is not None:
             self._flow.close()
+        self._state.settle_tables()
         place_anew(self._setting, analysed, old, new)
         told = story(self._calls.count, old, new)
         self._adopt(replace(new, history=(*old.history, told)), findings)
@@ -460,6 +461,7 @@ class Session:
         """Applies every update that an optimizer has stepped. Waits for nothing that other ranks are still to do."""
         if self._flow is not None:
             self._flow.settle()
+        self._state.settle_tables()
 
     def parameters_were_loaded(self) -> None:
         """Other parameters may stand in the place of those that were: `assign=True`."""
@@ -472,6 +474,7 @@ class Session:
         """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
         if self._flow is not None:
             self._flow.parameters_may_change()
+        self._state.settle_tables()
 
     def close(self) -> None:
         """Applies what is pending, and ends the threads and process groups behind the model."""
@@ -479,6 +482,7 @@ class Session:
         self._setting.stepping.flow = None
         if flow is not None:
             flow.close()
+        self._state.settle_tables()
         self._kinds.clear()
         if self._builder is not None:
             self._builder.flow = None

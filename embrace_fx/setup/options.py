@@ -8,7 +8,7 @@ from pathlib import Path
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy, check_strategy
-from embrace_fx.vocabulary.exactness import RowUpdates
+from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
 
@@ -19,7 +19,7 @@ class Options:
 
     strategy: Strategy
     schedule: str
-    row_updates: RowUpdates
+    row_updates: RowUpdatesOption
     backend: str
     dynamic: bool | None
     cluster: Cluster | None = None
@@ -43,7 +43,11 @@ class Options:
 
     def check(self, where: str = "compile()") -> None:
         """Raises `ValueError` where an option has a value that does not exist; `where` is the call that it names."""
-        allowed = {"schedule": SCHEDULES, "row_updates": ("exact", "lazy"), "backend": ("eager", "inductor")}
+        allowed = {
+            "schedule": SCHEDULES,
+            "row_updates": ("exact", "sweep", "replay", "lazy"),
+            "backend": ("eager", "inductor"),
+        }
         for name, values in allowed.items():
             found = getattr(self, name)
             if found not in values:

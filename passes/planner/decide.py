@@ -147,6 +147,7 @@ def _decision(fact: ParameterFacts, choice: _Choice, is_table: bool, pricing: Pr
         chosen.grid,
         choice.candidates() if world_size > 1 else (),  # on one rank nothing is sent: there is nothing to weigh
         str(pricing.sparsity[fact.name]) if fact.name in pricing.sparsity else "",
+        chosen.rests,
     )
 
 

@@ -188,11 +188,12 @@ class Stepping:
             held = table.open_gradient()
             if any(table in exchange.table.members for exchange in late):
                 step.hide(table.parameter)
-            elif table.takes_rows_only or not (held.is_dense or table.moves_all(table.param_group())):
+            elif table.takes_rows_only or not (held.is_dense or table.is_swept(table.param_group())):
                 held.land()
                 step.hide(table.parameter)
                 step.rows.append(table)
             else:
+                table.settle()
                 dense = held.dense()
                 step.hide(table.parameter, dense)
                 step.swept.append((table, dense, dense._version))
@@ -223,6 +224,8 @@ class Stepping:
             if table.optimizer is not optimizer:
                 for exchange in self._exchanges([table]):
                     exchange.begin_step()  # what another one has stepped is applied as its step
+                if table.optimizer is not None:
+                    table.settle()
                 table.optimizer = optimizer
         return [table for table, _ in held if table.name not in whole]
 
@@ -290,8 +293,9 @@ class Stepping:
                 _update_replica(entry, gradient)
         at_once = [table for table, *_ in step.swept] + step.rows
         for exchange in self._exchanges(at_once):
-            swept = any(table in exchange.table.members for table, *_ in step.swept)
-            exchange.stepped_at_once(moved_all=swept)
+            stepped = [table for table in exchange.table.members if table in at_once]
+            swept = any(table not in step.rows for table in stepped)
+            exchange.stepped_at_once(moved_all=swept or any(t.moves_all(t.param_group()) for t in stepped))
 
     def _count_step(self, optimizer: Optimizer) -> None:
         """Ranks compare how many they have taken, of those that move anything."""
@@ -320,6 +324,7 @@ class Stepping:
     def _settle(self, *_: Any) -> None:
         if self.flow is not None:
             self.flow.settle()
+        self._state.settle_tables()
 
     def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The tables' state as DTensors by columns, which re-shard. Collective where a table lies on a grid."""

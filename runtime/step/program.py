@@ -13,9 +13,11 @@ from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.step.bindings import Bindings
+from embrace_fx.runtime.step.delivery import delivered
 from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.phases import Runnable, Values, autocast_is_in_the_graph, runnable
+from embrace_fx.runtime.step.used_parameters import UsedParameters
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Parameter,
@@ -105,7 +107,8 @@ class Program:
 
     def compute_as(self, graph: TrainingGraph) -> None:
         """Takes over the backward of a graph that computes the same in another order, from the next backward on."""
-        self.backward = self._lowered_backward(graph, self._bound(graph))
+        bound = self._bound(graph)
+        self.backward, self.owed_backward = self._lowered_backward(graph, bound), bound.owed_backward
         self._note_reads_of_backward(graph)
 
     def _note_communication(self, graph: TrainingGraph) -> None:
@@ -117,11 +120,12 @@ class Program:
         self.announces = any(op_name(node) == "embrace::all_gather_ids" for node in graph.phases["ids"].graph.nodes)
 
     def _note_results(self, graph: TrainingGraph) -> None:
-        """Which results the forward yields, which have a gradient, and which gradients come from which."""
-        roles = [role for _, role in outputs_of(graph.phases["forward"])]
-        self.results = [role.index for role in roles if isinstance(role, Result)]
+        """Which results the forward yields, which have a gradient, and which parameters get one from which."""
+        self.results = [r.index for _, r in outputs_of(graph.phases["forward"]) if isinstance(r, Result)]
         self.differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
-        self._results_behind = graph.results_behind
+        roles = self.backward.roles if self.backward is not None else ()
+        names = self.state.names
+        self.used = UsedParameters(names, graph.results_behind, delivered(roles), self.communicator.world_size)
 
     def _note_reads_of_backward(self, graph: TrainingGraph) -> None:
         """What must be as the forward left it when the backward runs."""
@@ -144,12 +148,6 @@ class Program:
         names = {_memory(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}
         names |= {_memory(self.state.parameter(name)): name for name in self.state.names}
         return ", ".join(dict.fromkeys(names.get(_memory(tensor), "a result") for tensor in written))
-
-    def without_gradient(self, starts_from: Callable[[int], bool]) -> frozenset[str]:
-        """Parameters whose gradients come from none of the results that a backward starts from."""
-        behind = self._results_behind.items()
-        absent = frozenset(name for name, sources in behind if not any(map(starts_from, sources)))
-        return absent - self.state.unreduced
 
     def ahead(self, leaves: Sequence[Any]) -> Ahead | None:
         """A batch to come, with the rows it reads; None where that cannot be known before its turn."""

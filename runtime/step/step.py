@@ -10,7 +10,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -151,17 +151,18 @@ class Step:
         values, self._values = self._values, None
         backward, flow = program.backward, program.flow
         assert backward is not None
-        given = [index for index, t in zip(program.results, tangents, strict=True) if t is not None]
-        outputs, starts_from = self._run_backward(values, tangents, given)
+        given = tuple(index for index, t in zip(program.results, tangents, strict=True) if t is not None)
+        used = program.used.words(given, program.state.unreduced)
+        outputs, counts = self._run_backward(values, tangents, used)
         if not for_parameters:
             if flow is not None:
                 flow.discard()
             return self._of_batch(backward.roles, outputs)
-        absent = program.without_gradient(starts_from)
+        absent, absent_here = program.used.absent(counts), program.used.absent(used)
         given_away = [tangent for tangent in tangents if tangent is not None]
         # One process has nothing to reduce later: what it accumulates is a sum from the first backward on.
         whole = program.synchronised or program.communicator.world_size == 1
-        deliver(program.state, program.flow, whole, backward.roles, outputs, absent, given_away)
+        deliver(program.state, program.flow, whole, backward.roles, outputs, absent, absent_here, given_away)
         return self._of_batch(backward.roles, outputs)
 
     def _enter(self) -> Gate | None:
@@ -177,12 +178,12 @@ class Step:
         return gate
 
     def _run_backward(
-        self, values: Values, tangents: Sequence[Tensor | None], given: Sequence[int]
-    ) -> tuple[tuple[Any, ...], Callable[[int], bool]]:
-        """The backward's outputs, and what tells of the results that it starts from.
+        self, values: Values, tangents: Sequence[Tensor | None], used: Sequence[int]
+    ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """The backward's outputs, and how many ranks' backwards reach each parameter.
 
         Args:
-            given: the results that this rank's backward starts from.
+            used: what this rank tells of the parameters that its backward reaches.
 
         Raises:
             PeerFailure, FloatingPointError, RuntimeError: as `launch_flags` says, on every rank.
@@ -201,20 +202,20 @@ class Step:
                 flow.begin_backward(program.ids_program, values)
             written, names = self._written()
             if gate is None:  # on the host, what ranks tell each other is read at the end, and tells of failures too
-                finish = self._launch_flags(given, written)
+                finish = self._launch_flags(used, written)
             outputs = self._call_backward(values, tangents)
         except Dropped:
             pass
         except Exception as failure:
             if gate is not None and not is_of_ranks(failure):
-                self._fail_backward(gate, needed, given, failure)
+                self._fail_backward(gate, needed, used, failure)
             raise
         if gate is not None:
             self._check_gate(gate)
         if flow is not None:
             flow.end_backward()
         try:
-            finish = finish or self._launch_flags(given, written)
+            finish = finish or self._launch_flags(used, written)
             return outputs, finish(names, None)
         except PeerFailure:
             if flow is not None:
@@ -249,7 +250,7 @@ class Step:
             self.program.flow.give_up_backward()
         gate.check()
 
-    def _fail_backward(self, gate: Gate, needed: Values, given: Sequence[int], failure: Exception) -> None:
+    def _fail_backward(self, gate: Gate, needed: Values, used: Sequence[int], failure: Exception) -> None:
         """Launches what the others wait for, and tells them at the end of their backward."""
         program, flow = self.program, self.program.flow
         self._check_gate(gate)
@@ -257,17 +258,17 @@ class Step:
         if flow is not None:
             flow.end_backward()
         with contextlib.suppress(PeerFailure):
-            self._launch_flags(given, FAILED)("", failure)
+            self._launch_flags(used, FAILED)("", failure)
         if flow is not None:
             flow.give_up_backward()
         failure.add_note(TOLD)
 
-    def _launch_flags(self, given: Sequence[int], written: int) -> Finish:
+    def _launch_flags(self, used: Sequence[int], written: int) -> Finish:
         """Tells the ranks of this backward; the result tells of theirs."""
         scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
         flow = self.program.flow
         on = flow.streams if flow is not None else streams.streams_of(scalars[0].device) if scalars else None
-        return launch_flags(scalars, given, written, self.program.communicator, on)
+        return launch_flags(scalars, used, written, self.program.communicator, on)
 
     def _of_batch(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
         """The gradients of the batch's tensors that require one."""
