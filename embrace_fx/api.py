@@ -41,6 +41,7 @@ def compile(
     plan: Plan | str | Path | None = None,
     memory_budget: float | None = None,
     check_replicas: int | None = None,
+    dump_to: str | Path | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
@@ -75,6 +76,8 @@ def compile(
             is saved that the model does not checkpoint itself.
         check_replicas: every so many calls, ranks compare checksums of what all of them hold: a rank whose parameters,
             optimizer state or learning rate have become other ones is named (docs/operations.md). None: never.
+        dump_to: a folder into which each living rank writes, when a rank is dead or stuck, what it was doing: its last
+            launches, and where its threads stood. None: nothing is written.
 
     Raises:
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
@@ -83,7 +86,9 @@ def compile(
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
-    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, check_replicas)
+    options = Options(
+        strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, check_replicas, dump_to
+    )
     optimizers = _as_tuple(optimizer)
     session = Session(model, optimizers, process_group, options)
     return CompiledModel(session, single=not isinstance(optimizer, list | tuple))

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ class Session:
         self._timeline: Timeline | None = None
         self._warned = False
         self._given_group = group
-        self._communicator = Communicator(group if group is not None else default_group())
+        dump_to = options.dump_to if isinstance(options.dump_to, Path | None) else Path(options.dump_to)
+        self._communicator = Communicator(group if group is not None else default_group(), dump_to)
         self._begun = False
         self._announcements = Announcements(self._communicator)
         with stage("agreeing with the other ranks", self._communicator.rank):

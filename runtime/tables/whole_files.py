@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from embrace_fx.runtime.ranks.groups import travels_by_host
+from embrace_fx.runtime.tables.state_dicts import TableShard
 from embrace_fx.vocabulary.ops import own_columns
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -41,7 +43,8 @@ def write_whole(state: dict[str, Any], path: Path) -> None:
             places = list(_tensors(torch.load(being_written, mmap=True, weights_only=True)))
     for value, place in zip(values, places, strict=True):
         if isinstance(value, DTensor):
-            _write_table(value, place)
+            with value._embrace_watch() if isinstance(value, TableShard) else nullcontext():
+                _write_table(value, place)
         elif place is not None:
             place.copy_(value)
     if writes:
