@@ -90,7 +90,7 @@ def failure_text(failure: Exception) -> str:
     return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
 
 
-class Progress:
+class LaunchLog:
     """How far this rank has come: what it has launched, in which step.
 
     Attributes:
@@ -145,7 +145,7 @@ class RollCall:
         progress: what this rank signs with.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, world_size: int, progress: Progress) -> None:
+    def __init__(self, store: Any, name: str, rank: int, world_size: int, progress: LaunchLog) -> None:
         self.rank, self.world_size = rank, world_size
         self._progress = progress
         self._standings: dict[int, Standing] = {}
@@ -213,7 +213,7 @@ class RollCall:
         """Turns the error of a broken collective into one that names the ranks that no longer answer, or are stuck.
 
         Args:
-            what: what is waited for inside, by its name in `Progress`.
+            what: what is waited for inside, by its name in `LaunchLog`.
         """
         try:
             yield

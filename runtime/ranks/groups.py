@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.runtime.ranks.failure import PeerFailure, Progress, RollCall, failure_text
+from embrace_fx.runtime.ranks.failure import LaunchLog, PeerFailure, RollCall, failure_text
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 from embrace_fx.vocabulary.schedule import LANES, Lane
 from embrace_fx.vocabulary.stream_program import URGENT
@@ -70,7 +70,7 @@ class Groups:
         self._hosts: dist.ProcessGroup | None = None  # what ranks tell each other about a step
         self._made: list[dist.ProcessGroup] = []  # of those and others, what ends with this
         self._roll_call: RollCall | None = None
-        self.progress = Progress()
+        self.progress = LaunchLog()
         self._end: Callable[[], object] = lambda: None
         self._closed = False
         if group is not None:

@@ -30,7 +30,7 @@ Rows = tuple[Tensor, Tensor]
 """ids (K,), rows (K, d)."""
 
 
-class Held:
+class HeldGradient:
     """What a gradient holds: rows, all elements, or what is on its way. Aliases of one gradient share it.
 
     Args:
@@ -130,7 +130,7 @@ class Held:
             ids, rows = self.rows()
             self._rows = [(ids, change(rows))]
 
-    def copied(self) -> Held:
+    def copied(self) -> HeldGradient:
         """The same, apart."""
         self.land()
         other = copy.copy(self)
@@ -154,10 +154,10 @@ class RowGradient(Tensor):
         held: what it holds.
     """
 
-    held: Held
+    held: HeldGradient
 
     @staticmethod
-    def __new__(cls, held: Held) -> RowGradient:
+    def __new__(cls, held: HeldGradient) -> RowGradient:
         made: RowGradient = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
         made.held = held
         return made
@@ -165,7 +165,7 @@ class RowGradient(Tensor):
     @classmethod
     def of(cls, dense: Tensor, communicator: Communicator | None) -> RowGradient:
         """One with all elements (V', d)."""
-        held = Held(dense, communicator)
+        held = HeldGradient(dense, communicator)
         held.set_dense(dense)
         return cls(held)
 
@@ -401,7 +401,7 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _densely(func: Any, args: Any, kwargs: Any) -> Any:
     """Any other op, on all elements; what it writes is what the gradient holds from then on."""
-    helds: list[Held] = []
+    helds: list[HeldGradient] = []
 
     def dense(gradient: RowGradient) -> Tensor:
         helds.append(gradient.held)
