@@ -40,6 +40,8 @@ def compile(
     cluster: Cluster | None = None,
     plan: Plan | str | Path | None = None,
     memory_budget: float | None = None,
+    broadcast_buffers: bool = True,
+    forward_sync_buffers: bool = True,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
@@ -70,6 +72,8 @@ def compile(
             what they hold where everything is saved; parameters, optimizer state and the batch come on top. What does
             not fit is computed again in the backward, at the least predicted cost (docs/memory.md). None: everything
             is saved that the model does not checkpoint itself.
+        broadcast_buffers, forward_sync_buffers: as of DDP: forwards read rank 0's buffers. With the first false, each
+            rank keeps its own from the beginning; with the second, once they have been made equal at the first call.
 
     Raises:
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
@@ -78,7 +82,18 @@ def compile(
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
-    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget)
+    options = Options(
+        strategy,
+        schedule,
+        row_updates,
+        backend,
+        dynamic,
+        cluster,
+        plan,
+        memory_budget,
+        broadcast_buffers,
+        forward_sync_buffers,
+    )
     optimizers = _as_tuple(optimizer)
     session = Session(model, optimizers, process_group, options)
     return CompiledModel(session, single=not isinstance(optimizer, list | tuple))

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_links
+from embrace_fx.planning.fitting import WHOLE, Misfit, fitted, misfit
 from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.placing import place, place_anew
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift, TrainingCalls, changes, story
@@ -26,6 +27,7 @@ from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.failure import PeerFailure, PlanDoesNotFit
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
@@ -98,11 +100,13 @@ class Session:
         self._drift: Drift | None = None  # of rank 0, where anything may drift
         self._calls = TrainingCalls()
         self._captures = Captures(self._setting)
-        self._buffers = BufferSharing(self._state, self._communicator)
+        self._buffers = BufferSharing(self._state, self._announcements, on=options.shares_buffers)
         self._builder: ProgramBuilder | None = None  # of the plan in use
         self._replicated = False
         add_state_hooks(self)
         self._kinds: dict[Any, Kind] = {}
+        self._misfit = Misfit()  # of the batch whose program is to be built
+        self._whole: set[str] = set()  # tables that some batch cannot read in shards
 
     def _parameters_are(self) -> tuple[tuple[bool, torch.dtype, bool], ...]:
         """What of each parameter must not change."""
@@ -212,6 +216,20 @@ class Session:
         elif self._communicator.group is None:
             check_still_alone(default_group())
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        count = self._calls.count
+        while True:
+            try:
+                return self._call(args, kwargs, leaves, spec)
+            except PlanDoesNotFit:
+                self._calls.count = count
+                self._fit_plan()
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+        """Runs the model on a batch.
+
+        Raises:
+            PlanDoesNotFit: the plan must be changed first, on every rank.
+        """
         train, announcements = torch.is_grad_enabled(), self._announcements
         self._communicator.check_open()
         announcements.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
@@ -327,7 +345,7 @@ class Session:
                 "enabled."
             )
         if not self._replicated and self._communicator.group is not None:
-            broadcast_state(self.model, frozenset(), self._communicator)
+            broadcast_state(self.model, frozenset(), self._communicator, buffers=self.options.broadcast_buffers)
         self._replicated = True
         return self.model(*args, **kwargs)
 
@@ -360,15 +378,22 @@ class Session:
                 place(self._setting, analysed, plan)
             self._watch.note_parameters()
         variant = Variant(captured, analysed, train)
-        self._build(variant)
         kind.variants.append(variant)
+        self._build(variant)
         if first and rank == 0:
             tell("%s", self._summary())
         return variant
 
     def _build(self, variant: Variant) -> None:
-        """Makes a variant's program under the plan in use."""
+        """Makes a variant's program under the plan in use.
+
+        Raises:
+            PlanDoesNotFit: the plan must be changed first, on every rank.
+        """
         assert self._builder is not None
+        self._misfit = misfit(self.plan, variant.analysed)
+        if self._misfit:
+            self._announcements.announce((), does_not_fit=True)
         with stage("compiling", self._communicator.rank):
             self._builder.build(variant)
         self._flow = self._builder.flow
@@ -396,6 +421,8 @@ class Session:
             return
         old, used = self.plan, {d.parameter for d in self.plan if d.strategy not in ("frozen", "unused")}
         findings = find(self._setting, variant.analysed, variant.captured.inputs(leaves), used)
+        if findings is not None:
+            findings = findings.with_whole(self._whole, WHOLE)
         if findings is not None and self._drift is not None:
             findings = findings.with_rows(self._drift.rows)
         new = plan_on_links(self._setting, findings, old)
@@ -404,6 +431,27 @@ class Session:
             self._drift = _drift(old, findings)
             return
         self._place_anew(variant.analysed, old, new, findings)
+
+    def _fit_plan(self) -> None:
+        """The plan in use with what some rank's batch needs besides, before the step that asks for it. Collective.
+
+        Raises:
+            PeerFailure: this is no moment for it on some rank; on every rank, and nothing changed.
+        """
+        own, self._misfit = self._misfit, Misfit()
+        reason = "an earlier call's backward is still to come" if self._state.awaiting_backward else None
+        if self._state.unreduced and any(name in self._state.tables for name in own.whole):
+            reason = "gradients wait that were summed up under no_sync()"
+        told = tuple[tuple[str, ...], tuple[str, ...], str | None]
+        everyone = self._communicator.gather((own.late, own.whole, reason), told)
+        needed = [Misfit(late, whole) for late, whole, _ in everyone]
+        names = ", ".join(sorted({name for each in needed for name in (*each.late, *each.whole)}))
+        if reasons := {rank: reason for rank, (*_, reason) in enumerate(everyone) if reason is not None}:
+            raise PeerFailure({rank: _NO_MOMENT.format(names, reason) for rank, reason in reasons.items()})
+        variant = next(v for kind in self._kinds.values() for v in kind.variants)
+        old = self.plan
+        self._whole |= {name for each in needed for name in each.whole}
+        self._place_anew(variant.analysed, old, fitted(old, needed), self._findings)
 
     def _place_anew(self, analysed: TrainingGraph, old: Plan, new: Plan, findings: Findings | None) -> None:
         """Puts another plan in use, between two steps. Collective."""
@@ -489,6 +537,12 @@ def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
 _NOTHING_SENT = (
     "expected at least two ranks, before the {} is read, found one: nothing is sent, so nothing is scheduled. Start "
     "the program with torchrun on more ranks."
+)
+
+_NO_MOMENT = (
+    "expected every call's backward, and under no_sync() the step, before a batch that needs another plan, in the "
+    "model's call, found that {} are used otherwise than before, and {}. Call the model once with a batch that uses "
+    "them, on its own"
 )
 
 _OTHER_PARAMETERS = (

@@ -25,6 +25,13 @@ class Options:
     cluster: Cluster | None = None
     plan: Plan | str | Path | None = None
     memory_budget: float | None = None
+    broadcast_buffers: bool = True
+    forward_sync_buffers: bool = True
+
+    @property
+    def shares_buffers(self) -> bool:
+        """Whether forwards read rank 0's buffers."""
+        return self.broadcast_buffers and self.forward_sync_buffers
 
     @cached_property
     def given_plan(self) -> Plan | None:

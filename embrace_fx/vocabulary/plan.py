@@ -134,6 +134,7 @@ class Decision:
         grid: of "alltoall", where the ranks are more than one row; else None.
         candidates: every strategy weighed, of which one was chosen; empty where there was nothing to choose.
         measured: how a table's gradients lie on all ranks, in one line; "" where that is not known.
+        padding_idx: of a table, the row that gets no gradient, -1 for none.
     """
 
     parameter: str
@@ -148,6 +149,7 @@ class Decision:
     grid: Grid | None = None
     candidates: tuple[Candidate, ...] = ()
     measured: str = ""
+    padding_idx: int = -1
 
     @property
     def name(self) -> str:

@@ -17,11 +17,15 @@ from torch import Tensor
 
 from embrace_fx.runtime.kernels import bad_id
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
-from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, PeerFailure
+from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, PeerFailure, PlanDoesNotFit
 from embrace_fx.runtime.ranks.groups import all_gather_single
 
 ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
 """What a call of the model can be; all ranks must do the same."""
+
+
+CHANGED_BUFFERS = -1
+"""Announced of buffers: this rank has changed one besides what forwards write."""
 
 
 class Mark(IntFlag):
@@ -31,6 +35,8 @@ class Mark(IntFlag):
     """It cannot take part in this step; why follows."""
     ASKS_TO_PLAN = 2
     """It would have another plan made."""
+    DOES_NOT_FIT = 4
+    """Its batch does not fit the plan, which all are to change before this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +46,16 @@ class Announcement:
     Attributes:
         marks: what it says of itself.
         activity: index into `ACTIVITIES`.
+        program: what the step launches, as a number; 0: it runs no program.
+        buffers: which of them this rank would share, as a number, or `CHANGED_BUFFERS`.
         rows_seen: of each watched table, how many of its rows the batch reads; -1: unknown.
         sizes: what the step tells besides.
     """
 
     marks: Mark
     activity: int
+    program: int
+    buffers: int
     rows_seen: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -56,7 +66,7 @@ class Announcement:
             length: of sizes, at most.
         """
         padding = [0] * (length - len(self.sizes))
-        return [self.marks, self.activity, *self.rows_seen, *self.sizes, *padding]
+        return [self.marks, self.activity, self.program, self.buffers, *self.rows_seen, *self.sizes, *padding]
 
     @classmethod
     def decode(cls, numbers: Sequence[int], watched: int, sizes: int) -> Announcement:
@@ -66,8 +76,10 @@ class Announcement:
             watched: how many tables are watched.
             sizes: how many sizes were told.
         """
-        first = 2 + watched
-        return cls(Mark(numbers[0]), numbers[1], tuple(numbers[2:first]), tuple(numbers[first : first + sizes]))
+        mark, activity, program, buffers, *others = numbers
+        return cls(
+            Mark(mark), activity, program, buffers, tuple(others[:watched]), tuple(others[watched : watched + sizes])
+        )
 
 
 class Announcements:
@@ -76,6 +88,9 @@ class Announcements:
     Attributes:
         activity: of the coming step, as index into `ACTIVITIES`.
         failure: found before the step's announcement, which reports it.
+        program: that the coming step runs, as a number that is the same where the same is launched; 0: none.
+        buffers: which buffers the coming step would share, as a number, or `CHANGED_BUFFERS`.
+        buffers_differ: as of the last announcement, ranks would share different ones, or one has changed its own.
         tables: how many tables exchange ids, once planned.
         watched: other tables of which an announcement tells the rows read.
         rows_seen: of those, in the coming step; of a table that is not there, unknown.
@@ -88,6 +103,9 @@ class Announcements:
         self.communicator = communicator
         self.activity = 0
         self.failure: str | None = None
+        self.program = 0
+        self.buffers = 0
+        self.buffers_differ = False
         self.tables = 0
         self.watched: tuple[str, ...] = ()
         self.rows_seen: dict[str, int] = {}
@@ -95,11 +113,17 @@ class Announcements:
         self.asks_to_plan = False
         self.asked_to_plan = False
 
-    def announce(self, sizes: Sequence[int], failure: str | None = None) -> list[tuple[int, ...]]:
+    def announce(
+        self, sizes: Sequence[int], failure: str | None = None, *, does_not_fit: bool = False
+    ) -> list[tuple[int, ...]]:
         """Every rank's `sizes`, at the head of a step.
+
+        Args:
+            does_not_fit: this rank's batch does not fit the plan.
 
         Raises:
             PeerFailure: any rank has a `failure`, or the ranks are not doing the same thing; on all ranks.
+            PlanDoesNotFit: any rank's batch does not; on all ranks.
         """
         communicator = self.communicator
         communicator.check_open()
@@ -107,8 +131,10 @@ class Announcements:
         if communicator.world_size == 1:
             if failure is not None:
                 raise PeerFailure({0: failure})
+            if does_not_fit:
+                raise PlanDoesNotFit
             return [tuple(sizes)]
-        everyone = self._exchange(self._own(sizes, failure))
+        everyone = self._exchange(self._own(sizes, failure is not None, does_not_fit))
         self.asked_to_plan = any(each.marks & Mark.ASKS_TO_PLAN for each in everyone)
         self.rows_read = {}
         self.note_rows(self.watched, [each.rows_seen for each in everyone])
@@ -116,14 +142,19 @@ class Announcements:
             failures = communicator.gather(failure, str | None)
             raise PeerFailure({rank: text for rank, text in enumerate(failures) if text is not None})
         check_activities([each.activity for each in everyone])
+        if any(each.marks & Mark.DOES_NOT_FIT for each in everyone):
+            raise PlanDoesNotFit
+        check_programs([each.program for each in everyone])
+        buffers = {each.buffers for each in everyone}
+        self.buffers_differ = len(buffers) > 1 or CHANGED_BUFFERS in buffers
         return [each.sizes for each in everyone]
 
-    def _own(self, sizes: Sequence[int], failure: str | None) -> Announcement:
-        marks = Mark.FAILED * (failure is not None) | Mark.ASKS_TO_PLAN * self.asks_to_plan
+    def _own(self, sizes: Sequence[int], failed: bool, does_not_fit: bool) -> Announcement:
+        marks = Mark.FAILED * failed | Mark.ASKS_TO_PLAN * self.asks_to_plan | Mark.DOES_NOT_FIT * does_not_fit
         seen, self.rows_seen = self.rows_seen, {}
-        return Announcement(
-            Mark(marks), self.activity, tuple(seen.get(name, -1) for name in self.watched), tuple(sizes)
-        )
+        program, self.program = self.program, 0
+        rows_seen = tuple(seen.get(name, -1) for name in self.watched)
+        return Announcement(Mark(marks), self.activity, program, self.buffers, rows_seen, tuple(sizes))
 
     def _exchange(self, own: Announcement) -> list[Announcement]:
         communicator = self.communicator
@@ -164,6 +195,24 @@ def check_activities(activities: Sequence[int]) -> None:
         raise PeerFailure(
             {r: f"expected all ranks to do the same, found this one {ACTIVITIES[a]}" for r, a in enumerate(activities)}
         )
+
+
+def check_programs(programs: Sequence[int]) -> None:
+    """Raises where ranks are about to launch other collectives than rank 0.
+
+    Raises:
+        PeerFailure: saying what each of them should do.
+    """
+    others = [rank for rank, program in enumerate(programs) if program != programs[0]]
+    if others:
+        raise PeerFailure(dict.fromkeys(others, OTHER_PROGRAM))
+
+
+OTHER_PROGRAM = (
+    "expected every rank's graph to launch the same collectives, in a call of the model, found others than on rank 0: "
+    "their batches led the forward along another path, or the ranks have registered other hooks. Make the forward "
+    "communicate alike on every rank, in the same dtype, and register the same hook"
+)
 
 
 def unreadable(error: Exception) -> str:

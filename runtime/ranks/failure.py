@@ -55,6 +55,10 @@ class PeerFailure(RuntimeError):
         return PeerFailure, (self.by_rank,)
 
 
+class PlanDoesNotFit(Exception):
+    """A rank's batch needs of the plan what it has not; raised on every rank in place of the step, to be mended."""
+
+
 class DeadRank(RuntimeError):
     """A collective failed because a rank is gone."""
 

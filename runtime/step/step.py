@@ -65,8 +65,10 @@ class Step:
     def forward(self) -> list[Any]:
         program = self.program
         program.announcements.failure = program.check(self._leaves)
+        program.announcements.program = program.launched
+        program.tell_buffers()
         values = self._begin_forward()
-        program.before_forward()
+        program.share_buffers()
         if program.regions is not None:
             program.regions.begin_step()
         forward = program.forward
