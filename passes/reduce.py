@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders, latest
 from embrace_fx.vocabulary.graph import Gradient, OutputRole, Parameter, TrainingGraph, set_outputs
 from embrace_fx.vocabulary.schedule import chunk_id

@@ -21,11 +21,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.passes.tables import argument, find_tables
-from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph, set_outputs
+from embrace_fx.vocabulary.graph import Gradient, Parameter, Result, TrainingGraph, set_outputs
 
 aten = torch.ops.aten
 
@@ -79,6 +80,23 @@ class TakePart:
         result.graph.lint()
         result.module.recompile()
         return replace(result, tables=find_tables(result))
+
+
+def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
+    """The graph of no batch at all: it reads one parameter, and yields zero.
+
+    return aten.new_zeros(parameter, [])
+    """
+    graph = fx.Graph()
+    with FakeTensorMode():
+        value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        nothing = value.new_zeros([])
+    read = graph.placeholder(re.sub(r"\W", "_", name))
+    read.meta |= {"role": Parameter(name), "val": value}
+    zero = graph.call_function(aten.new_zeros.default, (read, []))
+    zero.meta["val"] = nothing
+    graph.output((zero,)).meta["roles"] = (Result(0),)
+    return TrainingGraph(fx.GraphModule(nn.Module(), graph))
 
 
 def _add_parameter(rewriter: Rewriter, name: str, like: Exchanged) -> None:

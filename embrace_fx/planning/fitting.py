@@ -50,11 +50,11 @@ def unshardable(graph: TrainingGraph) -> Iterator[str]:
             yield role.name
 
 
-def fitted(plan: Plan, misfits: Sequence[Misfit]) -> Plan:
+def fitted(plan: Plan, misfits: Sequence[Misfit], why_whole: str = WHOLE) -> Plan:
     """The plan with what the ranks' batches need besides; the same on all ranks."""
     late = sorted({name for each in misfits for name in each.late})
     whole = sorted({name for each in misfits for name in each.whole})
-    reasons = dict.fromkeys(late, LATE) | dict.fromkeys(whole, WHOLE)
+    reasons = dict.fromkeys(late, LATE) | dict.fromkeys(whole, why_whole)
     decisions = tuple(_reduced(d, reasons[d.parameter]) if d.parameter in reasons else d for d in plan)
     stacks = (_without(plan, stack, whole) for stack in plan.stacks)
     return replace(

@@ -1,10 +1,10 @@
 """Buffers made equal on all ranks before a forward reads them.
 
 Contract
-    After a forward's head every rank has rank 0's value of each buffer that a forward reads, as DDP has: of those that
-    forwards change and live on, at each training step; of those that training has changed, before an evaluation; and of
-    all, once anything but a forward has changed one on any rank. Like DDP, forwards under `no_sync` share none, nor does
-    the one behind them.
+    Behind its head a forward reads rank 0's buffers, as under DDP: those that forwards change and live on are sent at
+    each training step, those that training has changed before an evaluation, and all of them once anything but a
+    forward has changed one on any rank. As under DDP, the forwards behind one under `no_sync` share none, until one
+    has been reduced.
 """
 
 from __future__ import annotations
@@ -91,4 +91,7 @@ class BufferSharing:
         return [(id(each), each._version) for each in self._state.buffers_but(self._written)]
 
     def _share(self, names: Sequence[str]) -> None:
-        self._announcements.communicator.broadcast([self._state.buffer_reader(name)() for name in names])
+        announcements = self._announcements
+        announcements.communicator.broadcast(
+            [self._state.buffer_reader(name)() for name in names], announcements.authority
+        )

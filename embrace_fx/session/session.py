@@ -38,6 +38,7 @@ from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Variant, kind_key
 from embrace_fx.session.captures import Captures
 from embrace_fx.session.comm_hooks import dtype_of_hook, told_of
+from embrace_fx.session.idling import Idling, Joined
 from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.memory_report import memory_report
 from embrace_fx.session.model_watch import ModelWatch
@@ -76,12 +77,12 @@ class Session:
         self._warned = False
         self._graphs: Mapping[str, fx.GraphModule] = {}
         self._given_group = group
-        self._communicator = Communicator(group if group is not None else default_group())
+        self.communicator = Communicator(group if group is not None else default_group())
         self._begun = False
-        self._announcements = Announcements(self._communicator)
-        with stage("agreeing with the other ranks", self._communicator.rank):
-            agree_on_set_up(self._communicator, model, optimizers, options)
-        self._state = ModelState(model)
+        self.announcements = Announcements(self.communicator)
+        with stage("agreeing with the other ranks", self.communicator.rank):
+            agree_on_set_up(self.communicator, model, optimizers, options)
+        self.state = ModelState(model)
         self._compiled_for = self._parameters_are()
         self._watch = ModelWatch(model)
         itself = weakref.ref(self)  # optimizers must not keep their session alive
@@ -90,27 +91,28 @@ class Session:
             if (session := itself()) is not None:
                 session._make_whole(names, reason)
 
-        stepping = Stepping(self._state, self._communicator, make_whole)
+        stepping = Stepping(self.state, self.communicator, make_whole)
         stepping.listen()
         for optimizer in optimizers:
             stepping.adopt(optimizer)
-        self._setting = Setting(model, stepping, self._state, self._announcements, options)
+        self._setting = Setting(model, stepping, self.state, self.announcements, options)
         self._plan: Plan | None = None
         self._findings: Findings | None = None  # of rank 0
         self._drift: Drift | None = None  # of rank 0, where anything may drift
         self._calls = TrainingCalls()
         self._captures = Captures(self._setting)
-        self._buffers = BufferSharing(self._state, self._announcements, on=options.shares_buffers)
+        self._buffers = BufferSharing(self.state, self.announcements, on=options.shares_buffers)
         self._builder: ProgramBuilder | None = None  # of the plan in use
         self._replicated = False
         add_state_hooks(self)
         self._kinds: dict[Any, Kind] = {}
+        self.idling = Idling(self)
         self._misfit = Misfit()  # of the batch whose program is to be built
         self._whole: set[str] = set()  # tables that some batch cannot read in shards
 
     def _parameters_are(self) -> tuple[tuple[bool, torch.dtype, bool], ...]:
         """What of each parameter must not change."""
-        return tuple((each.requires_grad, each.dtype, is_hooked(each)) for each in self._state.parameters())
+        return tuple((each.requires_grad, each.dtype, is_hooked(each)) for each in self.state.parameters())
 
     @property
     def plan(self) -> Plan:
@@ -125,22 +127,22 @@ class Session:
     @property
     def shards(self) -> tuple[str, ...]:
         """The tables of which this rank holds a part."""
-        return () if self._plan is None or self._communicator.world_size == 1 else self._plan.sharded
+        return () if self._plan is None or self.communicator.world_size == 1 else self._plan.sharded
 
     @property
     def places(self) -> dict[str, Place]:
         """Where the parts of sharded tables lie, by each of their names."""
-        tables = {table.parameter: table.place for table in self._state.tables.values() if table.place.mesh is not None}
-        named = ((name, self._state.parameter(name)) for name in self._state.names)
+        tables = {table.parameter: table.place for table in self.state.tables.values() if table.place.mesh is not None}
+        named = ((name, self.state.parameter(name)) for name in self.state.names)
         return {name: tables[parameter] for name, parameter in named if parameter in tables}
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        return self._communicator.group
+        return self.communicator.group
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Tells of a rank that dies in a collective inside."""
-        return self._communicator.watching()
+        return self.communicator.watching()
 
     @property
     def graphs(self) -> Mapping[str, fx.GraphModule]:
@@ -148,7 +150,7 @@ class Session:
         return self._graphs
 
     def report(self) -> str:
-        told = str(self.plan) + told_of(self._communicator.gradient_dtype)
+        told = str(self.plan) + told_of(self.communicator.gradient_dtype)
         held = self._builder.held() if self._builder is not None else None
         optimizers = self._setting.stepping.holders.optimizers
         return told if held is None else f"{told}\n\n{memory_report(held, self.model, optimizers)}"
@@ -159,7 +161,7 @@ class Session:
                 "expected a hook before the model's first call, in register_comm_hook(), found that it has been called "
                 "and gradients travel already. Register it after compile()."
             )
-        self._communicator.gradient_dtype = dtype_of_hook(state, hook, self.group)
+        self.communicator.gradient_dtype = dtype_of_hook(state, hook, self.group)
 
     def _summary(self) -> str:
         scheduling = self._builder.scheduling if self._builder is not None else None
@@ -192,7 +194,7 @@ class Session:
             yield
         finally:
             recording = self._flow.recorder.stop()
-        self._timeline = gather_timeline(self._communicator, recording, scheduling.schedule.steps)
+        self._timeline = gather_timeline(self.communicator, recording, scheduling.schedule.steps)
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
@@ -200,11 +202,11 @@ class Session:
         """At the first call, ranks and model are those of that moment. Collective."""
         if self._given_group is None:
             group = default_group()
-            check_group(group, self._communicator.group)
-            if self._communicator.group is None and group is not None:
-                self._communicator.join(group)
-        agree_on_set_up(self._communicator, self.model, self.optimizers, self.options)  # it may have changed since
-        self._state.refresh(self.model)
+            check_group(group, self.communicator.group)
+            if self.communicator.group is None and group is not None:
+                self.communicator.join(group)
+        agree_on_set_up(self.communicator, self.model, self.optimizers, self.options)  # it may have changed since
+        self.state.refresh(self.model)
         self._watch.note()
         self._compiled_for = self._parameters_are()
         self._begun = True
@@ -213,7 +215,7 @@ class Session:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._begun:
             self._begin()
-        elif self._communicator.group is None:
+        elif self.communicator.group is None:
             check_still_alone(default_group())
         leaves, spec = pytree.tree_flatten((args, kwargs))
         count = self._calls.count
@@ -230,9 +232,9 @@ class Session:
         Raises:
             PlanDoesNotFit: the plan must be changed first, on every rank.
         """
-        train, announcements = torch.is_grad_enabled(), self._announcements
-        self._communicator.check_open()
-        announcements.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
+        train, announcements = torch.is_grad_enabled(), self.announcements
+        self.communicator.check_open()
+        announcements.activity = self._activity(train)
         self._look_at_model()
         kind = self._kinds.setdefault(kind_key(self._watch.modes(), leaves, spec, train), Kind())
         if self._plan is None and not train:
@@ -252,6 +254,9 @@ class Session:
             announcements.asks_to_plan = self._drift.wants_plan
         return variant.captured.results(results, args, kwargs)
 
+    def _activity(self, train: bool) -> int:
+        return _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
+
     def _look_at_model(self) -> None:
         """Refuses a model with other parameters than the plan's; one with other modules is captured anew.
 
@@ -265,12 +270,12 @@ class Session:
             changed = _CHANGED_PARAMETERS
         if changed is not None:
             if self._plan is None:  # the other ranks make no announcements yet
-                agree_on_first_call(self._announcements, changed)
-            give_up(self._announcements, changed)
+                agree_on_first_call(self.announcements, changed)
+            give_up(self.announcements, changed)
         if self._watch.modules_changed():
             self.parameters_may_change()
             self._watch.note()
-            self._state.refresh(self.model)
+            self.state.refresh(self.model)
             self._kinds.clear()
 
     def _variant(
@@ -292,17 +297,21 @@ class Session:
         """What a batch runs on."""
         accumulates = train and not self.synchronised
         compiles = variant.program is None or (accumulates and variant.accumulating is None)
-        if variant.program is None:
-            self._build(variant)
-        if accumulates and variant.accumulating is None:
-            assert self._builder is not None
-            with stage("compiling", self._communicator.rank):
-                self._builder.build_accumulating(variant)
+        self._make_programs(variant, accumulates=accumulates)
         program = variant.accumulating if accumulates else variant.program
         if compiles and not variant.captured.accepts(leaves):  # compiling has narrowed what the variant takes
             return self._runs(self._variant(kind, leaves, args, kwargs, train), kind, leaves, args, kwargs, train)
         assert program is not None
         return variant, program
+
+    def _make_programs(self, variant: Variant, *, accumulates: bool) -> None:
+        """Builds what is needed of a variant and not there."""
+        if variant.program is None:
+            self._build(variant)
+        if accumulates and variant.accumulating is None:
+            assert self._builder is not None
+            with stage("compiling", self.communicator.rank):
+                self._builder.build_accumulating(variant)
 
     def _following(self, kind: Kind, program: Program, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ahead | None:
         """The next batch, where it is known and a program for it exists."""
@@ -337,22 +346,22 @@ class Session:
 
     def _evaluate_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the first training call there is no plan, and no table is sharded: the user's own forward runs."""
-        agree_on_first_call(self._announcements, None)
+        agree_on_first_call(self.announcements, None)
         if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
             raise RuntimeError(
                 "expected a training call before the first evaluation, in forward(), found a model on the meta device, "
                 "and how its tables are sharded is decided with the first training batch. Call it once with gradients "
                 "enabled."
             )
-        if not self._replicated and self._communicator.group is not None:
-            broadcast_state(self.model, frozenset(), self._communicator, buffers=self.options.broadcast_buffers)
+        if not self._replicated and self.communicator.group is not None:
+            broadcast_state(self.model, frozenset(), self.communicator, buffers=self.options.broadcast_buffers)
         self._replicated = True
         return self.model(*args, **kwargs)
 
     def _capture(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
     ) -> Variant:
-        failure, captured, rank = None, None, self._communicator.rank
+        failure, captured, rank = None, None, self.communicator.rank
         try:
             with stage("capturing", rank):
                 captured = self._captures.capture(kind, leaves, args, kwargs, train)
@@ -361,9 +370,9 @@ class Session:
             failure = error
         if self._plan is None:
             with stage("waiting for the other ranks to capture", rank):
-                agree_on_first_call(self._announcements, failure)
+                agree_on_first_call(self.announcements, failure)
         elif failure is not None:
-            give_up(self._announcements, failure)
+            give_up(self.announcements, failure)
         assert captured is not None
         first = self._plan is None
         if first:
@@ -393,8 +402,8 @@ class Session:
         assert self._builder is not None
         self._misfit = misfit(self.plan, variant.analysed)
         if self._misfit:
-            self._announcements.announce((), does_not_fit=True)
-        with stage("compiling", self._communicator.rank):
+            self.announcements.announce((), does_not_fit=True)
+        with stage("compiling", self.communicator.rank):
             self._builder.build(variant)
         self._flow = self._builder.flow
         if variant.train:
@@ -416,7 +425,7 @@ class Session:
         Raises:
             PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
         """
-        everyone = self._announcements.announce([self._may_plan_again(variant)])
+        everyone = self.announcements.announce([self._may_plan_again(variant)])
         if not all(may for (may,) in everyone):
             return
         old, used = self.plan, {d.parameter for d in self.plan if d.strategy not in ("frozen", "unused")}
@@ -426,7 +435,7 @@ class Session:
         if findings is not None and self._drift is not None:
             findings = findings.with_rows(self._drift.rows)
         new = plan_on_links(self._setting, findings, old)
-        self._announcements.asks_to_plan = False
+        self.announcements.asks_to_plan = False
         if not changes(old, new):
             self._drift = _drift(old, findings)
             return
@@ -439,19 +448,50 @@ class Session:
             PeerFailure: this is no moment for it on some rank; on every rank, and nothing changed.
         """
         own, self._misfit = self._misfit, Misfit()
-        reason = "an earlier call's backward is still to come" if self._state.awaiting_backward else None
-        if self._state.unreduced and any(name in self._state.tables for name in own.whole):
+        reason = "an earlier call's backward is still to come" if self.state.awaiting_backward else None
+        if self.state.unreduced and any(name in self.state.tables for name in own.whole):
             reason = "gradients wait that were summed up under no_sync()"
         told = tuple[tuple[str, ...], tuple[str, ...], str | None]
-        everyone = self._communicator.gather((own.late, own.whole, reason), told)
+        everyone = self.communicator.gather((own.late, own.whole, reason), told)
         needed = [Misfit(late, whole) for late, whole, _ in everyone]
         names = ", ".join(sorted({name for each in needed for name in (*each.late, *each.whole)}))
         if reasons := {rank: reason for rank, (*_, reason) in enumerate(everyone) if reason is not None}:
             raise PeerFailure({rank: _NO_MOMENT.format(names, reason) for rank, reason in reasons.items()})
-        variant = next(v for kind in self._kinds.values() for v in kind.variants)
-        old = self.plan
         self._whole |= {name for each in needed for name in each.whole}
-        self._place_anew(variant.analysed, old, fitted(old, needed), self._findings)
+        self.change_plan(fitted(self.plan, needed))
+
+    # -- ranks that have run out of batches ----------------------------------------------------------------------------
+
+    def join_hook(self, *, divides_by_all: bool) -> Joined:
+        return Joined(self.idling, divides_by_all=divides_by_all)
+
+    def meet_joined(self) -> None:
+        """At the head of a call under `join`. Collective."""
+        self.idling.meet(self._activity(torch.is_grad_enabled()))
+
+    @property
+    def is_planned(self) -> bool:
+        return self._plan is not None
+
+    def any_variant(self) -> Variant:
+        """One of the model's captures."""
+        return next(v for kind in self._kinds.values() for v in kind.variants)
+
+    def program_of(self, variant: Variant, *, accumulates: bool) -> Program:
+        """A program of what was not captured from a batch."""
+        self._make_programs(variant, accumulates=accumulates)
+        program = variant.accumulating if accumulates else variant.program
+        assert program is not None
+        return program
+
+    def change_plan(self, new: Plan) -> None:
+        """Puts a plan in use that follows from the one in use. Collective."""
+        self._place_anew(self.any_variant().analysed, self.plan, new, self._findings)
+
+    def send_state(self, source: int) -> None:
+        """One rank's parameters, but those in shards, and buffers to every rank. Collective."""
+        sharded, buffers = frozenset(self.plan.sharded), self.options.broadcast_buffers
+        broadcast_state(self.model, sharded, self.communicator, buffers=buffers, source=source)
 
     def _place_anew(self, analysed: TrainingGraph, old: Plan, new: Plan, findings: Findings | None) -> None:
         """Puts another plan in use, between two steps. Collective."""
@@ -464,7 +504,7 @@ class Session:
         for kind in self._kinds.values():
             for each in kind.variants:
                 each.program = each.accumulating = None
-        if self._communicator.rank == 0:
+        if self.communicator.rank == 0:
             tell("planned again %s", told)
 
     def _make_whole(self, names: Sequence[str], reason: str) -> None:
@@ -489,8 +529,8 @@ class Session:
         tables = {decision.parameter for decision in self.plan if decision.is_table}
         return (
             variant.train
-            and not self._state.unreduced
-            and not self._state.awaiting_backward
+            and not self.state.unreduced
+            and not self.state.awaiting_backward
             and (self._flow is None or self._flow.recorder.recording is None)
             and {table.parameter for table in variant.analysed.tables} == tables
         )
@@ -504,8 +544,8 @@ class Session:
 
     def parameters_were_loaded(self) -> None:
         """Other parameters may stand in the place of those that were: `assign=True`."""
-        for name, table in self._state.tables.items():
-            table.parameter = self._state.parameter(name)
+        for name, table in self.state.tables.items():
+            table.parameter = self.state.parameter(name)
         self._watch.note_parameters()
 
     def parameters_may_change(self) -> None:
@@ -522,11 +562,11 @@ class Session:
         self._kinds.clear()
         if self._builder is not None:
             self._builder.flow = None
-        self._communicator.close()
+        self.communicator.close()
 
     def clear_gradients(self) -> None:
         """What backwards under `no_sync` left is gone with the gradients."""
-        self._state.unreduced.clear()
+        self.state.unreduced.clear()
 
 
 def _drift(plan: Plan, findings: Findings | None) -> Drift | None:

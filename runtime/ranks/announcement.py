@@ -24,6 +24,9 @@ ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval 
 """What a call of the model can be; all ranks must do the same."""
 
 
+JOINED = 3
+"""In place of an activity: the rank has run out of batches (`join`)."""
+
 CHANGED_BUFFERS = -1
 """Announced of buffers: this rank has changed one besides what forwards write."""
 
@@ -91,6 +94,7 @@ class Announcements:
         program: that the coming step runs, as a number that is the same where the same is launched; 0: none.
         buffers: which buffers the coming step would share, as a number, or `CHANGED_BUFFERS`.
         buffers_differ: as of the last announcement, ranks would share different ones, or one has changed its own.
+        authority: the rank whose buffers count.
         tables: how many tables exchange ids, once planned.
         watched: other tables of which an announcement tells the rows read.
         rows_seen: of those, in the coming step; of a table that is not there, unknown.
@@ -106,6 +110,7 @@ class Announcements:
         self.program = 0
         self.buffers = 0
         self.buffers_differ = False
+        self.authority = 0
         self.tables = 0
         self.watched: tuple[str, ...] = ()
         self.rows_seen: dict[str, int] = {}
@@ -148,6 +153,17 @@ class Announcements:
         buffers = {each.buffers for each in everyone}
         self.buffers_differ = len(buffers) > 1 or CHANGED_BUFFERS in buffers
         return [each.sizes for each in everyone]
+
+    def meet(self, activity: int) -> list[int]:
+        """What every rank is about to do, `JOINED` where it has run out of batches. Collective, ahead of a step."""
+        communicator = self.communicator
+        communicator.check_open()
+        own = torch.tensor([activity])
+        everyone = own.new_empty(communicator.world_size)
+        with communicator.watching(ANNOUNCEMENT):
+            all_gather_single(everyone, own, group=communicator.host_group())
+        found: list[int] = everyone.tolist()
+        return found
 
     def _own(self, sizes: Sequence[int], failed: bool, does_not_fit: bool) -> Announcement:
         marks = Mark.FAILED * failed | Mark.ASKS_TO_PLAN * self.asks_to_plan | Mark.DOES_NOT_FIT * does_not_fit

@@ -80,11 +80,11 @@ def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer], group: d
 
 
 def broadcast_state(
-    model: nn.Module, sharded: Collection[str], communicator: Communicator, *, buffers: bool = True
+    model: nn.Module, sharded: Collection[str], communicator: Communicator, *, buffers: bool = True, source: int = 0
 ) -> None:
-    """Rank 0's replicated parameters, and buffers, to every rank."""
+    """One rank's replicated parameters, and buffers, to every rank."""
     replicated = [parameter for name, parameter in model.named_parameters() if name not in sharded]
-    communicator.broadcast([tensor.detach() for tensor in (*replicated, *(model.buffers() if buffers else ()))])
+    communicator.broadcast([tensor.detach() for tensor in (*replicated, *(model.buffers() if buffers else ()))], source)
 
 
 def materialise(
