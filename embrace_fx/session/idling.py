@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from embrace_fx.passes.take_part import idle_graph
 from embrace_fx.planning.fitting import Misfit, fitted
-from embrace_fx.runtime.ranks.announcement import JOINED
+from embrace_fx.runtime.ranks.announcement import ACCUMULATING, ACTIVITIES, EVALUATING, JOINED
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import Step
@@ -84,6 +84,8 @@ class Idling:
             step.forward()
             if program.backward is not None:
                 step.backward([None], for_parameters=False)
+            elif ACTIVITIES[activity] != EVALUATING:
+                step.tell_nothing()
 
     def end(self, *, last: bool) -> None:
         """All ranks have run out of batches. Collective.
@@ -107,7 +109,7 @@ class Idling:
         session = self._session
         if self._of_plan is not session.plan:
             self._variants, self._of_plan = {}, session.plan
-        train, accumulates = activity < 2, activity == 1
+        train, accumulates = ACTIVITIES[activity] != EVALUATING, ACTIVITIES[activity] == ACCUMULATING
         if train not in self._variants:
             name = session.state.names[0]
             graph = idle_graph(name, session.state.parameter(name))

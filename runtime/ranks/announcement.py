@@ -20,7 +20,11 @@ from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, PeerFailure, PlanDoesNotFit
 from embrace_fx.runtime.ranks.groups import all_gather_single
 
-ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
+ACTIVITIES = TRAINING, ACCUMULATING, EVALUATING = (
+    "training",
+    "accumulating gradients (no_sync)",
+    "evaluating (eval or no_grad)",
+)
 """What a call of the model can be; all ranks must do the same."""
 
 

@@ -154,6 +154,10 @@ class Step:
         deliver(program.state, program.flow, whole, backward.roles, outputs, absent, absent_here, given_away)
         return self._of_batch(backward.roles, outputs)
 
+    def tell_nothing(self) -> None:
+        """In place of a backward that has nothing to compute nor to send, while the other ranks run theirs."""
+        self._launch_flags(self.program.used.words(()), 0)("")
+
     def _launch_flags(self, used: Sequence[int], written: int) -> Finish:
         """Tells the ranks of this backward; the result tells of theirs."""
         scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
