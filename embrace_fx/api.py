@@ -19,7 +19,7 @@ from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.telling import stage
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
-from embrace_fx.vocabulary.exactness import RowUpdates
+from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
 
@@ -36,12 +36,13 @@ def compile(
     process_group: dist.ProcessGroup | None = None,
     strategy: Strategy = "auto",
     schedule: ScheduleName = "2d",
-    row_updates: RowUpdates = "exact",
+    row_updates: RowUpdatesOption = "exact",
     backend: Literal["eager", "inductor"] = "eager",
     dynamic: bool | None = None,
     cluster: Cluster | None = None,
     plan: Plan | str | Path | None = None,
     memory_budget: float | None = None,
+    check_replicas: int | None = None,
     broadcast_buffers: bool = True,
     forward_sync_buffers: bool = True,
 ) -> CompiledModel:
@@ -61,7 +62,9 @@ def compile(
         schedule: how much of a step's communication may run into the next step. "none": nothing. "horizontal": dense
             gradients are reduced and applied until the next forward needs the parameters. "vertical": rows that the
             next batch does not read are exchanged and applied later; needs `lookahead`. "2d": both.
-        row_updates: "exact": the optimizer's own semantics. "lazy": rows without gradient stand still.
+        row_updates: "exact": the optimizer's own semantics; where it moves rows without gradient too, all move at each
+            step ("sweep" asks for it), or each takes the steps it has skipped when it is read next ("replay"),
+            whichever is predicted to take less time. "lazy": rows without gradient stand still.
         backend: "eager": compute runs as ATen calls. "inductor": the compute between two communications is compiled
             into fused kernels; needs a C++ compiler, on CUDA Triton too.
         dynamic: as `torch.compile`: None: a size is dynamic from the second batch on in which it differs; True: all
@@ -74,6 +77,8 @@ def compile(
             what they hold where everything is saved; parameters, optimizer state and the batch come on top. What does
             not fit is computed again in the backward, at the least predicted cost (docs/memory.md). None: everything
             is saved that the model does not checkpoint itself.
+        check_replicas: every so many calls, ranks compare checksums of what all of them hold: a rank whose parameters,
+            optimizer state or learning rate have become other ones is named (docs/operations.md). None: never.
         broadcast_buffers, forward_sync_buffers: as of DDP: forwards read rank 0's buffers. With the first false, each
             rank keeps its own from the beginning; with the second, once they have been made equal at the first call.
 
@@ -84,8 +89,8 @@ def compile(
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
-    buffers = broadcast_buffers, forward_sync_buffers
-    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, *buffers)
+    more = check_replicas, broadcast_buffers, forward_sync_buffers
+    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, *more)
     optimizers = _as_tuple(optimizer)
     session = Session(model, optimizers, process_group, options)
     return CompiledModel(session, single=not isinstance(optimizer, list | tuple))

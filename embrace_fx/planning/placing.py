@@ -10,6 +10,7 @@ from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable, own_state
 from embrace_fx.setup.setting import Setting
+from embrace_fx.vocabulary.exactness import semantics
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 
@@ -55,7 +56,9 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
     parameter, communicator = setting.state.parameter(name), setting.communicator
     if mesh is None:
         mesh = shard_parameter(parameter, communicator, plan[name].grid)
-    table = RowTable(name, parameter, Place(shape, mesh), communicator, setting.options.row_updates)
+    asked = setting.options.row_updates
+    rests = {"may_rest": plan[name].rests, "insists": asked == "replay"}
+    table = RowTable(name, parameter, Place(shape, mesh), communicator, semantics(asked), **rests)
     for optimizer in setting.stepping.holders.optimizers:
         if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
             table.optimizer = optimizer
@@ -66,7 +69,7 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
 
 def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     """Tells steps and announcements which tables there are."""
-    row_updates, stepping = setting.options.row_updates, setting.stepping
+    row_updates, stepping = semantics(setting.options.row_updates), setting.stepping
     stepping.dense_tables = []
     for found in graph.tables:
         parameter = setting.state.parameter(found.parameter)

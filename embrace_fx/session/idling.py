@@ -64,7 +64,7 @@ class Idling:
         everyone = session.announcements.meet(activity)
         active = [rank for rank, each in enumerate(everyone) if each != JOINED]
         joined = [rank for rank, each in enumerate(everyone) if each == JOINED]
-        session.announcements.authority = active[-1]
+        session.announcements.authority, session.announcements.uneven = active[-1], bool(joined)
         session.state.gradient_scale = 1.0 if self.divides_by_all else len(everyone) / len(active)
         if joined and not session.is_planned:
             raise RuntimeError(_NO_BATCH.format(", ".join(map(str, joined))))
@@ -94,12 +94,14 @@ class Idling:
             last: this rank was among the last.
         """
         session = self._session
-        session.announcements.authority, session.state.gradient_scale = 0, 1.0
+        session.announcements.authority, session.announcements.uneven = 0, False
+        session.state.gradient_scale = 1.0
         ranks = [rank for rank, each in enumerate(session.communicator.gather(last, bool)) if each]
         if not session.is_planned:
             return
         session.parameters_may_change()
         session.send_state(ranks[-1])
+        session.communicator.progress.optimizer_steps = 0  # ranks are alike again
         sharded, self._sharded = self._sharded, None
         if sharded is not None:
             session.change_plan(sharded)

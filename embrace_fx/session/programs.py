@@ -6,6 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from torch import fx
 
@@ -13,6 +14,7 @@ from embrace_fx.capture.structured_trace import log_graph
 from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.held import Held, held
+from embrace_fx.passes.relax.order import OrderCompute
 from embrace_fx.passes.take_part import Exchanged, TakePart
 from embrace_fx.planning.replanning import TrainingCalls
 from embrace_fx.runtime.flow.flow import Flow
@@ -63,6 +65,8 @@ class ProgramBuilder:
         self._announcements = setting.announcements
         self._joint: TrainingGraph | None = None  # of the last training program
         self._built = False  # a training program has been
+        self._units: tuple[str, ...] = ()  # of backwards, in the order in which they are computed; none: as they stand
+        self._relaxed: WeakKeyDictionary[Program, tuple[Compiled, TrainingGraph]] = WeakKeyDictionary()
 
     def build(self, variant: Variant) -> None:
         """Makes a variant's program. The first training program's is collective.
@@ -91,6 +95,8 @@ class ProgramBuilder:
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
         variant.program = self._program(joint, compiled, variant, reduce=train)
+        if self.flow is not None and train:
+            self._relaxed[variant.program] = compiled, variant.analysed
         self._narrow(variant)
 
     def held(self) -> Held | None:
@@ -144,7 +150,7 @@ class ProgramBuilder:
             return compiled
         found = cuts(self._setting, self._plan) if self.scheduling is None else self.scheduling.cuts
         passes = relaxing_passes(self._plan, self._setting.options.schedule, self._communicator.rank, found)
-        return run_passes(analysed, passes, compiled)
+        return run_passes(analysed, (*passes, *self._ordering()), compiled)
 
     def _launches(self) -> bool:
         """Whether a launcher sends what the steps exchange."""
@@ -164,9 +170,30 @@ class ProgramBuilder:
                 stacklevel=2,
             )
             return
-        self.scheduling = Scheduling(self._setting, self._plan, compiled.graph, cuts(self._setting, self._plan))
+        found = cuts(self._setting, self._plan)
+        self.scheduling = Scheduling(self._setting, self._plan, compiled.graph, found, self._compute_in_order)
         self.flow = self.scheduling.start(self._on_other_batch)
         self._setting.stepping.flow = self.flow
+
+    def _ordering(self) -> tuple[OrderCompute, ...]:
+        return (OrderCompute(self._units),) if self._units else ()
+
+    def _compute_in_order(self, units: tuple[str, ...]) -> TrainingGraph:
+        """Has all training programs compute their backward's units in an order, from the next backward on.
+
+        Returns:
+            The graph of the program that was built last.
+        """
+        self._units = units
+        for program, (compiled, analysed) in self._relaxed.items():
+            ordered = run_passes(analysed, self._ordering(), compiled)
+            program.compute_as(ordered.graph)
+            self._relaxed[program] = ordered, analysed
+            self.graphs = ordered.graphs
+            self._joint = ordered.graph
+        assert self._joint is not None
+        log_graph("order_compute", self._joint.phases["backward"])
+        return self._joint
 
     def _launched(self, joint: Compiled, flow: Flow | None) -> int:
         """What a program launches, as a number that ranks can compare; 0 where there is nobody to compare with."""

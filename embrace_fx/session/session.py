@@ -44,6 +44,7 @@ from embrace_fx.session.memory_report import memory_report
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.programs import ProgramBuilder
+from embrace_fx.session.replica_check import checksums_of_replicas
 from embrace_fx.session.state_hooks import add_state_hooks
 from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up, is_hooked
 from embrace_fx.setup.group import check_group, check_still_alone, default_group
@@ -75,7 +76,6 @@ class Session:
         self._flow: Flow | None = None
         self._timeline: Timeline | None = None
         self._warned = False
-        self._graphs: Mapping[str, fx.GraphModule] = {}
         self._given_group = group
         self.communicator = Communicator(group if group is not None else default_group())
         self._begun = False
@@ -147,7 +147,7 @@ class Session:
     @property
     def graphs(self) -> Mapping[str, fx.GraphModule]:
         assert self.plan is not None  # raises before the first call
-        return self._graphs
+        return {} if self._builder is None else self._builder.graphs
 
     def report(self) -> str:
         told = str(self.plan) + told_of(self.communicator.gradient_dtype)
@@ -248,6 +248,8 @@ class Session:
             self._flow.leave()
         calls = self._calls
         calls.count += train
+        if train:
+            self._check_replicas()
         results = run_step(program, variant.captured.inputs(leaves), train=train, following=following)
         if self._drift is not None and train and calls.count % SAMPLED_EVERY == 0:
             self._drift.observe(announcements.rows_read)
@@ -256,6 +258,13 @@ class Session:
 
     def _activity(self, train: bool) -> int:
         return _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
+
+    def _check_replicas(self) -> None:
+        """Has the coming announcement compare them, where it is time."""
+        every = self.options.check_replicas
+        if every is not None and self.announcements.made % every == 0 and self.communicator.world_size > 1:
+            self.synchronize()  # ranks may have applied more or less of the last step
+            self.announcements.checksums = checksums_of_replicas(self._setting)
 
     def _look_at_model(self) -> None:
         """Refuses a model with other parameters than the plan's; one with other modules is captured anew.
@@ -332,7 +341,7 @@ class Session:
         """No batch is expected any more, and everything is applied."""
         if self._flow is not None:
             self._flow.expect_no_batch()
-            self._flow.settle()
+        self.synchronize()
 
     def _warn_of_other_batch(self) -> None:
         if not self._warned:
@@ -406,8 +415,6 @@ class Session:
         with stage("compiling", self.communicator.rank):
             self._builder.build(variant)
         self._flow = self._builder.flow
-        if variant.train:
-            self._graphs = self._builder.graphs
 
     # -- planning again ------------------------------------------------------------------------------------------------
 
@@ -497,6 +504,7 @@ class Session:
         """Puts another plan in use, between two steps. Collective."""
         if self._flow is not None:
             self._flow.close()
+        self.state.settle_tables()
         place_anew(self._setting, analysed, old, new)
         told = story(self._calls.count, old, new)
         self._adopt(replace(new, history=(*old.history, told)), findings)
@@ -541,17 +549,20 @@ class Session:
         """Applies every update that an optimizer has stepped. Waits for nothing that other ranks are still to do."""
         if self._flow is not None:
             self._flow.settle()
+        self.state.settle_tables()
 
     def parameters_were_loaded(self) -> None:
         """Other parameters may stand in the place of those that were: `assign=True`."""
         for name, table in self.state.tables.items():
             table.parameter = self.state.parameter(name)
+        self.communicator.progress.optimizer_steps = 0  # ranks are alike again
         self._watch.note_parameters()
 
     def parameters_may_change(self) -> None:
         """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
         if self._flow is not None:
             self._flow.parameters_may_change()
+        self.state.settle_tables()
 
     def close(self) -> None:
         """Applies what is pending, and ends the threads and process groups behind the model."""
@@ -559,6 +570,7 @@ class Session:
         self._setting.stepping.flow = None
         if flow is not None:
             flow.close()
+        self.state.settle_tables()
         self._kinds.clear()
         if self._builder is not None:
             self._builder.flow = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from embrace_fx.capture.errors import CaptureError
 from embrace_fx.runtime.ranks.announcement import Announcements, check_activities
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.shared_memory import refuse_shared_memory
 
@@ -54,7 +54,7 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
         found[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
     for k, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
-            settings = {key: _plain(value) for key, value in group.items() if key != "params"}
+            settings = settings_of(group)
             held = [names.get(id(parameter), "not of the model") for parameter in group["params"]]
             found[f"optimizer {k}, param group {g}"] = f"{type(optimizer).__name__} {settings} over {held}"
     found["options"] = options.agreed()
@@ -131,6 +131,11 @@ def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
                 )
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a param group, as they are compared between ranks."""
+    return {key: _plain(value) for key, value in group.items() if key != "params"}
+
+
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
@@ -167,11 +172,6 @@ def refuse_ignored(model: nn.Module) -> None:
 def is_hooked(parameter: Tensor) -> bool:
     """Whether a parameter has gradient hooks."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-def failure_text(failure: Exception) -> str:
-    """A failure as other ranks are to read it; the library's own errors need no type."""
-    return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
 
 
 def agree_on_first_call(announcements: Announcements, failure: Exception | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy, check_strategy
-from embrace_fx.vocabulary.exactness import RowUpdates
+from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
 
@@ -19,12 +19,13 @@ class Options:
 
     strategy: Strategy
     schedule: str
-    row_updates: RowUpdates
+    row_updates: RowUpdatesOption
     backend: str
     dynamic: bool | None
     cluster: Cluster | None = None
     plan: Plan | str | Path | None = None
     memory_budget: float | None = None
+    check_replicas: int | None = None
     broadcast_buffers: bool = True
     forward_sync_buffers: bool = True
 
@@ -49,7 +50,11 @@ class Options:
 
     def check(self, where: str = "compile()") -> None:
         """Raises `ValueError` where an option has a value that does not exist; `where` is the call that it names."""
-        allowed = {"schedule": SCHEDULES, "row_updates": ("exact", "lazy"), "backend": ("eager", "inductor")}
+        allowed = {
+            "schedule": SCHEDULES,
+            "row_updates": ("exact", "sweep", "replay", "lazy"),
+            "backend": ("eager", "inductor"),
+        }
         for name, values in allowed.items():
             found = getattr(self, name)
             if found not in values:
@@ -66,6 +71,12 @@ class Options:
             raise ValueError(
                 f"expected memory_budget to be None, bytes, or a fraction below 1, in {where}, found {budget!r}. Pass "
                 "0.5 for half of what a step holds where everything is saved, or a number of bytes."
+            )
+        every: object = self.check_replicas
+        if every is not None and not (type(every) is int and every > 0):
+            raise ValueError(
+                f"expected check_replicas to be None or a number of steps, in {where}, found {every!r}. Pass 1000 to "
+                "compare replicas at every thousandth call."
             )
         check_strategy(self.strategy, where)
         if not isinstance(self.plan, Plan | str | Path | None):

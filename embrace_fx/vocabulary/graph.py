@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule as LateModule
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ class TableUse:
         padding_idx: the row that gets no gradient, -1 for none.
         kind: "embedding" or "bag:sum" / "bag:mean" / "bag:max".
         constant_ids: the ids do not depend on the batch (position and type tables).
-        ids_from_batch: the ids are a pure function of the batch (random draws included), of no parameter.
+        ids_from_batch: the ids are a pure function of the batch (random draws included), of no parameter and of no
+            other rank.
         scale_grad_by_freq: gradients are divided by the id's count in the batch.
         source: the user's line, `file:line in function`, for messages.
     """
@@ -205,7 +207,10 @@ class TrainingGraph:
 
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Copies graph and node meta; the attributes (constants) of the module and its fake values are shared."""
+    """Copies graph and node meta; the attributes (constants) of the module and its fake values are shared.
+
+    Python code is made of the copy where it is called or its code is read: most graphs are only looked at.
+    """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
@@ -213,7 +218,7 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
         env[node].name = node.name
         env[node].meta = copy.copy(node.meta)
     graph._codegen = copy.copy(module.graph._codegen)
-    return fx.GraphModule(module, graph)
+    return LateModule(module, graph)
 
 
 def inputs_of(module: fx.GraphModule) -> Iterator[tuple[fx.Node, InputRole]]:

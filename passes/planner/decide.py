@@ -147,6 +147,7 @@ def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricin
         chosen.grid,
         choice.candidates() if world_size > 1 else (),  # on one rank nothing is sent: there is nothing to weigh
         str(pricing.sparsity[fact.name]) if fact.name in pricing.sparsity else "",
+        chosen.rests,
         table.uses[0].padding_idx if table is not None and table.uses else -1,
     )
 

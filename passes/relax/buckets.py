@@ -150,12 +150,12 @@ def _hand_over(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> 
 def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: Sequence[Sequence[int]]) -> None:
     forward = phases["forward"]
     rewriter = Rewriter(forward)
-    of_phases = [{role.name: n for n, role in inputs_of(m) if isinstance(role, Parameter)} for m in phases.values()]
+    elsewhere = {role.name: node for node, role in inputs_of(phases["backward"]) if isinstance(role, Parameter)}
     parameters = {role.name: node for node, role in inputs_of(forward) if isinstance(role, Parameter)}
     for k, bucket in enumerate(buckets):
         read = [parameters[name] for name in bucket if name in parameters and parameters[name].users]
         if not read:  # by this batch, but all the same it is updated
-            read = [rewriter.copy_of(next(names[name] for names in of_phases for name in bucket if name in names))]
+            read = [rewriter.copy_of(elsewhere[bucket[0]])]
         position = {node: n for n, node in enumerate(forward.graph.nodes)}
         readers = [first_user(node) for node in read if node.users] or [forward.graph.output_node()]
         inserted: set[fx.Node] = set()

@@ -23,7 +23,7 @@ from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import Streams
-from embrace_fx.runtime.ranks.announcement import Announcements, bad_id_report, unreadable
+from embrace_fx.runtime.ranks.announcement import Announcements, Gate, bad_id_report, unreadable
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.runtime.step.phases import Values
 from embrace_fx.vocabulary.schedule import (
@@ -72,6 +72,7 @@ class Flow:
         exchanges: by table, or by stack.
         of_table: likewise, but by table alone: those of a stack have one exchange.
         buckets: those of the plan.
+        has_cut: whether `await_ids` has been called in the backward that runs.
     """
 
     buckets: BucketUpdates
@@ -103,6 +104,7 @@ class Flow:
         self._valid = True  # what was prefetched may be used
         self._segment: OperationId | None = None  # of the forward's compute, for the recorder; None: no forward runs
         self._stands = False
+        self.has_cut = False
 
     def look_at(self, program: IdsProgram, leaves: Sequence[Any]) -> Ahead:
         """The next batch, as far as it can be known before its turn."""
@@ -227,13 +229,23 @@ class Flow:
         self._end_segment()
         self._segment = None
 
+    def open_window(self, gate: Gate | None) -> None:
+        """At the head of a backward.
+
+        Args:
+            gate: what tells whether every rank is in it: nothing leaves before.
+        """
+        self.has_cut = False
+        self.launcher.open_window(held=gate is not None)
+        if gate is not None:
+            self.launcher.release_after(gate.future, gate.all_are_here)
+
     def begin_backward(self, program: IdsProgram, values: Values) -> None:
-        """Opens the window; applies what no node of the program will.
+        """Applies what no node of the program will.
 
         Args:
             values: those of the batch whose backward it is.
         """
-        self.launcher.open_window()
         self.recorder.window()
         self._read_now = {route.table: values[route.ids] for route in program.routes}
         self.buckets.apply()
@@ -248,6 +260,20 @@ class Flow:
         self.recorder.mark(END)
         self._read_now = {}
         self.launcher.leave_backward()
+
+    def give_up_forward(self) -> None:
+        """Forgets a forward that has failed, all of whose launches have been submitted."""
+        self._segment = self._coming = self._ahead = None
+        self._forget_rows()
+
+    def give_up_backward(self) -> None:
+        """Forgets a backward, of which everything that leaves on any rank has been submitted, or has been dropped."""
+        self._read_now = {}
+        self._ahead = None
+        self._forget_rows()
+        self.buckets.forget_submitted()
+        self.discard()
+        self.launcher.open_window()
 
     # -- what the nodes of a relaxed program call ----------------------------------------------------------------------
 
@@ -265,6 +291,7 @@ class Flow:
 
     def await_ids(self) -> None:
         """Has the next batch's routing, and cuts its rows and this one's; or sees that nothing is to be cut."""
+        self.has_cut = True
         if self._ahead is not None:
             self._ahead = self._route(self._ahead)
         ahead = self._ahead
@@ -350,6 +377,11 @@ class Flow:
             self.buckets.materialise()
             for exchange in self.exchanges.values():
                 exchange.materialise()
+
+    def land_untaken(self) -> None:
+        """`materialise`, where there is anything that no step has taken."""
+        if self.buckets.waiting or any(exchange.waiting for exchange in self.exchanges.values()):
+            self.materialise()
 
     def discard(self) -> None:
         """Forgets gradients that no step has taken."""

@@ -205,6 +205,8 @@ class RowExchange:
 
     def _look_up(self, launch: OperationId, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the part, as they are; early ones as the step to come will leave them."""
+        if self.table.catch_up(ids):
+            self.note_version()
         if launch.part != "early" or not self.table.may_move():
             return lookup_as(self.table.local, ids, dtype)
         columns, self._supposed = self.table.coming(ids)
@@ -369,8 +371,11 @@ class RowExchange:
     def stepped_at_once(self, *, moved_all: bool) -> None:
         """A step has been taken; `moved_all`: of all rows, and not just of those with a gradient of their own."""
         supposed, self._supposed = self._supposed, None
-        if moved_all and self._arriving.rows:
-            self._stale |= supposed is None or not self.table.is_as(supposed)
+        if self._arriving.rows:
+            if supposed is not None and supposed.optimizer is not None:  # the rows have left as moved
+                self._stale |= not self.table.is_as(supposed)
+            else:
+                self._stale |= moved_all
         self.note_version()
 
     def update(self, launch: OperationId) -> None:

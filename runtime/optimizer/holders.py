@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
 from embrace_fx.runtime.optimizer.own_step import is_element_wise as shown_element_wise
+from embrace_fx.runtime.optimizer.skipped_steps import skipping
 from embrace_fx.vocabulary.exactness import RowUpdates, is_element_wise, not_element_wise, row_update_blocker
 
 
@@ -54,6 +55,18 @@ class Holders:
         refusing = (type(each) for each, group in self.of(parameter) if not self.is_element_wise(each, group))
         kind = next(refusing, None)
         return None if kind is None else not_element_wise(kind)
+
+    def moves_all(self, parameter: Tensor, row_updates: RowUpdates) -> bool:
+        """Whether rows of a table without gradient move: as far as its optimizer is known, or else as most do."""
+        held = self.of(parameter)
+        if len(held) != 1:
+            return row_updates == "exact"
+        optimizer, group = held[0]
+        return type(optimizer) is not SparseAdam and row_update_blocker(optimizer, group, row_updates) is not None
+
+    def can_skip_steps(self, parameter: Tensor) -> bool:
+        """Whether rows without gradient can take many steps at once: as far as its optimizer is known."""
+        return all(skipping(type(each), group, parameter.dtype) is not None for each, group in self.of(parameter))
 
     def updates_rows(self, parameter: Tensor, row_updates: RowUpdates) -> bool:
         """Whether rows of a table without gradient are to stand still even where the table is whole, as far as its

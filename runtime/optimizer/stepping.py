@@ -188,11 +188,12 @@ class Stepping:
             held = table.open_gradient()
             if any(table in exchange.table.members for exchange in late):
                 step.hide(table.parameter)
-            elif table.takes_rows_only or not (held.is_dense or table.moves_all(table.param_group())):
+            elif table.takes_rows_only or not (held.is_dense or table.is_swept(table.param_group())):
                 held.land()
                 step.hide(table.parameter)
                 step.rows.append(table)
             else:
+                table.settle()
                 dense = held.dense()
                 step.hide(table.parameter, dense)
                 step.swept.append((table, dense, dense._version))
@@ -223,6 +224,8 @@ class Stepping:
             if table.optimizer is not optimizer:
                 for exchange in self._exchanges([table]):
                     exchange.begin_step()  # what another one has stepped is applied as its step
+                if table.optimizer is not None:
+                    table.settle()
                 table.optimizer = optimizer
         return [table for table, _ in held if table.name not in whole]
 
@@ -274,6 +277,7 @@ class Stepping:
         if step is None:
             return
         self._restore(optimizer)
+        self._count_step(optimizer)
         for table, plain, version in step.swept:
             if plain._version != version:  # torch's step has unscaled it
                 table.open_gradient().set_dense(plain)
@@ -289,8 +293,14 @@ class Stepping:
                 _update_replica(entry, gradient)
         at_once = [table for table, *_ in step.swept] + step.rows
         for exchange in self._exchanges(at_once):
-            swept = any(table in exchange.table.members for table, *_ in step.swept)
-            exchange.stepped_at_once(moved_all=swept)
+            stepped = [table for table in exchange.table.members if table in at_once]
+            swept = any(table not in step.rows for table in stepped)
+            exchange.stepped_at_once(moved_all=swept or any(t.moves_all(t.param_group()) for t in stepped))
+
+    def _count_step(self, optimizer: Optimizer) -> None:
+        """Ranks compare how many they have taken, of those that move anything."""
+        moves = any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+        self._communicator.progress.optimizer_steps += moves
 
     def _unscale(self, optimizer: Optimizer, step: _Step) -> bool:
         """Unscales what is applied by rows, as torch's own step does its gradients for a GradScaler; false: skip."""
@@ -314,6 +324,7 @@ class Stepping:
     def _settle(self, *_: Any) -> None:
         if self.flow is not None:
             self.flow.settle()
+        self._state.settle_tables()
 
     def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The tables' state as DTensors by columns, which re-shard. Collective where a table lies on a grid."""

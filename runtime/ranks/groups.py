@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.runtime.ranks.failure import Progress, RollCall
+from embrace_fx.runtime.ranks.failure import PeerFailure, Progress, RollCall, failure_text
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 from embrace_fx.vocabulary.schedule import LANES, Lane
 from embrace_fx.vocabulary.stream_program import URGENT
@@ -233,6 +233,15 @@ class Groups:
             all_gather_single(everyone.view(-1), padded, group=self._hosts)
         told = [row[:size].numpy().tobytes() for row, size in zip(everyone, sizes.tolist(), strict=True)]
         return [_of_peer(kind, content, rank) for rank, content in enumerate(told)]
+
+    def failures(self, failure: Exception | None) -> PeerFailure:
+        """What all ranks raise where some have failed: why, by rank. Collective.
+
+        Args:
+            failure: this rank's own.
+        """
+        texts = self.gather(None if failure is None else failure_text(failure), str | None)
+        return PeerFailure({rank: text for rank, text in enumerate(texts) if text is not None})
 
     def watching(self, what: str = "") -> contextlib.AbstractContextManager[None]:
         """A context in which the error of a broken collective names the ranks that are gone, or stuck.

@@ -14,7 +14,10 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 _NAME = "backward flags"
 """Of the exchange, where a rank that does not come to it is named."""
 
-Finish = Callable[[str], tuple[int, ...]]
+FAILED = -1
+"""Told in place of how many tensors were written: this rank has no gradients."""
+
+Finish = Callable[[str, Exception | None], tuple[int, ...]]
 
 
 def launch_flags(
@@ -29,12 +32,13 @@ def launch_flags(
     Args:
         scalars: the step's scalar results.
         used: what this rank tells of the parameters that its backward reaches (`UsedParameters.words`).
-        written: how many of the tensors that the backward reads were written since the forward.
+        written: how many of the tensors that the backward reads were written since the forward; or `FAILED`.
         streams: of the device that the results are on; None: they are on the host.
 
     Returns:
-        What ends it. Told in words what was written on this rank, it returns the sums over ranks of what they tell of
-        parameters. On every rank it raises
+        What ends it. Told in words what was written on this rank, and why it failed, it returns the sums over ranks of
+        what they tell of parameters. On every rank it raises
+            PeerFailure where a rank has failed,
             RuntimeError where what the backward of any rank reads was written,
             FloatingPointError where a scalar result of any rank is not finite.
     """
@@ -43,9 +47,11 @@ def launch_flags(
     else:
         read = _launch_on(streams, scalars, used, written, communicator)
 
-    def finish(names: str) -> tuple[int, ...]:
+    def finish(names: str, failure: Exception | None) -> tuple[int, ...]:
         flags, size = read(), communicator.world_size
         not_finite, writes, counts = flags[:size], flags[size : 2 * size], flags[2 * size :]
+        if FAILED in writes:
+            raise communicator.failures(failure)
         if ranks := _ranks(writes):
             raise RuntimeError(
                 "expected the batch, the results and the parameters to be as the forward left them, in backward(), "

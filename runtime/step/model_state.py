@@ -30,6 +30,11 @@ class ModelState:
         self.awaiting_backward: WeakSet[object] = WeakSet()
         """Calls whose results the user still holds, and has not gone backward from."""
 
+    def settle_tables(self) -> None:
+        """Has all rows of tables take the steps they have skipped."""
+        for table in self.tables.values():
+            table.settle()
+
     def refresh(self, model: nn.Module) -> None:
         """Looks for parameters and buffers again, where modules have been replaced."""
         for known, kind in ((self._parameters, "_parameters"), (self._buffers, "_buffers")):

@@ -16,7 +16,7 @@ from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.delivery import delivered
 from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
 from embrace_fx.runtime.step.model_state import ModelState
-from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, runnable
+from embrace_fx.runtime.step.phases import Runnable, Values, autocast_is_in_the_graph, runnable
 from embrace_fx.runtime.step.used_parameters import UsedParameters
 from embrace_fx.vocabulary.graph import (
     BatchInput,
@@ -52,6 +52,7 @@ class Program:
 
     Attributes:
         unique, ids, forward, backward: the phases; an evaluation has no backward.
+        owed_forward, owed_backward: what other ranks wait for in them.
         ids_program: the ids' phases as functions that can run ahead of their batch; None without a flow.
         is_relaxed: whether the forward awaits what the step before has left to it.
         announces: whether the ids' exchange makes the announcement.
@@ -87,24 +88,34 @@ class Program:
         self.share_buffers = share_buffers
         self.check = check
         self.synchronised = buckets is not None
-        self._lower(graph, Bindings(graph, state, announcements, buckets, flow, links))
+        self._buckets, self._links = buckets, links
+        self._lower(graph, self._bound(graph))
         self._note_communication(graph)
         self._note_results(graph)
         self._note_reads_of_backward(graph)
 
     def _lower(self, graph: TrainingGraph, bound: Bindings) -> None:
         phases, state, calls, regions = graph.phases, self.state, bound.by_op, self.regions
+        self.owed_forward, self.owed_backward = bound.owed_forward, bound.owed_backward
         self.unique = runnable(phases["unique"], state, calls, bound.unique, regions)
         self.ids = runnable(phases["ids"], state, calls, bound.ids)
         self.forward = runnable(phases["forward"], state, calls, bound.forward, regions)
-        self.backward = (
-            runnable(phases["backward"], state, calls, bound.backward, regions, last=True)
-            if "backward" in phases
-            else None
-        )
+        self.backward = self._lowered_backward(graph, bound) if "backward" in phases else None
         self.ids_program = (
             ids_program(graph, state, self.unique, self.communicator.wait) if self.flow is not None else None
         )
+
+    def _bound(self, graph: TrainingGraph) -> Bindings:
+        return Bindings(graph, self.state, self.announcements, self._buckets, self.flow, self._links)
+
+    def _lowered_backward(self, graph: TrainingGraph, bound: Bindings) -> Runnable:
+        return runnable(graph.phases["backward"], self.state, bound.by_op, bound.backward, self.regions, last=True)
+
+    def compute_as(self, graph: TrainingGraph) -> None:
+        """Takes over the backward of a graph that computes the same in another order, from the next backward on."""
+        bound = self._bound(graph)
+        self.backward, self.owed_backward = self._lowered_backward(graph, bound), bound.owed_backward
+        self._note_reads_of_backward(graph)
 
     def _note_communication(self, graph: TrainingGraph) -> None:
         """What is announced, awaited, and the same a step earlier."""

@@ -1,7 +1,7 @@
 """Which parameters a backward gives a gradient, on any rank, in a few numbers that are summed over ranks.
 
-DDP tells its ranks the same with `find_unused_parameters`: a parameter that no rank's backward reaches keeps its
-`.grad` as it was.
+DDP tells its ranks the same with `find_unused_parameters`: a parameter that no backward reaches keeps its `.grad`
+as it was.
 """
 
 from __future__ import annotations
