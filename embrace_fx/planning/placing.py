@@ -23,7 +23,8 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     for name in plan.sharded:
         _shard(setting, name, plan, shapes[name], made.get(name))
     if setting.communicator.world_size > 1:
-        broadcast_state(setting.model, frozenset(plan.sharded), setting.communicator)
+        buffers = setting.options.broadcast_buffers
+        broadcast_state(setting.model, frozenset(plan.sharded), setting.communicator, buffers=buffers)
     _hand_over(setting, graph, plan)
 
 

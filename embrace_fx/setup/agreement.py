@@ -10,13 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from embrace_fx.capture.errors import CaptureError
-from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.runtime.ranks.announcement import Announcements, check_activities
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.shared_memory import refuse_shared_memory
-from embrace_fx.vocabulary.graph import TrainingGraph
 
 
 def agree_on_set_up(
@@ -194,33 +192,18 @@ def agree_on_first_call(announcements: Announcements, failure: Exception | None)
             raise CaptureError(text) from failure
 
 
-def agree_on_sequence(communicator: Communicator, graph: TrainingGraph | None, failure: Exception | None) -> str:
-    """Every rank launches the same collectives in the same order, or none goes on.
+def agree_on_build(communicator: Communicator, failure: Exception | None) -> None:
+    """The first program is there on every rank, or none goes on.
 
     Args:
-        graph: what this rank is to run, after the last pass; None where a pass failed.
-        failure: why.
-
-    Returns:
-        The hash of what is launched.
+        failure: why a pass failed on this rank, or None.
 
     Raises:
         PeerFailure: a pass failed on some rank; on every rank.
-        RuntimeError: the ranks would launch different collectives; on every rank.
     """
-    launched = "" if graph is None else sequence_hash(graph)
-    own = (launched, str(communicator.gradient_dtype), None if failure is None else failure_text(failure))
-    everyone = communicator.gather(own, tuple[str, str, str | None])
-    if failures := {rank: text for rank, (*_, text) in enumerate(everyone) if text is not None}:
+    everyone = communicator.gather(None if failure is None else failure_text(failure), str | None)
+    if failures := {rank: text for rank, text in enumerate(everyone) if text is not None}:
         raise PeerFailure(failures) from failure
-    others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
-    if others:
-        raise RuntimeError(
-            "expected every rank's graph to launch the same collectives, after the last pass, found that ranks "
-            f"{others} differ from rank 0: their batches led the forward along another path. Make the forward read "
-            "the same tables and parameters on every rank, and register the same hook."
-        )
-    return own[0]
 
 
 def give_up(announcements: Announcements, failure: Exception) -> NoReturn:

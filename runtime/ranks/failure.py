@@ -58,6 +58,10 @@ class PeerFailure(RuntimeError):
         return PeerFailure, (self.by_rank,)
 
 
+class PlanDoesNotFit(Exception):
+    """A rank's batch needs of the plan what it has not; raised on every rank in place of the step, to be mended."""
+
+
 class DivergedReplicas(RuntimeError):
     """What all ranks should hold alike differs; raised on every rank at the check, before the step that it precedes."""
 

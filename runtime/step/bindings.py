@@ -229,4 +229,5 @@ class _Packer:
             self._state.with_unreduced(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)
         ]
         flat = torch.cat([part.reshape(-1) for part in parts])
+        scale *= self._state.gradient_scale
         return flat.mul_(scale) if scale != 1.0 else flat

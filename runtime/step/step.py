@@ -71,8 +71,10 @@ class Step:
     def forward(self) -> list[Any]:
         program = self.program
         program.announcements.failure = program.check(self._leaves)
+        program.announcements.program = program.launched
+        program.tell_buffers()
         values = self._begin_forward()
-        program.before_forward()
+        program.share_buffers()
         if program.regions is not None:
             program.regions.begin_step()
         forward = program.forward
@@ -164,6 +166,11 @@ class Step:
         whole = program.synchronised or program.communicator.world_size == 1
         deliver(program.state, program.flow, whole, backward.roles, outputs, absent, absent_here, given_away)
         return self._of_batch(backward.roles, outputs)
+
+    def tell_nothing(self) -> None:
+        """In place of a backward that has nothing to compute nor to send, while the other ranks run theirs."""
+        self._enter()
+        self._launch_flags(self.program.used.words(()), 0)("", None)
 
     def _enter(self) -> Gate | None:
         """Tells the others that this rank is in its backward; None: there are none, or they are not waited for."""
