@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_links
 from embrace_fx.planning.given_plan import repeated
@@ -100,7 +101,7 @@ class Session:
         self._buffers = BufferSharing(self._state, self._communicator)
         self._builder: ProgramBuilder | None = None  # of the plan in use
         self._replicated = False
-        add_state_hooks(self)
+        self._placed = add_state_hooks(self)
         self._kinds: dict[Any, Kind] = {}
 
     def _parameters_are(self) -> tuple[tuple[bool, torch.dtype, bool], ...]:
@@ -132,6 +133,15 @@ class Session:
     @property
     def group(self) -> dist.ProcessGroup | None:
         return self._communicator.group
+
+    @property
+    def rank(self) -> int:
+        return self._communicator.rank
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the model has been called, and is open."""
+        return self._begun and self._communicator.is_open
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Tells of a rank that dies in a collective inside."""
@@ -210,7 +220,7 @@ class Session:
             self._begin()
         elif self._communicator.group is None:
             check_still_alone(default_group())
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flatten_arguments(args, kwargs)
         train, announcements = torch.is_grad_enabled(), self._announcements
         self._communicator.check_open()
         announcements.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
@@ -357,6 +367,7 @@ class Session:
             self._adopt(plan, findings)
             with stage("placing parameters", rank):
                 place(self._setting, analysed, plan)
+            self._placed.note(self)
             self._watch.note_parameters()
         variant = Variant(captured, analysed, train)
         self._build(variant)
@@ -407,6 +418,7 @@ class Session:
         if self._flow is not None:
             self._flow.close()
         place_anew(self._setting, analysed, old, new)
+        self._placed.note(self)
         told = story(self._calls.count, old, new)
         self._adopt(replace(new, history=(*old.history, told)), findings)
         self._setting.stepping.flow = None
