@@ -100,6 +100,10 @@ class Groups:
         self._groups.clear()
         self._end()
 
+    @property
+    def is_open(self) -> bool:
+        return not self._closed
+
     def check_open(self) -> None:
         """Raises `RuntimeError` once this is closed."""
         if self._closed:
