@@ -19,9 +19,10 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     """Shards the tables, makes the replicas equal, and tells steps and announcements which tables there are."""
     grids = {name: plan[name].grid for name in plan.sharded}
     shapes = {name: parameter.shape for name, parameter in setting.model.named_parameters()}
-    made = materialise(setting.model, grids, setting.stepping.holders.optimizers, setting.communicator)
-    for name in plan.sharded:
-        _shard(setting, name, plan, shapes[name], made.get(name))
+    with setting.communicator.watching():
+        made = materialise(setting.model, grids, setting.stepping.holders.optimizers, setting.communicator)
+        for name in plan.sharded:
+            _shard(setting, name, plan, shapes[name], made.get(name))
     if setting.communicator.world_size > 1:
         buffers = setting.options.broadcast_buffers
         broadcast_state(setting.model, frozenset(plan.sharded), setting.communicator, buffers=buffers)

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,7 +79,8 @@ class Session:
         self._timeline: Timeline | None = None
         self._warned = False
         self._given_group = group
-        self.communicator = Communicator(group if group is not None else default_group())
+        dump_to = options.dump_to if isinstance(options.dump_to, Path | None) else Path(options.dump_to)
+        self.communicator = Communicator(group if group is not None else default_group(), dump_to)
         self._begun = False
         self.announcements = Announcements(self.communicator)
         with stage("agreeing with the other ranks", self.communicator.rank):

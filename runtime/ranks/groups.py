@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -61,7 +62,8 @@ class Groups:
         meshes: of tables on a grid of these ranks (`embrace_fx.runtime.tables.layouts`).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, dump_to: Path | None = None) -> None:
+        self._dump_to = dump_to
         self.group: dist.ProcessGroup | None = None
         self.world_size = 1
         self.rank = 0
@@ -91,7 +93,7 @@ class Groups:
             # A job that a launcher restarts may find the store of the attempt before, with all that was said there.
             attempt = self.gather(uuid4().hex, str)[0]
             name = f"{self._groups['ids'].group_name}/{attempt}"
-            self._roll_call = RollCall(store, name, self.rank, self.world_size, self.progress)
+            self._roll_call = RollCall(store, name, self.rank, self.world_size, self.progress, self._dump_to)
         self._end = weakref.finalize(self, end_groups, self._roll_call, self._made)
 
     def close(self) -> None:

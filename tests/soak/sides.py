@@ -72,7 +72,13 @@ class CompiledSide(PlainSide):
         super().__init__(life)
         mixed = {"words.weight": "alltoall", "items.weight": "allreduce"}
         strategy: Any = {"mixed": mixed, "zen": {"words.weight": "zen"}}.get(life.strategy, life.strategy)
-        self.model = embrace_fx.compile(self.plain, optimizer=self.optimizer, strategy=strategy, schedule=life.schedule)
+        self.model = embrace_fx.compile(
+            self.plain,
+            optimizer=self.optimizer,
+            strategy=strategy,
+            schedule=life.schedule,
+            check_replicas=10,
+        )
 
     def lookahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         found: Iterator[Batch] = iter(self.model.lookahead(batches))
