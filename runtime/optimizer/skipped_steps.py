@@ -66,6 +66,10 @@ class SkippedSteps(ABC):
         """
 
 
+_READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
+"""Options that a step reads on the host, besides lr and betas."""
+
+
 def form_of(
     optimizer: Optimizer, options: Mapping[str, Any], state: Mapping[str, Any], dtype: torch.dtype
 ) -> type[SkippedSteps] | None:
@@ -83,7 +87,7 @@ def skipping(
     """How steps of a class of optimizers are skipped, under these options, and the state it takes; None: not at all."""
     if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
         return None
-    if any(isinstance(value, Tensor) and (value.requires_grad or key != "lr") for key, value in options.items()):
+    if any(isinstance(options.get(name), Tensor) for name in _READ) or getattr(options["lr"], "requires_grad", False):
         return None
     if kind in (Adam, AdamW):
         greatest = ["max_exp_avg_sq"] * options["amsgrad"]

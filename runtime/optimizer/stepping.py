@@ -318,6 +318,7 @@ class Stepping:
     def _settle(self, *_: Any) -> None:
         if self.flow is not None:
             self.flow.settle()
+            self.flow.settle_rows()
         self._state.settle_tables()
 
     def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -339,6 +340,8 @@ class Stepping:
     def _load_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Of state that comes whole or in DTensors, this rank's part. Collective as `_show_state` is."""
         self._settle()
+        if self.flow is not None:
+            self.flow.state_may_change()
         loaded = dict(state_dict["state"])
         for key, parameter in _numbered(optimizer, state_dict):
             if key in loaded:

@@ -13,9 +13,9 @@ Contract of a step
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,9 @@ Options = Mapping[str, Any]
 """Those of a param group, as of one step."""
 
 
+MayRest = Literal["never", "while it pays", "always"]
+"""Of rows without gradient. It does not pay where all of them are asked for after every step: then a sweep is less."""
+
 ASKED_FOR_OFTEN = 8
 """Steps in a row after each of which all rows of a table were asked for: a loop that has parameters handed out."""
 
@@ -65,8 +68,8 @@ class RowTable:
         place: where its parts lie.
         communicator: the ranks that have the other parts; None: there are none.
         row_updates: the semantics the user asked for.
-        may_rest: whether rows without gradient may rest, where what they skip can be made up for.
-        insists: they do even where all of them are asked for after every step, which takes more than a sweep.
+        resting: whether rows without gradient may rest, where what they skip can be made up for.
+        gradients: those of all sharded tables, in the same order on all ranks.
 
     Attributes:
         optimizer: whichever steps it, once that is known.
@@ -81,8 +84,8 @@ class RowTable:
         row_updates: RowUpdates,
         optimizer: Optimizer | None = None,
         *,
-        may_rest: bool = False,
-        insists: bool = False,
+        resting: MayRest = "never",
+        gradients: Callable[[], Sequence[Held]] = lambda: (),
     ) -> None:
         self.name = name
         self.parameter = parameter
@@ -91,8 +94,8 @@ class RowTable:
         self.optimizer = optimizer
         self._communicator = communicator
         self._applied: list[Tensor] = []  # rows that the step under way has updated
-        self._may_rest = may_rest
-        self._insists = insists
+        self._may_rest = resting
+        self._gradients = gradients
         self._resting = RestingRows()
 
     @property
@@ -131,7 +134,7 @@ class RowTable:
     def open_gradient(self) -> Held:
         """What a backward adds to: the gradient there is, or a new one of zeros."""
         if self.parameter.grad is None:
-            self.parameter.grad = RowGradient(Held(self.local, self._communicator))
+            self.parameter.grad = RowGradient(Held(self.local, self._communicator, self._gradients))
         elif not isinstance(self.parameter.grad, RowGradient):  # the user's own
             self.parameter.grad = RowGradient.of(self.parameter.grad, self._communicator)
         held: Held = self.parameter.grad.held
@@ -182,9 +185,9 @@ class RowTable:
 
     def rests(self, options: Options) -> bool:
         """Whether rows without gradient rest in a step, and move later."""
-        if not self._may_rest or not self.moves_all(options):
+        if self._may_rest == "never" or not self.moves_all(options):
             return False
-        if self._resting.settled >= ASKED_FOR_OFTEN and not self._insists:
+        if self._resting.settled >= ASKED_FOR_OFTEN and self._may_rest != "always":
             return False
         return form_of(self.holder, options, self.state, self.local.dtype) is not None
 
