@@ -85,11 +85,11 @@ CASES: dict[str, Case] = {
     "sgd": _case(SGD, 0.1),
     "sgd, decay": _case(SGD, 0.1, weight_decay=0.1),
     "sgd, momentum": _case(SGD, 0.05, momentum=0.9),
-    "sgd, momentum, dampening, decay": _case(SGD, 0.05, momentum=0.9, dampening=0.3, weight_decay=0.1),
-    "sgd, nesterov, decay": _case(SGD, 0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd, momentum, dampening, decay": _case(SGD, 0.05, momentum=0.9, dampening=0.3, weight_decay=0.01),
+    "sgd, nesterov, decay": _case(SGD, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "sgd, momentum, maximize": _case(SGD, 0.01, momentum=0.5, weight_decay=0.1, maximize=True),
     "sgd, momentum, foreach": _case(SGD, 0.05, momentum=0.9, foreach=True),
-    "sgd, momentum, fused": _case(SGD, 0.05, momentum=0.9, weight_decay=0.1, fused=True),
+    "sgd, momentum, fused": _case(SGD, 0.05, momentum=0.9, weight_decay=0.01, fused=True),
     "sgd, tensor lr": Case(partial(_tensor_lr, kind=SGD, momentum=0.9), scheduler=partial(CosineAnnealingLR, T_max=20)),
     "sgd, cyclic momentum": _with(
         _case(SGD, 0.05, momentum=0.9), scheduler=partial(CyclicLR, base_lr=0.01, max_lr=0.05, step_size_up=6)
