@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from embrace_fx.capture.errors import CaptureError
     from embrace_fx.cost.devices import DEVICES, Device
     from embrace_fx.cost.links import Cluster, Link
-    from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure, StuckRank
+    from embrace_fx.runtime.ranks.failure import DeadRank, DivergedReplicas, PeerFailure, StuckRank
     from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan
     from embrace_fx.what_if import plan
 
@@ -31,6 +31,7 @@ __all__ = [
     "DeadRank",
     "Decision",
     "Device",
+    "DivergedReplicas",
     "Grid",
     "Link",
     "PeerFailure",
@@ -51,6 +52,7 @@ _MODULES = {
     "DeadRank": "runtime.ranks.failure",
     "Decision": "vocabulary.plan",
     "Device": "cost.devices",
+    "DivergedReplicas": "runtime.ranks.failure",
     "Grid": "vocabulary.plan",
     "Link": "cost.links",
     "PeerFailure": "runtime.ranks.failure",

@@ -40,6 +40,7 @@ def compile(
     cluster: Cluster | None = None,
     plan: Plan | str | Path | None = None,
     memory_budget: float | None = None,
+    check_replicas: int | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
@@ -72,6 +73,8 @@ def compile(
             what they hold where everything is saved; parameters, optimizer state and the batch come on top. What does
             not fit is computed again in the backward, at the least predicted cost (docs/memory.md). None: everything
             is saved that the model does not checkpoint itself.
+        check_replicas: every so many calls, ranks compare checksums of what all of them hold: a rank whose parameters,
+            optimizer state or learning rate have become other ones is named (docs/operations.md). None: never.
 
     Raises:
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
@@ -80,7 +83,7 @@ def compile(
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
-    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget)
+    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, check_replicas)
     optimizers = _as_tuple(optimizer)
     session = Session(model, optimizers, process_group, options)
     return CompiledModel(session, single=not isinstance(optimizer, list | tuple))

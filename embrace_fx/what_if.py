@@ -23,6 +23,7 @@ from embrace_fx.passes.planner.decide import decide
 from embrace_fx.planning.findings import facts_of
 from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
 from embrace_fx.runtime.optimizer.stepping import Stepping
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.scheduling.scheduling import Scheduling, cuts
@@ -169,7 +170,7 @@ def plan(
         schedule=schedule,
     )
     planned = replace(planned, links_are="assumed" if cluster == Cluster() else "given")
-    return Forecast.of(planned, Setting(model, stepping, state, communicator, options), graph)
+    return Forecast.of(planned, Setting(model, stepping, state, Announcements(communicator), options), graph)
 
 
 @dataclass(frozen=True)

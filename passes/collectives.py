@@ -26,8 +26,18 @@ from embrace_fx.vocabulary.graph import (
     Saved,
     Shard,
     TrainingGraph,
+    inputs_of,
+    outputs_of,
 )
-from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, op_name
+from embrace_fx.vocabulary.ops import (
+    AWAITS,
+    LAUNCHES,
+    SUBMISSIONS,
+    is_users_launch,
+    is_users_wait,
+    launch_of,
+    op_name,
+)
 from embrace_fx.vocabulary.schedule import OperationId
 
 EQUAL_SHAPES: frozenset[str] = frozenset(
@@ -37,8 +47,21 @@ EQUAL_SHAPES: frozenset[str] = frozenset(
 
 _GROUP_ARGUMENTS = frozenset({"group", "group_name"})
 
-Readers = Mapping[str, Sequence[fx.Node]]
-"""The placeholders, in all phases, that read each saved value."""
+USERS = "forward's own"
+"""Stands for the groups of the user's collectives: each rank may have another one, of a part of the ranks."""
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """Where values leave a module, and where they are read again.
+
+    Attributes:
+        roles: of the outputs that each node is.
+        readers: the placeholders, in all phases, that read each saved value.
+    """
+
+    roles: Mapping[fx.Node, Sequence[OutputRole]]
+    readers: Mapping[str, Sequence[fx.Node]]
 
 
 @dataclass(frozen=True)
@@ -67,12 +90,27 @@ def collective_sequence(graph: TrainingGraph) -> tuple[Collective, ...]:
 
     `graph` is to be legal (`embrace_fx.passes.verifier.invariants`).
     """
-    nodes = [node for module in running_modules(graph) for node in module.graph.nodes]
+    modules = tuple(running_modules(graph))
+    ends = _ends(modules)
+    return tuple(
+        _users_collective(node) if is_users_launch(node) else _collective(node, ends)
+        for module in modules
+        for node in module.graph.nodes
+        if is_launch(node) or is_users_launch(node)
+    )
+
+
+def _ends(modules: Iterable[fx.GraphModule]) -> _Ends:
+    roles: dict[fx.Node, list[OutputRole]] = {}
     readers: dict[str, list[fx.Node]] = {}
-    for node in nodes:
-        if node.op == "placeholder" and isinstance(node.meta["role"], Saved):
-            readers.setdefault(node.meta["role"].name, []).append(node)
-    return tuple(_collective(node, readers) for node in nodes if is_launch(node))
+    for module in modules:
+        for node, role in inputs_of(module):
+            if isinstance(role, Saved):
+                readers.setdefault(role.name, []).append(node)
+        for value, output_role in outputs_of(module):
+            if value is not None:
+                roles.setdefault(value, []).append(output_role)
+    return _Ends(roles, readers)
 
 
 def sequence_hash(graph: TrainingGraph) -> str:
@@ -83,17 +121,22 @@ def sequence_hash(graph: TrainingGraph) -> str:
     return hashlib.sha256("\n".join(map(repr, collective_sequence(graph))).encode()).hexdigest()
 
 
-def _collective(launch: fx.Node, readers: Readers) -> Collective:
+def _collective(launch: fx.Node, ends: _Ends) -> Collective:
     options = sorted(launch_options(launch).items())
     value = launch.meta["val"]
     return Collective(
         group=group_of(launch),
         op=op_name(launch),
-        serves=tuple(dict.fromkeys(name for role in _roles_met(launch, readers) if (name := _name(role)))),
+        serves=tuple(dict.fromkeys(name for role in _roles_met(launch, ends) if (name := _name(role)))),
         options=tuple((name, repr(option)) for name, option in options if name not in _GROUP_ARGUMENTS),
         dtype=str(value.dtype),
         shape=tuple(map(str, value.shape)) if op_name(launch) in EQUAL_SHAPES else None,
     )
+
+
+def _users_collective(launch: fx.Node) -> Collective:
+    """Of those, the order must be the same: each rank may have a group, and sizes, of its own."""
+    return Collective(USERS, op_name(launch), (), (), str(launch.meta["val"].dtype), None)
 
 
 def group_of(launch: fx.Node) -> str:
@@ -117,7 +160,7 @@ def running_modules(graph: TrainingGraph) -> Iterable[fx.GraphModule]:
 
 
 def is_launch(node: Argument) -> bool:
-    return isinstance(node, fx.Node) and op_name(node) in LAUNCHES
+    return isinstance(node, fx.Node) and op_name(node) in LAUNCHES and not is_users_launch(node)
 
 
 def is_relaxed(graph: TrainingGraph) -> bool:
@@ -127,7 +170,8 @@ def is_relaxed(graph: TrainingGraph) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
-    return op_name(node) == "_c10d_functional::wait_tensor"
+    """Whether a node waits for a launch; of the collectives of the user's forward, it may be any."""
+    return op_name(node) == "_c10d_functional::wait_tensor" and not is_users_wait(node)
 
 
 def is_submission(node: fx.Node) -> bool:
@@ -185,30 +229,36 @@ def _carries(node: fx.Node) -> bool:
     return ours or op_name(node) == "aten::_to_copy" or bool(aliased_inputs(node))
 
 
-def _roles_met(launch: fx.Node, readers: Readers) -> Iterator[InputRole | OutputRole]:
+def _roles_met(launch: fx.Node, ends: _Ends) -> Iterator[InputRole | OutputRole]:
     """Roles of the inputs and outputs between a launch and the nearest computation, in the order of packing."""
-    yield from _roles_before(launch)
-    yield from _roles_behind(launch, readers)
+    yield from _roles_before(launch, set())
+    yield from _roles_behind(launch, ends, set())
 
 
-def _roles_before(node: fx.Node) -> Iterator[InputRole]:
+def _roles_before(node: fx.Node, seen: set[fx.Node]) -> Iterator[InputRole]:
+    """Each node is walked through once: what lies behind one that was `seen` has been told."""
     for value in node.all_input_nodes:
+        if value in seen:
+            continue
+        seen.add(value)
         if value.op == "placeholder":
             yield value.meta["role"]
         elif _carries(value) and not is_wait(value):
-            yield from _roles_before(value)
+            yield from _roles_before(value, seen)
 
 
-def _roles_behind(node: fx.Node, readers: Readers) -> Iterator[InputRole | OutputRole]:
+def _roles_behind(node: fx.Node, ends: _Ends, seen: set[fx.Node]) -> Iterator[InputRole | OutputRole]:
     # The parts of a list by their number, not by where the nodes that take them happen to stand.
     for user in sorted(node.users, key=lambda u: (u.args[1] if u.target is operator.getitem else 0, u)):
         if user.op == "output":
-            for value, role in zip(pytree.tree_leaves(user.args[0]), user.meta["roles"], strict=True):
-                if value is node:
-                    yield role
-                    for reader in readers.get(role.name, ()) if isinstance(role, Saved) else ():
-                        yield from _roles_behind(reader, readers)
-        elif not is_launch(user):
+            for role in ends.roles.get(node, ()):
+                yield role
+                for reader in ends.readers.get(role.name, ()) if isinstance(role, Saved) else ():
+                    if reader not in seen:
+                        seen.add(reader)
+                        yield from _roles_behind(reader, ends, seen)
+        elif user not in seen and not is_launch(user):
+            seen.add(user)
             yield from (value.meta["role"] for value in user.all_input_nodes if value.op == "placeholder")
             if _carries(user):
-                yield from _roles_behind(user, readers)
+                yield from _roles_behind(user, ends, seen)

@@ -79,6 +79,7 @@ def reduce_gradients(
             sparsely = exchanged.get(bucket[0])
             scale = 1.0 / world_size if sparsely is None else 1.0  # an exchange divides by itself
             flat = rewriter.call(embrace.pack_bucket.default, parts, scale, name=f"bucket_{k}")
+            flat.meta["bucket"] = k
             if sparsely is None:
                 launch = rewriter.call(ALL_REDUCE, flat, "sum", "dense", name=f"bucket_{k}_reduced")
             else:

@@ -83,5 +83,5 @@ def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
             table = RowTable(found.parameter, parameter, Place(parameter.shape, None), None, row_updates)
             stepping.dense_tables.append(DenseTable(table, all_rows=found.use != "sparse"))
     exchanged = (*plan.sharded, *plan.renormed)
-    setting.communicator.tables = len(exchanged)
-    setting.communicator.watched = tuple(name for name in plan.watched if name not in exchanged)
+    setting.announcements.tables = len(exchanged)
+    setting.announcements.watched = tuple(name for name in plan.watched if name not in exchanged)

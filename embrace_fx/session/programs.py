@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from torch import fx
 
@@ -12,6 +13,7 @@ from embrace_fx.capture.structured_trace import log_graph
 from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.held import Held, held
+from embrace_fx.passes.relax.order import OrderCompute
 from embrace_fx.planning.replanning import TrainingCalls
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.step.program import Program
@@ -58,7 +60,10 @@ class ProgramBuilder:
         self._buffers = buffers
         self._on_other_batch = on_other_batch
         self._communicator = setting.communicator
+        self._announcements = setting.announcements
         self._joint: TrainingGraph | None = None  # of the last training program
+        self._units: tuple[str, ...] = ()  # of backwards, in the order in which they are computed; none: as they stand
+        self._relaxed: WeakKeyDictionary[Program, tuple[Compiled, TrainingGraph]] = WeakKeyDictionary()
         self._sequence: str | None = None  # hash of what every training program launches
 
     def build(self, variant: Variant) -> None:
@@ -77,7 +82,7 @@ class ProgramBuilder:
             graph = None if compiled is None else compiled.graph
             self._sequence = agree_on_sequence(self._communicator, graph, failure)
         elif failure is not None:
-            give_up(self._communicator, failure)
+            give_up(self._announcements, failure)
         assert compiled is not None
         if variant.train:
             self._check_gradients(variant.analysed)
@@ -88,6 +93,8 @@ class ProgramBuilder:
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
         variant.program = self._program(compiled, variant, reduce=variant.train)
+        if self.flow is not None and variant.train:
+            self._relaxed[variant.program] = compiled, variant.analysed
         self._narrow(variant)
 
     def held(self) -> Held | None:
@@ -118,7 +125,7 @@ class ProgramBuilder:
         late = [d.parameter for d in self._plan if d.strategy == "unused" and d.parameter in trained]
         if late and self._communicator.world_size > 1:
             give_up(
-                self._communicator,
+                self._announcements,
                 RuntimeError(
                     "expected a batch to train only parameters that the first batch trained on some rank, in "
                     f"backward(), found gradients of {', '.join(late)} too. Begin with a batch that uses every "
@@ -130,7 +137,7 @@ class ProgramBuilder:
         """A batch of other shapes launches what the first one did."""
         if self._communicator.world_size > 1 and sequence_hash(compiled.graph) != self._sequence:
             give_up(
-                self._communicator,
+                self._announcements,
                 RuntimeError(
                     "expected a batch of other shapes to launch the same collectives as the first, after the last "
                     "pass, found others: the forward took another path. Make it read the same tables and parameters "
@@ -154,19 +161,39 @@ class ProgramBuilder:
             return compiled
         found = cuts(self._setting, self._plan) if self.scheduling is None else self.scheduling.cuts
         passes = relaxing_passes(self._plan, schedule, self._communicator.rank, found)
-        relaxed = run_passes(analysed, passes, compiled)
+        relaxed = run_passes(analysed, (*passes, *self._ordering()), compiled)
         if self.flow is None:
-            self.scheduling = Scheduling(self._setting, self._plan, relaxed.graph, found)
+            self.scheduling = Scheduling(self._setting, self._plan, relaxed.graph, found, self._compute_in_order)
             self.flow = self.scheduling.start(self._on_other_batch)
             self._setting.stepping.flow = self.flow
         return relaxed
+
+    def _ordering(self) -> tuple[OrderCompute, ...]:
+        return (OrderCompute(self._units),) if self._units else ()
+
+    def _compute_in_order(self, units: tuple[str, ...]) -> TrainingGraph:
+        """Has all training programs compute their backward's units in an order, from the next backward on.
+
+        Returns:
+            The graph of the program that was built last.
+        """
+        self._units = units
+        for program, (compiled, analysed) in self._relaxed.items():
+            ordered = run_passes(analysed, self._ordering(), compiled)
+            program.compute_as(ordered.graph)
+            self._relaxed[program] = ordered, analysed
+            self.graphs = ordered.graphs
+            self._joint = ordered.graph
+        assert self._joint is not None
+        log_graph("order_compute", self._joint.phases["backward"])
+        return self._joint
 
     def _program(self, compiled: Compiled, variant: Variant, *, reduce: bool) -> Program:
         analysed, train = variant.analysed, variant.train
         return Program(
             compiled.graph,
             self._setting.state,
-            self._communicator,
+            self._announcements,
             self._plan.buckets if reduce else None,
             variant.captured.result_constants,
             self._buffers.before_forward(analysed, self._assigned(variant), train=train),

@@ -24,6 +24,7 @@ from embrace_fx.planning.summary import summary
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.optimizer.stepping import Stepping
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.program import Program
@@ -40,6 +41,7 @@ from embrace_fx.session.memory_report import memory_report
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.programs import ProgramBuilder
+from embrace_fx.session.replica_check import checksums_of_replicas
 from embrace_fx.session.state_hooks import add_state_hooks
 from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up, is_hooked
 from embrace_fx.setup.group import check_group, check_still_alone, default_group
@@ -71,10 +73,10 @@ class Session:
         self._flow: Flow | None = None
         self._timeline: Timeline | None = None
         self._warned = False
-        self._graphs: Mapping[str, fx.GraphModule] = {}
         self._given_group = group
         self._communicator = Communicator(group if group is not None else default_group())
         self._begun = False
+        self._announcements = Announcements(self._communicator)
         with stage("agreeing with the other ranks", self._communicator.rank):
             agree_on_set_up(self._communicator, model, optimizers, options)
         self._state = ModelState(model)
@@ -90,7 +92,7 @@ class Session:
         stepping.listen()
         for optimizer in optimizers:
             stepping.adopt(optimizer)
-        self._setting = Setting(model, stepping, self._state, self._communicator, options)
+        self._setting = Setting(model, stepping, self._state, self._announcements, options)
         self._plan: Plan | None = None
         self._findings: Findings | None = None  # of rank 0
         self._drift: Drift | None = None  # of rank 0, where anything may drift
@@ -139,7 +141,7 @@ class Session:
     @property
     def graphs(self) -> Mapping[str, fx.GraphModule]:
         assert self.plan is not None  # raises before the first call
-        return self._graphs
+        return {} if self._builder is None else self._builder.graphs
 
     def report(self) -> str:
         told = str(self.plan) + told_of(self._communicator.gradient_dtype)
@@ -210,15 +212,15 @@ class Session:
         elif self._communicator.group is None:
             check_still_alone(default_group())
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        train, communicator = torch.is_grad_enabled(), self._communicator
-        communicator.check_open()
-        communicator.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
+        train, announcements = torch.is_grad_enabled(), self._announcements
+        self._communicator.check_open()
+        announcements.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
         self._look_at_model()
         kind = self._kinds.setdefault(kind_key(self._watch.modes(), leaves, spec, train), Kind())
         if self._plan is None and not train:
             return self._evaluate_plainly(args, kwargs)
         variant = self._variant(kind, leaves, args, kwargs, train)
-        if communicator.asked_to_plan:
+        if announcements.asked_to_plan:
             self._plan_again(variant, leaves)
         variant, program = self._runs(variant, kind, leaves, args, kwargs, train)
         following = self._following(kind, program, leaves, spec) if program.flow is not None else None
@@ -226,11 +228,20 @@ class Session:
             self._flow.leave()
         calls = self._calls
         calls.count += train
+        if train:
+            self._check_replicas()
         results = run_step(program, variant.captured.inputs(leaves), train=train, following=following)
         if self._drift is not None and train and calls.count % SAMPLED_EVERY == 0:
-            self._drift.observe(communicator.rows_read)
-            communicator.asks_to_plan = self._drift.wants_plan
+            self._drift.observe(announcements.rows_read)
+            announcements.asks_to_plan = self._drift.wants_plan
         return variant.captured.results(results, args, kwargs)
+
+    def _check_replicas(self) -> None:
+        """Has the coming announcement compare them, where it is time."""
+        every = self.options.check_replicas
+        if every is not None and self._announcements.made % every == 0 and self._communicator.world_size > 1:
+            self.synchronize()  # ranks may have applied more or less of the last step
+            self._announcements.checksums = checksums_of_replicas(self._setting)
 
     def _look_at_model(self) -> None:
         """Refuses a model with other parameters than the plan's; one with other modules is captured anew.
@@ -245,8 +256,8 @@ class Session:
             changed = _CHANGED_PARAMETERS
         if changed is not None:
             if self._plan is None:  # the other ranks make no announcements yet
-                agree_on_first_call(self._communicator, changed)
-            give_up(self._communicator, changed)
+                agree_on_first_call(self._announcements, changed)
+            give_up(self._announcements, changed)
         if self._watch.modules_changed():
             self.parameters_may_change()
             self._watch.note()
@@ -317,7 +328,7 @@ class Session:
 
     def _evaluate_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the first training call there is no plan, and no table is sharded: the user's own forward runs."""
-        agree_on_first_call(self._communicator, None)
+        agree_on_first_call(self._announcements, None)
         if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
             raise RuntimeError(
                 "expected a training call before the first evaluation, in forward(), found a model on the meta device, "
@@ -341,9 +352,9 @@ class Session:
             failure = error
         if self._plan is None:
             with stage("waiting for the other ranks to capture", rank):
-                agree_on_first_call(self._communicator, failure)
+                agree_on_first_call(self._announcements, failure)
         elif failure is not None:
-            give_up(self._communicator, failure)
+            give_up(self._announcements, failure)
         assert captured is not None
         first = self._plan is None
         if first:
@@ -370,8 +381,6 @@ class Session:
         with stage("compiling", self._communicator.rank):
             self._builder.build(variant)
         self._flow = self._builder.flow
-        if variant.train:
-            self._graphs = self._builder.graphs
 
     # -- planning again ------------------------------------------------------------------------------------------------
 
@@ -389,7 +398,7 @@ class Session:
         Raises:
             PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
         """
-        everyone = self._communicator.announce([self._may_plan_again(variant)])
+        everyone = self._announcements.announce([self._may_plan_again(variant)])
         if not all(may for (may,) in everyone):
             return
         old, used = self.plan, {d.parameter for d in self.plan if d.strategy not in ("frozen", "unused")}
@@ -397,7 +406,7 @@ class Session:
         if findings is not None and self._drift is not None:
             findings = findings.with_rows(self._drift.rows)
         new = plan_on_links(self._setting, findings, old)
-        self._communicator.asks_to_plan = False
+        self._announcements.asks_to_plan = False
         if not changes(old, new):
             self._drift = _drift(old, findings)
             return
@@ -459,6 +468,7 @@ class Session:
         """Other parameters may stand in the place of those that were: `assign=True`."""
         for name, table in self._state.tables.items():
             table.parameter = self._state.parameter(name)
+        self._communicator.progress.optimizer_steps = 0  # ranks are alike again
         self._watch.note_parameters()
 
     def parameters_may_change(self) -> None:

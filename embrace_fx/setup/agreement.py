@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from embrace_fx.capture.errors import CaptureError
 from embrace_fx.passes.collectives import sequence_hash
-from embrace_fx.runtime.ranks.communicator import Communicator, check_activities
-from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.runtime.ranks.announcement import Announcements, check_activities
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.shared_memory import refuse_shared_memory
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -55,7 +56,7 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
         found[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
     for k, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
-            settings = {key: _plain(value) for key, value in group.items() if key != "params"}
+            settings = settings_of(group)
             held = [names.get(id(parameter), "not of the model") for parameter in group["params"]]
             found[f"optimizer {k}, param group {g}"] = f"{type(optimizer).__name__} {settings} over {held}"
     found["options"] = options.agreed()
@@ -132,6 +133,11 @@ def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
                 )
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a param group, as they are compared between ranks."""
+    return {key: _plain(value) for key, value in group.items() if key != "params"}
+
+
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
@@ -170,12 +176,7 @@ def is_hooked(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def failure_text(failure: Exception) -> str:
-    """A failure as other ranks are to read it; the library's own errors need no type."""
-    return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
-
-
-def agree_on_first_call(communicator: Communicator, failure: Exception | None) -> None:
+def agree_on_first_call(announcements: Announcements, failure: Exception | None) -> None:
     """Before there is a plan, and with it announcements: all ranks do the same, and none has failed to capture.
 
     Args:
@@ -184,8 +185,8 @@ def agree_on_first_call(communicator: Communicator, failure: Exception | None) -
     Raises:
         CaptureError: a rank could not; on every rank.
     """
-    own = (communicator.activity, None if failure is None else failure_text(failure))
-    everyone = communicator.gather(own, tuple[int, str | None])
+    own = (announcements.activity, None if failure is None else failure_text(failure))
+    everyone = announcements.communicator.gather(own, tuple[int, str | None])
     check_activities([activity for activity, _ in everyone])
     for rank, (_, report) in enumerate(everyone):
         if report is not None:
@@ -222,7 +223,7 @@ def agree_on_sequence(communicator: Communicator, graph: TrainingGraph | None, f
     return own[0]
 
 
-def give_up(communicator: Communicator, failure: Exception) -> NoReturn:
+def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
     """Reports a failure in place of a step, so that the other ranks do not wait for this one.
 
     Raises:
@@ -231,7 +232,7 @@ def give_up(communicator: Communicator, failure: Exception) -> NoReturn:
     """
     report = None
     try:
-        communicator.announce((), failure_text(failure))
+        announcements.announce((), failure_text(failure))
     except PeerFailure as raised:
         report = raised
     assert report is not None  # what is announced is raised, on every rank

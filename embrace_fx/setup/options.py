@@ -25,6 +25,7 @@ class Options:
     cluster: Cluster | None = None
     plan: Plan | str | Path | None = None
     memory_budget: float | None = None
+    check_replicas: int | None = None
 
     @cached_property
     def given_plan(self) -> Plan | None:
@@ -63,6 +64,12 @@ class Options:
             raise ValueError(
                 f"expected memory_budget to be None, bytes, or a fraction below 1, in {where}, found {budget!r}. Pass "
                 "0.5 for half of what a step holds where everything is saved, or a number of bytes."
+            )
+        every: object = self.check_replicas
+        if every is not None and not (type(every) is int and every > 0):
+            raise ValueError(
+                f"expected check_replicas to be None or a number of steps, in {where}, found {every!r}. Pass 1000 to "
+                "compare replicas at every thousandth call."
             )
         check_strategy(self.strategy, where)
         if not isinstance(self.plan, Plan | str | Path | None):

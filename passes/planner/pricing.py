@@ -253,7 +253,7 @@ def shard_blocker(table: Table) -> str | None:
     if any(use.scale_grad_by_freq for use in table.uses):
         return "scale_grad_by_freq needs every rank's counts of every id"
     if not all(use.ids_from_batch for use in table.uses):
-        return "its ids depend on parameters, so they are not known before the forward"
+        return "its ids depend on parameters or on other ranks, so they are not known before the forward"
     return None
 
 

@@ -17,7 +17,7 @@ Shape legend: as in `embrace_fx/vocabulary/ops.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,7 +37,8 @@ from embrace_fx.runtime.kernels import (
 )
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.optimizer.own_step import hyperparameters
-from embrace_fx.runtime.ranks.communicator import LANE_GROUP, Communicator
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.row_gradient import Rows as RowsOfTable
 from embrace_fx.runtime.tables.row_table import RowTable, Supposed
 from embrace_fx.runtime.tables.stacks import StackedTable
@@ -360,11 +361,17 @@ class RowExchange:
         self._gradients.remove(latest)  # dropped, or someone has looked at it
         return False
 
-    def deliver(self) -> None:
-        """At the end of a backward: its gradient is what `.grad` of the tables is, or is added to what it was."""
+    def deliver(self, absent: Collection[str] = ()) -> None:
+        """At the end of a backward: its gradient is what `.grad` of the tables is, or is added to what it was.
+
+        Args:
+            absent: names of tables that this backward gives no gradient, of those of a stack.
+        """
         latest = self._gradients[-1]
         late = _Late(self, latest)
         for k, table in enumerate(self.table.members):
+            if table.name in absent:
+                continue
             held = table.open_gradient()
             if held.is_zero:
                 held.will_be(partial(late.rows, k), latest)

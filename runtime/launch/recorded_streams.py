@@ -12,7 +12,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,6 +89,9 @@ class RecordedStreams(TorchDispatchMode):
     def keep(self, *tensors: Tensor) -> None:
         for tensor in tensors:
             self._append(Keep(self._name(tensor), self._stream))
+
+    def from_host(self, values: Sequence[int], device: torch.device) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         copy = tensor.clone()

@@ -277,6 +277,7 @@ class Stepping:
         if step is None:
             return
         self._restore(optimizer)
+        self._count_step(optimizer)
         for table, plain, version in step.swept:
             if plain._version != version:  # torch's step has unscaled it
                 table.open_gradient().set_dense(plain)
@@ -295,6 +296,11 @@ class Stepping:
             stepped = [table for table in exchange.table.members if table in at_once]
             swept = any(table not in step.rows for table in stepped)
             exchange.stepped_at_once(moved_all=swept or any(t.moves_all(t.param_group()) for t in stepped))
+
+    def _count_step(self, optimizer: Optimizer) -> None:
+        """Ranks compare how many they have taken, of those that move anything."""
+        moves = any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+        self._communicator.progress.optimizer_steps += moves
 
     def _unscale(self, optimizer: Optimizer, step: _Step) -> bool:
         """Unscales what is applied by rows, as torch's own step does its gradients for a GradScaler; false: skip."""

@@ -22,6 +22,9 @@ from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 ANNOUNCEMENT = "announcement"
 """The name of what every step begins with."""
 
+BACKWARD = "backward"
+"""The name of what every backward begins with."""
+
 _LIBRARIES = tuple(
     str(path)
     for path in (
@@ -55,6 +58,16 @@ class PeerFailure(RuntimeError):
         return PeerFailure, (self.by_rank,)
 
 
+class DivergedReplicas(RuntimeError):
+    """What all ranks should hold alike differs; raised on every rank at the check, before the step that it precedes."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(f"{found}, at a check of replicas. Load a checkpoint on every rank, and look at that machine.")
+
+    def __reduce__(self) -> tuple[type[RuntimeError], tuple[str]]:
+        return RuntimeError, (str(self),)
+
+
 class DeadRank(RuntimeError):
     """A collective failed because a rank is gone."""
 
@@ -63,16 +76,32 @@ class StuckRank(RuntimeError):
     """A collective failed though every rank's process lives: one of them did not come to it in time."""
 
 
+TOLD = "All ranks have been told. Nothing of this step was applied, on any rank."
+"""Said of an error that one rank raises and the others hear of."""
+
+
+def is_of_ranks(error: BaseException) -> bool:
+    """Whether an error is one that other ranks raise too, or cannot be told any more."""
+    return isinstance(error, PeerFailure | DeadRank | StuckRank | DivergedReplicas)
+
+
+def failure_text(failure: Exception) -> str:
+    """A failure as other ranks are to read it; the library's own errors need no type."""
+    return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
+
+
 class Progress:
     """How far this rank has come: what it has launched, in which step.
 
     Attributes:
         step: announcements begun.
+        optimizer_steps: taken, of those that move anything, since a checkpoint was loaded.
         launched: name of a launch -> the step of the last one; the last launch is the last entry.
     """
 
     def __init__(self) -> None:
         self.step = 0
+        self.optimizer_steps = 0
         self.launched: dict[str, int] = {}
 
     def begin_step(self) -> None:

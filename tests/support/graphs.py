@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from embrace_fx.capture import capture
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.runtime.lower.lower import lower
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.session.pipeline import Pass, analyse
 from embrace_fx.vocabulary.graph import (
@@ -173,7 +174,7 @@ def _launches(communicator: Communicator, module: fx.GraphModule) -> Mapping[str
     names = [node.meta["tables"] for node in module.graph.nodes if "tables" in node.meta]
 
     def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Any:
-        return communicator.all_gather_ids(unique, num_rows, group, group_size, names[0])
+        return Announcements(communicator).all_gather_ids(unique, num_rows, group, group_size, names[0])
 
     return {**communicator.launches(), "embrace::all_gather_ids": all_gather_ids}
 
