@@ -36,6 +36,7 @@ from embrace_fx.runtime.tables.row_gradient import RowGradient
 from embrace_fx.runtime.tables.row_table import RowTable, own_state
 from embrace_fx.runtime.tables.state_dicts import as_table_shard, shard_by_columns
 from embrace_fx.vocabulary.exactness import is_element_wise, not_element_wise
+from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 Hook = Callable[..., Any]
 
@@ -220,6 +221,9 @@ class Stepping:
         whole = [table.name for table, group in held if not self.holders.is_element_wise(optimizer, group)]
         if whole:
             self._make_whole(whole, not_element_wise(type(optimizer)))
+        elif cut := [table.name for table, _ in held if type(optimizer) is RowWiseAdagrad and table.grid is not None]:
+            self._make_whole(cut, "RowWiseAdagrad steps shards by columns, not on a grid")
+            whole = cut
         for table, _ in held:
             if table.optimizer is not optimizer:
                 for exchange in self._exchanges([table]):

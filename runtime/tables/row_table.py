@@ -39,6 +39,7 @@ from embrace_fx.runtime.tables.resting import RestingRows
 from embrace_fx.runtime.tables.row_gradient import Held, RowGradient, Rows
 from embrace_fx.vocabulary.exactness import RowUpdates, row_update_blocker
 from embrace_fx.vocabulary.plan import Grid
+from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums
 
 Options = Mapping[str, Any]
 """Those of a param group, as of one step."""
@@ -296,7 +297,23 @@ class RowTable:
 
     def update_rows(self, ids: Tensor, rows: Tensor) -> None:
         """Applies a gradient once, at once, where rows without gradient stand still, or rest."""
-        self.finish([(ids, rows)], self.begin_step())
+        if type(self.holder) is RowWiseAdagrad:
+            self._update_row_wise(ids, rows)
+        else:
+            self.finish([(ids, rows)], self.begin_step())
+
+    def _update_row_wise(self, ids: Tensor, rows: Tensor) -> None:
+        """Likewise where a row's step depends on all of its elements, of which every rank has some. Collective."""
+        options, state = dict(self.param_group()), self.holder.state[self.parameter]
+        if not state:
+            state["sum"] = new_sums(self.local, options)
+        squares = rows.square().sum(1)
+        if self._communicator is not None:
+            squares = self._communicator.reduce_scalar(squares, dist.ReduceOp.SUM)
+        sums = state["sum"].index_select(0, ids).add_(squares.div_(self.shape[1]))
+        state["sum"].index_copy_(0, ids, sums)
+        steps = options["lr"] * rows / sums.sqrt_().add_(options["eps"]).unsqueeze(1)
+        self.local.index_copy_(0, ids, self.local.index_select(0, ids).sub_(steps))
 
     def made_state(self, options: Options) -> dict[str, Any]:
         """The optimizer's own state of a table whose rows without gradient stand still, made at its first update."""
@@ -307,8 +324,8 @@ class RowTable:
 
     @property
     def takes_rows_only(self) -> bool:
-        """Whether its optimizer refuses dense gradients."""
-        return type(self.optimizer) is SparseAdam
+        """Whether its optimizer refuses dense gradients, or steps rows as a whole."""
+        return type(self.optimizer) in (SparseAdam, RowWiseAdagrad)
 
 
 def own_state(table: RowTable, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:

@@ -135,11 +135,12 @@ CASES: dict[str, Case] = {
     "adagrad, decay": _case(Adagrad, 0.05, weight_decay=0.1),
     "adagrad, decay, foreach, maximize": _case(Adagrad, 0.05, weight_decay=0.1, foreach=True, maximize=True),
     "adagrad, fused": _case(Adagrad, 0.05, fused=True),
+    "row-wise adagrad": Case(partial(embrace_fx.RowWiseAdagrad, lr=0.05, eps=1e-3, initial_accumulator_value=0.1)),
     "asgd": _case(ASGD, 0.05),
     "asgd, averaged": _case(ASGD, 0.05, lambd=0.01, alpha=0.6, t0=10.0, weight_decay=0.1),
     "asgd, foreach": _case(ASGD, 0.05, t0=10.0, foreach=True),
 }
-DEFAULT = ("sgd, nesterov, decay", "adamw, one cycle", "adagrad", "nadam")
+DEFAULT = ("sgd, nesterov, decay", "adamw, one cycle", "adagrad", "row-wise adagrad")
 SKIPPED = (
     "sgd, decay",
     "sgd, nesterov, decay",
