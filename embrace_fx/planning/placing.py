@@ -58,8 +58,15 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
     if mesh is None:
         mesh = shard_parameter(parameter, communicator, plan[name].grid)
     asked = setting.options.row_updates
-    rests = {"may_rest": plan[name].rests, "insists": asked == "replay"}
-    table = RowTable(name, parameter, Place(shape, mesh), communicator, semantics(asked), **rests)
+    table = RowTable(
+        name,
+        parameter,
+        Place(shape, mesh),
+        communicator,
+        semantics(asked),
+        resting=("always" if asked == "replay" else "while it pays") if plan[name].rests else "never",
+        gradients=setting.state.gradients,
+    )
     for optimizer in setting.stepping.holders.optimizers:
         if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
             table.optimizer = optimizer

@@ -563,6 +563,7 @@ class Session:
         """Applies every update that an optimizer has stepped. Waits for nothing that other ranks are still to do."""
         if self._flow is not None:
             self._flow.settle()
+            self._flow.settle_rows()
         self.state.settle_tables()
 
     def parameters_were_loaded(self) -> None:
