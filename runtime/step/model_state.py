@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from embrace_fx.runtime.tables.row_gradient import Held
+from embrace_fx.runtime.tables.row_gradient import HeldGradient
 from embrace_fx.runtime.tables.row_table import RowTable
 
 
@@ -31,7 +31,7 @@ class ModelState:
         self.awaiting_backward: WeakSet[object] = WeakSet()
         """Calls whose results the user still holds, and has not gone backward from."""
 
-    def gradients(self) -> list[Held]:
+    def gradients(self) -> list[HeldGradient]:
         """Those that wait at tables, in the order of the plan."""
         return [held for table in self.tables.values() if (held := table.held) is not None]
 

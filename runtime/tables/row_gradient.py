@@ -46,7 +46,7 @@ class HeldGradient:
         self,
         like: Tensor,
         communicator: Communicator | None,
-        siblings: Callable[[], Sequence[Held]] = lambda: (),
+        siblings: Callable[[], Sequence[HeldGradient]] = lambda: (),
     ) -> None:
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.communicator = communicator
@@ -177,7 +177,7 @@ class HeldGradient:
         return int(self.reduce(own, dist.ReduceOp.SUM))
 
 
-def _whole_norms(asked: Sequence[Held], order: float) -> list[Tensor]:
+def _whole_norms(asked: Sequence[HeldGradient], order: float) -> list[Tensor]:
     """Norms of tables, of each rank's parts of them."""
     first = asked[0]
     own = [held.own_norm(order) for held in asked]
@@ -190,7 +190,7 @@ def _whole_norms(asked: Sequence[Held], order: float) -> list[Tensor]:
     return [total.pow(1.0 / order) for total in _together(first, [norm.pow(order) for norm in own], dist.ReduceOp.SUM)]
 
 
-def _together(held: Held, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType) -> list[Tensor]:
+def _together(held: HeldGradient, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType) -> list[Tensor]:
     """Numbers reduced at once, in the widest of their types."""
     widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
     joined = held.reduce(torch.stack([value.to(widest) for value in values]), reduce_op)

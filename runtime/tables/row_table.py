@@ -86,7 +86,7 @@ class RowTable:
         optimizer: Optimizer | None = None,
         *,
         resting: MayRest = "never",
-        gradients: Callable[[], Sequence[Held]] = lambda: (),
+        gradients: Callable[[], Sequence[HeldGradient]] = lambda: (),
     ) -> None:
         self.name = name
         self.parameter = parameter
