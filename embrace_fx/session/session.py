@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -53,6 +53,7 @@ from embrace_fx.setup.group import check_group, check_still_alone, default_group
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage, tell
+from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
@@ -157,9 +158,9 @@ class Session:
         return self.communicator.watching()
 
     @property
-    def graphs(self) -> Mapping[str, fx.GraphModule]:
+    def graphs(self) -> Graphs:
         assert self.plan is not None  # raises before the first call
-        return {} if self._builder is None else self._builder.graphs
+        return Graphs() if self._builder is None else self._builder.graphs
 
     def report(self) -> str:
         told = str(self.plan) + told_of(self.communicator.gradient_dtype)
