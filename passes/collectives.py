@@ -147,7 +147,7 @@ def _collective(launch: fx.Node, ends: _Ends) -> Collective:
 
 def _users_collective(launch: fx.Node) -> Collective:
     """Of those, the order must be the same: each rank may have a group, and sizes, of its own."""
-    return Collective(USERS, op_name(launch), (), (), str(launch.meta["val"].dtype), None)
+    return Collective(USERS, op_name(launch), "", (), (), str(launch.meta["val"].dtype), None)
 
 
 def group_of(launch: fx.Node) -> str:
