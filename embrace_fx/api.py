@@ -45,6 +45,7 @@ def compile(
     check_replicas: int | None = None,
     broadcast_buffers: bool = True,
     forward_sync_buffers: bool = True,
+    dump_to: str | Path | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
@@ -81,6 +82,8 @@ def compile(
             optimizer state or learning rate have become other ones is named (docs/operations.md). None: never.
         broadcast_buffers, forward_sync_buffers: as of DDP: forwards read rank 0's buffers. With the first false, each
             rank keeps its own from the beginning; with the second, once they have been made equal at the first call.
+        dump_to: a folder into which each living rank writes, when a rank is dead or stuck, what it was doing: its last
+            launches, and where its threads stood. None: nothing is written.
 
     Raises:
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
@@ -89,7 +92,7 @@ def compile(
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
-    more = check_replicas, broadcast_buffers, forward_sync_buffers
+    more = check_replicas, broadcast_buffers, forward_sync_buffers, dump_to
     options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, *more)
     optimizers = _as_tuple(optimizer)
     session = Session(model, optimizers, process_group, options)
@@ -111,6 +114,17 @@ def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
 
     found: dict[str, Any] = whole_state(stateful if isinstance(stateful, dict) else stateful.state_dict())
     return found
+
+
+def save_full_state_dict(stateful: HasState | dict[str, Any], path: str | Path) -> None:
+    """The file that `torch.save(full_state_dict(stateful), path)` would write, without any rank holding a table whole.
+
+    Collective; rank 0 writes. `torch.load(path, mmap=True)` reads it back so that each rank takes its own columns only:
+    `model.load_state_dict` and `optimizer.load_state_dict` take what it returns.
+    """
+    from embrace_fx.runtime.tables.whole_files import write_whole  # noqa: PLC0415  (DTensor takes a while to import)
+
+    write_whole(stateful if isinstance(stateful, dict) else stateful.state_dict(), Path(path))
 
 
 def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:

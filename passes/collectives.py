@@ -19,10 +19,10 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.vocabulary.graph import (
     Gradient,
+    GradientOfRows,
     InputRole,
     OutputRole,
     Parameter,
-    RowGradient,
     Saved,
     Shard,
     TrainingGraph,
@@ -226,7 +226,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 def _name(role: InputRole | OutputRole) -> str | None:
     """The table or parameter a role speaks of."""
     match role:
-        case Shard(name) | Parameter(name) | RowGradient(name, _) | Gradient(of=Parameter(name)):
+        case Shard(name) | Parameter(name) | GradientOfRows(name, _) | Gradient(of=Parameter(name)):
             return name
     return None
 

@@ -26,11 +26,11 @@ from torch import fx
 
 from embrace_fx.vocabulary.graph import (
     Gradient,
+    GradientOfRows,
     LateModule,
     Mutation,
     OutputRole,
     Result,
-    RowGradient,
     Saved,
     Tangent,
     TrainingGraph,
@@ -101,7 +101,7 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
         "unique": [],
         "ids": [],
         "forward": [(n, r) for n, r in outputs if isinstance(r, Result | Mutation)],
-        "backward": [(n, r) for n, r in outputs if isinstance(r, Gradient | RowGradient)],
+        "backward": [(n, r) for n, r in outputs if isinstance(r, Gradient | GradientOfRows)],
     }
     for position, (name, own) in enumerate(members.items()):
         behind = list(members)[position + 1 :]

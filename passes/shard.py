@@ -20,7 +20,7 @@ Contract
         grad_rows = aten.embedding_dense_backward(g, where, U, 0, False)
         flat = wait(embrace.all_to_all_gradients(embrace.split_columns(grad_rows, N), counts, D, "embedding", N))
         ids_K, rows_Kd = embrace.coalesce(ids, flat, d, pad, 1 / N)
-        return (..., ids_K, rows_Kd)                                  # RowGradient(weight, "ids" / "rows")
+        return (..., ids_K, rows_Kd)                                  # GradientOfRows(weight, "ids" / "rows")
 
     on a grid of r x c ranks, whose own rows are V' x d:
         own_ids, own_counts, order = embrace.route_grid(ids, counts, rank, r, c)
@@ -50,9 +50,9 @@ from embrace_fx.passes.tables import (
 )
 from embrace_fx.vocabulary.graph import (
     Gradient,
+    GradientOfRows,
     OutputRole,
     Parameter,
-    RowGradient,
     Shard,
     Table,
     TrainingGraph,
@@ -338,7 +338,7 @@ def _row_gradient(
         )
         ids_K = rewriter.item(coalesced, 0, f"{short}_update_ids")
         rows_Kd = rewriter.item(coalesced, 1, f"{short}_update_rows")
-    return [(ids_K, RowGradient(table.parameter, "ids")), (rows_Kd, RowGradient(table.parameter, "rows"))]
+    return [(ids_K, GradientOfRows(table.parameter, "ids")), (rows_Kd, GradientOfRows(table.parameter, "rows"))]
 
 
 def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:

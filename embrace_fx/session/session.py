@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_links
 from embrace_fx.planning.fitting import WHOLE, Misfit, fitted, misfit
@@ -78,7 +80,8 @@ class Session:
         self._timeline: Timeline | None = None
         self._warned = False
         self._given_group = group
-        self.communicator = Communicator(group if group is not None else default_group())
+        dump_to = options.dump_to if isinstance(options.dump_to, Path | None) else Path(options.dump_to)
+        self.communicator = Communicator(group if group is not None else default_group(), dump_to)
         self._begun = False
         self.announcements = Announcements(self.communicator)
         with stage("agreeing with the other ranks", self.communicator.rank):
@@ -105,7 +108,7 @@ class Session:
         self._buffers = BufferSharing(self.state, self.announcements, on=options.shares_buffers)
         self._builder: ProgramBuilder | None = None  # of the plan in use
         self._replicated = False
-        add_state_hooks(self)
+        self._placed = add_state_hooks(self)
         self._kinds: dict[Any, Kind] = {}
         self.idling = Idling(self)
         self._misfit = Misfit()  # of the batch whose program is to be built
@@ -136,6 +139,15 @@ class Session:
     @property
     def group(self) -> dist.ProcessGroup | None:
         return self.communicator.group
+
+    @property
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the model has been called, and is open."""
+        return self._begun and self.communicator.is_open
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Tells of a rank that dies in a collective inside."""
@@ -214,7 +226,7 @@ class Session:
             self._begin()
         elif self.communicator.group is None:
             check_still_alone(default_group())
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flatten_arguments(args, kwargs)
         count = self._calls.count
         while True:
             try:
@@ -399,6 +411,7 @@ class Session:
             self._adopt(plan, findings)
             with stage("placing parameters", rank):
                 place(self._setting, analysed, plan)
+            self._placed.note(self)
             self._watch.note_parameters()
         variant = Variant(captured, analysed, train)
         kind.variants.append(variant)
@@ -511,6 +524,7 @@ class Session:
             self._flow.close()
         self.state.settle_tables()
         place_anew(self._setting, analysed, old, new)
+        self._placed.note(self)
         told = story(self._calls.count, old, new)
         self._adopt(replace(new, history=(*old.history, told)), findings)
         self._setting.stepping.flow = None
@@ -554,6 +568,7 @@ class Session:
         """Applies every update that an optimizer has stepped. Waits for nothing that other ranks are still to do."""
         if self._flow is not None:
             self._flow.settle()
+            self._flow.settle_rows()
         self.state.settle_tables()
 
     def parameters_were_loaded(self) -> None:

@@ -75,6 +75,20 @@ def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             f"expected a plain model, in compile(), found a {type(model).__name__}, which wraps one already. Pass the "
             "model that was wrapped, once: compile() stands in the wrapper's place."
         )
+    wrapped = next(
+        (name for name, module in model.named_modules() if getattr(type(module), "_wraps_a_model", False)), ""
+    )
+    if wrapped:
+        raise ValueError(
+            f"expected a plain model, in compile(), found a {type(model).__name__} whose {wrapped} is compiled by an "
+            "own compile(). Compile the whole, with the plain module in that place."
+        )
+    taken = next((told for hook in model._state_dict_pre_hooks.values() if (told := getattr(hook, "taken", ""))), "")
+    if taken:
+        raise ValueError(
+            f"expected a model that no earlier compile() has taken, in compile(), found a {type(model).__name__} "
+            f"{taken}. Go on with that one; or load its full_state_dict() into a new model, and compile that."
+        )
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):

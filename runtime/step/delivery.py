@@ -11,7 +11,7 @@ from torch import Tensor
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.step.gradient_hooks import hooked, run_accumulated
 from embrace_fx.runtime.step.model_state import ModelState
-from embrace_fx.vocabulary.graph import Gradient, OutputRole, Parameter, PendingGradients, PendingRows, RowGradient
+from embrace_fx.vocabulary.graph import Gradient, GradientOfRows, OutputRole, Parameter, PendingGradients, PendingRows
 
 
 def delivered(roles: Sequence[OutputRole]) -> list[str]:
@@ -19,7 +19,7 @@ def delivered(roles: Sequence[OutputRole]) -> list[str]:
     found: dict[str, None] = {}
     for role in roles:
         match role:
-            case Gradient(Parameter(name)) | RowGradient(name, _):
+            case Gradient(Parameter(name)) | GradientOfRows(name, _):
                 found[name] = None
             case PendingGradients(_, names):
                 found |= dict.fromkeys(names)
@@ -68,7 +68,7 @@ class Delivery:
                     shared = id(value) in given or value.untyped_storage().data_ptr() in others
                     _deliver_dense(self.state, name, value.clone() if shared else value, self.synchronised, self.own)
                     given.add(id(value))
-                case RowGradient(table, part) if table not in absent:
+                case GradientOfRows(table, part) if table not in absent:
                     rows.setdefault(table, {})[part] = value
         for table, parts in rows.items():
             self.state.tables[table].add_gradient(parts["ids"], parts["rows"])

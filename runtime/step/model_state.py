@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
+from embrace_fx.runtime.tables.row_gradient import HeldGradient
 from embrace_fx.runtime.tables.row_table import RowTable
 
 
@@ -33,6 +34,10 @@ class ModelState:
         """Of what this rank gives to a mean, beyond what the graph says (`join` with fewer ranks)."""
         self.awaiting_backward: WeakSet[object] = WeakSet()
         """Calls whose results the user still holds, and has not gone backward from."""
+
+    def gradients(self) -> list[HeldGradient]:
+        """Those that wait at tables, in the order of the plan."""
+        return [held for table in self.tables.values() if (held := table.held) is not None]
 
     def settle_tables(self) -> None:
         """Has all rows of tables take the steps they have skipped."""
