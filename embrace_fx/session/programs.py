@@ -13,7 +13,7 @@ from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.held import Held, held
 from embrace_fx.passes.relax.order import OrderCompute
-from embrace_fx.passes.take_part import Exchanged, TakePart
+from embrace_fx.passes.take_part import ExchangedParameter, TakePart
 from embrace_fx.planning.replanning import TrainingCalls
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.step.program import Program
@@ -130,7 +130,7 @@ class ProgramBuilder:
         passes = training_passes(self._plan, present, rank, reduce=reduce, take_part=part, memory=memory)
         return run_passes(analysed, passes)
 
-    def _exchanged(self) -> dict[str, Exchanged]:
+    def _exchanged(self) -> dict[str, ExchangedParameter]:
         """The parameters of which a step exchanges something; on a single process, none."""
         if self._communicator.world_size == 1:
             return {}
@@ -141,7 +141,7 @@ class ProgramBuilder:
             if name in bucketed or name in sharded:
                 parameter = self._setting.state.parameter(name)
                 padding = decision.padding_idx if name in sharded else None
-                found[name] = Exchanged(decision.shape, parameter.dtype, parameter.device, padding)
+                found[name] = ExchangedParameter(decision.shape, parameter.dtype, parameter.device, padding)
         return found
 
     def _relax(self, compiled: Compiled, analysed: TrainingGraph) -> Compiled:

@@ -44,11 +44,12 @@ from embrace_fx.session.idling import Idling, Joined
 from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.memory_report import memory_report
 from embrace_fx.session.model_watch import ModelWatch
+from embrace_fx.session.parameter_watch import ParameterWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.programs import ProgramBuilder
 from embrace_fx.session.replica_check import checksums_of_replicas
 from embrace_fx.session.state_hooks import add_state_hooks
-from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up, is_hooked
+from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up
 from embrace_fx.setup.group import check_group, check_still_alone, default_group
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
@@ -87,7 +88,7 @@ class Session:
         with stage("agreeing with the other ranks", self.communicator.rank):
             agree_on_set_up(self.communicator, model, optimizers, options)
         self.state = ModelState(model)
-        self._compiled_for = self._parameters_are()
+        self._parameters = ParameterWatch(self.state)
         self._watch = ModelWatch(model)
         itself = weakref.ref(self)  # optimizers must not keep their session alive
 
@@ -113,10 +114,6 @@ class Session:
         self.idling = Idling(self)
         self._misfit = Misfit()  # of the batch whose program is to be built
         self._whole: set[str] = set()  # tables that some batch cannot read in shards
-
-    def _parameters_are(self) -> tuple[tuple[bool, torch.dtype, bool], ...]:
-        """What of each parameter must not change."""
-        return tuple((each.requires_grad, each.dtype, is_hooked(each)) for each in self.state.parameters())
 
     @property
     def plan(self) -> Plan:
@@ -221,7 +218,7 @@ class Session:
         agree_on_set_up(self.communicator, self.model, self.optimizers, self.options)  # it may have changed since
         self.state.refresh(self.model)
         self._watch.note()
-        self._compiled_for = self._parameters_are()
+        self._parameters.note()
         self._begun = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # inside of torch.compile it runs as it is
@@ -249,7 +246,7 @@ class Session:
         self.communicator.check_open()
         announcements.activity = self._activity(train)
         self._look_at_model()
-        kind = self._kinds.setdefault(kind_key(self._watch.modes(), leaves, spec, train), Kind())
+        kind = self._kinds.setdefault(kind_key(self._modes(), leaves, spec, train), Kind())
         if self._plan is None and not train:
             return self._evaluate_plainly(args, kwargs)
         variant = self._variant(kind, leaves, args, kwargs, train)
@@ -268,6 +265,10 @@ class Session:
             self._drift.observe(announcements.rows_read)
             announcements.asks_to_plan = self._drift.wants_plan
         return variant.captured.results(results, args, kwargs)
+
+    def _modes(self) -> tuple[bool, ...]:
+        """Which modules train, and which parameters take gradients."""
+        return (*self._watch.modes(), *self._parameters.trains)
 
     def _activity(self, train: bool) -> int:
         return _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
@@ -288,8 +289,8 @@ class Session:
         changed = None
         if name := self._watch.parameters_changed():
             changed = RuntimeError(_OTHER_PARAMETERS.format(name))
-        elif self._parameters_are() != self._compiled_for:
-            changed = _CHANGED_PARAMETERS
+        elif name := self._parameters.converted():
+            changed = RuntimeError(_CONVERTED.format(name))
         if changed is not None:
             if self._plan is None:  # the other ranks make no announcements yet
                 agree_on_first_call(self.announcements, changed)
@@ -298,7 +299,11 @@ class Session:
             self.parameters_may_change()
             self._watch.note()
             self.state.refresh(self.model)
+            self._parameters.note()
             self._kinds.clear()
+        if self._plan is not None and (shards := self.state.hooked.intersection(self._plan.sharded)):
+            self._misfit = Misfit((), tuple(sorted(shards)))
+            self.announcements.announce((), does_not_fit=True)
 
     def _variant(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
@@ -340,7 +345,7 @@ class Session:
         coming = self.lookahead.following(leaves)
         if coming is None and self.lookahead.known and program.flow is not None and program.flow.looks_ahead:
             self._warn_of_other_batch()
-        if coming is None or self._kinds.get(kind_key(self._watch.modes(), coming, spec, True)) is not kind:
+        if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
         if variant is None or variant.program is None or (variant.captured.replay and variant.captured.replay.states):
@@ -423,7 +428,7 @@ class Session:
             PlanDoesNotFit: the plan must be changed first, on every rank.
         """
         assert self._builder is not None
-        self._misfit = misfit(self.plan, variant.analysed)
+        self._misfit = misfit(self.plan, variant.analysed, self.state.hooked)
         if self._misfit:
             self.announcements.announce((), does_not_fit=True)
         with stage("compiling", self.communicator.rank):
@@ -619,8 +624,7 @@ _OTHER_PARAMETERS = (
     "parametrize before the first call, or compile the changed model anew"
 )
 
-_CHANGED_PARAMETERS = RuntimeError(
-    "expected every parameter to stay as it was at compile(), in the model's call, found that requires_grad or the "
-    "dtype of one has changed, or that it has got a gradient hook: what is exchanged was decided by the first two, and "
-    "a hook would not run. Freeze, thaw or convert parameters before compile(), and change gradients after backward()"
+_CONVERTED = (
+    "expected every parameter to stay of its dtype, in the model's call, found that that of {} has changed since the "
+    "first call: what is exchanged was decided by it. Convert the model before the first call, or compile it anew"
 )

@@ -13,7 +13,7 @@ from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.step.bindings import Bindings
-from embrace_fx.runtime.step.delivery import delivered
+from embrace_fx.runtime.step.delivery import Delivery, delivered
 from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.phases import Runnable, Values, autocast_is_in_the_graph, runnable
@@ -87,7 +87,9 @@ class Program:
         self.tell_buffers = tell_buffers
         self.share_buffers = share_buffers
         self.check = check
-        self.synchronised = buckets is not None
+        alone = self.communicator.world_size == 1
+        # One process has nothing to reduce later: what it accumulates is a sum from the first backward on.
+        self.deliver = Delivery(state, flow, buckets is not None or alone, buckets is None or alone)
         self._buckets, self._links = buckets, links
         self._lower(graph, self._bound(graph))
         self._note_communication(graph)
