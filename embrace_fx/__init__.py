@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from embrace_fx.cost.links import Cluster, Link
     from embrace_fx.runtime.ranks.failure import DeadRank, DivergedReplicas, PeerFailure, StuckRank
     from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan
+    from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
     from embrace_fx.what_if import plan
 
     __version__: str
@@ -36,6 +37,7 @@ __all__ = [
     "Link",
     "PeerFailure",
     "Plan",
+    "RowWiseAdagrad",
     "StuckRank",
     "__version__",
     "compile",
@@ -58,6 +60,7 @@ _MODULES = {
     "Link": "cost.links",
     "PeerFailure": "runtime.ranks.failure",
     "Plan": "vocabulary.plan",
+    "RowWiseAdagrad": "vocabulary.row_wise",
     "StuckRank": "runtime.ranks.failure",
     "compile": "api",
     "full_state_dict": "api",

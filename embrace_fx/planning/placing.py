@@ -24,7 +24,8 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
         for name in plan.sharded:
             _shard(setting, name, plan, shapes[name], made.get(name))
     if setting.communicator.world_size > 1:
-        broadcast_state(setting.model, frozenset(plan.sharded), setting.communicator)
+        buffers = setting.options.broadcast_buffers
+        broadcast_state(setting.model, frozenset(plan.sharded), setting.communicator, buffers=buffers)
     _hand_over(setting, graph, plan)
 
 
@@ -57,8 +58,15 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
     if mesh is None:
         mesh = shard_parameter(parameter, communicator, plan[name].grid)
     asked = setting.options.row_updates
-    rests = {"may_rest": plan[name].rests, "insists": asked == "replay"}
-    table = RowTable(name, parameter, Place(shape, mesh), communicator, semantics(asked), **rests)
+    table = RowTable(
+        name,
+        parameter,
+        Place(shape, mesh),
+        communicator,
+        semantics(asked),
+        resting=("always" if asked == "replay" else "while it pays") if plan[name].rests else "never",
+        gradients=setting.state.gradients,
+    )
     for optimizer in setting.stepping.holders.optimizers:
         if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
             table.optimizer = optimizer

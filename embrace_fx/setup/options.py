@@ -26,7 +26,14 @@ class Options:
     plan: Plan | str | Path | None = None
     memory_budget: float | None = None
     check_replicas: int | None = None
+    broadcast_buffers: bool = True
+    forward_sync_buffers: bool = True
     dump_to: str | Path | None = None
+
+    @property
+    def shares_buffers(self) -> bool:
+        """Whether forwards read rank 0's buffers."""
+        return self.broadcast_buffers and self.forward_sync_buffers
 
     @cached_property
     def given_plan(self) -> Plan | None:

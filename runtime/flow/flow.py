@@ -102,6 +102,7 @@ class Flow:
         self._coming: Coming | None = None  # the next batch, from a forward's announcement to its submission
         self._read_now: dict[str, Tensor] = {}  # table -> ids of the batch whose backward runs
         self._valid = True  # what was prefetched may be used
+        self._handed_out = False  # parameters were, and anyone may have written them
         self._segment: OperationId | None = None  # of the forward's compute, for the recorder; None: no forward runs
         self._stands = False
         self.has_cut = False
@@ -128,6 +129,8 @@ class Flow:
             ahead = self._route(ahead)  # a batch that holds a bad id is not what was looked ahead to, on any rank
         failure = self._look_for_writes()
         fresh = self._valid and not any(exchange.early_rows_stale for exchange in self.exchanges.values())
+        if fresh and ahead is not None and self._handed_out:
+            fresh = all(exchange.early_rows_hold() for exchange in self.exchanges.values())
         found = ahead is not None and ahead.is_batch(leaves) and ahead.program is program and fresh
         expected = ahead is not None and fresh
         if found:
@@ -157,7 +160,7 @@ class Flow:
         else:
             assert ahead is not None
             self._route(ahead)
-        self._valid = True
+        self._valid, self._handed_out = True, False
         self._bring_forward(stepped=False)
         self.launcher.enter_forward()
         sizes = [row[1 + len(now) :] for row in everyone]
@@ -390,9 +393,26 @@ class Flow:
             exchange.discard()
 
     def parameters_may_change(self) -> None:
-        """Rows that were sent early may be stale from now on."""
+        """Every update is applied, and whoever reads parameters from now on may write them too.
+
+        Rows that were sent early are looked at before they are used. On a device the host would wait for that: there
+        they are sent again.
+        """
         self.settle()
+        self.settle_rows()
+        self._handed_out = True
+        self._valid &= self.streams is None
+
+    def state_may_change(self) -> None:
+        """The optimizer's state does: rows that were sent early have left as it was."""
+        self.settle()
+        self.settle_rows()
         self._valid = False
+
+    def settle_rows(self) -> None:
+        """Has all rows of tables take the steps they have skipped."""
+        for exchange in self.exchanges.values():
+            exchange.settle_rows()
 
     def expect_no_batch(self) -> None:
         """The next batch may be any."""

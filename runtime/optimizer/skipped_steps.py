@@ -66,6 +66,10 @@ class SkippedSteps(ABC):
         """
 
 
+_READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
+"""Options that a step reads on the host, besides lr and betas."""
+
+
 def form_of(
     optimizer: Optimizer, options: Mapping[str, Any], state: Mapping[str, Any], dtype: torch.dtype
 ) -> type[SkippedSteps] | None:
@@ -83,7 +87,7 @@ def skipping(
     """How steps of a class of optimizers are skipped, under these options, and the state it takes; None: not at all."""
     if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
         return None
-    if any(isinstance(value, Tensor) and (value.requires_grad or key != "lr") for key, value in options.items()):
+    if any(isinstance(options.get(name), Tensor) for name in _READ) or getattr(options["lr"], "requires_grad", False):
         return None
     if kind in (Adam, AdamW):
         greatest = ["max_exp_avg_sq"] * options["amsgrad"]
@@ -189,18 +193,20 @@ class Linear(SkippedSteps):
         if not local.is_cuda:  # where it costs nothing to know which
             behind = rested < self.count
             ids, rested = ids[behind], rested[behind]
-        maps = self._maps.index_select(0, rested.clamp(max=self.count)).to(local.dtype)
+        maps = self._maps.index_select(0, rested.clamp(max=self.count))
         a, b, c, d, factor = (column.unsqueeze(1) for column in maps.unbind(1))
         weight, momentum = local.index_select(0, ids), state.get("momentum_buffer")
         if momentum is None:
-            local.index_copy_(0, ids, weight.mul_(a))
+            local.index_copy_(0, ids, (a * weight).to(local.dtype))
         else:
             velocity = momentum.index_select(0, ids)
-            local.index_copy_(0, ids, torch.addcmul(a * weight, b, velocity))
-            momentum.index_copy_(0, ids, torch.addcmul(c * weight, d, velocity))
+            # In float64, which the maps are of: what a decayed weight and its momentum have left may nearly cancel.
+            local.index_copy_(0, ids, (a * weight + b * velocity).to(local.dtype))
+            momentum.index_copy_(0, ids, (c * weight + d * velocity).to(local.dtype))
         for name in ("square_avg", "grad_avg"):
             if name in state:
-                state[name].index_copy_(0, ids, state[name].index_select(0, ids).mul_(factor))
+                average = state[name].index_select(0, ids)
+                state[name].index_copy_(0, ids, (factor * average).to(local.dtype))
         taken.index_copy_(0, ids, rested.clamp(min=self.count))
 
 

@@ -37,6 +37,7 @@ from embrace_fx.runtime.tables.row_gradient import RowGradient
 from embrace_fx.runtime.tables.row_table import RowTable, own_state
 from embrace_fx.runtime.tables.state_dicts import Watch, as_table_shard, shard_by_columns
 from embrace_fx.vocabulary.exactness import is_element_wise, not_element_wise
+from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 Hook = Callable[..., Any]
 
@@ -221,6 +222,9 @@ class Stepping:
         whole = [table.name for table, group in held if not self.holders.is_element_wise(optimizer, group)]
         if whole:
             self._make_whole(whole, not_element_wise(type(optimizer)))
+        elif cut := [table.name for table, _ in held if type(optimizer) is RowWiseAdagrad and table.grid is not None]:
+            self._make_whole(cut, "RowWiseAdagrad steps shards by columns, not on a grid")
+            whole = cut
         for table, _ in held:
             if table.optimizer is not optimizer:
                 for exchange in self._exchanges([table]):
@@ -325,6 +329,7 @@ class Stepping:
     def _settle(self, *_: Any) -> None:
         if self.flow is not None:
             self.flow.settle()
+            self.flow.settle_rows()
         self._state.settle_tables()
 
     def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -347,6 +352,8 @@ class Stepping:
     def _load_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Of state that comes whole or in DTensors, this rank's part. Collective as `_show_state` is."""
         self._settle()
+        if self.flow is not None:
+            self.flow.state_may_change()
         loaded = dict(state_dict["state"])
         with self._communicator.watching():
             for key, parameter in _numbered(optimizer, state_dict):

@@ -59,6 +59,10 @@ class PeerFailure(RuntimeError):
         return PeerFailure, (self.by_rank,)
 
 
+class PlanDoesNotFit(Exception):
+    """A rank's batch needs of the plan what it has not; raised on every rank in place of the step, to be mended."""
+
+
 class DivergedReplicas(RuntimeError):
     """What all ranks should hold alike differs; raised on every rank at the check, before the step that it precedes."""
 
@@ -91,7 +95,7 @@ def failure_text(failure: Exception) -> str:
     return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
 
 
-class Progress:
+class LaunchLog:
     """How far this rank has come: what it has launched, in which step.
 
     Attributes:
@@ -158,9 +162,9 @@ class RollCall:
     """
 
     def __init__(
-        self, store: Any, name: str, rank: int, world_size: int, progress: Progress, dump_to: Path | None = None
+        self, store: Any, name: str, rank: int, world_size: int, progress: LaunchLog, dump_to: Path | None = None
     ) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.name, self.rank, self.world_size = name, rank, world_size
         self._dump_to = dump_to
         self._progress = progress
         self._standings: dict[int, Standing] = {}
@@ -170,6 +174,7 @@ class RollCall:
         self._signatures = [f"embrace_fx/{name}/alive/{r}" for r in range(world_size)]
         self._readers = [f"embrace_fx/{name}/read/{r}" for r in range(world_size)]
         self._missing: list[int] = []
+        self.look: Callable[[Any], None] = lambda store: None  # what the thread does besides, at each look
         self._wake, self._decided = threading.Event(), threading.Event()
         self._closed = False
         self._listener = threading.Thread(target=self._listen, name="embrace_fx roll call", daemon=True)
@@ -184,6 +189,8 @@ class RollCall:
 
     def missing(self) -> list[int]:
         """Calls the roll and returns the ranks that do not answer."""
+        if threading.current_thread() is self._listener:  # nobody else would call it
+            return []
         self._wake.set()
         self._decided.wait()
         return self._missing
@@ -191,7 +198,7 @@ class RollCall:
     def _listen(self) -> None:
         try:
             while not self._wake.wait(_LISTEN_S) and not self._store.check([self._called]):
-                pass
+                self.look(self._store)
             if not self._closed:
                 self._missing = self._call()
         except RuntimeError:
@@ -233,7 +240,7 @@ class RollCall:
         """Turns the error of a broken collective into one that names the ranks that no longer answer, or are stuck.
 
         Args:
-            what: what is waited for inside, by its name in `Progress`.
+            what: what is waited for inside, by its name in `LaunchLog`.
         """
         try:
             yield

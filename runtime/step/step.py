@@ -23,7 +23,6 @@ from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.announcement import Gate, unreadable
 from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_of_ranks
 from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
-from embrace_fx.runtime.step.delivery import deliver
 from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result
@@ -71,8 +70,10 @@ class Step:
     def forward(self) -> list[Any]:
         program = self.program
         program.announcements.failure = program.check(self._leaves)
+        program.announcements.program = program.launched
+        program.tell_buffers()
         values = self._begin_forward()
-        program.before_forward()
+        program.share_buffers()
         if program.regions is not None:
             program.regions.begin_step()
         forward = program.forward
@@ -152,7 +153,10 @@ class Step:
         backward, flow = program.backward, program.flow
         assert backward is not None
         given = tuple(index for index, t in zip(program.results, tangents, strict=True) if t is not None)
-        used = program.used.words(given, program.state.unreduced)
+        state = program.state
+        used = program.used.words(given, state.unreduced)
+        if state.hooked:
+            state.unreached = program.used.absent(program.used.words(given))
         outputs, counts = self._run_backward(values, tangents, used)
         if not for_parameters:
             if flow is not None:
@@ -160,10 +164,13 @@ class Step:
             return self._of_batch(backward.roles, outputs)
         absent, absent_here = program.used.absent(counts), program.used.absent(used)
         given_away = [tangent for tangent in tangents if tangent is not None]
-        # One process has nothing to reduce later: what it accumulates is a sum from the first backward on.
-        whole = program.synchronised or program.communicator.world_size == 1
-        deliver(program.state, program.flow, whole, backward.roles, outputs, absent, absent_here, given_away)
+        program.deliver(backward.roles, outputs, absent, absent_here, given_away)
         return self._of_batch(backward.roles, outputs)
+
+    def tell_nothing(self) -> None:
+        """In place of a backward that has nothing to compute nor to send, while the other ranks run theirs."""
+        self._enter()
+        self._launch_flags(self.program.used.words(()), 0)("", None)
 
     def _enter(self) -> Gate | None:
         """Tells the others that this rank is in its backward; None: there are none, or they are not waited for."""

@@ -13,9 +13,9 @@ Contract of a step
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,17 @@ from embrace_fx.runtime.optimizer.skipped_steps import form_of
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.layouts import Place, own_part, whole_table
 from embrace_fx.runtime.tables.resting import RestingRows
-from embrace_fx.runtime.tables.row_gradient import Held, RowGradient, Rows
+from embrace_fx.runtime.tables.row_gradient import HeldGradient, RowGradient, Rows
 from embrace_fx.vocabulary.exactness import RowUpdates, row_update_blocker
 from embrace_fx.vocabulary.plan import Grid
+from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums
 
 Options = Mapping[str, Any]
 """Those of a param group, as of one step."""
 
+
+MayRest = Literal["never", "while it pays", "always"]
+"""Of rows without gradient. It does not pay where all of them are asked for after every step: then a sweep is less."""
 
 ASKED_FOR_OFTEN = 8
 """Steps in a row after each of which all rows of a table were asked for: a loop that has parameters handed out."""
@@ -65,8 +69,8 @@ class RowTable:
         place: where its parts lie.
         communicator: the ranks that have the other parts; None: there are none.
         row_updates: the semantics the user asked for.
-        may_rest: whether rows without gradient may rest, where what they skip can be made up for.
-        insists: they do even where all of them are asked for after every step, which takes more than a sweep.
+        resting: whether rows without gradient may rest, where what they skip can be made up for.
+        gradients: those of all sharded tables, in the same order on all ranks.
 
     Attributes:
         optimizer: whichever steps it, once that is known.
@@ -81,8 +85,8 @@ class RowTable:
         row_updates: RowUpdates,
         optimizer: Optimizer | None = None,
         *,
-        may_rest: bool = False,
-        insists: bool = False,
+        resting: MayRest = "never",
+        gradients: Callable[[], Sequence[HeldGradient]] = lambda: (),
     ) -> None:
         self.name = name
         self.parameter = parameter
@@ -91,8 +95,8 @@ class RowTable:
         self.optimizer = optimizer
         self._communicator = communicator
         self._applied: list[Tensor] = []  # rows that the step under way has updated
-        self._may_rest = may_rest
-        self._insists = insists
+        self._may_rest = resting
+        self._gradients = gradients
         self._resting = RestingRows()
 
     @property
@@ -118,7 +122,7 @@ class RowTable:
     # -- the gradient --------------------------------------------------------------------------------------------------
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> HeldGradient | None:
         """What `.grad` holds; None where there is no gradient, or a zero one."""
         held = None if self.parameter.grad is None else self.open_gradient()
         return None if held is None or held.is_zero else held
@@ -128,13 +132,13 @@ class RowTable:
         """Whether a gradient waits for the next step."""
         return self.held is not None
 
-    def open_gradient(self) -> Held:
+    def open_gradient(self) -> HeldGradient:
         """What a backward adds to: the gradient there is, or a new one of zeros."""
         if self.parameter.grad is None:
-            self.parameter.grad = RowGradient(Held(self.local, self._communicator))
+            self.parameter.grad = RowGradient(HeldGradient(self.local, self._communicator, self._gradients))
         elif not isinstance(self.parameter.grad, RowGradient):  # the user's own
             self.parameter.grad = RowGradient.of(self.parameter.grad, self._communicator)
-        held: Held = self.parameter.grad.held
+        held: HeldGradient = self.parameter.grad.held
         return held
 
     def add_gradient(self, ids: Tensor, rows: Tensor) -> None:
@@ -182,9 +186,9 @@ class RowTable:
 
     def rests(self, options: Options) -> bool:
         """Whether rows without gradient rest in a step, and move later."""
-        if not self._may_rest or not self.moves_all(options):
+        if self._may_rest == "never" or not self.moves_all(options):
             return False
-        if self._resting.settled >= ASKED_FOR_OFTEN and not self._insists:
+        if self._resting.settled >= ASKED_FOR_OFTEN and self._may_rest != "always":
             return False
         return form_of(self.holder, options, self.state, self.local.dtype) is not None
 
@@ -293,7 +297,23 @@ class RowTable:
 
     def update_rows(self, ids: Tensor, rows: Tensor) -> None:
         """Applies a gradient once, at once, where rows without gradient stand still, or rest."""
-        self.finish([(ids, rows)], self.begin_step())
+        if type(self.holder) is RowWiseAdagrad:
+            self._update_row_wise(ids, rows)
+        else:
+            self.finish([(ids, rows)], self.begin_step())
+
+    def _update_row_wise(self, ids: Tensor, rows: Tensor) -> None:
+        """Likewise where a row's step depends on all of its elements, of which every rank has some. Collective."""
+        options, state = dict(self.param_group()), self.holder.state[self.parameter]
+        if not state:
+            state["sum"] = new_sums(self.local, options)
+        squares = rows.square().sum(1)
+        if self._communicator is not None:
+            squares = self._communicator.reduce_scalar(squares, dist.ReduceOp.SUM)
+        sums = state["sum"].index_select(0, ids).add_(squares.div_(self.shape[1]))
+        state["sum"].index_copy_(0, ids, sums)
+        steps = options["lr"] * rows / sums.sqrt_().add_(options["eps"]).unsqueeze(1)
+        self.local.index_copy_(0, ids, self.local.index_select(0, ids).sub_(steps))
 
     def made_state(self, options: Options) -> dict[str, Any]:
         """The optimizer's own state of a table whose rows without gradient stand still, made at its first update."""
@@ -304,8 +324,8 @@ class RowTable:
 
     @property
     def takes_rows_only(self) -> bool:
-        """Whether its optimizer refuses dense gradients."""
-        return type(self.optimizer) is SparseAdam
+        """Whether its optimizer refuses dense gradients, or steps rows as a whole."""
+        return type(self.optimizer) in (SparseAdam, RowWiseAdagrad)
 
 
 def own_state(table: RowTable, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:

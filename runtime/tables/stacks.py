@@ -113,9 +113,14 @@ class StackedTable:
         """Whether rows without gradient rest: each table knows which of its."""
         return all(member.rests(options) for member in self.members)
 
+    @property
+    def has_resting_rows(self) -> bool:
+        """Whether any row may have skipped a step."""
+        return any(member.has_resting_rows for member in self.members)
+
     def catch_up(self, ids: Tensor) -> bool:
         """Before rows (K,) are read, in any order: they take the steps they have skipped."""
-        if not any(member.has_resting_rows for member in self.members):
+        if not self.has_resting_rows:
             return False
         ordered = ids.unique()
         parts = self.split(ordered, ordered)

@@ -85,11 +85,11 @@ CASES: dict[str, Case] = {
     "sgd": _case(SGD, 0.1),
     "sgd, decay": _case(SGD, 0.1, weight_decay=0.1),
     "sgd, momentum": _case(SGD, 0.05, momentum=0.9),
-    "sgd, momentum, dampening, decay": _case(SGD, 0.05, momentum=0.9, dampening=0.3, weight_decay=0.1),
-    "sgd, nesterov, decay": _case(SGD, 0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd, momentum, dampening, decay": _case(SGD, 0.05, momentum=0.9, dampening=0.3, weight_decay=0.01),
+    "sgd, nesterov, decay": _case(SGD, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "sgd, momentum, maximize": _case(SGD, 0.01, momentum=0.5, weight_decay=0.1, maximize=True),
     "sgd, momentum, foreach": _case(SGD, 0.05, momentum=0.9, foreach=True),
-    "sgd, momentum, fused": _case(SGD, 0.05, momentum=0.9, weight_decay=0.1, fused=True),
+    "sgd, momentum, fused": _case(SGD, 0.05, momentum=0.9, weight_decay=0.01, fused=True),
     "sgd, tensor lr": Case(partial(_tensor_lr, kind=SGD, momentum=0.9), scheduler=partial(CosineAnnealingLR, T_max=20)),
     "sgd, cyclic momentum": _with(
         _case(SGD, 0.05, momentum=0.9), scheduler=partial(CyclicLR, base_lr=0.01, max_lr=0.05, step_size_up=6)
@@ -135,11 +135,12 @@ CASES: dict[str, Case] = {
     "adagrad, decay": _case(Adagrad, 0.05, weight_decay=0.1),
     "adagrad, decay, foreach, maximize": _case(Adagrad, 0.05, weight_decay=0.1, foreach=True, maximize=True),
     "adagrad, fused": _case(Adagrad, 0.05, fused=True),
+    "row-wise adagrad": Case(partial(embrace_fx.RowWiseAdagrad, lr=0.05, eps=1e-3, initial_accumulator_value=0.1)),
     "asgd": _case(ASGD, 0.05),
     "asgd, averaged": _case(ASGD, 0.05, lambd=0.01, alpha=0.6, t0=10.0, weight_decay=0.1),
     "asgd, foreach": _case(ASGD, 0.05, t0=10.0, foreach=True),
 }
-DEFAULT = ("sgd, nesterov, decay", "adamw, one cycle", "adagrad", "nadam")
+DEFAULT = ("sgd, nesterov, decay", "adamw, one cycle", "adagrad", "row-wise adagrad")
 SKIPPED = (
     "sgd, decay",
     "sgd, nesterov, decay",
