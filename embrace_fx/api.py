@@ -400,7 +400,9 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def schedule(self) -> DrawnSchedule:
-        """The launch order and when everything is predicted to run, from the first call on; `.save(path)` draws it.
+        """The launch order, and when everything is predicted to run; `.save(path)` draws it. From the first step on.
+
+        One process has compute alone to show.
 
         From the cost model at first; after some ten steps, from what has been measured of compute and links.
         """
@@ -412,7 +414,7 @@ class CompiledModel(nn.Module, Joinable):
         return drawn(self._session.timeline, self._session.schedule)
 
     def record(self) -> contextlib.AbstractContextManager[None]:
-        """Measures the steps inside: see `timeline`. Collective; needs two ranks and a first call before."""
+        """Measures the training steps inside, the first ones too: see `timeline`. Collective."""
         return self._session.record()
 
     def report(self) -> str:

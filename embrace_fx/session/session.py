@@ -79,6 +79,7 @@ class Session:
         self.lookahead = Lookahead(at_end=self._end_lookahead)
         self._flow: Flow | None = None
         self._timeline: Timeline | None = None
+        self._records = False  # steps are to be recorded from the first one on
         self._warned = False
         self._given_group = group
         dump_to = options.dump_to if isinstance(options.dump_to, Path | None) else Path(options.dump_to)
@@ -180,9 +181,10 @@ class Session:
     @property
     def schedule(self) -> Schedule:
         assert self.plan is not None  # raises before the first call
-        if self._builder is None or self._builder.scheduling is None:
-            raise RuntimeError(_NOTHING_SENT.format("schedule"))
-        return self._builder.scheduling.schedule
+        found = self._builder.schedule if self._builder is not None else None
+        if found is None:
+            raise RuntimeError(_NOT_SCHEDULED)
+        return found
 
     @property
     def timeline(self) -> Timeline:
@@ -195,16 +197,26 @@ class Session:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
-        assert self.plan is not None  # raises before the first call
-        scheduling = self._builder.scheduling if self._builder is not None else None
-        if self._flow is None or scheduling is None:
-            raise RuntimeError(_NOTHING_SENT.format("timeline"))
-        self._flow.recorder.start()
+        builder = self._builder
+        recorder = builder.recorder if builder is not None else None
+        if recorder is None and builder is not None and builder.graphs:
+            raise RuntimeError(_NOT_SCHEDULED)
+        self._records = True
+        if recorder is not None:
+            recorder.start()
         try:
             yield
         finally:
-            recording = self._flow.recorder.stop()
-        self._timeline = gather_timeline(self.communicator, recording, scheduling.schedule.steps)
+            self._records = False
+            builder = self._builder
+            recorder = builder.recorder if builder is not None else None
+            recording = recorder.stop() if recorder is not None and recorder.recording is not None else None
+        if recording is None or builder is None or builder.schedule is None:
+            raise RuntimeError(
+                "expected training steps to be recorded, under `with model.record():`, found none. Train a few steps "
+                "inside of it."
+            )
+        self._timeline = gather_timeline(self.communicator, recording, builder.schedule.steps)
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
@@ -433,7 +445,9 @@ class Session:
             self.announcements.announce((), does_not_fit=True)
         with stage("compiling", self.communicator.rank):
             self._builder.build(variant)
-        self._flow = self._builder.flow
+        self._flow, recorder = self._builder.flow, self._builder.recorder
+        if self._records and recorder is not None and recorder.recording is None:
+            recorder.start()
 
     # -- planning again ------------------------------------------------------------------------------------------------
 
@@ -607,9 +621,10 @@ def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
     return Drift(plan, findings) if findings is not None and plan.watched else None
 
 
-_NOTHING_SENT = (
-    "expected at least two ranks, before the {} is read, found one: nothing is sent, so nothing is scheduled. Start "
-    "the program with torchrun on more ranks."
+_NOT_SCHEDULED = (
+    "expected a model that has been trained, on the CPU or on one GPU, before its schedule is read or its steps are "
+    "recorded, found one that has only been evaluated, or that lies on several devices: nothing of it is scheduled. "
+    "Train a step first; embrace_fx.plan(model, batch, world_size=...).schedule needs none."
 )
 
 _NO_MOMENT = (
