@@ -81,7 +81,7 @@ def compile(
         check_replicas: every so many calls, ranks compare checksums of what all of them hold: a rank whose parameters,
             optimizer state or learning rate have become other ones is named (docs/operations.md). None: never.
         broadcast_buffers, forward_sync_buffers: as of DDP: forwards read rank 0's buffers. With the first false, each
-            rank keeps its own from the beginning; with the second, once they have been made equal at the first call.
+            rank keeps its own from the beginning; with the second, once they have been made equal in compile().
         dump_to: a folder into which each living rank writes, when a rank is dead or stuck, what it was doing: its last
             launches, and where its threads stood. None: nothing is written.
 
@@ -291,6 +291,11 @@ class CompiledModel(nn.Module, Joinable):
         return self._session.group
 
     @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether forwards read rank 0's buffers, as of DDP."""
+        return self._session.options.shares_buffers
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that train together, as of DDP; None: a single process."""
         return self._session.group
@@ -387,7 +392,7 @@ class CompiledModel(nn.Module, Joinable):
     @property
     def graphs(self) -> Mapping[str, fx.GraphModule]:
         """Pass name -> the graph after it: "captured" first, and "ids", "forward", "backward", which run, last."""
-        return self._session.graphs
+        return self._session.views.graphs
 
     @property
     def plan(self) -> Plan:
@@ -400,17 +405,17 @@ class CompiledModel(nn.Module, Joinable):
 
         From the cost model at first; after some ten steps, from what has been measured of compute and links.
         """
-        return drawn(self._session.schedule)
+        return drawn(self._session.views.schedule)
 
     @property
     def timeline(self) -> DrawnTimeline:
         """What ran when under the last `record()`, on all ranks; `.save(path)` draws it beside the prediction."""
-        return drawn(self._session.timeline, self._session.schedule)
+        return drawn(self._session.views.timeline, self._session.views.schedule)
 
     def record(self) -> contextlib.AbstractContextManager[None]:
         """Measures the steps inside: see `timeline`. Collective; needs two ranks and a first call before."""
-        return self._session.record()
+        return self._session.views.record()
 
     def report(self) -> str:
         """The plan as a table: strategy, reason, bytes per step against DDP."""
-        return self._session.report()
+        return self._session.views.report()
