@@ -31,7 +31,7 @@ from embrace_fx.session.pipeline import analyse, relaxing_passes, run_passes, tr
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.viz import DrawnSchedule, drawn
-from embrace_fx.vocabulary.exactness import RowUpdates
+from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
@@ -104,7 +104,7 @@ def plan(
     optimizer: Optimizers = None,
     strategy: Strategy = "auto",
     schedule: ScheduleName = "2d",
-    row_updates: RowUpdates = "exact",
+    row_updates: RowUpdatesOption = "exact",
 ) -> Forecast:
     """The plan that `compile` would make on `world_size` ranks of a cluster. Needs one process and no network.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -19,13 +19,15 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.vocabulary.graph import (
     Gradient,
+    GradientOfRows,
     InputRole,
     OutputRole,
     Parameter,
-    RowGradient,
     Saved,
     Shard,
     TrainingGraph,
+    inputs_of,
+    outputs_of,
 )
 from embrace_fx.vocabulary.ops import (
     AWAITS,
@@ -48,8 +50,18 @@ _GROUP_ARGUMENTS = frozenset({"group", "group_name"})
 USERS = "forward's own"
 """Stands for the groups of the user's collectives: each rank may have another one, of a part of the ranks."""
 
-Readers = Mapping[str, Sequence[fx.Node]]
-"""The placeholders, in all phases, that read each saved value."""
+
+@dataclass(frozen=True)
+class _Ends:
+    """Where values leave a module, and where they are read again.
+
+    Attributes:
+        roles: of the outputs that each node is.
+        readers: the placeholders, in all phases, that read each saved value.
+    """
+
+    roles: Mapping[fx.Node, Sequence[OutputRole]]
+    readers: Mapping[str, Sequence[fx.Node]]
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,7 @@ class Collective:
     Attributes:
         group: the communication class.
         op: the op, without its overload.
+        id: of the launch, as text; "": it has none.
         serves: the tables and parameters whose ids, rows or gradients travel, in the order in which they are packed.
         options: the op's other plain arguments, by name.
         dtype: of what travels.
@@ -67,6 +80,7 @@ class Collective:
 
     group: str
     op: str
+    id: str
     serves: tuple[str, ...]
     options: tuple[tuple[str, str], ...]
     dtype: str
@@ -78,33 +92,53 @@ def collective_sequence(graph: TrainingGraph) -> tuple[Collective, ...]:
 
     `graph` is to be legal (`embrace_fx.passes.verifier.invariants`).
     """
-    nodes = [node for module in running_modules(graph) for node in module.graph.nodes]
-    readers: dict[str, list[fx.Node]] = {}
-    for node in nodes:
-        if node.op == "placeholder" and isinstance(node.meta["role"], Saved):
-            readers.setdefault(node.meta["role"].name, []).append(node)
+    modules = tuple(running_modules(graph))
+    ends = _ends(modules)
     return tuple(
-        _users_collective(node) if is_users_launch(node) else _collective(node, readers)
-        for node in nodes
+        _users_collective(node) if is_users_launch(node) else _collective(node, ends)
+        for module in modules
+        for node in module.graph.nodes
         if is_launch(node) or is_users_launch(node)
     )
 
 
-def sequence_hash(graph: TrainingGraph) -> str:
+def _ends(modules: Iterable[fx.GraphModule]) -> _Ends:
+    roles: dict[fx.Node, list[OutputRole]] = {}
+    readers: dict[str, list[fx.Node]] = {}
+    for module in modules:
+        for node, role in inputs_of(module):
+            if isinstance(role, Saved):
+                readers.setdefault(role.name, []).append(node)
+        for value, output_role in outputs_of(module):
+            if value is not None:
+                roles.setdefault(value, []).append(output_role)
+    return _Ends(roles, readers)
+
+
+def sequence_hash(graph: TrainingGraph, *, ordered: bool = True) -> str:
     """SHA-256 of `collective_sequence`, hexadecimal.
 
     It depends neither on node names, nor on the batch's sizes, nor on the process.
+
+    Args:
+        ordered: the graph's order is that of the launches; else a launcher has its own of those with an id, and of
+            what they serve the plan tells.
     """
-    return hashlib.sha256("\n".join(map(repr, collective_sequence(graph))).encode()).hexdigest()
+    sequence = collective_sequence(graph)
+    if not ordered:
+        named = (replace(each, serves=()) for each in sequence if each.id)
+        sequence = (*sorted(named, key=lambda each: each.id), *(each for each in sequence if not each.id))
+    return hashlib.sha256("\n".join(map(repr, sequence)).encode()).hexdigest()
 
 
-def _collective(launch: fx.Node, readers: Readers) -> Collective:
+def _collective(launch: fx.Node, ends: _Ends) -> Collective:
     options = sorted(launch_options(launch).items())
     value = launch.meta["val"]
     return Collective(
         group=group_of(launch),
         op=op_name(launch),
-        serves=tuple(dict.fromkeys(name for role in _roles_met(launch, readers) if (name := _name(role)))),
+        id=str(launch_of(launch) or ""),
+        serves=tuple(dict.fromkeys(name for role in _roles_met(launch, ends) if (name := _name(role)))),
         options=tuple((name, repr(option)) for name, option in options if name not in _GROUP_ARGUMENTS),
         dtype=str(value.dtype),
         shape=tuple(map(str, value.shape)) if op_name(launch) in EQUAL_SHAPES else None,
@@ -113,7 +147,7 @@ def _collective(launch: fx.Node, readers: Readers) -> Collective:
 
 def _users_collective(launch: fx.Node) -> Collective:
     """Of those, the order must be the same: each rank may have a group, and sizes, of its own."""
-    return Collective(USERS, op_name(launch), (), (), str(launch.meta["val"].dtype), None)
+    return Collective(USERS, op_name(launch), "", (), (), str(launch.meta["val"].dtype), None)
 
 
 def group_of(launch: fx.Node) -> str:
@@ -192,7 +226,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 def _name(role: InputRole | OutputRole) -> str | None:
     """The table or parameter a role speaks of."""
     match role:
-        case Shard(name) | Parameter(name) | RowGradient(name, _) | Gradient(of=Parameter(name)):
+        case Shard(name) | Parameter(name) | GradientOfRows(name, _) | Gradient(of=Parameter(name)):
             return name
     return None
 
@@ -206,30 +240,36 @@ def _carries(node: fx.Node) -> bool:
     return ours or op_name(node) == "aten::_to_copy" or bool(aliased_inputs(node))
 
 
-def _roles_met(launch: fx.Node, readers: Readers) -> Iterator[InputRole | OutputRole]:
+def _roles_met(launch: fx.Node, ends: _Ends) -> Iterator[InputRole | OutputRole]:
     """Roles of the inputs and outputs between a launch and the nearest computation, in the order of packing."""
-    yield from _roles_before(launch)
-    yield from _roles_behind(launch, readers)
+    yield from _roles_before(launch, set())
+    yield from _roles_behind(launch, ends, set())
 
 
-def _roles_before(node: fx.Node) -> Iterator[InputRole]:
+def _roles_before(node: fx.Node, seen: set[fx.Node]) -> Iterator[InputRole]:
+    """Each node is walked through once: what lies behind one that was `seen` has been told."""
     for value in node.all_input_nodes:
+        if value in seen:
+            continue
+        seen.add(value)
         if value.op == "placeholder":
             yield value.meta["role"]
         elif _carries(value) and not is_wait(value):
-            yield from _roles_before(value)
+            yield from _roles_before(value, seen)
 
 
-def _roles_behind(node: fx.Node, readers: Readers) -> Iterator[InputRole | OutputRole]:
+def _roles_behind(node: fx.Node, ends: _Ends, seen: set[fx.Node]) -> Iterator[InputRole | OutputRole]:
     # The parts of a list by their number, not by where the nodes that take them happen to stand.
     for user in sorted(node.users, key=lambda u: (u.args[1] if u.target is operator.getitem else 0, u)):
         if user.op == "output":
-            for value, role in zip(pytree.tree_leaves(user.args[0]), user.meta["roles"], strict=True):
-                if value is node:
-                    yield role
-                    for reader in readers.get(role.name, ()) if isinstance(role, Saved) else ():
-                        yield from _roles_behind(reader, readers)
-        elif not is_launch(user):
+            for role in ends.roles.get(node, ()):
+                yield role
+                for reader in ends.readers.get(role.name, ()) if isinstance(role, Saved) else ():
+                    if reader not in seen:
+                        seen.add(reader)
+                        yield from _roles_behind(reader, ends, seen)
+        elif user not in seen and not is_launch(user):
+            seen.add(user)
             yield from (value.meta["role"] for value in user.all_input_nodes if value.op == "placeholder")
             if _carries(user):
-                yield from _roles_behind(user, readers)
+                yield from _roles_behind(user, ends, seen)

@@ -26,10 +26,11 @@ from torch import fx
 
 from embrace_fx.vocabulary.graph import (
     Gradient,
+    GradientOfRows,
+    LateModule,
     Mutation,
     OutputRole,
     Result,
-    RowGradient,
     Saved,
     Tangent,
     TrainingGraph,
@@ -38,8 +39,10 @@ from embrace_fx.vocabulary.ops import is_users_wait, op_name
 
 _LAUNCH = "embrace::all_gather_ids"
 _IDS = frozenset({"embrace::unique_ids", _LAUNCH, "embrace::unpack_ids"})
-_OF_FORWARD = frozenset({"embrace::random_state", "embrace::copy_unwritten"})
-"""What the backward wants to know of a moment of the forward."""
+_OF_FORWARD = frozenset(
+    {"embrace::random_state", "embrace::copy_unwritten", "embrace::join_columns", "embrace::join_grid"}
+)
+"""What the backward wants to know of a moment of the forward; rows that arrive, whether a result reads them or not."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
         "unique": [],
         "ids": [],
         "forward": [(n, r) for n, r in outputs if isinstance(r, Result | Mutation)],
-        "backward": [(n, r) for n, r in outputs if isinstance(r, Gradient | RowGradient)],
+        "backward": [(n, r) for n, r in outputs if isinstance(r, Gradient | GradientOfRows)],
     }
     for position, (name, own) in enumerate(members.items()):
         behind = list(members)[position + 1 :]
@@ -185,4 +188,4 @@ def _phase(
     output = phase.output(tuple(node for node, _ in results))
     output.meta["roles"] = tuple(role for _, role in results)
     phase.lint()
-    return fx.GraphModule(graph.module, phase)
+    return LateModule(graph.module, phase)

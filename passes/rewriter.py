@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,31 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _CAST = torch.ops.aten._to_copy.default
+
+
+@dataclass(frozen=True)
+class Derived:
+    """How a node's fake value came about: the op that was run, on which values, and what it yielded."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    value: Any
+
+
+@contextlib.contextmanager
+def derives(mode: FakeTensorMode) -> Iterator[None]:
+    """A context in which ops run under `mode`.
+
+    Its memory of earlier calls is left out: sizes that depend on data are new each time, and to enter a call of them
+    costs more than the call.
+    """
+    before, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        with mode:
+            yield
+    finally:
+        mode.cache_enabled = before
 
 
 class Rewriter:
@@ -38,7 +64,11 @@ class Rewriter:
 
     def call(self, target: Any, *args: Any, name: str) -> fx.Node:
         """Inserts a call at the current place."""
-        node = self.graph.create_node("call_function", target, args, {}, name=name)
+        return self.create(target, *args, name=name)
+
+    def create(self, target: Any, *args: Any, name: str, **options: Any) -> fx.Node:
+        """Inserts a call with options by name."""
+        node = self.graph.create_node("call_function", target, args, options, name=name)
         if self._region is not None:
             node.meta["region"] = self._region
         self.refresh(node)
@@ -48,22 +78,20 @@ class Rewriter:
         return self.call(operator.getitem, node, index, name=name)
 
     def cast(self, node: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
-        cast = self.graph.create_node("call_function", _CAST, (node,), {"dtype": dtype}, name=name)
-        if self._region is not None:
-            cast.meta["region"] = self._region
-        self.refresh(cast)
-        return cast
+        return self.create(_CAST, node, dtype=dtype, name=name)
 
     def wait(self, launch: fx.Node) -> fx.Node:
         return self.call(WAIT, launch, name=f"{launch.name}_done")
 
-    def placeholder(self, name: str, role: Any, shape: tuple[int, ...], like: fx.Node) -> fx.Node:
-        """Inserts a placeholder with the dtype and device of `like` at the current place."""
+    def placeholder(
+        self, name: str, role: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> fx.Node:
+        """Inserts a placeholder at the current place."""
         node = self.graph.create_node("placeholder", name, name=name)
         node.target = node.name
         node.meta["role"] = role
         with self.fake_mode:
-            node.meta["val"] = torch.empty(shape, dtype=like.meta["val"].dtype, device=like.meta["val"].device)
+            node.meta["val"] = torch.empty(shape, dtype=dtype, device=device)
         return node
 
     def copy_of(self, placeholder: fx.Node) -> fx.Node:
@@ -76,9 +104,11 @@ class Rewriter:
     def refresh(self, node: fx.Node) -> None:
         """Recomputes the fake value of a call whose arguments changed."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with self.fake_mode:
+        with derives(self.fake_mode):
             assert callable(node.target)
-            node.meta["val"] = node.target(*args, **kwargs)
+            value = node.target(*args, **kwargs)
+        node.meta["val"] = value
+        node.meta["derived"] = Derived(node.target, args, kwargs, value)
 
     def retype(self, node: fx.Node, dtype: torch.dtype) -> None:
         """Gives a call's fake value another dtype and keeps its shape, whose unknown sizes later nodes read."""
@@ -94,14 +124,12 @@ def first_after_placeholders(graph: fx.Graph) -> fx.Node:
 
 def first_user(node: fx.Node) -> fx.Node:
     """The user of `node` that comes first in the graph."""
-    position = {n: k for k, n in enumerate(node.graph.nodes)}
-    return min(node.users, key=position.__getitem__)
+    return min(node.users)
 
 
 def latest(nodes: list[fx.Node]) -> fx.Node:
     """The node of `nodes` that comes last in the graph."""
-    position = {n: k for k, n in enumerate(nodes[0].graph.nodes)}
-    return max(nodes, key=position.__getitem__)
+    return max(nodes)
 
 
 def rewrite_each(

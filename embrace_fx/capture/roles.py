@@ -18,6 +18,7 @@ from embrace_fx.vocabulary.graph import (
     Buffer,
     Gradient,
     InputRole,
+    LateModule,
     Mutation,
     OutputRole,
     Parameter,
@@ -120,7 +121,7 @@ def _flat_module(joint: fx.GraphModule) -> fx.GraphModule:
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])
             env[node].meta = dict(node.meta)
-    return fx.GraphModule(joint, graph)
+    return LateModule(joint, graph)
 
 
 def _input_role(desc: Any, names: Mapping[str, str], first_names: Mapping[str, str]) -> InputRole:

@@ -19,7 +19,7 @@ from embrace_fx.passes.memory.held import backward_peak
 from embrace_fx.passes.relax.order import BackwardUnits
 from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.node_cost import node_ms
+from embrace_fx.passes.scheduler.node_cost import estimate
 from embrace_fx.passes.scheduler.step_graph import Sizes, build, compute_durations
 from embrace_fx.passes.verifier.windows import check_launches
 from embrace_fx.runtime.exchanges.channel import Channel
@@ -194,7 +194,7 @@ class Scheduling:
         backward = self._graph.phases["backward"]
         measured = {each.what: ms for each, ms in profiled.compute_ms.items() if each.kind == "backward"}
         units = BackwardUnits.of(backward)
-        atoms = Atoms.of(units, lambda node: node_ms(node, self._cluster.compute), measured)
+        atoms = Atoms.of(units, estimate(self._cluster.compute), measured)
         saved = [node for node, role in inputs_of(backward) if isinstance(role, Saved)]
         bound = backward_peak(units.ordered(units.units), saved)
         if self._setting.options.memory_budget is None:

@@ -113,8 +113,11 @@ class ShowShards(_Hook):
     """After a state dict is taken."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        with self.watching():
-            show_shards(state_dict, self.places, self.group, prefix=prefix)
+        def watch() -> contextlib.AbstractContextManager[None]:
+            return self.watching()  # a function is copied with a state dict as it is, a method with its owner
+
+        with watch():
+            show_shards(state_dict, self.places, self.group, watch, prefix=prefix)
 
 
 class TakeOwnPart(_Hook):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -10,13 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from embrace_fx.capture.errors import CaptureError
-from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.runtime.ranks.announcement import Announcements, check_activities
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
+from embrace_fx.runtime.step.gradient_hooks import has_node_hooks
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.shared_memory import refuse_shared_memory
-from embrace_fx.vocabulary.graph import TrainingGraph
 
 
 def agree_on_set_up(
@@ -36,7 +35,7 @@ def agree_on_set_up(
 
             check_toolchain({parameter.device.type for parameter in model.parameters()})
         check_trainable(model)
-        refuse_hooks(model)
+        refuse_node_hooks(model)
         refuse_shared_memory(model)
         refuse_ignored(model)
         own = describe(model, optimizers, options)
@@ -56,7 +55,7 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
         found[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
     for k, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
-            settings = {key: _plain(value) for key, value in group.items() if key != "params"}
+            settings = settings_of(group)
             held = [names.get(id(parameter), "not of the model") for parameter in group["params"]]
             found[f"optimizer {k}, param group {g}"] = f"{type(optimizer).__name__} {settings} over {held}"
     found["options"] = options.agreed()
@@ -147,22 +146,27 @@ def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
                 )
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a param group, as they are compared between ranks."""
+    return {key: _plain(value) for key, value in group.items() if key != "params"}
+
+
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Raises where a parameter has gradient hooks: gradients do not pass through autograd's accumulation here.
+def refuse_node_hooks(model: nn.Module) -> None:
+    """Raises where something waits for autograd to accumulate a gradient, an optimizer in the backward for one.
 
     Raises:
         ValueError: naming the parameter.
     """
     for name, parameter in model.named_parameters():
-        if is_hooked(parameter):
+        if parameter.requires_grad and has_node_hooks(parameter):
             raise ValueError(
-                f"expected parameters without gradient hooks, in compile(), found hooks on {name}: gradients are "
-                "reduced and delivered whole, and a hook would not run. Remove the hook, and change gradients after "
-                "backward()."
+                f"expected parameters without hooks on the nodes that accumulate their gradients, in compile(), found "
+                f"some on {name}: gradients are reduced and delivered whole, and those nodes never run. Use "
+                "register_post_accumulate_grad_hook(), or step the optimizer after backward()."
             )
 
 
@@ -178,16 +182,6 @@ def refuse_ignored(model: nn.Module) -> None:
             "them: every parameter and buffer of the model is made equal on all ranks. Keep what a rank has for itself "
             "outside of the model, and pass it to forward()."
         )
-
-
-def is_hooked(parameter: Tensor) -> bool:
-    """Whether a parameter has gradient hooks."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-def failure_text(failure: Exception) -> str:
-    """A failure as other ranks are to read it; the library's own errors need no type."""
-    return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
 
 
 def agree_on_first_call(announcements: Announcements, failure: Exception | None) -> None:
@@ -208,33 +202,18 @@ def agree_on_first_call(announcements: Announcements, failure: Exception | None)
             raise CaptureError(text) from failure
 
 
-def agree_on_sequence(communicator: Communicator, graph: TrainingGraph | None, failure: Exception | None) -> str:
-    """Every rank launches the same collectives in the same order, or none goes on.
+def agree_on_build(communicator: Communicator, failure: Exception | None) -> None:
+    """The first program is there on every rank, or none goes on.
 
     Args:
-        graph: what this rank is to run, after the last pass; None where a pass failed.
-        failure: why.
-
-    Returns:
-        The hash of what is launched.
+        failure: why a pass failed on this rank, or None.
 
     Raises:
         PeerFailure: a pass failed on some rank; on every rank.
-        RuntimeError: the ranks would launch different collectives; on every rank.
     """
-    launched = "" if graph is None else sequence_hash(graph)
-    own = (launched, str(communicator.gradient_dtype), None if failure is None else failure_text(failure))
-    everyone = communicator.gather(own, tuple[str, str, str | None])
-    if failures := {rank: text for rank, (*_, text) in enumerate(everyone) if text is not None}:
+    everyone = communicator.gather(None if failure is None else failure_text(failure), str | None)
+    if failures := {rank: text for rank, text in enumerate(everyone) if text is not None}:
         raise PeerFailure(failures) from failure
-    others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
-    if others:
-        raise RuntimeError(
-            "expected every rank's graph to launch the same collectives, after the last pass, found that ranks "
-            f"{others} differ from rank 0: their batches led the forward along another path. Make the forward read "
-            "the same tables and parameters on every rank, and register the same hook."
-        )
-    return own[0]
 
 
 def give_up(announcements: Announcements, failure: Exception) -> NoReturn:

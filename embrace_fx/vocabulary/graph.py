@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule as LateModule
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class RowGradient:
+class GradientOfRows:
     """One part of a table's coalesced row gradient: `ids` (K,) int64, sorted and unique, or `rows` (K, d)."""
 
     table: str
@@ -113,7 +114,7 @@ class PendingRows:
         return self.members or (self.table,)
 
 
-OutputRole = Result | Mutation | Gradient | RowGradient | PendingGradients | PendingRows | Saved
+OutputRole = Result | Mutation | Gradient | GradientOfRows | PendingGradients | PendingRows | Saved
 
 Role = InputRole | OutputRole
 
@@ -175,8 +176,7 @@ class TrainingGraph:
 
     `module` is the joint forward and backward; after `Partition` it is kept for reading, and `phases` holds what runs:
     "unique" (batch -> rows read), "ids" (their exchange -> routing), "forward" (-> results, mutations, saved),
-    "backward" (tangents, saved -> gradients). `results_behind`: parameter -> the results that its gradient comes from,
-    where there are several.
+    "backward" (tangents, saved -> gradients). `results_behind`: parameter -> the results that its gradient comes from.
     """
 
     module: fx.GraphModule
@@ -207,7 +207,10 @@ class TrainingGraph:
 
 
 def copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """Copies graph and node meta; the attributes (constants) of the module and its fake values are shared."""
+    """Copies graph and node meta; the attributes (constants) of the module and its fake values are shared.
+
+    Python code is made of the copy where it is called or its code is read: most graphs are only looked at.
+    """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
@@ -215,7 +218,7 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
         env[node].name = node.name
         env[node].meta = copy.copy(node.meta)
     graph._codegen = copy.copy(module.graph._codegen)
-    return fx.GraphModule(module, graph)
+    return LateModule(module, graph)
 
 
 def inputs_of(module: fx.GraphModule) -> Iterator[tuple[fx.Node, InputRole]]:
@@ -239,17 +242,16 @@ def set_outputs(module: fx.GraphModule, outputs: list[tuple[fx.Node | None, Outp
 
 
 def results_behind(graph: TrainingGraph) -> dict[str, frozenset[int]]:
-    """Parameter -> the results that its gradient comes from, of a captured graph; empty where there is but one."""
+    """Parameter -> the results that its gradient comes from, of a captured graph; all where it depends on none."""
     tangents = {node: frozenset({role.index}) for node, role in graph.inputs() if isinstance(role, Tangent)}
-    if len(tangents) < 2:
-        return {}
+    every = frozenset[int]().union(*tangents.values())
     behind: dict[fx.Node, frozenset[int]] = {}
     for node in graph.graph.nodes:
         behind[node] = tangents.get(node) or frozenset().union(*{behind[n] for n in node.all_input_nodes})
     return {
-        role.of.name: behind[node]
+        role.of.name: behind[node] or every
         for node, role in graph.outputs()
-        if node is not None and isinstance(role, Gradient) and isinstance(role.of, Parameter) and behind[node]
+        if node is not None and isinstance(role, Gradient) and isinstance(role.of, Parameter)
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,20 +13,31 @@ from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary.graph import Parameter, Saved, Shard, TrainingGraph, copy_module, inputs_of
 from embrace_fx.vocabulary.schedule import OperationId
 
-Phases = dict[str, fx.GraphModule]
+
+class Phases:
+    """A graph's phases, each copied when it is first asked for: the others stay what they are, and verified."""
+
+    def __init__(self, phases: Mapping[str, fx.GraphModule]) -> None:
+        self._phases = phases
+        self.copied: dict[str, fx.GraphModule] = {}
+
+    def __getitem__(self, name: str) -> fx.GraphModule:
+        if name not in self.copied:
+            self.copied[name] = copy_module(self._phases[name])
+        return self.copied[name]
 
 
 def rewrite_phases(graph: TrainingGraph, rewrite: Callable[[Phases], None]) -> TrainingGraph:
     """A graph whose phases `rewrite` has changed in place; of an evaluation, the graph itself."""
     if "backward" not in graph.phases:
         return graph
-    phases = {name: copy_module(module) for name, module in graph.phases.items()}
+    phases = Phases(graph.phases)
     rewrite(phases)
-    for module in phases.values():
+    for module in phases.copied.values():
         drop_unread(module)
         module.graph.lint()
         module.recompile()
-    return replace(graph, phases=phases)
+    return replace(graph, phases={**graph.phases, **phases.copied})
 
 
 def launch_node(rewriter: Rewriter, target: Any, *args: Any, launch: OperationId, name: str) -> fx.Node:

@@ -20,10 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import fx
-
 from embrace_fx.passes.relax.order import BackwardUnits
 from embrace_fx.passes.scheduler.launch_order import quick_ms, schedule
+from embrace_fx.passes.scheduler.node_cost import NodeMs
 from embrace_fx.vocabulary.schedule import Schedule, StepGraph, compute_id
 
 TRIED = 200
@@ -53,7 +52,7 @@ class Atoms:
         return self.found.units
 
     @classmethod
-    def of(cls, found: BackwardUnits, node_ms: Callable[[fx.Node], float], measured: Mapping[str, float]) -> Atoms:
+    def of(cls, found: BackwardUnits, node_ms: NodeMs, measured: Mapping[str, float]) -> Atoms:
         """The atoms of a backward that stands in the order of its units.
 
         Args:

@@ -24,7 +24,7 @@ from torch import fx
 
 from embrace_fx import cost
 from embrace_fx.passes.collectives import awaited, is_submission
-from embrace_fx.passes.scheduler.node_cost import node_ms
+from embrace_fx.passes.scheduler.node_cost import NodeMs, estimate
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.schedule import (
@@ -72,12 +72,16 @@ class Block:
     submits: list[fx.Node] = field(default_factory=list)
 
 
-def blocks(graph: TrainingGraph, compute: cost.Compute) -> list[Block]:
-    """The compute operations of a window, in the order of the program."""
+def blocks(graph: TrainingGraph, node_ms: NodeMs) -> list[Block]:
+    """The compute operations of a window, in the order of the program.
+
+    Args:
+        node_ms: milliseconds of a node.
+    """
     early, end, between = Block(EARLY), Block(END), Block(BETWEEN)
-    found = [early, *_of_backward(graph.phases["backward"], early, end, compute), end, between]
+    found = [early, *_of_backward(graph.phases["backward"], early, end, node_ms), end, between]
     ids = [node for node in graph.phases["ids"].graph.nodes if launch_of(node) == IDS]
-    of_forward = list(_of_forward(graph.phases["forward"], between, compute))
+    of_forward = list(_of_forward(graph.phases["forward"], between, node_ms))
     if ids and IDS not in map(launch_of, between.submits):  # at their own turn, by the calling thread
         between.submits += ids
         for block in of_forward:
@@ -91,7 +95,7 @@ def _is_lookup(node: fx.Node) -> bool:
     return launch is not None and launch.kind == "lookups"
 
 
-def _of_backward(backward: fx.GraphModule, early: Block, end: Block, compute: cost.Compute) -> Iterator[Block]:
+def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: NodeMs) -> Iterator[Block]:
     block = early
     for node in backward.graph.nodes:
         launch = awaited(node)
@@ -109,10 +113,10 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block, compute: co
                 yield block
             block.submits.append(node)
         else:
-            end.ms += node_ms(node, compute)
+            end.ms += node_ms(node)
 
 
-def _of_forward(forward: fx.GraphModule, between: Block, compute: cost.Compute) -> Iterator[Block]:
+def _of_forward(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Iterator[Block]:
     segment: Block | None = Block(START)
     waiting = Block(START)  # for what is awaited
     for node in forward.graph.nodes:
@@ -130,7 +134,7 @@ def _of_forward(forward: fx.GraphModule, between: Block, compute: cost.Compute) 
                 segment = None
             waiting.awaits.append((launch, 0))
         else:
-            (segment or waiting).ms += node_ms(node, compute)
+            (segment or waiting).ms += node_ms(node)
         ends = _what_awaits_lead_to(node) if not of_rows or launch is None else compute_id("rows", launch.what)
         if ends is not None:
             waiting.id = ends
@@ -162,7 +166,7 @@ def _launch(node: fx.Node) -> OperationId:
 
 def compute_durations(graph: TrainingGraph, cluster: cost.Cluster) -> dict[OperationId, float]:
     """Estimated milliseconds of each compute operation."""
-    return {block.id: block.ms for block in blocks(graph, cluster.compute)}
+    return {block.id: block.ms for block in blocks(graph, estimate(cluster.compute))}
 
 
 def build(
@@ -181,7 +185,7 @@ def build(
     operations: list[Operation] = []
     dependences: list[Dependence] = []
     order: list[str] = []
-    found = blocks(graph, cluster.compute)
+    found = blocks(graph, estimate(cluster.compute))
     pieces = _pieces(found)
     for block in found:
         name, served = str(block.id), () if block.id in (EARLY, END, BETWEEN, START) else (block.id.what,)

@@ -19,6 +19,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from embrace_fx.passes.rewriter import Derived, derives
+
 
 def fake_mode_of(module: fx.GraphModule) -> FakeTensorMode:
     """The mode of the module's fake values; a fresh one where it has no tensors."""
@@ -33,11 +35,34 @@ def nothing_recorded(mode: FakeTensorMode) -> ExitStack:
     """A context in which ops run under `mode` and leave neither guards nor pending symbols in its shape environment."""
     stack = ExitStack()
     stack.enter_context(torch.no_grad())
-    stack.enter_context(mode)
+    stack.enter_context(derives(mode))
     if mode.shape_env is not None:
         stack.enter_context(mode.shape_env.suppress_guards())
         stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
     return stack
+
+
+def is_derived(node: fx.Node) -> bool:
+    """Whether a node's value is what a pass has derived from the very fake values that its inputs have now."""
+    derived: Derived | None = node.meta.get("derived")
+    return (
+        derived is not None
+        and derived.value is node.meta.get("val")
+        and derived.target is node.target
+        and _is_of(derived.args, node.args)
+        and _is_of(derived.kwargs, node.kwargs)
+    )
+
+
+def _is_of(value: Any, argument: Any) -> bool:
+    """Whether `value` is what an argument stands for: of nodes their values, the same objects."""
+    if isinstance(argument, fx.Node):
+        return value is argument.meta.get("val")
+    if isinstance(argument, list | tuple):
+        return isinstance(value, list | tuple) and len(value) == len(argument) and all(map(_is_of, value, argument))
+    if isinstance(argument, dict):
+        return value.keys() == argument.keys() and all(_is_of(value[key], argument[key]) for key in argument)
+    return type(value) is type(argument) and bool(value == argument)
 
 
 def unchanged(node: fx.Node, verified: Mapping[str, fx.Node]) -> bool:

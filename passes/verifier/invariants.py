@@ -35,11 +35,12 @@ from embrace_fx.passes.collectives import (
     running_modules,
 )
 from embrace_fx.passes.verifier.again import computed_again_alike, drawn_again_alike
-from embrace_fx.passes.verifier.fake_values import disagreement, fake_mode_of, nothing_recorded, unchanged
+from embrace_fx.passes.verifier.fake_values import disagreement, fake_mode_of, is_derived, nothing_recorded, unchanged
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.passes.verifier.windows import INVARIANTS as WINDOW_INVARIANTS
 from embrace_fx.vocabulary.graph import (
     Gradient,
+    GradientOfRows,
     InputRole,
     Mutation,
     OutputRole,
@@ -47,7 +48,6 @@ from embrace_fx.vocabulary.graph import (
     PendingGradients,
     PendingRows,
     Result,
-    RowGradient,
     Saved,
     Tangent,
     TrainingGraph,
@@ -84,8 +84,8 @@ def verify(
         after: the pass that made `graph`, for the message.
         captured: the graph the pipeline started from; it says which parameters train, and which results and mutations
             the forward has. None: `graph` stands for itself.
-        previous: a graph that has been verified and whose fake values `graph` may share; nodes unchanged since then
-            are not derived again.
+        previous: a graph that has been verified and whose fake values `graph` may share; a module of it that `graph`
+            has too is not looked at again, nor are nodes that are unchanged since then derived again.
 
     Raises:
         VerificationError: naming the first broken invariant, the pass, the node and the user's source line.
@@ -95,7 +95,8 @@ def verify(
     for phase, module in {"joint": graph.module, **graph.phases}.items():
         before = previous.phases.get(phase) if previous else None
         scope = Scope(phase, module, verified if before is None else verified | _by_name(before), handed_on)
-        for of_a_module in _OF_A_MODULE:
+        is_verified = previous is not None and module in (previous.module, before)
+        for of_a_module in _OF_WHAT_PHASES_SAVE if is_verified else _OF_A_MODULE:
             _raise_first(of_a_module(scope), of_a_module.__name__, f"pass {after}, {phase} graph")
         # A phase is made of nodes of the joint graph, which are verified by now.
         verified = verified | _by_name(module)
@@ -186,7 +187,7 @@ def values_agree(scope: Scope) -> Iterator[Violation]:
     """
     mode = fake_mode_of(scope.module)
     remedy = "compute the value by running the op on its inputs' values under the graph's fake mode"
-    changed = [node for node in scope.module.graph.nodes if not unchanged(node, scope.verified)]
+    changed = [node for node in scope.module.graph.nodes if not (is_derived(node) or unchanged(node, scope.verified))]
     with nothing_recorded(mode):  # nothing is yielded in here: the caller may never resume, and the mode would stay on
         found = {node: disagreement(node, scope.module, mode) for node in changed}
     yield from (Violation(node, *pair, remedy) for node, pair in found.items() if pair is not None)
@@ -246,7 +247,7 @@ def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> It
         parts = found.get(name, Counter())
         if parts not in ({"dense": 1}, {"ids": 1, "rows": 1}, {"pending rows": 1}):
             got = " and ".join(f"{count} x {part}" for part, count in sorted(parts.items())) or "none"
-            remedy = "keep one Gradient or pending output, or the two RowGradient outputs"
+            remedy = "keep one Gradient or pending output, or the two GradientOfRows outputs"
             yield Violation(None, f"one gradient of {name}: 1 x dense, or 1 x ids and 1 x rows", got, remedy)
 
 
@@ -273,10 +274,10 @@ def collectives_in_one_order(graph: TrainingGraph, captured: TrainingGraph) -> I
             if size is not None and sizes.setdefault(group, size) != size:
                 remedy = "give all launches of a group the same group_size"
                 yield Violation(launch, f"{sizes[group]} ranks in group {group}", f"{size}", remedy)
-    joint, run = (_by_group(collective_sequence(g)) for g in (TrainingGraph(graph.module), graph))
     yield from _users_order(graph)
-    if is_relaxed(graph):
-        return  # its order is the schedule's; `handed_over_once` sees that nothing was lost
+    if not graph.phases or is_relaxed(graph):
+        return  # a relaxed order is the schedule's; `handed_over_once` sees that nothing was lost
+    joint, run = (_by_group(collective_sequence(g)) for g in (TrainingGraph(graph.module), graph))
     for group in sorted(joint | run):
         if joint.get(group) != run.get(group):
             expected = f"the phases to launch, in group {group}, {joint.get(group, 'nothing')}"
@@ -292,6 +293,9 @@ _OF_A_MODULE: tuple[Callable[[Scope], Iterator[Violation]], ...] = (
     forward_free_of_tangents,
     values_agree,
 )
+
+_OF_WHAT_PHASES_SAVE: tuple[Callable[[Scope], Iterator[Violation]], ...] = (values_have_roles,)
+"""Of a module's invariants, those that hold or not by what other modules are."""
 
 _OF_THE_GRAPH: tuple[Callable[[TrainingGraph, TrainingGraph], Iterator[Violation]], ...] = (
     parameters_updated_once,
@@ -335,7 +339,7 @@ def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
         match role:
             case Gradient(of=Parameter(name)):
                 found.setdefault(name, Counter())["dense"] += 1
-            case RowGradient(table, part):
+            case GradientOfRows(table, part):
                 found.setdefault(table, Counter())[part] += 1
             case PendingGradients(parameters=names):
                 for name in names:
@@ -351,22 +355,26 @@ def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
 
 def _shared_buffers(module: fx.GraphModule) -> Iterator[Violation]:
     in_place = ("_c10d_functional::all_reduce_", "embrace::exchange_gradient_", "embrace::submit_chunk")
-    launches = [node for node in module.graph.nodes if op_name(node) in in_place]
+    launches = {node: None for node in module.graph.nodes if op_name(node) in in_place}
     if not launches:
         return
     buffers: dict[fx.Node, set[fx.Node]] = {}
+    readers: dict[fx.Node, list[fx.Node]] = {}  # by buffer, in the order of the graph
     for node in module.graph.nodes:
         # The launch starts a buffer anew: who reads through its wait reads the reduced value, as it should.
         aliased = [] if node in launches else aliased_inputs(node)
         buffers[node] = set().union(*(buffers[value] for value in aliased)) or {node}
+        for buffer in set().union(*(buffers[value] for value in node.all_input_nodes)):
+            readers.setdefault(buffer, []).append(node)
     for launch in launches:
         (reduced,) = launch.all_input_nodes
-        for node in module.graph.nodes:
-            if node.op in {"placeholder", "get_attr"} and node in buffers[reduced]:
-                yield Violation(launch, "a buffer of its own to reduce in place", f"{node.name}", "reduce a copy")
-            elif launch < node and any(buffers[reduced] & buffers[value] for value in node.all_input_nodes):
-                expected = f"no reader of the memory that {launch.name} reduces in place, from its launch on"
-                yield Violation(node, expected, "this one", "read the value of its wait_tensor, or reduce a copy")
+        for buffer in sorted(buffers[reduced]):
+            if buffer.op in {"placeholder", "get_attr"}:
+                yield Violation(launch, "a buffer of its own to reduce in place", f"{buffer.name}", "reduce a copy")
+            for node in readers[buffer]:
+                if launch < node:
+                    expected = f"no reader of the memory that {launch.name} reduces in place, from its launch on"
+                    yield Violation(node, expected, "this one", "read the value of its wait_tensor, or reduce a copy")
 
 
 # ---- collectives ----

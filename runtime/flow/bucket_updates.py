@@ -173,6 +173,15 @@ class BucketUpdates:
         if ticket is not None:
             self._wait(ticket)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there are gradients that no optimizer has taken over."""
+        return any(not bucket.updates for bucket in self._waiting.values())
+
+    def forget_submitted(self) -> None:
+        """Chunks that a backward has submitted are no bucket's: it has been given up."""
+        self._submitted.clear()
+
     def take_over(self, k: int, flat: Tensor) -> None:
         """Takes a packed bucket over, all of whose chunks have been submitted."""
         self.await_update(k)  # of the step before, if no forward has read the parameters since

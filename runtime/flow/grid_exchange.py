@@ -64,7 +64,7 @@ class GridExchange(RowExchange):
             flat = self._wait(part.ticket)
             joined = flat.new_empty(shape) if joined is None else joined
             join_grid_into(joined, part.positions, flat, part.by_row, self._grid.columns)
-        self._arriving = Arriving()
+        self._arriving, self._early = Arriving(), None
         assert joined is not None
         return joined.view(-1)
 

@@ -14,12 +14,15 @@ from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
 from embrace_fx.runtime.flow import solo
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
+from embrace_fx.runtime.step.gradient_hooks import accumulated, hooked
 from embrace_fx.runtime.step.model_state import ModelState
-from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.runtime.step.owed import Owed
+from embrace_fx.vocabulary.graph import Shard, TrainingGraph
 from embrace_fx.vocabulary.ops import is_users_launch, is_users_wait, launch_of, op_name
 
 
@@ -33,6 +36,7 @@ class Bindings:
 
     Attributes:
         by_op: op name -> what every node of that op calls, unless a phase's method says otherwise.
+        owed_forward, owed_backward: what other ranks wait for in these phases.
     """
 
     def __init__(
@@ -46,11 +50,12 @@ class Bindings:
     ) -> None:
         self._state = state
         self._announcements = announcements
-        communicator = announcements.communicator
+        communicator = self._communicator = announcements.communicator
         self._buckets = buckets or ()
         self._flow = flow
         on = _streams_alone(state, communicator)
         self._alone = solo.SoloRows(on) if on is not None and solo.fits(graph) else None
+        self.owed_forward, self.owed_backward = Owed(communicator, flow), Owed(communicator, flow)
         self.by_op: dict[str, Callable[..., Any]] = {
             **communicator.launches(),
             "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
@@ -65,12 +70,31 @@ class Bindings:
         return self._alone.kernel(node) if self._alone is not None else self._with_table_names(node)
 
     def forward(self, node: fx.Node) -> Callable[..., Any] | None:
-        return self._of_user(node) or self._in_flow(node)
+        found = self._of_user(node) or self._lookup(node)
+        return found or self._owed(self.owed_forward, node, self._in_flow(node))
+
+    def _lookup(self, node: fx.Node) -> Callable[..., Any] | None:
+        """Rows of a table that may have skipped steps take them before they are read."""
+        if op_name(node) != "embrace::lookup":
+            return None
+        role, tables = node.all_input_nodes[0].meta["role"], self._state.tables
+        name = role.table if isinstance(role, Shard) else role.name
+
+        def caught_up(shard: Tensor, ids: Tensor) -> Tensor:
+            if (table := tables.get(name)) is not None:
+                table.catch_up(ids)
+            return lookup(shard, ids)
+
+        return _named(caught_up, node.name)
 
     def backward(self, node: fx.Node) -> Callable[..., Any] | None:
         if op_name(node) == "embrace::pack_bucket":
             return _Packer(self._state, self._buckets[node.meta["bucket"]])
-        return self._of_user(node) or self._in_flow(node) or self.unique(node)
+        return self._of_user(node) or self._owed(self.owed_backward, node, self._in_flow(node) or self.unique(node))
+
+    def _owed(self, owed: Owed, node: fx.Node, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        call = call or self.by_op.get(op_name(node))
+        return call and owed.add(node, call)
 
     def _of_user(self, node: fx.Node) -> Callable[..., Any] | None:
         """How a collective of the user's forward is launched, and waited for: by torch, on the group that it names."""
@@ -202,8 +226,17 @@ class _Packer:
         self.__name__ = "pack_bucket"
 
     def __call__(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
-        parts = [
-            self._state.with_unreduced(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)
-        ]
+        part = self._hooked if self._state.hooked else self._state.with_unreduced
+        parts = [part(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)]
         flat = torch.cat([part.reshape(-1) for part in parts])
+        scale *= self._state.gradient_scale
         return flat.mul_(scale) if scale != 1.0 else flat
+
+    def _hooked(self, name: str, gradient: Tensor) -> Tensor:
+        """A part as `with_unreduced` makes it, and as the parameter's hooks do."""
+        state = self._state
+        if name not in state.hooked or name in state.unreached:
+            return state.with_unreduced(name, gradient)
+        parameter = state.parameter(name)
+        part = state.with_unreduced(name, hooked(parameter, gradient))
+        return accumulated(parameter, part, None if name in state.unreduced else parameter.grad)

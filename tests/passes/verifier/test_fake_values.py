@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.vocabulary.graph import TrainingGraph
 from tests.support.hand_built_graphs import B, D, dense_graph, dynamic_graph, table_graph, widen_z
@@ -30,6 +31,29 @@ def test_nodes_that_read_other_values_are_derived_again() -> None:
     after.node("z").replace_input_with(after.node("y"), after.node("w"))
     with pytest.raises(VerificationError, match=r"^values_agree: .* node z"):
         verify(after, after="Pass", previous=before)
+
+
+@pytest.mark.parametrize("change", ["target", "argument", "value of an argument"])
+def test_values_that_a_pass_has_derived_are_derived_again_where_what_they_come_of_has_changed(change: str) -> None:
+    graph = dense_graph()
+    rewriter = Rewriter(graph.module)
+    with rewriter.before(graph.node("z")):
+        inserted = rewriter.call(aten.add.Tensor, graph.node("y"), graph.node("y"), name="twice")
+    graph.node("z").replace_input_with(graph.node("y"), inserted)
+    rewriter.refresh(graph.node("z"))
+    verify(graph, after="Pass")
+    match change:
+        case "target":
+            inserted.target = aten.eq.Tensor
+        case "argument":
+            inserted.args = (graph.node("y"), graph.node("y").meta["val"].shape[-1])
+            inserted.target = aten.eq.Scalar
+        case "value of an argument":
+            with rewriter.fake_mode:
+                graph.node("y").meta["val"] = graph.node("y").meta["val"].double()
+    node = "y" if change == "value of an argument" else "twice"
+    with pytest.raises(VerificationError, match=rf"^values_agree: .* node {node}"):
+        verify(graph, after="Pass")
 
 
 def shape_env_state(graph: TrainingGraph) -> tuple[int, int, int, str]:
