@@ -37,7 +37,7 @@ from embrace_fx.session.calls import Kind, Variant, kind_key
 from embrace_fx.session.captures import Captures
 from embrace_fx.session.comm_hooks import dtype_of_hook, told_of
 from embrace_fx.session.lookahead import Lookahead
-from embrace_fx.session.memory_report import memory_report
+from embrace_fx.session.memory_report import memory_report, tables_report
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.programs import ProgramBuilder
@@ -147,6 +147,8 @@ class Session:
         told = str(self.plan) + told_of(self._communicator.gradient_dtype)
         held = self._builder.held() if self._builder is not None else None
         optimizers = self._setting.stepping.holders.optimizers
+        if self._state.tables:
+            told += f"\n\n{tables_report(self._state.tables, self._communicator.world_size)}"
         return told if held is None else f"{told}\n\n{memory_report(held, self.model, optimizers)}"
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import embrace_fx
 from embrace_fx.vocabulary.plan import Decision
@@ -50,9 +50,10 @@ _ENCODER_DECODER: Mapping[str, Any] = {
 }
 
 
-def make_gpt2() -> transformers.GPT2LMHeadModel:
+def make_gpt2(num_words: int = NUM_WORDS, *, tied: bool = True) -> transformers.GPT2LMHeadModel:
     config = transformers.GPT2Config(
-        vocab_size=NUM_WORDS,
+        vocab_size=num_words,
+        tie_word_embeddings=tied,
         n_embd=32,
         n_layer=2,
         n_head=2,
@@ -156,6 +157,9 @@ SGD_01 = partial(SGD, lr=0.1)
 ADAGRAD = partial(Adagrad, lr=0.05, eps=1e-3)
 ADAM = partial(Adam, lr=0.01, eps=1e-3)
 BERT = partial(make_bert, NUM_WORDS, hidden=32, intermediate=64, layers=2, max_length=64)
+ADAMW = partial(AdamW, lr=0.01, eps=1e-3, weight_decay=0.05)
+MANY_WORDS = 5000
+"""Rows of a table, of which batches read `NUM_WORDS`: all others move by weight decay alone."""
 FOUR = ((9, 12, 7, 9), (11, 6, 8, 10))
 THREE = ((9, 5, 8), (6, 10, 7))
 
@@ -171,11 +175,17 @@ LONG = {
     "t5": Training(make_t5, "translation", partial(SGD, lr=0.1, momentum=0.9), THREE),
     "marian": Training(make_marian, "translation", ADAGRAD, THREE),
     "bart": Training(make_bart, "translation", SGD_01, THREE),
+    "bert, large table": Training(
+        partial(make_bert, MANY_WORDS, hidden=32, intermediate=64, layers=2, max_length=64), "question", ADAMW, FOUR
+    ),
+    "gpt2, large untied tables": Training(partial(make_gpt2, MANY_WORDS, tied=False), "language", ADAMW, FOUR),
     "gpt2 without cache": Training(make_gpt2, "language", ADAM, THREE, {"use_cache": False}),
 }
 T5_BIASES = {f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight" for part in ("encoder", "decoder")}
 """Tables too, of a row per distance; what they are looked up with follows from the sizes."""
 SHARDED_IN_LONG = {
+    "bert, large table": {f"bert.embeddings.{of}_embeddings.weight" for of in ("word", "position", "token_type")},
+    "gpt2, large untied tables": {"transformer.wte.weight", "transformer.wpe.weight"},
     "marian": {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"},
     "bart": {f"model.{part}.embed_{of}.weight" for part in ("encoder", "decoder") for of in ("tokens", "positions")},
 }
