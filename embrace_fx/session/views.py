@@ -10,7 +10,7 @@ from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.scheduling.scheduling import Scheduling
 from embrace_fx.scheduling.timeline import gather_timeline
 from embrace_fx.session.comm_hooks import told_of
-from embrace_fx.session.memory_report import memory_report
+from embrace_fx.session.memory_report import memory_report, tables_report
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.setup.setting import Setting
 from embrace_fx.viz.graphs import Graphs
@@ -45,6 +45,9 @@ class Views:
     def report(self) -> str:
         told, setting = str(self.plan) + told_of(self._setting.communicator.gradient_dtype), self._setting
         held = self._planned.builder.held() if self._planned.builder is not None else None
+        tables = setting.state.tables
+        if tables:
+            told += f"\n\n{tables_report(tables, setting.communicator.world_size)}"
         return (
             told
             if held is None

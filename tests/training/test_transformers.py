@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
 import embrace_fx
 from tests.support.published_models import (
@@ -51,9 +51,10 @@ _ENCODER_DECODER: Mapping[str, Any] = {
 }
 
 
-def make_gpt2() -> transformers.GPT2LMHeadModel:
+def make_gpt2(num_words: int = NUM_WORDS, *, tied: bool = True) -> transformers.GPT2LMHeadModel:
     config = transformers.GPT2Config(
-        vocab_size=NUM_WORDS,
+        vocab_size=num_words,
+        tie_word_embeddings=tied,
         n_embd=32,
         n_layer=2,
         n_head=2,
@@ -103,6 +104,9 @@ def make_bart() -> nn.Module:
 
 
 BERT = partial(make_bert, NUM_WORDS, hidden=32, intermediate=64, layers=2, max_length=64)
+ADAMW = partial(AdamW, lr=0.01, eps=1e-3, weight_decay=0.05)
+MANY_WORDS = 5000
+"""Rows of a table, of which batches read `NUM_WORDS`: all others move by weight decay alone."""
 # Symbolic sizes make a capture three times as long: the pairs of encoder and decoder, one layer deep here, go through
 # it once, the others twice (first length, then all lengths).
 TRAININGS = {
@@ -115,11 +119,17 @@ LONG = {
     "t5": Training(make_t5, "translation", partial(SGD, lr=0.1, momentum=0.9), THREE),
     "marian": Training(make_marian, "translation", ADAGRAD, THREE),
     "bart": Training(make_bart, "translation", SGD_01, THREE),
+    "bert, large table": Training(
+        partial(make_bert, MANY_WORDS, hidden=32, intermediate=64, layers=2, max_length=64), "question", ADAMW, FOUR
+    ),
+    "gpt2, large untied tables": Training(partial(make_gpt2, MANY_WORDS, tied=False), "language", ADAMW, FOUR),
     "gpt2 without cache": Training(make_gpt2, "language", ADAM, THREE, {"use_cache": False}),
 }
 T5_BIASES = {f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight" for part in ("encoder", "decoder")}
 """Tables too, of a row per distance; what they are looked up with follows from the sizes."""
 SHARDED_IN_LONG = {
+    "bert, large table": {f"bert.embeddings.{of}_embeddings.weight" for of in ("word", "position", "token_type")},
+    "gpt2, large untied tables": {"transformer.wte.weight", "transformer.wpe.weight"},
     "marian": {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"},
     "bart": {f"model.{part}.embed_{of}.weight" for part in ("encoder", "decoder") for of in ("tokens", "positions")},
 }
