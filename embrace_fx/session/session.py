@@ -32,9 +32,10 @@ from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.scheduling.timeline import gather_timeline
 from embrace_fx.session.buffer_sharing import BufferSharing
-from embrace_fx.session.calls import Kind, Variant, kind_key
+from embrace_fx.session.calls import Kind, Kinds, Variant, kind_key
 from embrace_fx.session.captures import Captures
 from embrace_fx.session.comm_hooks import dtype_of_hook, told_of
+from embrace_fx.session.garbage import not_collecting
 from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.memory_report import memory_report
 from embrace_fx.session.model_watch import ModelWatch
@@ -100,7 +101,7 @@ class Session:
         self._builder: ProgramBuilder | None = None  # of the plan in use
         self._replicated = False
         add_state_hooks(self)
-        self._kinds: dict[Any, Kind] = {}
+        self._kinds = Kinds()
 
     def _parameters_are(self) -> tuple[tuple[bool, torch.dtype, bool], ...]:
         """What of each parameter must not change."""
@@ -214,7 +215,7 @@ class Session:
         communicator.check_open()
         communicator.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
         self._look_at_model()
-        kind = self._kinds.setdefault(kind_key(self._watch.modes(), leaves, spec, train), Kind())
+        kind = self._kinds[kind_key(self._watch.modes(), leaves, spec, train)]
         if self._plan is None and not train:
             return self._evaluate_plainly(args, kwargs)
         variant = self._variant(kind, leaves, args, kwargs, train)
@@ -258,7 +259,10 @@ class Session:
     ) -> Variant:
         """A capture that is valid for a batch."""
         found = next((v for v in kind.variants if v.captured.accepts(leaves)), None)
-        return self._capture(kind, leaves, args, kwargs, train) if found is None else found
+        if found is not None:
+            return found
+        with not_collecting():
+            return self._capture(kind, leaves, args, kwargs, train)
 
     def _runs(
         self,
@@ -276,7 +280,7 @@ class Session:
             self._build(variant)
         if accumulates and variant.accumulating is None:
             assert self._builder is not None
-            with stage("compiling", self._communicator.rank):
+            with stage("compiling", self._communicator.rank), not_collecting():
                 self._builder.build_accumulating(variant)
         program = variant.accumulating if accumulates else variant.program
         if compiles and not variant.captured.accepts(leaves):  # compiling has narrowed what the variant takes
@@ -367,7 +371,7 @@ class Session:
     def _build(self, variant: Variant) -> None:
         """Makes a variant's program under the plan in use."""
         assert self._builder is not None
-        with stage("compiling", self._communicator.rank):
+        with stage("compiling", self._communicator.rank), not_collecting():
             self._builder.build(variant)
         self._flow = self._builder.flow
         if variant.train:
