@@ -12,12 +12,13 @@ from importlib import import_module, metadata, util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from embrace_fx.api import CompiledModel, compile, full_state_dict
+    from embrace_fx.api import CompiledModel, compile, full_state_dict, save_full_state_dict
     from embrace_fx.capture.errors import CaptureError
     from embrace_fx.cost.devices import DEVICES, Device
     from embrace_fx.cost.links import Cluster, Link
-    from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure, StuckRank
+    from embrace_fx.runtime.ranks.failure import DeadRank, DivergedReplicas, PeerFailure, StuckRank
     from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan
+    from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
     from embrace_fx.what_if import plan
 
     __version__: str
@@ -31,15 +32,18 @@ __all__ = [
     "DeadRank",
     "Decision",
     "Device",
+    "DivergedReplicas",
     "Grid",
     "Link",
     "PeerFailure",
     "Plan",
+    "RowWiseAdagrad",
     "StuckRank",
     "__version__",
     "compile",
     "full_state_dict",
     "plan",
+    "save_full_state_dict",
 ]
 
 _MODULES = {
@@ -51,14 +55,17 @@ _MODULES = {
     "DeadRank": "runtime.ranks.failure",
     "Decision": "vocabulary.plan",
     "Device": "cost.devices",
+    "DivergedReplicas": "runtime.ranks.failure",
     "Grid": "vocabulary.plan",
     "Link": "cost.links",
     "PeerFailure": "runtime.ranks.failure",
     "Plan": "vocabulary.plan",
+    "RowWiseAdagrad": "vocabulary.row_wise",
     "StuckRank": "runtime.ranks.failure",
     "compile": "api",
     "full_state_dict": "api",
     "plan": "what_if",
+    "save_full_state_dict": "api",
 }
 
 # In a source tree, passes and runtime lie beside this folder; installing makes them parts of the package.

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from embrace_fx.api import CompiledModel, Optimizers
 from embrace_fx.capture import capture
+from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.capture.meta_models import as_on_cpu, is_on_meta
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, extrapolate, measure
@@ -23,6 +23,7 @@ from embrace_fx.passes.planner.decide import decide
 from embrace_fx.planning.findings import facts_of
 from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
 from embrace_fx.runtime.optimizer.stepping import Stepping
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.scheduling.scheduling import Scheduling, cuts
@@ -30,7 +31,7 @@ from embrace_fx.session.pipeline import analyse, relaxing_passes, run_passes, tr
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.viz import DrawnSchedule, drawn
-from embrace_fx.vocabulary.exactness import RowUpdates
+from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
@@ -103,7 +104,7 @@ def plan(
     optimizer: Optimizers = None,
     strategy: Strategy = "auto",
     schedule: ScheduleName = "2d",
-    row_updates: RowUpdates = "exact",
+    row_updates: RowUpdatesOption = "exact",
 ) -> Forecast:
     """The plan that `compile` would make on `world_size` ranks of a cluster. Needs one process and no network.
 
@@ -169,7 +170,7 @@ def plan(
         schedule=schedule,
     )
     planned = replace(planned, links_are="assumed" if cluster == Cluster() else "given")
-    return Forecast.of(planned, Setting(model, stepping, state, communicator, options), graph)
+    return Forecast.of(planned, Setting(model, stepping, state, Announcements(communicator), options), graph)
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ def _measured(model: nn.Module, state: ModelState, batch: Any) -> _Measured:
                 graph = analyse(capture(twin, fake_args, fake_kwargs, train=True))
         else:
             graph = analyse(capture(model, args, kwargs, train=True))
-    return _Measured(graph, reads_of(state, graph, pytree.tree_leaves((args, kwargs))))
+    return _Measured(graph, reads_of(state, graph, flatten_arguments(args, kwargs)[0]))
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -26,20 +26,23 @@ from torch import fx
 
 from embrace_fx.vocabulary.graph import (
     Gradient,
+    GradientOfRows,
     LateModule,
     Mutation,
     OutputRole,
     Result,
-    RowGradient,
     Saved,
+    Tangent,
     TrainingGraph,
 )
-from embrace_fx.vocabulary.ops import op_name
+from embrace_fx.vocabulary.ops import is_users_wait, op_name
 
 _LAUNCH = "embrace::all_gather_ids"
 _IDS = frozenset({"embrace::unique_ids", _LAUNCH, "embrace::unpack_ids"})
-_OF_FORWARD = frozenset({"embrace::random_state", "embrace::copy_unwritten"})
-"""What the backward wants to know of a moment of the forward."""
+_OF_FORWARD = frozenset(
+    {"embrace::random_state", "embrace::copy_unwritten", "embrace::join_columns", "embrace::join_grid"}
+)
+"""What the backward wants to know of a moment of the forward; rows that arrive, whether a result reads them or not."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ def members_of(graph: TrainingGraph) -> Members:
     head = _ancestors(node for node in nodes if _is_ids_op(node))
     wanted = [n for n, role in graph.outputs() if n is not None and isinstance(role, Result | Mutation)]
     wanted += [node for node in nodes if op_name(node) in _OF_FORWARD]
+    wanted += _users_waits(graph)
     forward = _ancestors(wanted) - head
     _draw_sizes_and_parts(nodes, head, forward)
     ids: set[fx.Node] = set()
@@ -73,6 +77,19 @@ def members_of(graph: TrainingGraph) -> Members:
         if node in head and (op_name(node) == _LAUNCH or not ids.isdisjoint(node.all_input_nodes)):
             ids.add(node)
     return Members(head - ids, ids, forward, set(nodes) - head - forward)
+
+
+def _users_waits(graph: TrainingGraph) -> list[fx.Node]:
+    """The waits for collectives of the user's forward: they happen there, whoever reads their values."""
+    waits = [node for node in graph.graph.nodes if is_users_wait(node)]
+    if not waits:
+        return []
+    of_backward: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        is_tangent = node.op == "placeholder" and isinstance(node.meta["role"], Tangent)
+        if is_tangent or not of_backward.isdisjoint(node.all_input_nodes):
+            of_backward.add(node)
+    return [node for node in waits if node not in of_backward]
 
 
 def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
@@ -84,7 +101,7 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
         "unique": [],
         "ids": [],
         "forward": [(n, r) for n, r in outputs if isinstance(r, Result | Mutation)],
-        "backward": [(n, r) for n, r in outputs if isinstance(r, Gradient | RowGradient)],
+        "backward": [(n, r) for n, r in outputs if isinstance(r, Gradient | GradientOfRows)],
     }
     for position, (name, own) in enumerate(members.items()):
         behind = list(members)[position + 1 :]

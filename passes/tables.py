@@ -29,6 +29,7 @@ from embrace_fx.vocabulary.graph import (
     TrainingGraph,
     source_of,
 )
+from embrace_fx.vocabulary.ops import is_users_launch
 
 aten = torch.ops.aten
 
@@ -155,7 +156,8 @@ def _use(lookup: fx.Node, backwards: list[fx.Node], mutated: frozenset[Any]) -> 
         padding_idx=argument(lookup, "padding_idx"),
         kind=_BAG_KINDS[argument(lookup, "mode")] if bag else "embedding",
         constant_ids=not random and not any(isinstance(role, BatchInput) for role in roles),
-        ids_from_batch=not any(isinstance(role, Parameter | Tangent) or role in mutated for role in roles),
+        ids_from_batch=not any(isinstance(role, Parameter | Tangent) or role in mutated for role in roles)
+        and not any(map(is_users_launch, cone)),
         scale_grad_by_freq=argument(lookup, "scale_grad_by_freq"),
         source=source_of(lookup),
     )

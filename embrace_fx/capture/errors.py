@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
+import torch.distributed.nn
 from torch import nn
 
 
@@ -27,11 +29,24 @@ def explain(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> str:
     """
     where = next((line for _, e in failures if (line := _user_line(e))), f"{type(model).__name__}.forward")
     reasons = "\n".join(f"  {route}: {type(e).__name__}: {_first_lines(e)}" for route, e in failures)
+    if (sent := next((name for _, e in failures if (name := _collective(e))), None)) is not None:
+        return (
+            f"expected collectives that a graph can hold, in {type(model).__name__}, at {where}, found "
+            f"torch.distributed.{sent}() ({reasons.splitlines()[0].strip()}). Use all_reduce, "
+            "broadcast, all_gather, reduce_scatter, all_to_all_single or "
+            "those of torch.distributed.nn, without async_op, or communicate in the training loop."
+        )
+    if (skipped := next((name for _, e in failures if (name := _skipped(e)) in _UNSIZED), None)) is not None:
+        return (
+            f"expected a forward whose sizes depend on no values, in {type(model).__name__}, at {where}, found "
+            f"{skipped}(). {_UNSIZED[skipped]}"
+        )
     if (own := next((e for route, e in failures if route == "direct" and _is_of_forward(e)), None)) is not None:
         return (
             f"expected a batch that the forward takes, in {type(model).__name__}, at {_user_line(own) or where}, found "
-            f"that the forward fails on it: {type(own).__name__}: {_first_lines(own)}. Call the model with the "
-            "arguments, names, shapes, types and devices that it expects; without compile() it fails alike.\n"
+            f"that the forward fails on it while it is traced: {type(own).__name__}: {_first_lines(own)}. Call the "
+            "model with the arguments, names, shapes, types and devices that it expects; the plain model tells "
+            "whether it takes them.\n"
             f"Found:\n{reasons}"
         )
     return (
@@ -52,6 +67,29 @@ def _is_of_forward(error: Exception) -> bool:
     spoken = str(error).lower()
     of_tracing = "fake" in spoken or "subclass" in spoken or "symbolic" in spoken or "data-dependent" in spoken
     return type(error).__module__ == "builtins" and not isinstance(error, AssertionError) and not of_tracing
+
+
+_UNSIZED = {
+    "pack_padded_sequence": (
+        "Pack the ids in the training loop and pass the PackedSequence: the forward looks up its data, and hands the "
+        "recurrent network PackedSequence(rows, *ids[1:])."
+    ),
+    "pad_packed_sequence": "Return the packed data, or the last states.",
+}
+"""Functions of torch.nn.utils.rnn that no route takes, and what to do instead."""
+
+
+def _skipped(error: Exception) -> str | None:
+    """The function that Dynamo does not look into, where that is why it has given up."""
+    found = re.search(r"marked that the function `(\w+)`", str(error))
+    return None if found is None else found[1]
+
+
+def _collective(error: Exception) -> str | None:
+    """The function of torch.distributed, called by the forward, in which an error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = (f.name for f in frames if f.filename in (dist.distributed_c10d.__file__, dist.nn.functional.__file__))
+    return next(own, None)
 
 
 def _user_line(error: Exception) -> str | None:

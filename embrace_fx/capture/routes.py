@@ -13,6 +13,7 @@ import contextlib
 import logging
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.checkpointing import mark_backward, regions_noted
+from embrace_fx.capture.collectives import NothingIsSent, check_collectives, collectives_traced
 from embrace_fx.capture.effects import Replay, noted_effects, refuse_effects, replay_of, state_inputs
 from embrace_fx.capture.errors import CaptureError
 from embrace_fx.capture.guards import Conditions, dynamo_guards, name_of_model
@@ -99,7 +101,9 @@ def quiet_dynamo() -> Iterator[None]:
         "assume_static_by_default": True,
         "ignore_logging_functions": loggers,
     }
-    with torch._dynamo.config.patch(options):
+    with torch._dynamo.config.patch(options), warnings.catch_warnings():
+        # Dynamo does itself what torch warns of; where warnings are errors, no autograd function could be read.
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
         yield
 
 
@@ -162,7 +166,7 @@ _INSTEAD = {**_LOOKUPS, **WHOLE}
 
 def trace_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     # Dynamo runs every call on fake tensors for the results' shapes; unrolled, an RNN would fix its number of steps.
-    with KeepRnnWhole(kernel="loop"), noted_effects() as effects:
+    with KeepRnnWhole(kernel="loop"), collectives_traced(), noted_effects() as effects:
         gm, out = _read_by_dynamo(model, args, kwargs)
         conditions = dynamo_guards(gm, model)
     _keep_whole(gm)
@@ -215,7 +219,11 @@ def _trace_as_python(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     args, kwargs = pytree.tree_map_only(Tensor, lambda own: _fake(own, fake_mode), (args, kwargs))
     read, context = ReadValues.of_modules(model), TracingContext(fake_mode)
-    with _no_python_random(), _compiling_state_context():  # models ask `is_compiling()` before they look into tensors
+    with (
+        _no_python_random(),
+        NothingIsSent(),
+        _compiling_state_context(),
+    ):  # models ask `is_compiling()` before they look into tensors
         traced = _trace_joint(OpenResults(untied), args, kwargs, context, "direct", untied.names, read)
     if untied.assigned is not None:
         LeftBehind(model).refuse(untied.assigned)
@@ -267,5 +275,6 @@ def _trace_joint(
         stack.enter_context(regions_noted())
         # The direct route has made its sizes symbolic by itself; its numbers stay constants.
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=route == "direct")
+        check_collectives(joint.graph_module.graph)
         mark_backward(joint.graph_module.graph)
         return Traced(joint.graph_module, joint.out_spec, context.fake_mode, route, conditions, names)

@@ -13,16 +13,16 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, measure, with_units
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import ParameterFacts
+from embrace_fx.passes.planner.pricing import Moving, ParameterFacts
 from embrace_fx.passes.planner.shard_cost import RowsAtHome
+from embrace_fx.planning.fitting import WHOLE, unshardable
 from embrace_fx.planning.reads import grid_rows, reads_of, used_parameters
 from embrace_fx.runtime.optimizer.holders import Holders
 from embrace_fx.runtime.probe.probe import probed_links
-from embrace_fx.runtime.ranks.failure import PeerFailure
-from embrace_fx.setup.agreement import failure_text
+from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage
-from embrace_fx.vocabulary.exactness import RowUpdates
+from embrace_fx.vocabulary.exactness import RowUpdatesOption, semantics
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import LinksAre, Plan
 
@@ -126,7 +126,8 @@ def find(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], used: Co
     except Exception as error:  # the batch may be bad, on this rank alone
         failure = failure_text(error)
     tables = tuple(table.parameter for table in graph.tables)
-    own = _Report(tuple(sorted(used_parameters(graph))), tables, reads, failure)
+    whole = tuple(sorted(unshardable(graph)))
+    own = _Report(tuple(sorted(used_parameters(graph))), tables, whole, reads, failure)
     everyone = setting.communicator.gather(own, _Report)
     if failures := {rank: report.failure for rank, report in enumerate(everyone) if report.failure is not None}:
         raise PeerFailure(failures)
@@ -165,6 +166,8 @@ def _findings(setting: Setting, graph: TrainingGraph, everyone: list[_Report], u
     rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in everyone[0].tables}
     sharded = {name: table.shape for name, table in setting.state.tables.items()}
     facts = facts_of(setting.model, setting.stepping.holders, setting.options.row_updates, used, sharded)
+    blocked = {name for report in everyone for name in report.whole}
+    facts = tuple(replace(f, row_update_blocker=WHOLE) if f.name in blocked else f for f in facts)
     sparsity = {
         table.parameter: found
         for table in graph.tables
@@ -183,7 +186,7 @@ def _findings(setting: Setting, graph: TrainingGraph, everyone: list[_Report], u
 def facts_of(
     model: nn.Module,
     holders: Holders,
-    row_updates: RowUpdates,
+    row_updates: RowUpdatesOption,
     used: Collection[str],
     sharded: Mapping[str, torch.Size],
 ) -> tuple[ParameterFacts, ...]:
@@ -204,11 +207,21 @@ def facts_of(
             parameter.requires_grad,
             name in used,
             holders.needs_whole(parameter),
-            holders.updates_rows(parameter, row_updates),
+            holders.updates_rows(parameter, semantics(row_updates)),
             groups.get(id(parameter), -1),
+            _moving(holders, parameter, row_updates),
         )
         for name, parameter in model.named_parameters()
     )
+
+
+def _moving(holders: Holders, parameter: nn.Parameter, row_updates: RowUpdatesOption) -> Moving:
+    """How rows without gradient are to move; of an optimizer that is not known yet, as if it were an Adam."""
+    if not holders.moves_all(parameter, semantics(row_updates)):
+        return ""
+    if row_updates in ("sweep", "replay"):
+        return row_updates
+    return "either" if holders.can_skip_steps(parameter) else "sweep"
 
 
 @dataclass(frozen=True)
@@ -224,11 +237,12 @@ class _Reported:
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank tells of its batch: parameters with a gradient, tables, of each table that it reads what it reads;
-    or why that could not be measured."""
+    """What one rank tells of its batch: parameters with a gradient, tables, what cannot be read in shards, what is read
+    of each table; or why that could not be measured."""
 
     used: tuple[str, ...]
     tables: tuple[str, ...]
+    whole: tuple[str, ...]
     reads: dict[str, _Reported]
     failure: str | None
 

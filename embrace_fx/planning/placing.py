@@ -10,6 +10,7 @@ from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable, own_state
 from embrace_fx.setup.setting import Setting
+from embrace_fx.vocabulary.exactness import semantics
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 
@@ -18,11 +19,13 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     """Shards the tables, makes the replicas equal, and tells steps and announcements which tables there are."""
     grids = {name: plan[name].grid for name in plan.sharded}
     shapes = {name: parameter.shape for name, parameter in setting.model.named_parameters()}
-    made = materialise(setting.model, grids, setting.stepping.holders.optimizers, setting.communicator)
-    for name in plan.sharded:
-        _shard(setting, name, plan, shapes[name], made.get(name))
+    with setting.communicator.watching():
+        made = materialise(setting.model, grids, setting.stepping.holders.optimizers, setting.communicator)
+        for name in plan.sharded:
+            _shard(setting, name, plan, shapes[name], made.get(name))
     if setting.communicator.world_size > 1:
-        broadcast_state(setting.model, frozenset(plan.sharded), setting.communicator)
+        buffers = setting.options.broadcast_buffers
+        broadcast_state(setting.model, frozenset(plan.sharded), setting.communicator, buffers=buffers)
     _hand_over(setting, graph, plan)
 
 
@@ -54,7 +57,16 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
     parameter, communicator = setting.state.parameter(name), setting.communicator
     if mesh is None:
         mesh = shard_parameter(parameter, communicator, plan[name].grid)
-    table = RowTable(name, parameter, Place(shape, mesh), communicator, setting.options.row_updates)
+    asked = setting.options.row_updates
+    table = RowTable(
+        name,
+        parameter,
+        Place(shape, mesh),
+        communicator,
+        semantics(asked),
+        resting=("always" if asked == "replay" else "while it pays") if plan[name].rests else "never",
+        gradients=setting.state.gradients,
+    )
     for optimizer in setting.stepping.holders.optimizers:
         if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
             table.optimizer = optimizer
@@ -65,7 +77,7 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
 
 def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     """Tells steps and announcements which tables there are."""
-    row_updates, stepping = setting.options.row_updates, setting.stepping
+    row_updates, stepping = semantics(setting.options.row_updates), setting.stepping
     stepping.dense_tables = []
     for found in graph.tables:
         parameter = setting.state.parameter(found.parameter)
@@ -73,5 +85,5 @@ def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
             table = RowTable(found.parameter, parameter, Place(parameter.shape, None), None, row_updates)
             stepping.dense_tables.append(DenseTable(table, all_rows=found.use != "sparse"))
     exchanged = (*plan.sharded, *plan.renormed)
-    setting.communicator.tables = len(exchanged)
-    setting.communicator.watched = tuple(name for name in plan.watched if name not in exchanged)
+    setting.announcements.tables = len(exchanged)
+    setting.announcements.watched = tuple(name for name in plan.watched if name not in exchanged)

@@ -15,7 +15,11 @@ from statistics import mean, median
 from torch import Tensor
 
 from embrace_fx import cost
+from embrace_fx.passes.memory.held import backward_peak
+from embrace_fx.passes.relax.order import BackwardUnits
+from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
+from embrace_fx.passes.scheduler.node_cost import estimate
 from embrace_fx.passes.scheduler.step_graph import Sizes, build, compute_durations
 from embrace_fx.passes.verifier.windows import check_launches
 from embrace_fx.runtime.exchanges.channel import Channel
@@ -31,12 +35,30 @@ from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.setup.setting import Setting
-from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import IDS, Cuts, OperationId, Schedule, StepGraph, chunk_id
 
 PROFILED_AFTER, PROFILED = 5, 6
 """Steps that warm up, and steps that are measured. A median of six outlives a disturbed one or two."""
+
+
+MAY_HOLD = 1.05
+"""What a backward in another order may hold at most, over what it holds as autograd has it; with a budget, as much."""
+
+ComputeInOrder = Callable[[tuple[str, ...]], TrainingGraph]
+
+
+@dataclass(frozen=True)
+class _Ordered:
+    """What rank 0 has found.
+
+    Attributes:
+        units: of the backward, in the order in which they are to be computed; none: as they stand.
+    """
+
+    schedule: Schedule
+    units: tuple[str, ...]
 
 
 class Scheduling:
@@ -45,12 +67,22 @@ class Scheduling:
     Args:
         graph: the first training batch's, as it runs.
         cuts: in what pieces its communication travels.
+        compute_in_order: has the backward computed in an order of its units; yields the graph that does. None: it
+            stays as it stands.
     """
 
-    def __init__(self, setting: Setting, plan: Plan, graph: TrainingGraph, cuts: Cuts) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        plan: Plan,
+        graph: TrainingGraph,
+        cuts: Cuts,
+        compute_in_order: ComputeInOrder | None = None,
+    ) -> None:
         self._setting = setting
         self._plan = plan
         self._graph = graph
+        self._compute_in_order = compute_in_order
         self._steps, self._profiled = 0, False
         self._recording: Recording | None = None
         self._exchanged = _exchanged(plan)
@@ -72,7 +104,8 @@ class Scheduling:
         launcher = (
             Launcher(order, of_forward, recorder) if on is None else StreamLauncher(order, of_forward, recorder, on)
         )
-        flow = Flow(communicator, launcher, recorder, self.looks_ahead, warn, self._after_announcement, on)
+        announcements, after = self._setting.announcements, self._after_announcement
+        flow = Flow(announcements, launcher, recorder, self.looks_ahead, warn, after, on)
         self._flow = flow
         stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
         for name, tables in self._exchanged.items():
@@ -142,15 +175,38 @@ class Scheduling:
         """The schedule that rank 0 computes, on every rank."""
         communicator, found = self._setting.communicator, None
         if communicator.rank == 0:
-            found = schedule(
-                self._step_graph(profiled), self._setting.options.schedule, "profile" if profiled else "cost model"
-            )
-        agreed = communicator.gather(found, Schedule | None)[0]
-        assert agreed is not None  # rank 0 has found one
+            found = self._search(profiled)
+        ordered = communicator.gather(found, _Ordered | None)[0]
+        assert ordered is not None  # rank 0 has found one
+        agreed = ordered.schedule
+        if ordered.units:
+            assert self._compute_in_order is not None
+            self._graph = self._compute_in_order(ordered.units)
         sent = {each.id: each.sent_bytes for each in agreed.steps.communications if each.id is not None}
         # Nothing is on its way twice: a window never holds more than it sends.
         check_launches(self._graph, launches(agreed, self.looks_ahead), sent, sum(sent.values()))
         return agreed
+
+    def _search(self, profiled: Profile | None) -> _Ordered:
+        steps, name = self._step_graph(profiled), self._setting.options.schedule
+        if profiled is None or not self._may_reorder():
+            return _Ordered(schedule(steps, name, "profile" if profiled else "cost model"), ())
+        backward = self._graph.phases["backward"]
+        measured = {each.what: ms for each, ms in profiled.compute_ms.items() if each.kind == "backward"}
+        units = BackwardUnits.of(backward)
+        atoms = Atoms.of(units, estimate(self._cluster.compute), measured)
+        saved = [node for node, role in inputs_of(backward) if isinstance(role, Saved)]
+        bound = backward_peak(units.ordered(units.units), saved)
+        if self._setting.options.memory_budget is None:
+            bound = round(bound * MAY_HOLD)
+        found, order = search(
+            steps, name, "profile", atoms, lambda order: backward_peak(units.ordered(order), saved), bound
+        )
+        return _Ordered(found, () if order == units.units else order)
+
+    def _may_reorder(self) -> bool:
+        """Whether a backward can be put in another order at no cost: regions would have to be compiled anew."""
+        return self._compute_in_order is not None and self._setting.options.backend == "eager"
 
     def _expected_bytes(self) -> dict[OperationId, int]:
         """What a rank sends in the launches whose bytes do not follow from their sizes."""

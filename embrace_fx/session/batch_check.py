@@ -10,7 +10,7 @@ import torch
 from embrace_fx.passes.tables import draws_randomly, extract_ids
 from embrace_fx.planning.replanning import SAMPLED_EVERY, TrainingCalls
 from embrace_fx.runtime.kernels import unique_ids
-from embrace_fx.runtime.ranks.communicator import bad_id_report, unreadable
+from embrace_fx.runtime.ranks.announcement import bad_id_report, unreadable
 from embrace_fx.runtime.step.phases import reader
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -27,8 +27,8 @@ def batch_check(
     exchanged = (*plan.sharded, *plan.renormed)
     tables = [t for t in graph.tables if t.parameter not in exchanged and all(u.ids_from_batch for u in t.uses)]
     tables = [t for t in tables if not draws_randomly(extract_ids(graph, [t]))]
-    communicator = setting.communicator
-    if not tables or communicator.world_size == 1:
+    announcements = setting.announcements
+    if not tables or setting.communicator.world_size == 1:
         return lambda leaves: None
     read_ids = reader(extract_ids(graph, tables), setting.state)
     uses = [(t.parameter, t.num_rows) for t in tables for _ in t.uses]
@@ -46,7 +46,7 @@ def batch_check(
                 for table in watched:
                     own = [each for each, (name, _) in zip(ids, uses, strict=True) if name == table.parameter]
                     rows = unique_ids(own, table.num_rows, table.uses[0].padding_idx)[0].numel()
-                    communicator.rows_seen[table.parameter] = rows
+                    announcements.rows_seen[table.parameter] = rows
             return failure
 
     return look

@@ -22,6 +22,7 @@ from embrace_fx.passes.relax.stacks import StackRows
 from embrace_fx.passes.replicas import GlobalFrequency
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.tables import FindTables
+from embrace_fx.passes.take_part import TakePart
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.vocabulary.graph import TrainingGraph, results_behind
 from embrace_fx.vocabulary.plan import Plan
@@ -49,6 +50,7 @@ def training_passes(
     rank: int,
     *,
     reduce: bool = True,
+    take_part: TakePart | None = None,
     memory: Memory | None = None,
 ) -> tuple[Pass, ...]:
     """The pipeline, in order.
@@ -56,13 +58,16 @@ def training_passes(
     Args:
         present: tables the graph reads; an evaluation may read fewer than the training does.
         reduce: false for a backward under `no_sync`, and for a forward alone.
+        take_part: what completes a graph by the exchanges that its batch does not need; None: it is a forward alone.
         memory: what keeps the step within a budget; None: there is none.
     """
-    sharded = tuple(name for name in plan.sharded if name in present)
+    sharded = tuple(name for name in plan.sharded if name in present or take_part is not None)
     renormed = tuple(name for name in plan.renormed if name in present)
     return (
+        *((take_part,) if take_part is not None else ()),  # what this batch does not use is exchanged all the same
         EagerDropout(),  # on the CPU: the noise eager would draw, one multiplication
-        ShardTables(sharded, renormed, rank, plan.world_size, plan.grids),  # tables -> shards, rows by AlltoAll
+        # tables -> shards, rows by AlltoAll
+        ShardTables(sharded, renormed, rank, plan.world_size, plan.grids, in_order=not reduce),
         NarrowExchange(),  # rows travel in the narrow dtype of an autocast region
         GlobalFrequency(plan.world_size),  # scale_grad_by_freq: counts over all ranks
         # dense gradients -> buckets, AllReduce or a sparse exchange

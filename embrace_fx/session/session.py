@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch import fx, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_links
+from embrace_fx.planning.fitting import WHOLE, Misfit, fitted, misfit
 from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.placing import place, place_anew
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift, TrainingCalls, changes, story
@@ -24,7 +27,9 @@ from embrace_fx.planning.summary import summary
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.optimizer.stepping import Stepping
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.failure import PeerFailure, PlanDoesNotFit
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
@@ -36,11 +41,13 @@ from embrace_fx.session.calls import Kind, Kinds, Variant, kind_key
 from embrace_fx.session.captures import Captures
 from embrace_fx.session.comm_hooks import dtype_of_hook, told_of
 from embrace_fx.session.garbage import not_collecting
+from embrace_fx.session.idling import Idling, Joined
 from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.memory_report import memory_report
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.programs import ProgramBuilder
+from embrace_fx.session.replica_check import checksums_of_replicas
 from embrace_fx.session.state_hooks import add_state_hooks
 from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up, is_hooked
 from embrace_fx.setup.group import check_group, check_still_alone, default_group
@@ -72,13 +79,14 @@ class Session:
         self._flow: Flow | None = None
         self._timeline: Timeline | None = None
         self._warned = False
-        self._graphs: Mapping[str, fx.GraphModule] = {}
         self._given_group = group
-        self._communicator = Communicator(group if group is not None else default_group())
+        dump_to = options.dump_to if isinstance(options.dump_to, Path | None) else Path(options.dump_to)
+        self.communicator = Communicator(group if group is not None else default_group(), dump_to)
         self._begun = False
-        with stage("agreeing with the other ranks", self._communicator.rank):
-            agree_on_set_up(self._communicator, model, optimizers, options)
-        self._state = ModelState(model)
+        self.announcements = Announcements(self.communicator)
+        with stage("agreeing with the other ranks", self.communicator.rank):
+            agree_on_set_up(self.communicator, model, optimizers, options)
+        self.state = ModelState(model)
         self._compiled_for = self._parameters_are()
         self._watch = ModelWatch(model)
         itself = weakref.ref(self)  # optimizers must not keep their session alive
@@ -87,25 +95,28 @@ class Session:
             if (session := itself()) is not None:
                 session._make_whole(names, reason)
 
-        stepping = Stepping(self._state, self._communicator, make_whole)
+        stepping = Stepping(self.state, self.communicator, make_whole)
         stepping.listen()
         for optimizer in optimizers:
             stepping.adopt(optimizer)
-        self._setting = Setting(model, stepping, self._state, self._communicator, options)
+        self._setting = Setting(model, stepping, self.state, self.announcements, options)
         self._plan: Plan | None = None
         self._findings: Findings | None = None  # of rank 0
         self._drift: Drift | None = None  # of rank 0, where anything may drift
         self._calls = TrainingCalls()
         self._captures = Captures(self._setting)
-        self._buffers = BufferSharing(self._state, self._communicator)
+        self._buffers = BufferSharing(self.state, self.announcements, on=options.shares_buffers)
         self._builder: ProgramBuilder | None = None  # of the plan in use
         self._replicated = False
-        add_state_hooks(self)
+        self._placed = add_state_hooks(self)
         self._kinds = Kinds()
+        self.idling = Idling(self)
+        self._misfit = Misfit()  # of the batch whose program is to be built
+        self._whole: set[str] = set()  # tables that some batch cannot read in shards
 
     def _parameters_are(self) -> tuple[tuple[bool, torch.dtype, bool], ...]:
         """What of each parameter must not change."""
-        return tuple((each.requires_grad, each.dtype, is_hooked(each)) for each in self._state.parameters())
+        return tuple((each.requires_grad, each.dtype, is_hooked(each)) for each in self.state.parameters())
 
     @property
     def plan(self) -> Plan:
@@ -120,30 +131,39 @@ class Session:
     @property
     def shards(self) -> tuple[str, ...]:
         """The tables of which this rank holds a part."""
-        return () if self._plan is None or self._communicator.world_size == 1 else self._plan.sharded
+        return () if self._plan is None or self.communicator.world_size == 1 else self._plan.sharded
 
     @property
     def places(self) -> dict[str, Place]:
         """Where the parts of sharded tables lie, by each of their names."""
-        tables = {table.parameter: table.place for table in self._state.tables.values() if table.place.mesh is not None}
-        named = ((name, self._state.parameter(name)) for name in self._state.names)
+        tables = {table.parameter: table.place for table in self.state.tables.values() if table.place.mesh is not None}
+        named = ((name, self.state.parameter(name)) for name in self.state.names)
         return {name: tables[parameter] for name, parameter in named if parameter in tables}
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        return self._communicator.group
+        return self.communicator.group
+
+    @property
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the model has been called, and is open."""
+        return self._begun and self.communicator.is_open
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Tells of a rank that dies in a collective inside."""
-        return self._communicator.watching()
+        return self.communicator.watching()
 
     @property
     def graphs(self) -> Mapping[str, fx.GraphModule]:
         assert self.plan is not None  # raises before the first call
-        return self._graphs
+        return {} if self._builder is None else self._builder.graphs
 
     def report(self) -> str:
-        told = str(self.plan) + told_of(self._communicator.gradient_dtype)
+        told = str(self.plan) + told_of(self.communicator.gradient_dtype)
         held = self._builder.held() if self._builder is not None else None
         optimizers = self._setting.stepping.holders.optimizers
         return told if held is None else f"{told}\n\n{memory_report(held, self.model, optimizers)}"
@@ -154,7 +174,7 @@ class Session:
                 "expected a hook before the model's first call, in register_comm_hook(), found that it has been called "
                 "and gradients travel already. Register it after compile()."
             )
-        self._communicator.gradient_dtype = dtype_of_hook(state, hook, self.group)
+        self.communicator.gradient_dtype = dtype_of_hook(state, hook, self.group)
 
     def _summary(self) -> str:
         scheduling = self._builder.scheduling if self._builder is not None else None
@@ -187,7 +207,7 @@ class Session:
             yield
         finally:
             recording = self._flow.recorder.stop()
-        self._timeline = gather_timeline(self._communicator, recording, scheduling.schedule.steps)
+        self._timeline = gather_timeline(self.communicator, recording, scheduling.schedule.steps)
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
@@ -195,11 +215,11 @@ class Session:
         """At the first call, ranks and model are those of that moment. Collective."""
         if self._given_group is None:
             group = default_group()
-            check_group(group, self._communicator.group)
-            if self._communicator.group is None and group is not None:
-                self._communicator.join(group)
-        agree_on_set_up(self._communicator, self.model, self.optimizers, self.options)  # it may have changed since
-        self._state.refresh(self.model)
+            check_group(group, self.communicator.group)
+            if self.communicator.group is None and group is not None:
+                self.communicator.join(group)
+        agree_on_set_up(self.communicator, self.model, self.optimizers, self.options)  # it may have changed since
+        self.state.refresh(self.model)
         self._watch.note()
         self._compiled_for = self._parameters_are()
         self._begun = True
@@ -208,18 +228,32 @@ class Session:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._begun:
             self._begin()
-        elif self._communicator.group is None:
+        elif self.communicator.group is None:
             check_still_alone(default_group())
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        train, communicator = torch.is_grad_enabled(), self._communicator
-        communicator.check_open()
-        communicator.activity = _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
+        leaves, spec = flatten_arguments(args, kwargs)
+        count = self._calls.count
+        while True:
+            try:
+                return self._call(args, kwargs, leaves, spec)
+            except PlanDoesNotFit:
+                self._calls.count = count
+                self._fit_plan()
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+        """Runs the model on a batch.
+
+        Raises:
+            PlanDoesNotFit: the plan must be changed first, on every rank.
+        """
+        train, announcements = torch.is_grad_enabled(), self.announcements
+        self.communicator.check_open()
+        announcements.activity = self._activity(train)
         self._look_at_model()
         kind = self._kinds[kind_key(self._watch.modes(), leaves, spec, train)]
         if self._plan is None and not train:
             return self._evaluate_plainly(args, kwargs)
         variant = self._variant(kind, leaves, args, kwargs, train)
-        if communicator.asked_to_plan:
+        if announcements.asked_to_plan:
             self._plan_again(variant, leaves)
         variant, program = self._runs(variant, kind, leaves, args, kwargs, train)
         following = self._following(kind, program, leaves, spec) if program.flow is not None else None
@@ -227,11 +261,23 @@ class Session:
             self._flow.leave()
         calls = self._calls
         calls.count += train
+        if train:
+            self._check_replicas()
         results = run_step(program, variant.captured.inputs(leaves), train=train, following=following)
         if self._drift is not None and train and calls.count % SAMPLED_EVERY == 0:
-            self._drift.observe(communicator.rows_read)
-            communicator.asks_to_plan = self._drift.wants_plan
+            self._drift.observe(announcements.rows_read)
+            announcements.asks_to_plan = self._drift.wants_plan
         return variant.captured.results(results, args, kwargs)
+
+    def _activity(self, train: bool) -> int:
+        return _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
+
+    def _check_replicas(self) -> None:
+        """Has the coming announcement compare them, where it is time."""
+        every = self.options.check_replicas
+        if every is not None and self.announcements.made % every == 0 and self.communicator.world_size > 1:
+            self.synchronize()  # ranks may have applied more or less of the last step
+            self.announcements.checksums = checksums_of_replicas(self._setting)
 
     def _look_at_model(self) -> None:
         """Refuses a model with other parameters than the plan's; one with other modules is captured anew.
@@ -246,12 +292,12 @@ class Session:
             changed = _CHANGED_PARAMETERS
         if changed is not None:
             if self._plan is None:  # the other ranks make no announcements yet
-                agree_on_first_call(self._communicator, changed)
-            give_up(self._communicator, changed)
+                agree_on_first_call(self.announcements, changed)
+            give_up(self.announcements, changed)
         if self._watch.modules_changed():
             self.parameters_may_change()
             self._watch.note()
-            self._state.refresh(self.model)
+            self.state.refresh(self.model)
             self._kinds.clear()
 
     def _variant(
@@ -276,17 +322,21 @@ class Session:
         """What a batch runs on."""
         accumulates = train and not self.synchronised
         compiles = variant.program is None or (accumulates and variant.accumulating is None)
-        if variant.program is None:
-            self._build(variant)
-        if accumulates and variant.accumulating is None:
-            assert self._builder is not None
-            with stage("compiling", self._communicator.rank), not_collecting():
-                self._builder.build_accumulating(variant)
+        self._make_programs(variant, accumulates=accumulates)
         program = variant.accumulating if accumulates else variant.program
         if compiles and not variant.captured.accepts(leaves):  # compiling has narrowed what the variant takes
             return self._runs(self._variant(kind, leaves, args, kwargs, train), kind, leaves, args, kwargs, train)
         assert program is not None
         return variant, program
+
+    def _make_programs(self, variant: Variant, *, accumulates: bool) -> None:
+        """Builds what is needed of a variant and not there."""
+        if variant.program is None:
+            self._build(variant)
+        if accumulates and variant.accumulating is None:
+            assert self._builder is not None
+            with stage("compiling", self.communicator.rank), not_collecting():
+                self._builder.build_accumulating(variant)
 
     def _following(self, kind: Kind, program: Program, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ahead | None:
         """The next batch, where it is known and a program for it exists."""
@@ -307,7 +357,7 @@ class Session:
         """No batch is expected any more, and everything is applied."""
         if self._flow is not None:
             self._flow.expect_no_batch()
-            self._flow.settle()
+        self.synchronize()
 
     def _warn_of_other_batch(self) -> None:
         if not self._warned:
@@ -321,22 +371,22 @@ class Session:
 
     def _evaluate_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the first training call there is no plan, and no table is sharded: the user's own forward runs."""
-        agree_on_first_call(self._communicator, None)
+        agree_on_first_call(self.announcements, None)
         if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
             raise RuntimeError(
                 "expected a training call before the first evaluation, in forward(), found a model on the meta device, "
                 "and how its tables are sharded is decided with the first training batch. Call it once with gradients "
                 "enabled."
             )
-        if not self._replicated and self._communicator.group is not None:
-            broadcast_state(self.model, frozenset(), self._communicator)
+        if not self._replicated and self.communicator.group is not None:
+            broadcast_state(self.model, frozenset(), self.communicator, buffers=self.options.broadcast_buffers)
         self._replicated = True
         return self.model(*args, **kwargs)
 
     def _capture(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
     ) -> Variant:
-        failure, captured, rank = None, None, self._communicator.rank
+        failure, captured, rank = None, None, self.communicator.rank
         try:
             with stage("capturing", rank):
                 captured = self._captures.capture(kind, leaves, args, kwargs, train)
@@ -345,9 +395,9 @@ class Session:
             failure = error
         if self._plan is None:
             with stage("waiting for the other ranks to capture", rank):
-                agree_on_first_call(self._communicator, failure)
+                agree_on_first_call(self.announcements, failure)
         elif failure is not None:
-            give_up(self._communicator, failure)
+            give_up(self.announcements, failure)
         assert captured is not None
         first = self._plan is None
         if first:
@@ -360,22 +410,28 @@ class Session:
             self._adopt(plan, findings)
             with stage("placing parameters", rank):
                 place(self._setting, analysed, plan)
+            self._placed.note(self)
             self._watch.note_parameters()
         variant = Variant(captured, analysed, train)
-        self._build(variant)
         kind.variants.append(variant)
+        self._build(variant)
         if first and rank == 0:
             tell("%s", self._summary())
         return variant
 
     def _build(self, variant: Variant) -> None:
-        """Makes a variant's program under the plan in use."""
+        """Makes a variant's program under the plan in use.
+
+        Raises:
+            PlanDoesNotFit: the plan must be changed first, on every rank.
+        """
         assert self._builder is not None
-        with stage("compiling", self._communicator.rank), not_collecting():
+        self._misfit = misfit(self.plan, variant.analysed)
+        if self._misfit:
+            self.announcements.announce((), does_not_fit=True)
+        with stage("compiling", self.communicator.rank), not_collecting():
             self._builder.build(variant)
         self._flow = self._builder.flow
-        if variant.train:
-            self._graphs = self._builder.graphs
 
     # -- planning again ------------------------------------------------------------------------------------------------
 
@@ -393,32 +449,88 @@ class Session:
         Raises:
             PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
         """
-        everyone = self._communicator.announce([self._may_plan_again(variant)])
+        everyone = self.announcements.announce([self._may_plan_again(variant)])
         if not all(may for (may,) in everyone):
             return
         old, used = self.plan, {d.parameter for d in self.plan if d.strategy not in ("frozen", "unused")}
         findings = find(self._setting, variant.analysed, variant.captured.inputs(leaves), used)
+        if findings is not None:
+            findings = findings.with_whole(self._whole, WHOLE)
         if findings is not None and self._drift is not None:
             findings = findings.with_rows(self._drift.rows)
         new = plan_on_links(self._setting, findings, old)
-        self._communicator.asks_to_plan = False
+        self.announcements.asks_to_plan = False
         if not changes(old, new):
             self._drift = _drift(old, findings)
             return
         self._place_anew(variant.analysed, old, new, findings)
 
+    def _fit_plan(self) -> None:
+        """The plan in use with what some rank's batch needs besides, before the step that asks for it. Collective.
+
+        Raises:
+            PeerFailure: this is no moment for it on some rank; on every rank, and nothing changed.
+        """
+        own, self._misfit = self._misfit, Misfit()
+        reason = "an earlier call's backward is still to come" if self.state.awaiting_backward else None
+        if self.state.unreduced and any(name in self.state.tables for name in own.whole):
+            reason = "gradients wait that were summed up under no_sync()"
+        told = tuple[tuple[str, ...], tuple[str, ...], str | None]
+        everyone = self.communicator.gather((own.late, own.whole, reason), told)
+        needed = [Misfit(late, whole) for late, whole, _ in everyone]
+        names = ", ".join(sorted({name for each in needed for name in (*each.late, *each.whole)}))
+        if reasons := {rank: reason for rank, (*_, reason) in enumerate(everyone) if reason is not None}:
+            raise PeerFailure({rank: _NO_MOMENT.format(names, reason) for rank, reason in reasons.items()})
+        self._whole |= {name for each in needed for name in each.whole}
+        self.change_plan(fitted(self.plan, needed))
+
+    # -- ranks that have run out of batches ----------------------------------------------------------------------------
+
+    def join_hook(self, *, divides_by_all: bool) -> Joined:
+        return Joined(self.idling, divides_by_all=divides_by_all)
+
+    def meet_joined(self) -> None:
+        """At the head of a call under `join`. Collective."""
+        self.idling.meet(self._activity(torch.is_grad_enabled()))
+
+    @property
+    def is_planned(self) -> bool:
+        return self._plan is not None
+
+    def any_variant(self) -> Variant:
+        """One of the model's captures."""
+        return next(v for kind in self._kinds.values() for v in kind.variants)
+
+    def program_of(self, variant: Variant, *, accumulates: bool) -> Program:
+        """A program of what was not captured from a batch."""
+        self._make_programs(variant, accumulates=accumulates)
+        program = variant.accumulating if accumulates else variant.program
+        assert program is not None
+        return program
+
+    def change_plan(self, new: Plan) -> None:
+        """Puts a plan in use that follows from the one in use. Collective."""
+        self._place_anew(self.any_variant().analysed, self.plan, new, self._findings)
+
+    def send_state(self, source: int) -> None:
+        """One rank's parameters, but those in shards, and buffers to every rank. Collective."""
+        sharded, buffers = frozenset(self.plan.sharded), self.options.broadcast_buffers
+        broadcast_state(self.model, sharded, self.communicator, buffers=buffers, source=source)
+
     def _place_anew(self, analysed: TrainingGraph, old: Plan, new: Plan, findings: Findings | None) -> None:
         """Puts another plan in use, between two steps. Collective."""
         if self._flow is not None:
             self._flow.close()
+        self.state.settle_tables()
         place_anew(self._setting, analysed, old, new)
+        self._placed.note(self)
         told = story(self._calls.count, old, new)
         self._adopt(replace(new, history=(*old.history, told)), findings)
         self._setting.stepping.flow = None
         for kind in self._kinds.values():
             for each in kind.variants:
                 each.program = each.accumulating = None
-        if self._communicator.rank == 0:
+        if self.communicator.rank == 0:
             tell("planned again %s", told)
 
     def _make_whole(self, names: Sequence[str], reason: str) -> None:
@@ -443,8 +555,8 @@ class Session:
         tables = {decision.parameter for decision in self.plan if decision.is_table}
         return (
             variant.train
-            and not self._state.unreduced
-            and not self._state.awaiting_backward
+            and not self.state.unreduced
+            and not self.state.awaiting_backward
             and (self._flow is None or self._flow.recorder.recording is None)
             and {table.parameter for table in variant.analysed.tables} == tables
         )
@@ -455,17 +567,21 @@ class Session:
         """Applies every update that an optimizer has stepped. Waits for nothing that other ranks are still to do."""
         if self._flow is not None:
             self._flow.settle()
+            self._flow.settle_rows()
+        self.state.settle_tables()
 
     def parameters_were_loaded(self) -> None:
         """Other parameters may stand in the place of those that were: `assign=True`."""
-        for name, table in self._state.tables.items():
-            table.parameter = self._state.parameter(name)
+        for name, table in self.state.tables.items():
+            table.parameter = self.state.parameter(name)
+        self.communicator.progress.optimizer_steps = 0  # ranks are alike again
         self._watch.note_parameters()
 
     def parameters_may_change(self) -> None:
         """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
         if self._flow is not None:
             self._flow.parameters_may_change()
+        self.state.settle_tables()
 
     def close(self) -> None:
         """Applies what is pending, and ends the threads and process groups behind the model."""
@@ -473,14 +589,15 @@ class Session:
         self._setting.stepping.flow = None
         if flow is not None:
             flow.close()
+        self.state.settle_tables()
         self._kinds.clear()
         if self._builder is not None:
             self._builder.flow = None
-        self._communicator.close()
+        self.communicator.close()
 
     def clear_gradients(self) -> None:
         """What backwards under `no_sync` left is gone with the gradients."""
-        self._state.unreduced.clear()
+        self.state.unreduced.clear()
 
 
 def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
@@ -491,6 +608,12 @@ def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
 _NOTHING_SENT = (
     "expected at least two ranks, before the {} is read, found one: nothing is sent, so nothing is scheduled. Start "
     "the program with torchrun on more ranks."
+)
+
+_NO_MOMENT = (
+    "expected every call's backward, and under no_sync() the step, before a batch that needs another plan, in the "
+    "model's call, found that {} are used otherwise than before, and {}. Call the model once with a batch that uses "
+    "them, on its own"
 )
 
 _OTHER_PARAMETERS = (

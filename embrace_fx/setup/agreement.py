@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -10,12 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from embrace_fx.capture.errors import CaptureError
-from embrace_fx.passes.collectives import sequence_hash
-from embrace_fx.runtime.ranks.communicator import Communicator, check_activities
-from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.runtime.ranks.announcement import Announcements, check_activities
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.shared_memory import refuse_shared_memory
-from embrace_fx.vocabulary.graph import TrainingGraph
 
 
 def agree_on_set_up(
@@ -55,7 +54,7 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
         found[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
     for k, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
-            settings = {key: _plain(value) for key, value in group.items() if key != "params"}
+            settings = settings_of(group)
             held = [names.get(id(parameter), "not of the model") for parameter in group["params"]]
             found[f"optimizer {k}, param group {g}"] = f"{type(optimizer).__name__} {settings} over {held}"
     found["options"] = options.agreed()
@@ -74,6 +73,20 @@ def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         raise ValueError(
             f"expected a plain model, in compile(), found a {type(model).__name__}, which wraps one already. Pass the "
             "model that was wrapped, once: compile() stands in the wrapper's place."
+        )
+    wrapped = next(
+        (name for name, module in model.named_modules() if getattr(type(module), "_wraps_a_model", False)), ""
+    )
+    if wrapped:
+        raise ValueError(
+            f"expected a plain model, in compile(), found a {type(model).__name__} whose {wrapped} is compiled by an "
+            "own compile(). Compile the whole, with the plain module in that place."
+        )
+    taken = next((told for hook in model._state_dict_pre_hooks.values() if (told := getattr(hook, "taken", ""))), "")
+    if taken:
+        raise ValueError(
+            f"expected a model that no earlier compile() has taken, in compile(), found a {type(model).__name__} "
+            f"{taken}. Go on with that one; or load its full_state_dict() into a new model, and compile that."
         )
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -132,6 +145,11 @@ def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
                 )
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a param group, as they are compared between ranks."""
+    return {key: _plain(value) for key, value in group.items() if key != "params"}
+
+
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
@@ -170,12 +188,7 @@ def is_hooked(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def failure_text(failure: Exception) -> str:
-    """A failure as other ranks are to read it; the library's own errors need no type."""
-    return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
-
-
-def agree_on_first_call(communicator: Communicator, failure: Exception | None) -> None:
+def agree_on_first_call(announcements: Announcements, failure: Exception | None) -> None:
     """Before there is a plan, and with it announcements: all ranks do the same, and none has failed to capture.
 
     Args:
@@ -184,8 +197,8 @@ def agree_on_first_call(communicator: Communicator, failure: Exception | None) -
     Raises:
         CaptureError: a rank could not; on every rank.
     """
-    own = (communicator.activity, None if failure is None else failure_text(failure))
-    everyone = communicator.gather(own, tuple[int, str | None])
+    own = (announcements.activity, None if failure is None else failure_text(failure))
+    everyone = announcements.communicator.gather(own, tuple[int, str | None])
     check_activities([activity for activity, _ in everyone])
     for rank, (_, report) in enumerate(everyone):
         if report is not None:
@@ -193,36 +206,21 @@ def agree_on_first_call(communicator: Communicator, failure: Exception | None) -
             raise CaptureError(text) from failure
 
 
-def agree_on_sequence(communicator: Communicator, graph: TrainingGraph | None, failure: Exception | None) -> str:
-    """Every rank launches the same collectives in the same order, or none goes on.
+def agree_on_build(communicator: Communicator, failure: Exception | None) -> None:
+    """The first program is there on every rank, or none goes on.
 
     Args:
-        graph: what this rank is to run, after the last pass; None where a pass failed.
-        failure: why.
-
-    Returns:
-        The hash of what is launched.
+        failure: why a pass failed on this rank, or None.
 
     Raises:
         PeerFailure: a pass failed on some rank; on every rank.
-        RuntimeError: the ranks would launch different collectives; on every rank.
     """
-    launched = "" if graph is None else sequence_hash(graph)
-    own = (launched, str(communicator.gradient_dtype), None if failure is None else failure_text(failure))
-    everyone = communicator.gather(own, tuple[str, str, str | None])
-    if failures := {rank: text for rank, (*_, text) in enumerate(everyone) if text is not None}:
+    everyone = communicator.gather(None if failure is None else failure_text(failure), str | None)
+    if failures := {rank: text for rank, text in enumerate(everyone) if text is not None}:
         raise PeerFailure(failures) from failure
-    others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
-    if others:
-        raise RuntimeError(
-            "expected every rank's graph to launch the same collectives, after the last pass, found that ranks "
-            f"{others} differ from rank 0: their batches led the forward along another path. Make the forward read "
-            "the same tables and parameters on every rank, and register the same hook."
-        )
-    return own[0]
 
 
-def give_up(communicator: Communicator, failure: Exception) -> NoReturn:
+def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
     """Reports a failure in place of a step, so that the other ranks do not wait for this one.
 
     Raises:
@@ -231,7 +229,7 @@ def give_up(communicator: Communicator, failure: Exception) -> NoReturn:
     """
     report = None
     try:
-        communicator.announce((), failure_text(failure))
+        announcements.announce((), failure_text(failure))
     except PeerFailure as raised:
         report = raised
     assert report is not None  # what is announced is raised, on every rank

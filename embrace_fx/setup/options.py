@@ -8,7 +8,7 @@ from pathlib import Path
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy, check_strategy
-from embrace_fx.vocabulary.exactness import RowUpdates
+from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
 
@@ -19,12 +19,21 @@ class Options:
 
     strategy: Strategy
     schedule: str
-    row_updates: RowUpdates
+    row_updates: RowUpdatesOption
     backend: str
     dynamic: bool | None
     cluster: Cluster | None = None
     plan: Plan | str | Path | None = None
     memory_budget: float | None = None
+    check_replicas: int | None = None
+    broadcast_buffers: bool = True
+    forward_sync_buffers: bool = True
+    dump_to: str | Path | None = None
+
+    @property
+    def shares_buffers(self) -> bool:
+        """Whether forwards read rank 0's buffers."""
+        return self.broadcast_buffers and self.forward_sync_buffers
 
     @cached_property
     def given_plan(self) -> Plan | None:
@@ -36,13 +45,19 @@ class Options:
         return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
 
     def agreed(self) -> str:
-        """What must be the same on all ranks: of a plan not where it lies, but what it says."""
+        """What must be the same on all ranks: of a plan not where it lies, but what it says; not where dumps go."""
         plan = self.given_plan
-        return repr(replace(self, plan=None)) + (f" and a plan of digest {plan.digest()}" if plan is not None else "")
+        return repr(replace(self, plan=None, dump_to=None)) + (
+            f" and a plan of digest {plan.digest()}" if plan is not None else ""
+        )
 
     def check(self, where: str = "compile()") -> None:
         """Raises `ValueError` where an option has a value that does not exist; `where` is the call that it names."""
-        allowed = {"schedule": SCHEDULES, "row_updates": ("exact", "lazy"), "backend": ("eager", "inductor")}
+        allowed = {
+            "schedule": SCHEDULES,
+            "row_updates": ("exact", "sweep", "replay", "lazy"),
+            "backend": ("eager", "inductor"),
+        }
         for name, values in allowed.items():
             found = getattr(self, name)
             if found not in values:
@@ -59,6 +74,16 @@ class Options:
             raise ValueError(
                 f"expected memory_budget to be None, bytes, or a fraction below 1, in {where}, found {budget!r}. Pass "
                 "0.5 for half of what a step holds where everything is saved, or a number of bytes."
+            )
+        every: object = self.check_replicas
+        if every is not None and not (type(every) is int and every > 0):
+            raise ValueError(
+                f"expected check_replicas to be None or a number of steps, in {where}, found {every!r}. Pass 1000 to "
+                "compare replicas at every thousandth call."
+            )
+        if not isinstance(self.dump_to, str | Path | None):
+            raise ValueError(
+                f"expected dump_to to be None or the path of a folder, in {where}, found {self.dump_to!r}. Pass a path."
             )
         check_strategy(self.strategy, where)
         if not isinstance(self.plan, Plan | str | Path | None):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from embrace_fx.runtime.optimizer.stepping import Stepping
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.setup.options import Options
@@ -23,5 +24,9 @@ class Setting:
     model: nn.Module
     stepping: Stepping
     state: ModelState
-    communicator: Communicator
+    announcements: Announcements
     options: Options
+
+    @property
+    def communicator(self) -> Communicator:
+        return self.announcements.communicator

@@ -41,6 +41,15 @@ from torch.optim import (
 )
 
 RowUpdates = Literal["exact", "lazy"]
+"""What a step does to rows without gradient: what the optimizer says, or nothing."""
+
+RowUpdatesOption = Literal["exact", "sweep", "replay", "lazy"]
+"""As a user asks for it: "exact" is a sweep or a replay, whichever is predicted to take less time."""
+
+
+def semantics(asked: RowUpdatesOption) -> RowUpdates:
+    return "lazy" if asked == "lazy" else "exact"
+
 
 ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
     {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SparseAdam}

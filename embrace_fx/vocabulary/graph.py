@@ -85,7 +85,7 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class RowGradient:
+class GradientOfRows:
     """One part of a table's coalesced row gradient: `ids` (K,) int64, sorted and unique, or `rows` (K, d)."""
 
     table: str
@@ -114,7 +114,7 @@ class PendingRows:
         return self.members or (self.table,)
 
 
-OutputRole = Result | Mutation | Gradient | RowGradient | PendingGradients | PendingRows | Saved
+OutputRole = Result | Mutation | Gradient | GradientOfRows | PendingGradients | PendingRows | Saved
 
 Role = InputRole | OutputRole
 
@@ -130,7 +130,8 @@ class TableUse:
         padding_idx: the row that gets no gradient, -1 for none.
         kind: "embedding" or "bag:sum" / "bag:mean" / "bag:max".
         constant_ids: the ids do not depend on the batch (position and type tables).
-        ids_from_batch: the ids are a pure function of the batch (random draws included), of no parameter.
+        ids_from_batch: the ids are a pure function of the batch (random draws included), of no parameter and of no
+            other rank.
         scale_grad_by_freq: gradients are divided by the id's count in the batch.
         source: the user's line, `file:line in function`, for messages.
     """
@@ -175,8 +176,7 @@ class TrainingGraph:
 
     `module` is the joint forward and backward; after `Partition` it is kept for reading, and `phases` holds what runs:
     "unique" (batch -> rows read), "ids" (their exchange -> routing), "forward" (-> results, mutations, saved),
-    "backward" (tangents, saved -> gradients). `results_behind`: parameter -> the results that its gradient comes from,
-    where there are several.
+    "backward" (tangents, saved -> gradients). `results_behind`: parameter -> the results that its gradient comes from.
     """
 
     module: fx.GraphModule
@@ -242,17 +242,16 @@ def set_outputs(module: fx.GraphModule, outputs: list[tuple[fx.Node | None, Outp
 
 
 def results_behind(graph: TrainingGraph) -> dict[str, frozenset[int]]:
-    """Parameter -> the results that its gradient comes from, of a captured graph; empty where there is but one."""
+    """Parameter -> the results that its gradient comes from, of a captured graph; all where it depends on none."""
     tangents = {node: frozenset({role.index}) for node, role in graph.inputs() if isinstance(role, Tangent)}
-    if len(tangents) < 2:
-        return {}
+    every = frozenset[int]().union(*tangents.values())
     behind: dict[fx.Node, frozenset[int]] = {}
     for node in graph.graph.nodes:
         behind[node] = tangents.get(node) or frozenset().union(*{behind[n] for n in node.all_input_nodes})
     return {
-        role.of.name: behind[node]
+        role.of.name: behind[node] or every
         for node, role in graph.outputs()
-        if node is not None and isinstance(role, Gradient) and isinstance(role.of, Parameter) and behind[node]
+        if node is not None and isinstance(role, Gradient) and isinstance(role.of, Parameter)
     }
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.library import define, register_fake
 
-from embrace_fx.vocabulary.schedule import OperationId
+from embrace_fx.vocabulary.schedule import LANES, OperationId
 
 LAUNCHES: frozenset[str] = frozenset(
     {
@@ -37,6 +37,14 @@ LAUNCHES: frozenset[str] = frozenset(
 )
 """Ops whose result is in flight: only `wait_tensor` yields the value."""
 
+OWN_GROUPS: frozenset[str] = frozenset(LANES) - {"compute"}
+"""What the groups of a program's own launches are called: communication classes."""
+
+USERS_LAUNCHES: frozenset[str] = frozenset(
+    f"_c10d_functional::{name}"
+    for name in ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+)
+"""Ops that, on any other group, are collectives of the user's forward: in program order, on the group that it names."""
 
 SUBMISSIONS: frozenset[str] = frozenset(
     {"embrace::submit_ids", "embrace::submit_rows", "embrace::submit_gradients", "embrace::submit_chunk"}
@@ -55,6 +63,18 @@ LOCAL_OF_FLOW: frozenset[str] = frozenset({"embrace::join_rows", "embrace::hand_
 def op_name(node: fx.Node) -> str:
     """The op a node calls, as "namespace::name" without overload; "" where it calls none."""
     return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def is_users_launch(node: fx.Node) -> bool:
+    """Whether a node launches a collective of the user's forward, or of its backward."""
+    if op_name(node) not in USERS_LAUNCHES:
+        return False
+    return (node.kwargs["group_name"] if "group_name" in node.kwargs else node.args[-1]) not in OWN_GROUPS
+
+
+def is_users_wait(node: fx.Node) -> bool:
+    """Whether a node waits for such a collective."""
+    return op_name(node) == "_c10d_functional::wait_tensor" and is_users_launch(node.all_input_nodes[0])
 
 
 def launch_of(node: fx.Node) -> OperationId | None:

@@ -134,6 +134,9 @@ class Decision:
         grid: of "alltoall", where the ranks are more than one row; else None.
         candidates: every strategy weighed, of which one was chosen; empty where there was nothing to choose.
         measured: how a table's gradients lie on all ranks, in one line; "" where that is not known.
+        rests: of shards whose optimizer moves rows without gradient: each takes the steps it has skipped when it is
+            read next, and not all at each step.
+        padding_idx: of a table, the row that gets no gradient, -1 for none.
     """
 
     parameter: str
@@ -148,6 +151,8 @@ class Decision:
     grid: Grid | None = None
     candidates: tuple[Candidate, ...] = ()
     measured: str = ""
+    rests: bool = False
+    padding_idx: int = -1
 
     @property
     def name(self) -> str:

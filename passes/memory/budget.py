@@ -18,7 +18,7 @@ from embrace_fx.passes.memory.choose import Choice, Costs, choices
 from embrace_fx.passes.memory.foresee import Foreseen, foresee
 from embrace_fx.passes.memory.held import Held, held
 from embrace_fx.passes.memory.regions import can_run_again, compute_again, written_by
-from embrace_fx.passes.scheduler.step_graph import node_ms
+from embrace_fx.passes.scheduler.node_cost import estimate
 from embrace_fx.vocabulary.graph import TrainingGraph
 
 
@@ -39,7 +39,7 @@ class Memory:
         limit = budget_bytes(self.budget, before)
         if before.peak_bytes <= limit or before.backward == len(before.nodes):  # no backward: nothing is saved
             return graph
-        return _within(graph, before, limit, Costs(lambda node: node_ms(node, self.compute)))
+        return _within(graph, before, limit, Costs(estimate(self.compute)))
 
 
 def budget_bytes(budget: float, everything: Held) -> int:

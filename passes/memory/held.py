@@ -7,8 +7,9 @@ batch) is not. Views cost nothing; an op that may write into an input that dies 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -98,6 +99,23 @@ def held(graph: TrainingGraph) -> Held:
         total += change
         by_time[position] = total
     return Held(nodes, backward, storages, by_time[: len(nodes)], memory)
+
+
+def backward_peak(nodes: Sequence[fx.Node], saved: Collection[fx.Node]) -> int:
+    """The most bytes that a backward phase holds, were its nodes to run in an order.
+
+    Args:
+        nodes: without placeholders and output.
+        saved: the placeholders of what the forward has left to it, each of which dies with its last reader.
+    """
+    in_order = [*saved, *nodes]
+    outputs = {node for node in nodes if any(user.op == "output" for user in node.users)}
+    memory = _memory(in_order, 0, outputs)
+    change = [0] * (len(in_order) + 1)
+    for storage in {id(storage): storage for node in in_order for storage in memory[node]}.values():
+        change[storage.born] += storage.nbytes
+        change[min(storage.dies + 1, len(in_order))] -= storage.nbytes
+    return max(accumulate(change))
 
 
 def nbytes(value: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Literal
 
 from embrace_fx import cost
 from embrace_fx.cost.exchanges import Scheme, cheaper_scheme, cheapest_block, predict
@@ -17,9 +18,11 @@ from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.planner.shard_cost import (
     FEWEST_RANKS,
     RowsAtHome,
+    replay_work,
     replica_work,
     shard_exchange,
     shard_work,
+    sweep_work,
     widest_useful,
 )
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
@@ -34,6 +37,11 @@ INDEX_BYTES = 8
 """Of a unit in the index sets of Zen (`embrace_fx.runtime.exchanges.hashing.index_sets`)."""
 
 
+Moving = Literal["", "sweep", "replay", "either"]
+"""How rows without gradient of a shard move: not at all, all at each step, each when it is read next, or as is
+predicted to take less time."""
+
+
 @dataclass(frozen=True)
 class ParameterFacts:
     """What the planner needs to know of a parameter beyond the graph."""
@@ -46,6 +54,7 @@ class ParameterFacts:
     row_update_blocker: str | None
     updated_by_rows: bool  # whatever the strategy: the user asked for SparseAdam, or for lazy updates
     param_group: int = 0  # which one holds it, of all optimizers'
+    moving: Moving = ""
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +70,7 @@ class Priced:
         sharing_ms: the same where start-ups are shared, of an AllReduce with its bucket and of an AlltoAll with all
             tables of its stack.
         blocker: why it is not legal, or None.
+        rests: of shards: rows without gradient move when they are read next.
     """
 
     strategy: str
@@ -71,6 +81,7 @@ class Priced:
     scheme: str = ""
     blocker: str | None = None
     grid: Grid | None = None
+    rests: bool = False
 
     @property
     def start_ups_ms(self) -> float:
@@ -175,9 +186,10 @@ class Pricing:
         itemsize = exchange_dtype(self.graph, table).itemsize
         at_home = self.rows_at_home.get(fact.name, {}).get(grid.rows) if grid is not None else None
         exchange = shard_exchange(table, rows, itemsize, self.world_size, grid, at_home, self.schedule)
-        work = shard_work(table, rows, itemsize, self.world_size, grid, self.schedule)
+        rests, moving = self._moving(table, fact, rows)
+        work = shard_work(table, rows, itemsize, self.world_size, grid, self.schedule) + moving
         shared_ms = replace(exchange, messages=0).time_ms(self.cluster, "all_to_all")
-        return self._priced(
+        priced = self._priced(
             "alltoall",
             exchange,
             exchange.time_ms(self.cluster, "all_to_all") + work.time_ms(self.cluster),
@@ -186,6 +198,17 @@ class Pricing:
             blocker=shard_blocker(table) or fact.row_update_blocker,
             grid=grid,
         )
+        return replace(priced, rests=rests)
+
+    def _moving(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> tuple[bool, cost.Work]:
+        """Whether rows without gradient of a shard rest until they are read, and what moving them takes."""
+        if not fact.moving:
+            return False, cost.Work()
+        sweep = sweep_work(fact.nbytes, self.world_size)
+        replay = replay_work(table, rows, fact.itemsize, self.world_size)
+        faster = bool(rows) and replay.time_ms(self.cluster) < sweep.time_ms(self.cluster)
+        rests = fact.moving == "replay" or (fact.moving == "either" and faster)
+        return rests, replay if rests else sweep
 
     def _priced(
         self,
@@ -230,7 +253,7 @@ def shard_blocker(table: Table) -> str | None:
     if any(use.scale_grad_by_freq for use in table.uses):
         return "scale_grad_by_freq needs every rank's counts of every id"
     if not all(use.ids_from_batch for use in table.uses):
-        return "its ids depend on parameters, so they are not known before the forward"
+        return "its ids depend on parameters or on other ranks, so they are not known before the forward"
     return None
 
 

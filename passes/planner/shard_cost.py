@@ -19,6 +19,11 @@ ROUTED_BYTES = 128
 UPDATE_PASSES = 8
 """Of an optimizer over parameters, gradients and state: SGD makes 3, Adagrad 11, Adam 14; the planner is told none."""
 
+REPLAY_PASSES = 4
+"""Of a step that a row has skipped over its weights: a product, a quotient and two sums."""
+LONGEST_TAIL = 128
+"""Steps after which a momentum of 0.9 reaches no bit of a float32 any more."""
+
 ONE_WAY = {"none": 1, "horizontal": 1, "vertical": 2, "2d": 2}
 """Schedule -> AlltoAlls in which a table's rows travel, and as many for their gradients: early and late rows, prior and
 delayed gradients, where the next batch is known."""
@@ -104,6 +109,22 @@ def shard_work(
     passed_bytes = (3 + UPDATE_PASSES) * own_columns_bytes + 2 * most * row_bytes
     rounds = cost.Work(rounds=ROUNDS * launches_of(schedule))
     return cost.passes_over(passed_bytes) + arriving + units + routed + rounds
+
+
+def sweep_work(nbytes: int, world_size: int) -> cost.Work:
+    """What a step does to rows without gradient where an optimizer moves all rows of a shard."""
+    return cost.passes_over((2 + UPDATE_PASSES) * nbytes / world_size)
+
+
+def replay_work(table: Table, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int) -> cost.Work:
+    """What rows do per step that take the steps they have skipped when they are read.
+
+    Every row skips about a step per step, and takes it later; but of one that has rested long, momentum has died away,
+    and its steps need not be counted one by one.
+    """
+    steps = min(table.num_rows, LONGEST_TAIL * sum(rows_by_rank))
+    passed_bytes = REPLAY_PASSES * steps * table.embedding_dim * itemsize / world_size
+    return cost.passes_over(passed_bytes) + cost.Work(rounds=ROUNDS)
 
 
 def replica_work(nbytes: int) -> cost.Work:

@@ -22,7 +22,7 @@ from torch import fx
 from embrace_fx.passes.relax.launches import Phases, nodes_of, rewrite_phases
 from embrace_fx.passes.rewriter import first_after_placeholders
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.ops import op_name
+from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIONS, op_name
 from embrace_fx.vocabulary.schedule import OperationId
 
 
@@ -70,17 +70,28 @@ def made_for(readers: list[fx.Node]) -> set[fx.Node]:
     waiting = [value for node in readers for value in node.all_input_nodes]
     while waiting:
         node = waiting.pop()
-        if node not in found and _may_move(node) and found.issuperset(node.users):
+        if node not in found and may_move(node) and found.issuperset(node.users):
             found.add(node)
             waiting += node.all_input_nodes
     return found
 
 
-def _may_move(node: fx.Node) -> bool:
-    """Whether a node computes, and nothing else: wherever its inputs are there, it yields the same."""
+def may_move(node: fx.Node) -> bool:
+    """Whether a node computes, and nothing else: wherever its inputs are there, it yields the same.
+
+    A user's own op is one as well, unless it says that it writes, or draws.
+    """
     if node.op != "call_function" or "again" in node.meta:
+        return False
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return True  # items of tuples, arithmetic of sizes
-    computes = node.target.namespace in ("aten", "prims") and not node.target._schema.is_mutable
-    return computes and torch.Tag.nondeterministic_seeded not in node.target.tags
+    if op_name(node) in _COMMUNICATE or node.target.namespace in _OTHERS:
+        return False
+    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+_COMMUNICATE = LAUNCHES | SUBMISSIONS | AWAITS | LOCAL_OF_FLOW | {"embrace::copy_unwritten"}
+_OTHERS = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "profiler")
+"""Namespaces of ops that have effects beside their results, whatever their schemas say."""

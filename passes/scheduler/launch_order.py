@@ -6,7 +6,7 @@ Contract
     search is bounded by a count, not by time.
 
     order(key)                while the link is free: of those that are ready, launch the one with the least key
-    policies                  readiness | paper | slack: three such keys
+    policies                  readiness | paper: two such keys
     schedule                  the best policy's order, then moves and swaps that shorten the step
 
 Source: 2D communication scheduling, EmbRace (ICPP 2022, section 4), which runs a priority queue during training. Here
@@ -27,44 +27,37 @@ _WARM_UP_WINDOWS = 3
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Ready:
     """A communication that is ready while the link is free.
 
     Attributes:
         operation: itself.
         ready_ms: when its dependences ended.
-        latest_ms: when it must start, were the link wide enough for all, if two windows are not to become longer.
         needed_at: how many compute operations the program runs, from the window's start, before the first that needs
             it; infinite where none does.
     """
 
     operation: Operation
     ready_ms: float
-    latest_ms: float
     needed_at: float
 
 
-Key = Callable[[Candidate], Any]
+Key = Callable[[Ready], Any]
 """A policy: the candidate with the least key is launched; of equal ones, the first by name."""
 
 
-def readiness(candidate: Candidate) -> float:
+def readiness(candidate: Ready) -> float:
     """First come, first served: the naive order."""
     return candidate.ready_ms
 
 
-def paper(candidate: Candidate) -> tuple[int, float]:
+def paper(candidate: Ready) -> tuple[int, float]:
     """The embedding chain, then what the next forward needs first, then delayed rows (EmbRace, section 4)."""
     classes = {"gradients": 0, "ids": 0, "lookups": 0, "delayed": 2}
     return classes.get(candidate.operation.kind, 1), candidate.needed_at
 
 
-def slack(candidate: Candidate) -> float:
-    """The one that can least wait."""
-    return candidate.latest_ms
-
-
-POLICIES: tuple[Key, ...] = (paper, slack, readiness)
+POLICIES: tuple[Key, ...] = (paper, readiness)
 """In order of preference where two are equally fast."""
 
 
@@ -121,6 +114,12 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
     return Schedule(name, machine.names(chosen), steps, picture.timeline, picture.critical_path, source)
 
 
+def quick_ms(steps: StepGraph) -> float:
+    """What a step takes in the best policy's order, without a search."""
+    machine = LinkMachine(steps)
+    return min(machine.run(_queue(machine, key), WINDOWS).step_ms for key in POLICIES)
+
+
 def story(schedule: Schedule, times: bool = True) -> str:
     """One window as text: launches, compute and waits, a line each, in the order of their predicted start.
 
@@ -154,7 +153,7 @@ def story(schedule: Schedule, times: bool = True) -> str:
 
 def _queue(machine: LinkMachine, key: Key) -> list[int]:
     """`order`, in indices: several windows in a row, for what the last of them finds the link busy with."""
-    latest, needed = _urgency(machine)
+    needed = _needed_at(machine)
     finished: list[list[float]] = []
     processor = link = 0.0
     order: list[int] = []
@@ -180,7 +179,7 @@ def _queue(machine: LinkMachine, key: Key) -> list[int]:
             chosen = min(
                 (k for k, ready in times.items() if ready <= link),
                 key=lambda k: (
-                    key(Candidate(machine.operations[k], times[k] - begun, latest[k], needed[k])),
+                    key(Ready(machine.operations[k], times[k] - begun, needed[k])),
                     machine.operations[k].name,
                 ),
             )
@@ -204,8 +203,8 @@ def _ready(machine: LinkMachine, k: int, ends: list[float | None], finished: lis
     return ready
 
 
-def _urgency(machine: LinkMachine) -> tuple[list[float], list[float]]:
-    """Of each operation: its latest start in the first of two windows, and `Candidate.needed_at`."""
+def _needed_at(machine: LinkMachine) -> list[float]:
+    """`Ready.needed_at` of each operation."""
     windows = max(2, machine.reach + 1)
     size, sequence = len(machine.operations), machine.any_sequence()
     causes = [machine.dependences(k) for k in range(size)]
@@ -213,21 +212,12 @@ def _urgency(machine: LinkMachine) -> tuple[list[float], list[float]]:
         causes[k].append((0, k - 1))
     if machine.count:
         causes[0].append((1, machine.count - 1))
-    ends = [[0.0] * size for _ in range(windows)]
-    for window in range(windows):
-        for k in sequence:
-            start = max((ends[window - d][p] for d, p in causes[k] if d <= window), default=0.0)
-            ends[window][k] = start + machine.durations[k]
-    length = max(ends[-1], default=0.0)
-    latest = [[length] * size for _ in range(windows)]  # ends
     needed = [[float("inf")] * size for _ in range(windows)]
     for window in reversed(range(windows)):
         for k in reversed(sequence):
-            begins = latest[window][k] - machine.durations[k]
             reader = float(window * machine.count + k) if k < machine.count else needed[window][k]
             for distance, before in causes[k]:
                 if distance <= window:
                     row = window - distance
-                    latest[row][before] = min(latest[row][before], begins)
                     needed[row][before] = min(needed[row][before], reader)
-    return [end - duration for end, duration in zip(latest[0], machine.durations, strict=True)], needed[0]
+    return needed[0]

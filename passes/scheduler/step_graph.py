@@ -20,11 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from embrace_fx import cost
 from embrace_fx.passes.collectives import awaited, is_submission
+from embrace_fx.passes.scheduler.node_cost import NodeMs, estimate
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.schedule import (
@@ -72,12 +72,16 @@ class Block:
     submits: list[fx.Node] = field(default_factory=list)
 
 
-def blocks(graph: TrainingGraph, compute: cost.Compute) -> list[Block]:
-    """The compute operations of a window, in the order of the program."""
+def blocks(graph: TrainingGraph, node_ms: NodeMs) -> list[Block]:
+    """The compute operations of a window, in the order of the program.
+
+    Args:
+        node_ms: milliseconds of a node.
+    """
     early, end, between = Block(EARLY), Block(END), Block(BETWEEN)
-    found = [early, *_of_backward(graph.phases["backward"], early, end, compute), end, between]
+    found = [early, *_of_backward(graph.phases["backward"], early, end, node_ms), end, between]
     ids = [node for node in graph.phases["ids"].graph.nodes if launch_of(node) == IDS]
-    of_forward = list(_of_forward(graph.phases["forward"], between, compute))
+    of_forward = list(_of_forward(graph.phases["forward"], between, node_ms))
     if ids and IDS not in map(launch_of, between.submits):  # at their own turn, by the calling thread
         between.submits += ids
         for block in of_forward:
@@ -91,7 +95,7 @@ def _is_lookup(node: fx.Node) -> bool:
     return launch is not None and launch.kind == "lookups"
 
 
-def _of_backward(backward: fx.GraphModule, early: Block, end: Block, compute: cost.Compute) -> Iterator[Block]:
+def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: NodeMs) -> Iterator[Block]:
     block = early
     for node in backward.graph.nodes:
         launch = awaited(node)
@@ -109,10 +113,10 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block, compute: co
                 yield block
             block.submits.append(node)
         else:
-            end.ms += node_ms(node, compute)
+            end.ms += node_ms(node)
 
 
-def _of_forward(forward: fx.GraphModule, between: Block, compute: cost.Compute) -> Iterator[Block]:
+def _of_forward(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Iterator[Block]:
     segment: Block | None = Block(START)
     waiting = Block(START)  # for what is awaited
     for node in forward.graph.nodes:
@@ -130,7 +134,7 @@ def _of_forward(forward: fx.GraphModule, between: Block, compute: cost.Compute) 
                 segment = None
             waiting.awaits.append((launch, 0))
         else:
-            (segment or waiting).ms += node_ms(node, compute)
+            (segment or waiting).ms += node_ms(node)
         ends = _what_awaits_lead_to(node) if not of_rows or launch is None else compute_id("rows", launch.what)
         if ends is not None:
             waiting.id = ends
@@ -162,42 +166,7 @@ def _launch(node: fx.Node) -> OperationId:
 
 def compute_durations(graph: TrainingGraph, cluster: cost.Cluster) -> dict[OperationId, float]:
     """Estimated milliseconds of each compute operation."""
-    return {block.id: block.ms for block in blocks(graph, cluster.compute)}
-
-
-def node_ms(node: fx.Node, compute: cost.Compute) -> float:
-    """Estimated milliseconds of one node."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return 0.0
-    inputs = [_shape(n.meta.get("val")) for n in node.all_input_nodes]
-    outputs = [_shape(v) for v in torch.utils._pytree.tree_leaves(node.meta.get("val"))]
-    moved = sum(map(_elements, (*inputs, *outputs))) * 4
-    flops = 0.0
-    if node.target.name().split("::")[-1].split(".")[0] in ("mm", "addmm", "bmm", "baddbmm") and len(inputs) >= 2:
-        flops = 2.0 * _elements(outputs[0]) * (inputs[-2] or [1])[-1]
-    elif "rnn" in node.target.name() or "conv" in node.target.name() or "attention" in node.target.name():
-        flops = 2.0 * max(map(_elements, inputs), default=0) * max((s[-1] for s in inputs if s), default=1)
-    return compute.time_ms(flops, moved)
-
-
-def _shape(value: Any) -> list[int]:
-    if not isinstance(value, Tensor):
-        return []
-    sizes: tuple[int | torch.SymInt, ...] = tuple(value.shape)
-    return [_hint(size) if isinstance(size, torch.SymInt) else size for size in sizes]
-
-
-def _hint(size: torch.SymInt) -> int:
-    """A size's value at capture; of one that only the data knows, something small."""
-    hint = getattr(size.node, "hint", None)
-    return int(hint) if hint is not None else 64
-
-
-def _elements(shape: Sequence[int]) -> int:
-    total = 1 if shape else 0
-    for size in shape:
-        total *= size
-    return total
+    return {block.id: block.ms for block in blocks(graph, estimate(cluster.compute))}
 
 
 def build(
@@ -216,7 +185,7 @@ def build(
     operations: list[Operation] = []
     dependences: list[Dependence] = []
     order: list[str] = []
-    found = blocks(graph, cluster.compute)
+    found = blocks(graph, estimate(cluster.compute))
     pieces = _pieces(found)
     for block in found:
         name, served = str(block.id), () if block.id in (EARLY, END, BETWEEN, START) else (block.id.what,)

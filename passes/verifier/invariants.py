@@ -40,6 +40,7 @@ from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.passes.verifier.windows import INVARIANTS as WINDOW_INVARIANTS
 from embrace_fx.vocabulary.graph import (
     Gradient,
+    GradientOfRows,
     InputRole,
     Mutation,
     OutputRole,
@@ -47,14 +48,13 @@ from embrace_fx.vocabulary.graph import (
     PendingGradients,
     PendingRows,
     Result,
-    RowGradient,
     Saved,
     Tangent,
     TrainingGraph,
     outputs_of,
     source_of,
 )
-from embrace_fx.vocabulary.ops import LAUNCHES, op_name
+from embrace_fx.vocabulary.ops import LAUNCHES, is_users_launch, op_name
 
 _SYM_OPS: frozenset[Callable[..., object]] = frozenset(
     {
@@ -247,7 +247,7 @@ def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> It
         parts = found.get(name, Counter())
         if parts not in ({"dense": 1}, {"ids": 1, "rows": 1}, {"pending rows": 1}):
             got = " and ".join(f"{count} x {part}" for part, count in sorted(parts.items())) or "none"
-            remedy = "keep one Gradient or pending output, or the two RowGradient outputs"
+            remedy = "keep one Gradient or pending output, or the two GradientOfRows outputs"
             yield Violation(None, f"one gradient of {name}: 1 x dense, or 1 x ids and 1 x rows", got, remedy)
 
 
@@ -274,6 +274,7 @@ def collectives_in_one_order(graph: TrainingGraph, captured: TrainingGraph) -> I
             if size is not None and sizes.setdefault(group, size) != size:
                 remedy = "give all launches of a group the same group_size"
                 yield Violation(launch, f"{sizes[group]} ranks in group {group}", f"{size}", remedy)
+    yield from _users_order(graph)
     if not graph.phases or is_relaxed(graph):
         return  # a relaxed order is the schedule's; `handed_over_once` sees that nothing was lost
     joint, run = (_by_group(collective_sequence(g)) for g in (TrainingGraph(graph.module), graph))
@@ -338,7 +339,7 @@ def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
         match role:
             case Gradient(of=Parameter(name)):
                 found.setdefault(name, Counter())["dense"] += 1
-            case RowGradient(table, part):
+            case GradientOfRows(table, part):
                 found.setdefault(table, Counter())[part] += 1
             case PendingGradients(parameters=names):
                 for name in names:
@@ -387,6 +388,16 @@ def _batch_dependence(launch: fx.Node) -> Iterator[Violation]:
     shape = launch.meta["val"].shape
     if op_name(launch) in EQUAL_SHAPES and not all(isinstance(size, int) for size in shape):
         yield Violation(launch, "a shape that is equal on all ranks", f"{list(shape)}", remedy)
+
+
+def _users_order(graph: TrainingGraph) -> Iterator[Violation]:
+    """The collectives of the user's forward run in the order of the program."""
+    joint, run = (
+        [node.name for module in modules for node in module.graph.nodes if is_users_launch(node)]
+        for modules in ((graph.module,), running_modules(graph))
+    )
+    if joint != run:
+        yield Violation(None, f"the forward's own collectives in their order, {joint}", f"{run}", "leave them in place")
 
 
 def _by_group(sequence: Iterable[Collective]) -> dict[str, list[Collective]]:

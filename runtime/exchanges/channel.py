@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.runtime.ranks.communicator import InFlight, all_gather_single
+from embrace_fx.runtime.ranks.communicator import InFlight
+from embrace_fx.runtime.ranks.groups import all_gather_single
 
 
 class Channel:

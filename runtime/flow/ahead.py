@@ -21,7 +21,9 @@ from embrace_fx.runtime.flow.split_ahead import Routed, SplitAhead, routed
 from embrace_fx.runtime.launch.launcher import Ticket
 from embrace_fx.runtime.launch.stream_launcher import StreamTicket
 from embrace_fx.runtime.launch.streams import Streams
-from embrace_fx.runtime.ranks.communicator import LANE_GROUP, Communicator, InFlight, bad_id_report
+from embrace_fx.runtime.ranks.announcement import bad_id_report
+from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
+from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.step.phases import Values
 from embrace_fx.vocabulary.schedule import IDS
 

@@ -21,7 +21,8 @@ from embrace_fx import cost
 from embrace_fx.runtime.kernels import unpack_bucket
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.optimizer.own_step import hyperparameters, step_groups
-from embrace_fx.runtime.ranks.communicator import LANE_GROUP, Communicator, InFlight
+from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
+from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.schedule import OperationId, bucket_name
 
 WRITTEN = (
@@ -171,6 +172,15 @@ class BucketUpdates:
             ticket = next((each for each in bucket.tickets if each.id == launch), None)
         if ticket is not None:
             self._wait(ticket)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are gradients that no optimizer has taken over."""
+        return any(not bucket.updates for bucket in self._waiting.values())
+
+    def forget_submitted(self) -> None:
+        """Chunks that a backward has submitted are no bucket's: it has been given up."""
+        self._submitted.clear()
 
     def take_over(self, k: int, flat: Tensor) -> None:
         """Takes a packed bucket over, all of whose chunks have been submitted."""

@@ -23,7 +23,8 @@ from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import Streams
-from embrace_fx.runtime.ranks.communicator import Communicator, InFlight, bad_id_report, unreadable
+from embrace_fx.runtime.ranks.announcement import Announcements, Gate, bad_id_report, unreadable
+from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.runtime.step.phases import Values
 from embrace_fx.vocabulary.schedule import (
     BETWEEN,
@@ -54,7 +55,7 @@ class Coming:
     """
 
     batch: Ahead
-    sizes: list[list[int]]
+    sizes: Sequence[Sequence[int]]
     current: dict[str, Routing]
 
 
@@ -71,13 +72,14 @@ class Flow:
         exchanges: by table, or by stack.
         of_table: likewise, but by table alone: those of a stack have one exchange.
         buckets: those of the plan.
+        has_cut: whether `await_ids` has been called in the backward that runs.
     """
 
     buckets: BucketUpdates
 
     def __init__(
         self,
-        communicator: Communicator,
+        announcements: Announcements,
         launcher: Launcher,
         recorder: Recorder,
         looks_ahead: bool,
@@ -85,10 +87,11 @@ class Flow:
         after_announcement: Callable[[], None],
         streams: Streams | None = None,
     ) -> None:
-        self.communicator = communicator
+        self.announcements = announcements
+        self.communicator = announcements.communicator
         self.streams = streams
         self.launcher = launcher
-        launcher.noted = communicator.progress.note
+        launcher.noted = self.communicator.progress.note
         self.recorder = recorder
         self.exchanges: dict[str, RowExchange] = {}
         self.of_table: dict[str, RowExchange] = {}
@@ -99,8 +102,10 @@ class Flow:
         self._coming: Coming | None = None  # the next batch, from a forward's announcement to its submission
         self._read_now: dict[str, Tensor] = {}  # table -> ids of the batch whose backward runs
         self._valid = True  # what was prefetched may be used
+        self._handed_out = False  # parameters were, and anyone may have written them
         self._segment: OperationId | None = None  # of the forward's compute, for the recorder; None: no forward runs
         self._stands = False
+        self.has_cut = False
 
     def look_at(self, program: IdsProgram, leaves: Sequence[Any]) -> Ahead:
         """The next batch, as far as it can be known before its turn."""
@@ -124,6 +129,8 @@ class Flow:
             ahead = self._route(ahead)  # a batch that holds a bad id is not what was looked ahead to, on any rank
         failure = self._look_for_writes()
         fresh = self._valid and not any(exchange.early_rows_stale for exchange in self.exchanges.values())
+        if fresh and ahead is not None and self._handed_out:
+            fresh = all(exchange.early_rows_hold() for exchange in self.exchanges.values())
         found = ahead is not None and ahead.is_batch(leaves) and ahead.program is program and fresh
         expected = ahead is not None and fresh
         if found:
@@ -137,8 +144,8 @@ class Flow:
         coming = following.sizes() if following is not None and self.looks_ahead else [-1] * len(now)
         state = found * _FOUND + (not self.launcher.took_turns()) * _OVERTOOK
         with self.recorder.waiting(ANNOUNCEMENT):
-            everyone = self.communicator.announce([state, *now, *coming], failure)
-        self.communicator.note_rows(program.tables, [row[1 : 1 + len(now)] for row in everyone])
+            everyone = self.announcements.announce([state, *now, *coming], failure)
+        self.announcements.note_rows(program.tables, [row[1 : 1 + len(now)] for row in everyone])
         self._after_announcement()
         if any(row[0] & _OVERTOOK for row in everyone):
             self.launcher.catch_up()
@@ -153,7 +160,7 @@ class Flow:
         else:
             assert ahead is not None
             self._route(ahead)
-        self._valid = True
+        self._valid, self._handed_out = True, False
         self._bring_forward(stepped=False)
         self.launcher.enter_forward()
         sizes = [row[1 + len(now) :] for row in everyone]
@@ -179,7 +186,7 @@ class Flow:
         try:
             values = program.unique(leaves)
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            self.communicator.announce((), unreadable(error))
+            self.announcements.announce((), unreadable(error))
             raise
         named = zip(program.rows_of_batch(values), program.tables, program.num_rows, strict=True)
         reports = (bad_id_report(*each) for each in named)
@@ -225,13 +232,23 @@ class Flow:
         self._end_segment()
         self._segment = None
 
+    def open_window(self, gate: Gate | None) -> None:
+        """At the head of a backward.
+
+        Args:
+            gate: what tells whether every rank is in it: nothing leaves before.
+        """
+        self.has_cut = False
+        self.launcher.open_window(held=gate is not None)
+        if gate is not None:
+            self.launcher.release_after(gate.future, gate.all_are_here)
+
     def begin_backward(self, program: IdsProgram, values: Values) -> None:
-        """Opens the window; applies what no node of the program will.
+        """Applies what no node of the program will.
 
         Args:
             values: those of the batch whose backward it is.
         """
-        self.launcher.open_window()
         self.recorder.window()
         self._read_now = {route.table: values[route.ids] for route in program.routes}
         self.buckets.apply()
@@ -246,6 +263,20 @@ class Flow:
         self.recorder.mark(END)
         self._read_now = {}
         self.launcher.leave_backward()
+
+    def give_up_forward(self) -> None:
+        """Forgets a forward that has failed, all of whose launches have been submitted."""
+        self._segment = self._coming = self._ahead = None
+        self._forget_rows()
+
+    def give_up_backward(self) -> None:
+        """Forgets a backward, of which everything that leaves on any rank has been submitted, or has been dropped."""
+        self._read_now = {}
+        self._ahead = None
+        self._forget_rows()
+        self.buckets.forget_submitted()
+        self.discard()
+        self.launcher.open_window()
 
     # -- what the nodes of a relaxed program call ----------------------------------------------------------------------
 
@@ -263,6 +294,7 @@ class Flow:
 
     def await_ids(self) -> None:
         """Has the next batch's routing, and cuts its rows and this one's; or sees that nothing is to be cut."""
+        self.has_cut = True
         if self._ahead is not None:
             self._ahead = self._route(self._ahead)
         ahead = self._ahead
@@ -349,6 +381,11 @@ class Flow:
             for exchange in self.exchanges.values():
                 exchange.materialise()
 
+    def land_untaken(self) -> None:
+        """`materialise`, where there is anything that no step has taken."""
+        if self.buckets.waiting or any(exchange.waiting for exchange in self.exchanges.values()):
+            self.materialise()
+
     def discard(self) -> None:
         """Forgets gradients that no step has taken."""
         self.buckets.discard()
@@ -356,9 +393,26 @@ class Flow:
             exchange.discard()
 
     def parameters_may_change(self) -> None:
-        """Rows that were sent early may be stale from now on."""
+        """Every update is applied, and whoever reads parameters from now on may write them too.
+
+        Rows that were sent early are looked at before they are used. On a device the host would wait for that: there
+        they are sent again.
+        """
         self.settle()
+        self.settle_rows()
+        self._handed_out = True
+        self._valid &= self.streams is None
+
+    def state_may_change(self) -> None:
+        """The optimizer's state does: rows that were sent early have left as it was."""
+        self.settle()
+        self.settle_rows()
         self._valid = False
+
+    def settle_rows(self) -> None:
+        """Has all rows of tables take the steps they have skipped."""
+        for exchange in self.exchanges.values():
+            exchange.settle_rows()
 
     def expect_no_batch(self) -> None:
         """The next batch may be any."""

@@ -20,7 +20,7 @@ from embrace_fx.runtime.flow.routing import Routing, Selection
 from embrace_fx.runtime.flow.row_exchange import Arriving, Part, RowExchange, Rows
 from embrace_fx.runtime.kernels.grid import join_grid_into, route_grid, split_selected_grid
 from embrace_fx.runtime.launch.launcher import Ticket
-from embrace_fx.runtime.ranks.communicator import LANE_GROUP
+from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.schedule import OperationId
 
@@ -64,7 +64,7 @@ class GridExchange(RowExchange):
             flat = self._wait(part.ticket)
             joined = flat.new_empty(shape) if joined is None else joined
             join_grid_into(joined, part.positions, flat, part.by_row, self._grid.columns)
-        self._arriving = Arriving()
+        self._arriving, self._early = Arriving(), None
         assert joined is not None
         return joined.view(-1)
 

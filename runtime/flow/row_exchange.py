@@ -17,7 +17,7 @@ Shape legend: as in `embrace_fx/vocabulary/ops.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,7 +37,8 @@ from embrace_fx.runtime.kernels import (
 )
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.optimizer.own_step import hyperparameters
-from embrace_fx.runtime.ranks.communicator import LANE_GROUP, Communicator
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.row_gradient import Rows as RowsOfTable
 from embrace_fx.runtime.tables.row_table import RowTable, Supposed
 from embrace_fx.runtime.tables.stacks import StackedTable
@@ -104,6 +105,18 @@ class Arriving:
     late: Selection | None = None  # of the batch to come: what is still to be looked up; None: all of it
 
 
+@dataclass
+class _Early:
+    """Rows that were sent early: as the table had them, and as they left."""
+
+    ids: Tensor
+    before: Tensor
+    columns: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.columns = self.before
+
+
 class RowExchange:
     """The communication of one table, or of the tables of a stack.
 
@@ -138,6 +151,7 @@ class RowExchange:
         self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
         self._delayed: list[Selection] | None = None  # the pieces of its delayed rows, once they have been found
         self._stale = False
+        self._early: _Early | None = None
         self._supposed: Supposed | None = None  # the step without which the early rows are not what will be read
         self._version = 0  # of the table, as of the last lookup ahead, step or update of its own
 
@@ -189,7 +203,7 @@ class RowExchange:
                 assert self._routing is not None
                 joined = flat.new_empty((self._routing.counts[self._communicator.rank], width))
             join_columns_into(joined, part.positions, flat, world_size)
-        self._arriving = Arriving()
+        self._arriving, self._early = Arriving(), None
         assert joined is not None
         return joined.view(-1)
 
@@ -204,10 +218,29 @@ class RowExchange:
 
     def _look_up(self, launch: OperationId, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the part, as they are; early ones as the step to come will leave them."""
-        if launch.part != "early" or not self.table.may_move():
+        if self.table.catch_up(ids):
+            self.note_version()
+        if launch.part != "early":
             return lookup_as(self.table.local, ids, dtype)
-        columns, self._supposed = self.table.coming(ids)
-        return columns.to(dtype)
+        self._early = early = _Early(ids, self.table.local.index_select(0, ids))
+        if not self.table.may_move():
+            return early.columns.to(dtype)
+        early.columns, self._supposed = self.table.coming(ids)
+        return early.columns.to(dtype)
+
+    def early_rows_hold(self) -> bool:
+        """Whether rows that were sent early are still those of the table, by their values: anyone may have written."""
+        if self._early is None:
+            return True
+        rested = self.stepped or self.table.has_resting_rows  # the step they have left with is still to move them
+        expected = self._early.before if rested else self._early.columns
+        return torch.equal(self.table.local.index_select(0, self._early.ids), expected)
+
+    def settle_rows(self) -> None:
+        """Has all rows of the table take the steps they have skipped."""
+        if self.table.has_resting_rows:
+            self.table.settle()
+            self.note_version()
 
     def send_rows(self, launch: OperationId, columns: Tensor, counts: Sequence[int]) -> Ticket:
         """Launches the AlltoAll of looked-up columns (R, d), `counts[r]` of them rank r's."""
@@ -328,11 +361,17 @@ class RowExchange:
         self._gradients.remove(latest)  # dropped, or someone has looked at it
         return False
 
-    def deliver(self) -> None:
-        """At the end of a backward: its gradient is what `.grad` of the tables is, or is added to what it was."""
+    def deliver(self, absent: Collection[str] = ()) -> None:
+        """At the end of a backward: its gradient is what `.grad` of the tables is, or is added to what it was.
+
+        Args:
+            absent: names of tables that this backward gives no gradient, of those of a stack.
+        """
         latest = self._gradients[-1]
         late = _Late(self, latest)
         for k, table in enumerate(self.table.members):
+            if table.name in absent:
+                continue
             held = table.open_gradient()
             if held.is_zero:
                 held.will_be(partial(late.rows, k), latest)
@@ -362,8 +401,11 @@ class RowExchange:
     def stepped_at_once(self, *, moved_all: bool) -> None:
         """A step has been taken; `moved_all`: of all rows, and not just of those with a gradient of their own."""
         supposed, self._supposed = self._supposed, None
-        if moved_all and self._arriving.rows:
-            self._stale |= supposed is None or not self.table.is_as(supposed)
+        if self._arriving.rows:
+            if supposed is not None and supposed.optimizer is not None:  # the rows have left as moved
+                self._stale |= not self.table.is_as(supposed)
+            else:
+                self._stale |= moved_all
         self.note_version()
 
     def update(self, launch: OperationId) -> None:
@@ -420,7 +462,7 @@ class RowExchange:
     def forget_rows(self) -> None:
         """What was looked up early is not read: parameters may have been written since."""
         self._arriving = Arriving()
-        self._stale, self._supposed = False, None
+        self._stale, self._supposed, self._early = False, None, None
 
     def _check_unwritten(self) -> None:
         if self.was_written():

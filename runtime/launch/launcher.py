@@ -7,6 +7,8 @@ Contract
     The order between classes is for speed. Within a class it is what makes ranks meet, and never changes; but where
     nothing moves for `STANDSTILL_S` (a rank saves a checkpoint while the others train on), classes overtake each
     other. So whatever has been submitted on all ranks completes, and no rank waits for a launch that is still to come.
+    A backward's launches are held until every rank is known to be in that backward: where one is not, all are dropped,
+    and no rank has sent what another one will never receive.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
@@ -32,6 +35,10 @@ _FAREWELL_S = 5.0
 _POLL_S = 0.001
 
 Launch = Callable[[], InFlight]
+
+
+class Dropped(Exception):
+    """What waits for a launch that does not leave: a rank has given up the backward that it is of."""
 
 
 @dataclass
@@ -54,35 +61,56 @@ class Ticket:
     work: Any = None
     measured: Callable[[], int] | None = None
     state: _State = field(default=None)  # type: ignore[assignment]
+    dropped: bool = False
 
     @property
     def done(self) -> bool:
         return self.ended_s > 0.0
+
+    def drop(self) -> None:
+        self.dropped, self.launch = True, None
 
     def wait(self) -> Tensor:
         """The value, once the collective has completed.
 
         Raises:
             RuntimeError: the collective, or an earlier one, failed.
+            Dropped: it does not leave.
         """
         if not self.done:
             with self.state.changed:
-                self.state.changed.wait_for(lambda: self.done or self.state.error is not None)
+                self.state.changed.wait_for(lambda: self.done or self.dropped or self.state.error is not None)
         if self.state.error is not None:
             raise self.state.error
+        if self.dropped:
+            raise Dropped
         assert self.value is not None
         return self.value
 
 
 class _Window:
-    """The launches of one window: what has been submitted, by its place in the order."""
+    """The launches of one window: what has been submitted, by its place in the order.
 
-    def __init__(self, order: tuple[OperationId, ...], number: int = 0) -> None:
+    Attributes:
+        held: nothing of it leaves yet.
+        dropped: nothing of it will.
+    """
+
+    def __init__(self, order: tuple[OperationId, ...], number: int = 0, *, held: bool = False) -> None:
+        self.held = held
+        self.dropped = False
         self.order = order
         self.number = number
         self.waiting: dict[OperationId, Ticket] = {}  # submitted, and not launched
         self.expected = set(order)  # may still be submitted
         self.in_forward = False
+
+    def drop(self) -> None:
+        """Nothing of it leaves."""
+        self.dropped = True
+        for ticket in self.waiting.values():
+            ticket.drop()
+        self.waiting.clear()
 
 
 class _State:
@@ -110,6 +138,8 @@ class _State:
             self.windows.popleft()
         passed_over: set[Lane] = set()
         for window in self.windows:
+            if window.held:
+                return None
             for launch in window.order:
                 ticket = window.waiting.get(launch)
                 if ticket is not None and launch.lane not in passed_over:
@@ -177,11 +207,40 @@ class Launcher:
         """The launch order of the current window."""
         return self._state.windows[-1].order
 
-    def open_window(self) -> None:
-        """Ends the current window, whose unsubmitted launches are not coming any more, and begins the next one."""
+    def open_window(self, *, held: bool = False) -> None:
+        """Ends the current window, whose unsubmitted launches are not coming any more, and begins the next one.
+
+        Args:
+            held: nothing of the next one leaves before `release_after` lets it.
+        """
         with self._changing() as window:
             window.expected.clear()
-            self._state.windows.append(_Window(self._order, window.number + 1))
+            self._state.windows.append(_Window(self._order, window.number + 1, held=held))
+
+    def release_after(self, future: torch.futures.Future[Any], agreed: Callable[[], bool]) -> None:
+        """Lets what the held window submits leave once a future has ended, or drops it.
+
+        Args:
+            agreed: asked then; whether it may leave. Else the waits of its tickets raise `Dropped`.
+        """
+
+        def ended(future: Any) -> None:
+            try:
+                future.value()
+            except BaseException as error:
+                _fail(self._state, error)
+                return
+            with self._changing() as window:
+                window.held = False
+                if not agreed():
+                    window.drop()
+
+        self._state.callbacks.add(ended)
+        future.add_done_callback(ended)
+
+    def expects(self, launch: OperationId) -> bool:
+        """Whether a launch of the current window is still to be submitted, and may be."""
+        return launch in self._state.windows[-1].expected
 
     def leave_backward(self) -> None:
         """What the window's backward has not submitted is not coming any more."""
@@ -211,8 +270,11 @@ class Launcher:
         number = -1 if recording is None else recording.window
         ticket = self._ticket(which, launch, sent_bytes, number)
         with self._changing() as window:
-            window.waiting[which] = ticket
             window.expected.remove(which)
+            if window.dropped:
+                ticket.drop()
+            else:
+                window.waiting[which] = ticket
         self.noted(str(which))
         return ticket
 

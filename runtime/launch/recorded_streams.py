@@ -12,7 +12,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,15 +25,15 @@ from torch.utils._pytree import tree_leaves
 from embrace_fx.runtime.launch.recorder import Clock, HostClock
 from embrace_fx.vocabulary.schedule import Lane
 from embrace_fx.vocabulary.stream_program import (
-    Compute,
     Free,
     HostRead,
     Keep,
+    Kernels,
     Launch,
     Record,
     Step,
     StreamProgram,
-    Wait,
+    WaitEvent,
 )
 
 _WAITS_FOR_DEVICE = frozenset(
@@ -84,11 +84,14 @@ class RecordedStreams(TorchDispatchMode):
         return event
 
     def wait(self, event: str) -> None:
-        self._append(Wait(event, self._stream))
+        self._append(WaitEvent(event, self._stream))
 
     def keep(self, *tensors: Tensor) -> None:
         for tensor in tensors:
             self._append(Keep(self._name(tensor), self._stream))
+
+    def from_host(self, values: Sequence[int], device: torch.device) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         copy = tensor.clone()
@@ -137,7 +140,7 @@ class RecordedStreams(TorchDispatchMode):
         if not written and _tensors(result):
             return  # a view
         op = f"{self._what}: {func.name()}" if self._what else func.name()
-        self._append(Compute(op, tuple(sorted(read - written)), tuple(sorted(written)), self._stream))
+        self._append(Kernels(op, tuple(sorted(read - written)), tuple(sorted(written)), self._stream))
 
     def _observe_collective(self, func: Any, given: list[Tensor]) -> None:
         if all(tensor.untyped_storage()._cdata in self._host for tensor in given):

@@ -204,8 +204,8 @@ class StreamLauncher(Launcher):
         self._issuer.unwaited[place] = ticket
         return ticket
 
-    def open_window(self) -> None:
-        super().open_window()
+    def open_window(self, *, held: bool = False) -> None:
+        super().open_window(held=held)
         # What nobody has waited for in a whole window, nobody will: its memory may go once this stream has.
         current = self._state.windows[-1].number
         for place, ticket in list(self._issuer.unwaited.items()):

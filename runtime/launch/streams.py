@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -38,6 +38,9 @@ class Streams(Protocol):
 
     def keep(self, *tensors: Tensor) -> None:
         """Memory that the current stream uses, allocated on another, is not reused before that use has ended."""
+
+    def from_host(self, values: Sequence[int], device: torch.device) -> Tensor:
+        """(V,) int64 on the device, for what is enqueued on the current stream from here on."""
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """A copy in pinned memory, on its way: to be read by `read`, after an event recorded behind it."""
@@ -74,6 +77,9 @@ class CudaStreams:
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(stream)
+
+    def from_host(self, values: Sequence[int], device: torch.device) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
 from embrace_fx.runtime.optimizer.own_step import is_element_wise as shown_element_wise
+from embrace_fx.runtime.optimizer.skipped_steps import skipping
 from embrace_fx.vocabulary.exactness import RowUpdates, is_element_wise, not_element_wise, row_update_blocker
+from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 
 class Holders:
@@ -42,8 +44,11 @@ class Holders:
         ]
 
     def is_element_wise(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-        """Whether an update depends on its element alone: known, declared, or shown the first time it is asked."""
+        """Whether an update depends on its element alone: known, declared, or shown the first time it is asked. Or on
+        its row, where what is to be known of that is added up over ranks."""
         kind = type(optimizer)
+        if kind is RowWiseAdagrad:
+            return True
         if kind not in self._kinds:
             known = is_element_wise(kind)
             self._kinds[kind] = shown_element_wise(optimizer, group) if known is None else known
@@ -54,6 +59,21 @@ class Holders:
         refusing = (type(each) for each, group in self.of(parameter) if not self.is_element_wise(each, group))
         kind = next(refusing, None)
         return None if kind is None else not_element_wise(kind)
+
+    def moves_all(self, parameter: Tensor, row_updates: RowUpdates) -> bool:
+        """Whether rows of a table without gradient move: as far as its optimizer is known, or else as most do."""
+        held = self.of(parameter)
+        if len(held) != 1:
+            return row_updates == "exact"
+        optimizer, group = held[0]
+        return (
+            type(optimizer) not in (SparseAdam, RowWiseAdagrad)
+            and row_update_blocker(optimizer, group, row_updates) is not None
+        )
+
+    def can_skip_steps(self, parameter: Tensor) -> bool:
+        """Whether rows without gradient can take many steps at once: as far as its optimizer is known."""
+        return all(skipping(type(each), group, parameter.dtype) is not None for each, group in self.of(parameter))
 
     def updates_rows(self, parameter: Tensor, row_updates: RowUpdates) -> bool:
         """Whether rows of a table without gradient are to stand still even where the table is whole, as far as its

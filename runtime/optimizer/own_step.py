@@ -100,12 +100,33 @@ def put_rows(state: Mapping[str, Any], of_rows: Mapping[str, Any], ids: Tensor, 
             state[key].index_copy_(0, ids, value)
 
 
+def step_rows(
+    optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: State, ids: Tensor, rows: Tensor
+) -> None:
+    """Steps some rows of a part (V', d), and of its state but for its counters."""
+    values, total = local.index_select(0, ids), local.shape[0]
+    after = step_tensor(optimizer, options, values, rows, rows_of_state(state, ids, total))
+    local.index_copy_(0, ids, values)
+    put_rows(state, after, ids, total)
+
+
+def advance_counters(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: State) -> None:
+    """Takes a step over none of the rows of a part (V', d): what its state counts for all of them goes on."""
+    for key, value in _step_nothing(optimizer, options, local, state).items():
+        if not is_of_rows(state.get(key), local.shape[0]):
+            state[key] = value
+
+
+def _step_nothing(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:
+    none = torch.empty(0, dtype=torch.int64, device=local.device)
+    of_none = rows_of_state(state, none, local.shape[0])
+    return step_tensor(optimizer, options, local[:0].clone(), local[:0].clone(), of_none)
+
+
 def makes_state(optimizer: Optimizer, options: Mapping[str, Any], values: Tensor, state: Mapping[str, Any]) -> bool:
     """Whether a step would make state that a table (V, d) does not have: it has to be made for all rows at once."""
-    none = torch.empty(0, dtype=torch.int64, device=values.device)
-    rows, before = values.shape[0], _tensors(state)
-    after = step_tensor(optimizer, options, values[:0].clone(), values[:0].clone(), rows_of_state(state, none, rows))
-    return _tensors(after) != before
+    before = _tensors(state)
+    return _tensors(_step_nothing(optimizer, options, values, state)) != before
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, bool]:

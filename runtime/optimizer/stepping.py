@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +35,9 @@ from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.tables.layouts import whole_table
 from embrace_fx.runtime.tables.row_gradient import RowGradient
 from embrace_fx.runtime.tables.row_table import RowTable, own_state
-from embrace_fx.runtime.tables.state_dicts import as_table_shard, shard_by_columns
+from embrace_fx.runtime.tables.state_dicts import Watch, as_table_shard, shard_by_columns
 from embrace_fx.vocabulary.exactness import is_element_wise, not_element_wise
+from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 Hook = Callable[..., Any]
 
@@ -188,11 +190,12 @@ class Stepping:
             held = table.open_gradient()
             if any(table in exchange.table.members for exchange in late):
                 step.hide(table.parameter)
-            elif table.takes_rows_only or not (held.is_dense or table.moves_all(table.param_group())):
+            elif table.takes_rows_only or not (held.is_dense or table.is_swept(table.param_group())):
                 held.land()
                 step.hide(table.parameter)
                 step.rows.append(table)
             else:
+                table.settle()
                 dense = held.dense()
                 step.hide(table.parameter, dense)
                 step.swept.append((table, dense, dense._version))
@@ -219,10 +222,15 @@ class Stepping:
         whole = [table.name for table, group in held if not self.holders.is_element_wise(optimizer, group)]
         if whole:
             self._make_whole(whole, not_element_wise(type(optimizer)))
+        elif cut := [table.name for table, _ in held if type(optimizer) is RowWiseAdagrad and table.grid is not None]:
+            self._make_whole(cut, "RowWiseAdagrad steps shards by columns, not on a grid")
+            whole = cut
         for table, _ in held:
             if table.optimizer is not optimizer:
                 for exchange in self._exchanges([table]):
                     exchange.begin_step()  # what another one has stepped is applied as its step
+                if table.optimizer is not None:
+                    table.settle()
                 table.optimizer = optimizer
         return [table for table, _ in held if table.name not in whole]
 
@@ -274,6 +282,7 @@ class Stepping:
         if step is None:
             return
         self._restore(optimizer)
+        self._count_step(optimizer)
         for table, plain, version in step.swept:
             if plain._version != version:  # torch's step has unscaled it
                 table.open_gradient().set_dense(plain)
@@ -289,8 +298,14 @@ class Stepping:
                 _update_replica(entry, gradient)
         at_once = [table for table, *_ in step.swept] + step.rows
         for exchange in self._exchanges(at_once):
-            swept = any(table in exchange.table.members for table, *_ in step.swept)
-            exchange.stepped_at_once(moved_all=swept)
+            stepped = [table for table in exchange.table.members if table in at_once]
+            swept = any(table not in step.rows for table in stepped)
+            exchange.stepped_at_once(moved_all=swept or any(t.moves_all(t.param_group()) for t in stepped))
+
+    def _count_step(self, optimizer: Optimizer) -> None:
+        """Ranks compare how many they have taken, of those that move anything."""
+        moves = any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+        self._communicator.progress.optimizer_steps += moves
 
     def _unscale(self, optimizer: Optimizer, step: _Step) -> bool:
         """Unscales what is applied by rows, as torch's own step does its gradients for a GradScaler; false: skip."""
@@ -314,10 +329,13 @@ class Stepping:
     def _settle(self, *_: Any) -> None:
         if self.flow is not None:
             self.flow.settle()
+            self.flow.settle_rows()
+        self._state.settle_tables()
 
     def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The tables' state as DTensors by columns, which re-shard. Collective where a table lies on a grid."""
         group, shown = self._communicator.group, dict(state_dict["state"])
+        watch = _watching(self._communicator)
         for key, parameter in _numbered(optimizer, state_dict):
             table = self._table_of(parameter)
             if key not in shown or table is None or table.place.mesh is None:
@@ -325,19 +343,22 @@ class Stepping:
             state, shape = _without_gradients(shown[key]), table.local.shape
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.shape == shape:
-                    state[name] = as_table_shard(
-                        shard_by_columns(value, table.place, group), f"{name} of parameter {key}"
-                    )
+                    with watch():
+                        shard = shard_by_columns(value, table.place, group)
+                    state[name] = as_table_shard(shard, f"{name} of parameter {key}", watch)
             shown[key] = state
         return {**state_dict, "state": shown}
 
     def _load_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Of state that comes whole or in DTensors, this rank's part. Collective as `_show_state` is."""
         self._settle()
+        if self.flow is not None:
+            self.flow.state_may_change()
         loaded = dict(state_dict["state"])
-        for key, parameter in _numbered(optimizer, state_dict):
-            if key in loaded:
-                loaded[key] = self._own_state(parameter, loaded[key])
+        with self._communicator.watching():
+            for key, parameter in _numbered(optimizer, state_dict):
+                if key in loaded:
+                    loaded[key] = self._own_state(parameter, loaded[key])
         return {**state_dict, "state": loaded}
 
     def _table_of(self, parameter: nn.Parameter) -> RowTable | None:
@@ -351,6 +372,12 @@ class Stepping:
         return {
             key: whole_table(v, v.device_mesh.get_group()) if isinstance(v, DTensor) else v for key, v in state.items()
         }
+
+
+def _watching(communicator: Communicator) -> Watch:
+    """What state dicts keep of a communicator, which they do not keep alive."""
+    itself = weakref.ref(communicator)
+    return lambda: found.watching() if (found := itself()) is not None else nullcontext()
 
 
 def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, nn.Parameter]]:

@@ -44,7 +44,8 @@ from embrace_fx.runtime.probe.handling import (
     handling_of,
     scanning,
 )
-from embrace_fx.runtime.ranks.communicator import Communicator, InFlight, all_gather_single
+from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
+from embrace_fx.runtime.ranks.groups import all_gather_single
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 
 FIRST_BYTES = 4 * 1024

@@ -16,11 +16,15 @@ from typing import Any
 
 import torch
 
+from embrace_fx.runtime.ranks.dump import write_dump
 from embrace_fx.vocabulary import plain_data
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 
 ANNOUNCEMENT = "announcement"
 """The name of what every step begins with."""
+
+BACKWARD = "backward"
+"""The name of what every backward begins with."""
 
 _LIBRARIES = tuple(
     str(path)
@@ -55,6 +59,20 @@ class PeerFailure(RuntimeError):
         return PeerFailure, (self.by_rank,)
 
 
+class PlanDoesNotFit(Exception):
+    """A rank's batch needs of the plan what it has not; raised on every rank in place of the step, to be mended."""
+
+
+class DivergedReplicas(RuntimeError):
+    """What all ranks should hold alike differs; raised on every rank at the check, before the step that it precedes."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(f"{found}, at a check of replicas. Load a checkpoint on every rank, and look at that machine.")
+
+    def __reduce__(self) -> tuple[type[RuntimeError], tuple[str]]:
+        return RuntimeError, (str(self),)
+
+
 class DeadRank(RuntimeError):
     """A collective failed because a rank is gone."""
 
@@ -63,23 +81,42 @@ class StuckRank(RuntimeError):
     """A collective failed though every rank's process lives: one of them did not come to it in time."""
 
 
-class Progress:
+TOLD = "All ranks have been told. Nothing of this step was applied, on any rank."
+"""Said of an error that one rank raises and the others hear of."""
+
+
+def is_of_ranks(error: BaseException) -> bool:
+    """Whether an error is one that other ranks raise too, or cannot be told any more."""
+    return isinstance(error, PeerFailure | DeadRank | StuckRank | DivergedReplicas)
+
+
+def failure_text(failure: Exception) -> str:
+    """A failure as other ranks are to read it; the library's own errors need no type."""
+    return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
+
+
+class LaunchLog:
     """How far this rank has come: what it has launched, in which step.
 
     Attributes:
         step: announcements begun.
+        optimizer_steps: taken, of those that move anything, since a checkpoint was loaded.
         launched: name of a launch -> the step of the last one; the last launch is the last entry.
+        launches: how many there have been.
     """
 
     def __init__(self) -> None:
         self.step = 0
+        self.optimizer_steps = 0
         self.launched: dict[str, int] = {}
+        self.launches = 0
 
     def begin_step(self) -> None:
         self.step += 1
         self.note(ANNOUNCEMENT)
 
     def note(self, name: str) -> None:
+        self.launches += 1
         self.launched.pop(name, None)
         self.launched[name] = self.step
 
@@ -89,7 +126,14 @@ class Standing:
     """What a living rank signs with: how far it has come, and the line in which its main thread stands."""
 
     launched: dict[str, int]
+    launches: int
     place: str
+
+    @property
+    def last(self) -> str:
+        """The last launch, with its number among all."""
+        name, step = next(reversed(self.launched.items()), ("none", 0))
+        return f"number {self.launches}, {name!r} of step {step}"
 
 
 def place_of_main_thread() -> str:
@@ -114,10 +158,14 @@ class RollCall:
         store: the process group's store. The roll call talks to it over a connection of its own, in its own thread.
         name: unique among the communicators of one store.
         progress: what this rank signs with.
+        dump_to: a folder, into which each living rank writes what it was doing; None: it does not.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, world_size: int, progress: Progress) -> None:
+    def __init__(
+        self, store: Any, name: str, rank: int, world_size: int, progress: LaunchLog, dump_to: Path | None = None
+    ) -> None:
         self.rank, self.world_size = rank, world_size
+        self._dump_to = dump_to
         self._progress = progress
         self._standings: dict[int, Standing] = {}
         self._store: Any = store.clone()
@@ -158,7 +206,12 @@ class RollCall:
 
     def _call(self) -> list[int]:
         self._store.set(self._called, "1")
-        own = Standing(dict(self._progress.launched), place_of_main_thread())
+        progress = self._progress
+        own = Standing(dict(progress.launched), progress.launches, place_of_main_thread())
+        if self._dump_to is not None:
+            steps = {"step": progress.step, "optimizer_steps": progress.optimizer_steps}
+            told = {"world_size": self.world_size, **steps, "launches": own.launches, "main_thread": own.place}
+            write_dump(self._dump_to, self.rank, told, own.launched)
         self._store.set(self._signatures[self.rank], json.dumps(to_plain(own)))
         self._await(lambda: self._store.check(self._signatures) or self._store.check([self._verdict]), _PATIENCE_S)
         if not self._store.check([self._verdict]):
@@ -184,7 +237,7 @@ class RollCall:
         """Turns the error of a broken collective into one that names the ranks that no longer answer, or are stuck.
 
         Args:
-            what: what is waited for inside, by its name in `Progress`.
+            what: what is waited for inside, by its name in `LaunchLog`.
         """
         try:
             yield
@@ -209,7 +262,10 @@ class RollCall:
             absent = [name for name, step in own.items() if each.launched.get(name, 0) < step]
             if absent:
                 name = what if what in absent else absent[0]
-                found.append(f"rank {r} has not launched {name!r} of step {own[name]}: it stands in {each.place}")
+                found.append(
+                    f"rank {r} has not launched {name!r} of step {own[name]}: it stands in {each.place}, and its last "
+                    f"launch is {each.last}"
+                )
         if found:
             return "; ".join(found)
         places = "; ".join(f"rank {r} stands in {each.place}" for r, each in self._standings.items() if r != self.rank)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import or_
 
 import torch
 from torch import Tensor
@@ -16,15 +14,15 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 _NAME = "backward flags"
 """Of the exchange, where a rank that does not come to it is named."""
 
-_BITS = 62
-"""Results that one number can name, a bit each."""
+FAILED = -1
+"""Told in place of how many tensors were written: this rank has no gradients."""
 
-Finish = Callable[[str], Callable[[int], bool]]
+Finish = Callable[[str, Exception | None], tuple[int, ...]]
 
 
 def launch_flags(
     scalars: Sequence[Tensor],
-    given: Sequence[int],
+    used: Sequence[int],
     written: int,
     communicator: Communicator,
     streams: Streams | None,
@@ -33,25 +31,27 @@ def launch_flags(
 
     Args:
         scalars: the step's scalar results.
-        given: the results that this rank's backward starts from, by index; those beyond the bits of a number count as
-            such anyway.
-        written: how many of the tensors that the backward reads were written since the forward.
+        used: what this rank tells of the parameters that its backward reaches (`UsedParameters.words`).
+        written: how many of the tensors that the backward reads were written since the forward; or `FAILED`.
         streams: of the device that the results are on; None: they are on the host.
 
     Returns:
-        What ends it. Told in words what was written on this rank, it returns a function that says whether any rank's
-        backward starts from a result. On every rank it raises
+        What ends it. Told in words what was written on this rank, and why it failed, it returns the sums over ranks of
+        what they tell of parameters. On every rank it raises
+            PeerFailure where a rank has failed,
             RuntimeError where what the backward of any rank reads was written,
             FloatingPointError where a scalar result of any rank is not finite.
     """
-    bits = sum(1 << index for index in given if index < _BITS)
     if streams is None or not scalars:
-        read = _launch(scalars, bits, written, communicator)
+        read = _launch(scalars, used, written, communicator)
     else:
-        read = _launch_on(streams, scalars, bits, written, communicator)
+        read = _launch_on(streams, scalars, used, written, communicator)
 
-    def finish(names: str) -> Callable[[int], bool]:
-        not_finite, writes, starts = read()
+    def finish(names: str, failure: Exception | None) -> tuple[int, ...]:
+        flags, size = read(), communicator.world_size
+        not_finite, writes, counts = flags[:size], flags[size : 2 * size], flags[2 * size :]
+        if FAILED in writes:
+            raise communicator.failures(failure)
         if ranks := _ranks(writes):
             raise RuntimeError(
                 "expected the batch, the results and the parameters to be as the forward left them, in backward(), "
@@ -64,8 +64,7 @@ def launch_flags(
                 f"expected a finite loss on every rank, in backward(), found nan or inf on rank(s) {ranks}. No "
                 "gradient of this step was kept, on any rank: skip the batch, or lower the learning rate."
             )
-        of_any = reduce(or_, starts)
-        return lambda index: index >= _BITS or bool(of_any >> index & 1)
+        return tuple(counts)
 
     return finish
 
@@ -75,13 +74,15 @@ def _ranks(counts: Sequence[int]) -> str:
 
 
 def _launch(
-    scalars: Sequence[Tensor], bits: int, written: int, communicator: Communicator
-) -> Callable[[], list[list[int]]]:
-    """By rank: how many scalars are not finite, `written`, `bits`."""
-    flags = torch.zeros((3, communicator.world_size), dtype=torch.int64)
-    own = [sum(not math.isfinite(scalar.item()) for scalar in scalars), written, bits]
-    flags[:, communicator.rank] = torch.tensor(own)
-    if communicator.world_size == 1:
+    scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
+) -> Callable[[], list[int]]:
+    """By rank: how many scalars are not finite, then, by rank, `written`; then the sum of what is `used`."""
+    size, rank = communicator.world_size, communicator.rank
+    own = [0] * (2 * size)
+    own[rank] = sum(not math.isfinite(scalar.item()) for scalar in scalars)
+    own[size + rank] = written
+    flags = torch.tensor([*own, *used], dtype=torch.int64)
+    if size == 1:
         return flags.tolist
     communicator.progress.note(_NAME)
     launched = communicator.all_reduce_(flags, "sum", "ids")
@@ -89,18 +90,19 @@ def _launch(
 
 
 def _launch_on(
-    streams: Streams, scalars: Sequence[Tensor], bits: int, written: int, communicator: Communicator
-) -> Callable[[], list[list[int]]]:
+    streams: Streams, scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
+) -> Callable[[], list[int]]:
     """Likewise on a device: the host, which enqueues the whole backward meanwhile, waits for the forward's end."""
+    size, rank = communicator.world_size, communicator.rank
     there = streams.record("loss ready")
     with streams.on("ids", "backward flags"):
         streams.wait(there)
         streams.keep(*scalars)
-        flags = torch.zeros((3, communicator.world_size), dtype=torch.int64, device=scalars[0].device)
-        flags[0, communicator.rank] = torch.stack([~scalar.isfinite() for scalar in scalars]).sum()
-        flags[1, communicator.rank] = written
-        flags[2, communicator.rank] = bits
-        if communicator.world_size > 1:
+        own = [0] * (2 * size)
+        own[size + rank] = written
+        flags = streams.from_host([*own, *used], scalars[0].device)
+        flags[rank] = torch.stack([~scalar.isfinite() for scalar in scalars]).sum()
+        if size > 1:
             communicator.wait(communicator.all_reduce_(flags, "sum", "ids"))
         copy, done = streams.to_host(flags), streams.record("backward flags done")
     return lambda: streams.read(done, copy)

@@ -14,12 +14,15 @@ from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
 from embrace_fx.runtime.flow import solo
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.streams import Streams
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.step.model_state import ModelState
-from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.ops import launch_of, op_name
+from embrace_fx.runtime.step.owed import Owed
+from embrace_fx.vocabulary.graph import Shard, TrainingGraph
+from embrace_fx.vocabulary.ops import is_users_launch, is_users_wait, launch_of, op_name
 
 
 class Bindings:
@@ -32,23 +35,26 @@ class Bindings:
 
     Attributes:
         by_op: op name -> what every node of that op calls, unless a phase's method says otherwise.
+        owed_forward, owed_backward: what other ranks wait for in these phases.
     """
 
     def __init__(
         self,
         graph: TrainingGraph,
         state: ModelState,
-        communicator: Communicator,
+        announcements: Announcements,
         buckets: tuple[tuple[str, ...], ...] | None,
         flow: Flow | None,
         links: Cluster,
     ) -> None:
         self._state = state
-        self._communicator = communicator
-        self._packs = iter(buckets or ())
+        self._announcements = announcements
+        communicator = self._communicator = announcements.communicator
+        self._buckets = buckets or ()
         self._flow = flow
         on = _streams_alone(state, communicator)
         self._alone = solo.SoloRows(on) if on is not None and solo.fits(graph) else None
+        self.owed_forward, self.owed_backward = Owed(communicator, flow), Owed(communicator, flow)
         self.by_op: dict[str, Callable[..., Any]] = {
             **communicator.launches(),
             "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
@@ -63,12 +69,39 @@ class Bindings:
         return self._alone.kernel(node) if self._alone is not None else self._with_table_names(node)
 
     def forward(self, node: fx.Node) -> Callable[..., Any] | None:
-        return self._in_flow(node)
+        found = self._of_user(node) or self._lookup(node)
+        return found or self._owed(self.owed_forward, node, self._in_flow(node))
+
+    def _lookup(self, node: fx.Node) -> Callable[..., Any] | None:
+        """Rows of a table that may have skipped steps take them before they are read."""
+        if op_name(node) != "embrace::lookup":
+            return None
+        role, tables = node.all_input_nodes[0].meta["role"], self._state.tables
+        name = role.table if isinstance(role, Shard) else role.name
+
+        def caught_up(shard: Tensor, ids: Tensor) -> Tensor:
+            if (table := tables.get(name)) is not None:
+                table.catch_up(ids)
+            return lookup(shard, ids)
+
+        return _named(caught_up, node.name)
 
     def backward(self, node: fx.Node) -> Callable[..., Any] | None:
         if op_name(node) == "embrace::pack_bucket":
-            return _Packer(self._state, next(self._packs))
-        return self._in_flow(node) or self.unique(node)
+            return _Packer(self._state, self._buckets[node.meta["bucket"]])
+        return self._of_user(node) or self._owed(self.owed_backward, node, self._in_flow(node) or self.unique(node))
+
+    def _owed(self, owed: Owed, node: fx.Node, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        call = call or self.by_op.get(op_name(node))
+        return call and owed.add(node, call)
+
+    def _of_user(self, node: fx.Node) -> Callable[..., Any] | None:
+        """How a collective of the user's forward is launched, and waited for: by torch, on the group that it names."""
+        if is_users_launch(node):
+            return _named(partial(_launched, self._communicator, node.target, node.name), node.name)
+        if is_users_wait(node):
+            return _named(partial(_awaited, self._communicator, node.target, node.all_input_nodes[0].name), node.name)
+        return None
 
     def _in_flow(self, node: fx.Node) -> Callable[..., Any] | None:
         if self._flow is None:
@@ -79,10 +112,10 @@ class Bindings:
     def _with_table_names(self, node: fx.Node) -> Callable[..., Any] | None:
         if op_name(node) != "embrace::all_gather_ids":
             return None
-        communicator, names = self._communicator, node.meta["tables"]
+        announcements, names = self._announcements, node.meta["tables"]
 
         def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Any:
-            return communicator.all_gather_ids(unique, num_rows, group, group_size, names)
+            return announcements.all_gather_ids(unique, num_rows, group, group_size, names)
 
         return all_gather_ids
 
@@ -140,6 +173,17 @@ def _then(do: Callable[[], None], value: Any) -> Any:
     return value
 
 
+def _launched(communicator: Communicator, launch: Callable[..., Tensor], name: str, *args: Any) -> Tensor:
+    communicator.progress.note(name)
+    with communicator.watching(name):
+        return launch(*args)
+
+
+def _awaited(communicator: Communicator, wait: Callable[..., Tensor], name: str, launched: Tensor) -> Tensor:
+    with communicator.watching(name):
+        return wait(launched)
+
+
 def _exchange_gradient_(
     communicator: Communicator,
     links: Cluster,
@@ -185,4 +229,5 @@ class _Packer:
             self._state.with_unreduced(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)
         ]
         flat = torch.cat([part.reshape(-1) for part in parts])
+        scale *= self._state.gradient_scale
         return flat.mul_(scale) if scale != 1.0 else flat

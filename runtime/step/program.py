@@ -11,11 +11,13 @@ from torch import Tensor
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.step.bindings import Bindings
+from embrace_fx.runtime.step.delivery import delivered
 from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
 from embrace_fx.runtime.step.model_state import ModelState
-from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, runnable
+from embrace_fx.runtime.step.phases import Runnable, Values, autocast_is_in_the_graph, runnable
+from embrace_fx.runtime.step.used_parameters import UsedParameters
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Parameter,
@@ -39,15 +41,18 @@ class Program:
         graph: partitioned.
         buckets: what the graph reduces, in launch order; None: its gradients are this rank's own (`no_sync`).
         result_constants: results that are not tensors, by their index among the flattened results.
-        before_forward: called once every rank has announced this same program, before anything reads a buffer.
+        tell_buffers, share_buffers: called before the announcement, and once every rank has announced this same
+            program, before anything reads a buffer.
         check: says what is wrong with a flattened batch, which the step then announces to all ranks.
         flow: launches the exchanges, and keeps what a relaxed graph leaves to the next step; None: they are
             launched on the spot.
+        launched: what it launches, as a number that is the same where the same is launched.
         links: those that exchanges are cut for.
         regions: what compiles the compute between communications; None: every op is called by itself.
 
     Attributes:
         unique, ids, forward, backward: the phases; an evaluation has no backward.
+        owed_forward, owed_backward: what other ranks wait for in them.
         ids_program: the ids' phases as functions that can run ahead of their batch; None without a flow.
         is_relaxed: whether the forward awaits what the step before has left to it.
         announces: whether the ids' exchange makes the announcement.
@@ -60,42 +65,57 @@ class Program:
         self,
         graph: TrainingGraph,
         state: ModelState,
-        communicator: Communicator,
+        announcements: Announcements,
         buckets: tuple[tuple[str, ...], ...] | None,
         result_constants: Mapping[int, Any],
-        before_forward: Callable[[], None] = lambda: None,
         check: Callable[[Sequence[Any]], str | None] = lambda leaves: None,
         flow: Flow | None = None,
         *,
+        tell_buffers: Callable[[], None] = lambda: None,
+        share_buffers: Callable[[], None] = lambda: None,
+        launched: int = 0,
         links: Cluster,
         regions: RegionCompiler | None = None,
     ) -> None:
         self.state = state
-        self.communicator = communicator
+        self.announcements = announcements
+        self.communicator = announcements.communicator
         self.flow = flow
+        self.launched = launched
         self.regions = regions
         self.constants = dict(result_constants)
-        self.before_forward = before_forward
+        self.tell_buffers = tell_buffers
+        self.share_buffers = share_buffers
         self.check = check
         self.synchronised = buckets is not None
-        self._lower(graph, Bindings(graph, state, communicator, buckets, flow, links))
+        self._buckets, self._links = buckets, links
+        self._lower(graph, self._bound(graph))
         self._note_communication(graph)
         self._note_results(graph)
         self._note_reads_of_backward(graph)
 
     def _lower(self, graph: TrainingGraph, bound: Bindings) -> None:
         phases, state, calls, regions = graph.phases, self.state, bound.by_op, self.regions
+        self.owed_forward, self.owed_backward = bound.owed_forward, bound.owed_backward
         self.unique = runnable(phases["unique"], state, calls, bound.unique, regions)
         self.ids = runnable(phases["ids"], state, calls, bound.ids)
         self.forward = runnable(phases["forward"], state, calls, bound.forward, regions)
-        self.backward = (
-            runnable(phases["backward"], state, calls, bound.backward, regions, last=True)
-            if "backward" in phases
-            else None
-        )
+        self.backward = self._lowered_backward(graph, bound) if "backward" in phases else None
         self.ids_program = (
             ids_program(graph, state, self.unique, self.communicator.wait) if self.flow is not None else None
         )
+
+    def _bound(self, graph: TrainingGraph) -> Bindings:
+        return Bindings(graph, self.state, self.announcements, self._buckets, self.flow, self._links)
+
+    def _lowered_backward(self, graph: TrainingGraph, bound: Bindings) -> Runnable:
+        return runnable(graph.phases["backward"], self.state, bound.by_op, bound.backward, self.regions, last=True)
+
+    def compute_as(self, graph: TrainingGraph) -> None:
+        """Takes over the backward of a graph that computes the same in another order, from the next backward on."""
+        bound = self._bound(graph)
+        self.backward, self.owed_backward = self._lowered_backward(graph, bound), bound.owed_backward
+        self._note_reads_of_backward(graph)
 
     def _note_communication(self, graph: TrainingGraph) -> None:
         """What is announced, awaited, and the same a step earlier."""
@@ -106,11 +126,12 @@ class Program:
         self.announces = any(op_name(node) == "embrace::all_gather_ids" for node in graph.phases["ids"].graph.nodes)
 
     def _note_results(self, graph: TrainingGraph) -> None:
-        """Which results the forward yields, which have a gradient, and which gradients come from which."""
-        roles = [role for _, role in outputs_of(graph.phases["forward"])]
-        self.results = [role.index for role in roles if isinstance(role, Result)]
+        """Which results the forward yields, which have a gradient, and which parameters get one from which."""
+        self.results = [r.index for _, r in outputs_of(graph.phases["forward"]) if isinstance(r, Result)]
         self.differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
-        self._results_behind = graph.results_behind
+        roles = self.backward.roles if self.backward is not None else ()
+        names = self.state.names
+        self.used = UsedParameters(names, graph.results_behind, delivered(roles), self.communicator.world_size)
 
     def _note_reads_of_backward(self, graph: TrainingGraph) -> None:
         """What must be as the forward left it when the backward runs."""
@@ -133,12 +154,6 @@ class Program:
         names = {_memory(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}
         names |= {_memory(self.state.parameter(name)): name for name in self.state.names}
         return ", ".join(dict.fromkeys(names.get(_memory(tensor), "a result") for tensor in written))
-
-    def without_gradient(self, starts_from: Callable[[int], bool]) -> frozenset[str]:
-        """Parameters whose gradients come from none of the results that a backward starts from."""
-        behind = self._results_behind.items()
-        absent = frozenset(name for name, sources in behind if not any(map(starts_from, sources)))
-        return absent - self.state.unreduced
 
     def ahead(self, leaves: Sequence[Any]) -> Ahead | None:
         """A batch to come, with the rows it reads; None where that cannot be known before its turn."""

@@ -3,10 +3,13 @@
 Contract
     The ids' phases run first, then the forward; autograd calls the backward when the user's `loss.backward()` reaches
     the results. Gradients are delivered at its very end, together: a step either leaves all of its gradients or none.
+    A backward that not all ranks come to, or that one of them cannot finish, leaves none on any rank: ranks meet at its
+    head and at its end, and what it launches leaves in between.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +18,11 @@ from torch import Tensor
 
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.launch import streams
-from embrace_fx.runtime.ranks.communicator import unreadable
-from embrace_fx.runtime.step.backward_flags import Finish, launch_flags
+from embrace_fx.runtime.launch.launcher import Dropped
+from embrace_fx.runtime.launch.streams import Streams
+from embrace_fx.runtime.ranks.announcement import Gate, unreadable
+from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_of_ranks
+from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
 from embrace_fx.runtime.step.delivery import deliver
 from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import Program
@@ -64,13 +70,15 @@ class Step:
 
     def forward(self) -> list[Any]:
         program = self.program
-        program.communicator.failure = program.check(self._leaves)
+        program.announcements.failure = program.check(self._leaves)
+        program.announcements.program = program.launched
+        program.tell_buffers()
         values = self._begin_forward()
-        program.before_forward()
+        program.share_buffers()
         if program.regions is not None:
             program.regions.begin_step()
         forward = program.forward
-        outputs = forward(self._leaves, values, {})
+        outputs = self._run_forward(values)
         results = [value for role, value in zip(forward.roles, outputs, strict=True) if isinstance(role, Result)]
         keep(forward.roles, outputs, values)
         if program.flow is not None:
@@ -79,6 +87,34 @@ class Step:
         self._results = [r.detach() if isinstance(r, Tensor) else r for r in results]
         self._read_again = program.read_again(self._leaves, values)
         return results
+
+    def _run_forward(self, values: Values) -> tuple[Any, ...]:
+        """The forward's outputs. A failure is told to all ranks, which wait for nothing of it."""
+        program = self.program
+        owed = program.owed_forward
+        needed = owed.begin(values)
+        try:
+            return program.forward(self._leaves, values, {})
+        except Exception as error:
+            if is_of_ranks(error) or not self._tells_of_failures():
+                raise
+            owed.submit(needed)
+            if program.flow is not None:
+                program.flow.give_up_forward()
+            program.announcements.give_up(failure_text(error))
+            error.add_note(TOLD)
+            raise
+
+    def _tells_of_failures(self) -> bool:
+        """Whether this rank's failures reach others, from the middle of a phase: the hosts must know where they are."""
+        return self.program.communicator.world_size > 1 and self._streams() is None
+
+    def _streams(self) -> Streams | None:
+        """Of the device that the model is on; None: it is on the host."""
+        if self.program.flow is not None:
+            return self.program.flow.streams
+        parameter = self.program.state.any_parameter()
+        return None if parameter is None else streams.streams_of(parameter.device)
 
     def _begin_forward(self) -> Values:
         """The values of the ids' phases."""
@@ -91,10 +127,10 @@ class Step:
         try:
             keep(program.unique.roles, program.unique(self._leaves, values, {}), values)
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            program.communicator.announce((), unreadable(error))
+            program.announcements.announce((), unreadable(error))
             raise
         if not program.announces:
-            program.communicator.announce(())
+            program.announcements.announce(())
         keep(program.ids.roles, program.ids(self._leaves, values, {}), values)
         if program.flow is not None:
             program.flow.begin_plain_forward()
@@ -115,48 +151,131 @@ class Step:
             )
         program.state.awaiting_backward.discard(self)
         values, self._values = self._values, None
-        backward = program.backward
+        backward, flow = program.backward, program.flow
         assert backward is not None
+        given = tuple(index for index, t in zip(program.results, tangents, strict=True) if t is not None)
+        used = program.used.words(given, program.state.unreduced)
+        outputs, counts = self._run_backward(values, tangents, used)
+        if not for_parameters:
+            if flow is not None:
+                flow.discard()
+            return self._of_batch(backward.roles, outputs)
+        absent, absent_here = program.used.absent(counts), program.used.absent(used)
+        given_away = [tangent for tangent in tangents if tangent is not None]
+        # One process has nothing to reduce later: what it accumulates is a sum from the first backward on.
+        whole = program.synchronised or program.communicator.world_size == 1
+        deliver(program.state, program.flow, whole, backward.roles, outputs, absent, absent_here, given_away)
+        return self._of_batch(backward.roles, outputs)
+
+    def tell_nothing(self) -> None:
+        """In place of a backward that has nothing to compute nor to send, while the other ranks run theirs."""
+        self._enter()
+        self._launch_flags(self.program.used.words(()), 0)("", None)
+
+    def _enter(self) -> Gate | None:
+        """Tells the others that this rank is in its backward; None: there are none, or they are not waited for."""
+        if not self._tells_of_failures():
+            return None
+        program = self.program
         if program.flow is not None:
-            assert program.ids_program is not None
-            program.flow.begin_backward(program.ids_program, values)
-        given = [index for index, t in zip(program.results, tangents, strict=True) if t is not None]
+            program.flow.land_untaken()  # of an earlier backward, which is not given up with this one
+        gate = program.announcements.enter_backward()
+        if program.flow is None:
+            self._check_gate(gate)  # what is launched here leaves at once
+        return gate
+
+    def _run_backward(
+        self, values: Values, tangents: Sequence[Tensor | None], used: Sequence[int]
+    ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """The backward's outputs, and how many ranks' backwards reach each parameter.
+
+        Args:
+            used: what this rank tells of the parameters that its backward reaches.
+
+        Raises:
+            PeerFailure, FloatingPointError, RuntimeError: as `launch_flags` says, on every rank.
+        """
+        program, flow = self.program, self.program.flow
+        gate = self._enter()
+        needed = program.owed_backward.begin(values)
+        if flow is not None:
+            flow.open_window(gate)
+        finish: Finish | None = None
+        written, names = 0, ""
+        outputs: tuple[Any, ...] = ()
+        try:
+            if flow is not None:
+                assert program.ids_program is not None
+                flow.begin_backward(program.ids_program, values)
+            written, names = self._written()
+            if gate is None:  # on the host, what ranks tell each other is read at the end, and tells of failures too
+                finish = self._launch_flags(used, written)
+            outputs = self._call_backward(values, tangents)
+        except Dropped:
+            pass
+        except Exception as failure:
+            if gate is not None and not is_of_ranks(failure):
+                self._fail_backward(gate, needed, used, failure)
+            raise
+        if gate is not None:
+            self._check_gate(gate)
+        if flow is not None:
+            flow.end_backward()
+        try:
+            finish = finish or self._launch_flags(used, written)
+            return outputs, finish(names, None)
+        except PeerFailure:
+            if flow is not None:
+                flow.give_up_backward()
+            raise
+        except (FloatingPointError, RuntimeError):
+            if flow is not None:
+                flow.discard()
+            raise
+
+    def _written(self) -> tuple[int, str]:
+        """How many of the tensors that the backward reads were written since the forward, and in words which."""
         written = [tensor for tensor, version in self._read_again if tensor._version != version]
         self._read_again = []  # values die with their last use
-        names = program.name_written(written, self._leaves)
-        finish = self._launch_flags(given, len(written))
+        return len(written), self.program.name_written(written, self._leaves)
+
+    def _call_backward(self, values: Values, tangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        program = self.program
+        assert program.backward is not None
         dense = {
             # The graph was traced for contiguous gradients, and autograd leaves out those of unused results.
             index: tangent.contiguous() if tangent is not None else torch.zeros_like(result)
             for index, tangent, result in zip(program.results, tangents, self._results, strict=True)
             if index in program.differentiable
         }
-        outputs = backward(self._leaves, values, dense)
-        if program.flow is not None:
-            program.flow.end_backward()
-        try:
-            starts_from = finish(names)
-        except (FloatingPointError, RuntimeError):
-            if program.flow is not None:
-                program.flow.discard()
-            raise
-        if not for_parameters:
-            if program.flow is not None:
-                program.flow.discard()
-            return self._of_batch(backward.roles, outputs)
-        absent = program.without_gradient(starts_from)
-        given_away = [tangent for tangent in tangents if tangent is not None]
-        # One process has nothing to reduce later: what it accumulates is a sum from the first backward on.
-        whole = program.synchronised or program.communicator.world_size == 1
-        deliver(program.state, program.flow, whole, backward.roles, outputs, absent, given_away)
-        return self._of_batch(backward.roles, outputs)
+        return program.backward(self._leaves, values, dense)
 
-    def _launch_flags(self, given: Sequence[int], written: int) -> Finish:
+    def _check_gate(self, gate: Gate) -> None:
+        """Raises PeerFailure where a rank is not in this backward, of which nothing has left then."""
+        gate.wait()
+        if self.program.flow is not None and not gate.all_are_here():
+            self.program.flow.give_up_backward()
+        gate.check()
+
+    def _fail_backward(self, gate: Gate, needed: Values, used: Sequence[int], failure: Exception) -> None:
+        """Launches what the others wait for, and tells them at the end of their backward."""
+        program, flow = self.program, self.program.flow
+        self._check_gate(gate)
+        program.owed_backward.submit(needed)
+        if flow is not None:
+            flow.end_backward()
+        with contextlib.suppress(PeerFailure):
+            self._launch_flags(used, FAILED)("", failure)
+        if flow is not None:
+            flow.give_up_backward()
+        failure.add_note(TOLD)
+
+    def _launch_flags(self, used: Sequence[int], written: int) -> Finish:
         """Tells the ranks of this backward; the result tells of theirs."""
         scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
         flow = self.program.flow
         on = flow.streams if flow is not None else streams.streams_of(scalars[0].device) if scalars else None
-        return launch_flags(scalars, given, written, self.program.communicator, on)
+        return launch_flags(scalars, used, written, self.program.communicator, on)
 
     def _of_batch(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
         """The gradients of the batch's tensors that require one."""

@@ -30,21 +30,29 @@ Rows = tuple[Tensor, Tensor]
 """ids (K,), rows (K, d)."""
 
 
-class Held:
+class HeldGradient:
     """What a gradient holds: rows, all elements, or what is on its way. Aliases of one gradient share it.
 
     Args:
         like: this rank's part (V', d).
         communicator: the ranks that have the other parts; None: there are none.
+        siblings: the gradients that other tables have, in the same order on all ranks.
 
     Attributes:
         source: what it waits for, or waited for last.
     """
 
-    def __init__(self, like: Tensor, communicator: Communicator | None) -> None:
+    def __init__(
+        self,
+        like: Tensor,
+        communicator: Communicator | None,
+        siblings: Callable[[], Sequence[HeldGradient]] = lambda: (),
+    ) -> None:
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.communicator = communicator
         self.source: object = None
+        self._siblings = siblings
+        self._norms: dict[float, Tensor] = {}  # of the whole table, by order, as long as nothing changes it
         self._late: Callable[[], Sequence[Rows]] | None = None
         self._rows: list[Rows] = []
         self._dense: Tensor | None = None
@@ -74,16 +82,18 @@ class Held:
     def add_rows(self, ids: Tensor, rows: Tensor) -> None:
         """Adds a row gradient, its ids unique."""
         self.land()
-        self._is_zero = False
+        self._norms, self._is_zero = {}, False
         if self._dense is not None:
             self._dense = self._dense.index_add(0, ids, rows)
         else:
             self._rows.append((ids, rows))
 
     def set_zero(self) -> None:
+        self._norms = {}
         self._late, self._rows, self._dense, self._is_zero = None, [], None, True
 
     def set_dense(self, dense: Tensor) -> None:
+        self._norms = {}
         self._late, self._rows, self._dense, self._is_zero = None, [], dense, False
 
     @property
@@ -123,6 +133,7 @@ class Held:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
         """Changes each element by itself, where zero stays zero. What a step has taken is not changed."""
+        self._norms = {}
         if self.is_dense:
             assert self._dense is not None
             self._dense = change(self._dense)
@@ -130,21 +141,60 @@ class Held:
             ids, rows = self.rows()
             self._rows = [(ids, change(rows))]
 
-    def copied(self) -> Held:
+    def copied(self) -> HeldGradient:
         """The same, apart."""
         self.land()
         other = copy.copy(self)
-        other._rows = list(self._rows)
+        other._rows, other._norms = list(self._rows), dict(self._norms)
+        other._siblings = lambda: ()
         return other
 
     def reduce(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
         """A rank's number, made one of the whole table's. Collective."""
         return value if self.communicator is None else self.communicator.reduce_scalar(value, reduce_op)
 
+    def norm(self, order: float) -> Tensor:
+        """Of the whole table. Collective: one reduction serves all tables, for who asks for one clips them all."""
+        if order not in self._norms:
+            known = [held for held in self._siblings() if order not in held._norms]
+            asked = known if any(held is self for held in known) else [self]
+            for held, norm in zip(asked, _whole_norms(asked, order), strict=True):
+                held._norms[order] = norm
+        return self._norms[order]
+
+    def own_norm(self, order: float) -> Tensor:
+        """Of this rank's part."""
+        values = self.values() if order >= 0 else self.dense()  # the smallest one is zero where a row has none
+        wide = torch.promote_types(self.dtype, torch.float32)  # half precision would overflow at the square of 256
+        if values.numel():
+            return torch.linalg.vector_norm(values, order, dtype=wide)
+        least = order < 0 and abs(order) == float("inf")
+        return torch.full((), float("inf") if least else 0.0, dtype=wide, device=self.device)
+
     def elements(self) -> int:
         """Of the whole table. Collective."""
         own = torch.tensor(float(self.shape.numel()), dtype=torch.float64, device=self.device)
         return int(self.reduce(own, dist.ReduceOp.SUM))
+
+
+def _whole_norms(asked: Sequence[HeldGradient], order: float) -> list[Tensor]:
+    """Norms of tables, of each rank's parts of them."""
+    first = asked[0]
+    own = [held.own_norm(order) for held in asked]
+    if first.communicator is None or first.communicator.world_size == 1:
+        return own
+    if abs(order) == float("inf"):
+        return _together(first, own, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
+    if order == 0:
+        return _together(first, own, dist.ReduceOp.SUM)
+    return [total.pow(1.0 / order) for total in _together(first, [norm.pow(order) for norm in own], dist.ReduceOp.SUM)]
+
+
+def _together(held: HeldGradient, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType) -> list[Tensor]:
+    """Numbers reduced at once, in the widest of their types."""
+    widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
+    joined = held.reduce(torch.stack([value.to(widest) for value in values]), reduce_op)
+    return [total.to(value.dtype) for total, value in zip(joined.unbind(), values, strict=True)]
 
 
 class RowGradient(Tensor):
@@ -154,10 +204,10 @@ class RowGradient(Tensor):
         held: what it holds.
     """
 
-    held: Held
+    held: HeldGradient
 
     @staticmethod
-    def __new__(cls, held: Held) -> RowGradient:
+    def __new__(cls, held: HeldGradient) -> RowGradient:
         made: RowGradient = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
         made.held = held
         return made
@@ -165,7 +215,7 @@ class RowGradient(Tensor):
     @classmethod
     def of(cls, dense: Tensor, communicator: Communicator | None) -> RowGradient:
         """One with all elements (V', d)."""
-        held = Held(dense, communicator)
+        held = HeldGradient(dense, communicator)
         held.set_dense(dense)
         return cls(held)
 
@@ -265,21 +315,7 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     whole = len(args) <= 2 or args[2] is None or len(args[2]) == len(held.shape)
     if not whole or kwargs.get("dim") is not None:
         return NotImplemented
-    values = held.values() if order >= 0 else held.dense()  # the smallest one is zero where a row has none
-    wide = torch.promote_types(held.dtype, torch.float32)  # half precision would overflow at the square of 256
-    infinite = abs(order) == float("inf")
-    if values.numel():
-        own = torch.linalg.vector_norm(values, order, dtype=wide)
-    else:
-        own = torch.full((), float("inf") if order < 0 and infinite else 0.0, dtype=wide, device=held.device)
-    if infinite:
-        total = held.reduce(own, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
-    elif order == 0:
-        total = held.reduce(own, dist.ReduceOp.SUM)
-    elif held.communicator is None or held.communicator.world_size == 1:
-        total = own
-    else:
-        total = held.reduce(own.pow(order), dist.ReduceOp.SUM).pow(1.0 / order)
+    total = held.norm(float(order))
     keeps = kwargs.get("keepdim", args[3] if len(args) > 3 else False)
     total = total.to(kwargs.get("dtype") or held.dtype)
     return total.view([1] * len(held.shape)) if keeps else total
@@ -401,7 +437,7 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _densely(func: Any, args: Any, kwargs: Any) -> Any:
     """Any other op, on all elements; what it writes is what the gradient holds from then on."""
-    helds: list[Held] = []
+    helds: list[HeldGradient] = []
 
     def dense(gradient: RowGradient) -> Tensor:
         helds.append(gradient.held)

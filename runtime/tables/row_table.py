@@ -13,9 +13,9 @@ Contract of a step
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,28 @@ from embrace_fx.runtime.optimizer.own_step import (
     put_rows,
     rows_of_state,
     same_options,
+    step_rows,
     step_tensor,
 )
 from embrace_fx.runtime.optimizer.row_optimizers import row_optimizer
+from embrace_fx.runtime.optimizer.skipped_steps import form_of
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.layouts import Place, own_part, whole_table
-from embrace_fx.runtime.tables.row_gradient import Held, RowGradient, Rows
+from embrace_fx.runtime.tables.resting import RestingRows
+from embrace_fx.runtime.tables.row_gradient import HeldGradient, RowGradient, Rows
 from embrace_fx.vocabulary.exactness import RowUpdates, row_update_blocker
 from embrace_fx.vocabulary.plan import Grid
+from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums
 
 Options = Mapping[str, Any]
 """Those of a param group, as of one step."""
+
+
+MayRest = Literal["never", "while it pays", "always"]
+"""Of rows without gradient. It does not pay where all of them are asked for after every step: then a sweep is less."""
+
+ASKED_FOR_OFTEN = 8
+"""Steps in a row after each of which all rows of a table were asked for: a loop that has parameters handed out."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,8 @@ class RowTable:
         place: where its parts lie.
         communicator: the ranks that have the other parts; None: there are none.
         row_updates: the semantics the user asked for.
+        resting: whether rows without gradient may rest, where what they skip can be made up for.
+        gradients: those of all sharded tables, in the same order on all ranks.
 
     Attributes:
         optimizer: whichever steps it, once that is known.
@@ -71,6 +84,9 @@ class RowTable:
         communicator: Communicator | None,
         row_updates: RowUpdates,
         optimizer: Optimizer | None = None,
+        *,
+        resting: MayRest = "never",
+        gradients: Callable[[], Sequence[HeldGradient]] = lambda: (),
     ) -> None:
         self.name = name
         self.parameter = parameter
@@ -79,6 +95,9 @@ class RowTable:
         self.optimizer = optimizer
         self._communicator = communicator
         self._applied: list[Tensor] = []  # rows that the step under way has updated
+        self._may_rest = resting
+        self._gradients = gradients
+        self._resting = RestingRows()
 
     @property
     def local(self) -> Tensor:
@@ -103,7 +122,7 @@ class RowTable:
     # -- the gradient --------------------------------------------------------------------------------------------------
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> HeldGradient | None:
         """What `.grad` holds; None where there is no gradient, or a zero one."""
         held = None if self.parameter.grad is None else self.open_gradient()
         return None if held is None or held.is_zero else held
@@ -113,13 +132,13 @@ class RowTable:
         """Whether a gradient waits for the next step."""
         return self.held is not None
 
-    def open_gradient(self) -> Held:
+    def open_gradient(self) -> HeldGradient:
         """What a backward adds to: the gradient there is, or a new one of zeros."""
         if self.parameter.grad is None:
-            self.parameter.grad = RowGradient(Held(self.local, self._communicator))
+            self.parameter.grad = RowGradient(HeldGradient(self.local, self._communicator, self._gradients))
         elif not isinstance(self.parameter.grad, RowGradient):  # the user's own
             self.parameter.grad = RowGradient.of(self.parameter.grad, self._communicator)
-        held: Held = self.parameter.grad.held
+        held: HeldGradient = self.parameter.grad.held
         return held
 
     def add_gradient(self, ids: Tensor, rows: Tensor) -> None:
@@ -165,6 +184,32 @@ class RowTable:
         """Whether the optimizer moves rows without gradient too."""
         return not self.takes_rows_only and row_update_blocker(self.holder, options, self.row_updates) is not None
 
+    def rests(self, options: Options) -> bool:
+        """Whether rows without gradient rest in a step, and move later."""
+        if self._may_rest == "never" or not self.moves_all(options):
+            return False
+        if self._resting.settled >= ASKED_FOR_OFTEN and self._may_rest != "always":
+            return False
+        return form_of(self.holder, options, self.state, self.local.dtype) is not None
+
+    def is_swept(self, options: Options) -> bool:
+        """Whether a step moves all rows at once."""
+        return self.moves_all(options) and not self.rests(options)
+
+    @property
+    def has_resting_rows(self) -> bool:
+        """Whether any row may have skipped a step."""
+        return self._resting.rest
+
+    def catch_up(self, ids: Tensor) -> bool:
+        """Before rows are read: they take the steps they have skipped. Whether any may have been written."""
+        return self._resting.rest and self._resting.catch_up(self.local, self.state, ids)
+
+    def settle(self) -> None:
+        """Has all rows take the steps they have skipped; not between `begin_step` and `finish`."""
+        if self._resting.rest:
+            self._resting.settle(self.local, self.state)
+
     def steps_in_parts(self) -> bool:
         """Whether a step can be taken rows by rows: its state is there for all rows."""
         options = self.param_group()
@@ -195,6 +240,10 @@ class RowTable:
         """Counts one iteration; returns the options of this moment."""
         group = self.param_group()
         self._applied = []
+        if self.rests(group):
+            self._resting.begin(self.holder, group, self.local, self.state)
+            return group
+        self.settle()
         if not self.moves_all(group):
             self.count_step(group)
         return group
@@ -208,7 +257,9 @@ class RowTable:
 
         One step's rows may come in several parts, none in two of them.
         """
-        if self.moves_all(options):
+        if self.rests(options):
+            self._resting.update(self.holder, options, self.local, self.state, ids, rows)
+        elif self.moves_all(options):
             step_rows(self.holder, options, self.local, self.state, ids, rows)
             self._applied.append(ids)
         else:
@@ -217,9 +268,11 @@ class RowTable:
     def finish(self, parts: Sequence[Rows], options: Options) -> None:
         """Updates the rows that the step has not updated yet: by their gradients, ids (K,) and rows (K, d), or without
         any."""
-        if not self.moves_all(options):
+        if self.rests(options) or not self.moves_all(options):
             for ids, rows in parts:
                 self.apply(ids, rows, options)
+            if self.rests(options):
+                self._resting.end(self.holder, options, self.local, self.state)
             return
         applied, self._applied = self._applied, []
         sweep(self.holder, options, self.local, self.holder.state[self.parameter], parts, applied)
@@ -230,6 +283,7 @@ class RowTable:
 
     def coming(self, ids: Tensor) -> tuple[Tensor, Supposed]:
         """Rows of the table (K, d) as the next step will leave them, if it gives them no gradient; and that step."""
+        self.catch_up(ids)
         rows = self.local.index_select(0, ids)
         if self.optimizer is None:
             return rows, Supposed(None, {})
@@ -242,8 +296,24 @@ class RowTable:
         return supposed.optimizer is self.optimizer and same_options(supposed.options, now)
 
     def update_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Applies a gradient once, at once, where rows without gradient stand still."""
-        self.apply(ids, rows, self.begin_step())
+        """Applies a gradient once, at once, where rows without gradient stand still, or rest."""
+        if type(self.holder) is RowWiseAdagrad:
+            self._update_row_wise(ids, rows)
+        else:
+            self.finish([(ids, rows)], self.begin_step())
+
+    def _update_row_wise(self, ids: Tensor, rows: Tensor) -> None:
+        """Likewise where a row's step depends on all of its elements, of which every rank has some. Collective."""
+        options, state = dict(self.param_group()), self.holder.state[self.parameter]
+        if not state:
+            state["sum"] = new_sums(self.local, options)
+        squares = rows.square().sum(1)
+        if self._communicator is not None:
+            squares = self._communicator.reduce_scalar(squares, dist.ReduceOp.SUM)
+        sums = state["sum"].index_select(0, ids).add_(squares.div_(self.shape[1]))
+        state["sum"].index_copy_(0, ids, sums)
+        steps = options["lr"] * rows / sums.sqrt_().add_(options["eps"]).unsqueeze(1)
+        self.local.index_copy_(0, ids, self.local.index_select(0, ids).sub_(steps))
 
     def made_state(self, options: Options) -> dict[str, Any]:
         """The optimizer's own state of a table whose rows without gradient stand still, made at its first update."""
@@ -254,8 +324,8 @@ class RowTable:
 
     @property
     def takes_rows_only(self) -> bool:
-        """Whether its optimizer refuses dense gradients."""
-        return type(self.optimizer) is SparseAdam
+        """Whether its optimizer refuses dense gradients, or steps rows as a whole."""
+        return type(self.optimizer) in (SparseAdam, RowWiseAdagrad)
 
 
 def own_state(table: RowTable, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
@@ -275,16 +345,6 @@ def suppose(optimizer: Optimizer, group: Options, rows: Tensor, state: dict[str,
     options = hyperparameters(group)
     step_tensor(optimizer, options, rows, torch.zeros_like(rows), state)
     return Supposed(optimizer, options)
-
-
-def step_rows(
-    optimizer: Optimizer, options: Options, local: Tensor, state: dict[str, Any], ids: Tensor, rows: Tensor
-) -> None:
-    """Steps some rows of a part (V', d), and of its state but for its counters."""
-    values, total = local.index_select(0, ids), local.shape[0]
-    after = step_tensor(optimizer, options, values, rows, rows_of_state(state, ids, total))
-    local.index_copy_(0, ids, values)
-    put_rows(state, after, ids, total)
 
 
 def sweep(

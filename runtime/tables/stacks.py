@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.optimizer.own_step import is_of_rows, rows_of_state
+from embrace_fx.runtime.optimizer.own_step import is_of_rows, rows_of_state, step_rows
 from embrace_fx.runtime.optimizer.row_optimizers import row_optimizer
 from embrace_fx.runtime.tables.row_gradient import Rows
-from embrace_fx.runtime.tables.row_table import Options, RowTable, Supposed, step_rows, suppose, sweep
+from embrace_fx.runtime.tables.row_table import Options, RowTable, Supposed, suppose, sweep
 from embrace_fx.vocabulary.plan import Stack
 
 
@@ -99,10 +99,39 @@ class StackedTable:
         """Counts one iteration of every table; returns the options of this moment."""
         group = self.members[0].param_group()
         self._applied = []
+        if self._rests(group):
+            for member in self.members:
+                member.begin_step()
+            return group
+        self.settle()
         if not self.members[0].moves_all(group):
             for member in self.members:
                 member.count_step(group)
         return group
+
+    def _rests(self, options: Options) -> bool:
+        """Whether rows without gradient rest: each table knows which of its."""
+        return all(member.rests(options) for member in self.members)
+
+    @property
+    def has_resting_rows(self) -> bool:
+        """Whether any row may have skipped a step."""
+        return any(member.has_resting_rows for member in self.members)
+
+    def catch_up(self, ids: Tensor) -> bool:
+        """Before rows (K,) are read, in any order: they take the steps they have skipped."""
+        if not self.has_resting_rows:
+            return False
+        ordered = ids.unique()
+        parts = self.split(ordered, ordered)
+        for member, (own, _) in zip(self.members, parts, strict=True):
+            member.catch_up(own)
+        return True
+
+    def settle(self) -> None:
+        """Has all rows take the steps they have skipped."""
+        for member in self.members:
+            member.settle()
 
     def _joined_state(self) -> dict[str, Any]:
         """That of all tables: what rows have as one tensor each, counters of the first table."""
@@ -122,6 +151,10 @@ class StackedTable:
 
         One step's rows may come in several parts, none in two of them.
         """
+        if self._rests(options):
+            for member, part in zip(self.members, self.split(ids, rows), strict=True):
+                member.apply(*part, options)
+            return
         if not self.members[0].moves_all(options):
             row_optimizer(type(self.holder)).apply(self.local, self._joined_state(), ids, rows, options)
             return
@@ -130,6 +163,11 @@ class StackedTable:
 
     def finish(self, parts: Sequence[Rows], options: Options) -> None:
         """Updates the rows that the step has not updated yet, as `RowTable.finish`."""
+        if self._rests(options):
+            split = [self.split(*part) for part in parts]
+            for k, member in enumerate(self.members):
+                member.finish([each[k] for each in split], options)
+            return
         if not self.members[0].moves_all(options):
             for ids, rows in parts:
                 self.apply(ids, rows, options)
@@ -147,6 +185,7 @@ class StackedTable:
 
     def coming(self, ids: Tensor) -> tuple[Tensor, Supposed]:
         """Rows of the stack as the next step will leave them, as `RowTable.coming`."""
+        self.catch_up(ids)
         rows = self.local.index_select(0, ids)
         if any(member.optimizer is None for member in self.members) or not self.steps_as_one():
             return rows, Supposed(None, {})

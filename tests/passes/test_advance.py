@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 from embrace_fx import cost
 from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
 from embrace_fx.passes.relax.advance import AdvanceGradients, made_for
+from embrace_fx.passes.scheduler.node_cost import estimate
 from embrace_fx.passes.scheduler.step_graph import blocks
 from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -50,7 +51,7 @@ def relaxed() -> tuple[TrainingGraph, TrainingGraph]:
 
 def share_of_backward(graph: TrainingGraph, table: str) -> float:
     """How much of a backward's compute is over when a table's gradient leaves."""
-    of_backward = [block for block in blocks(graph, cost.Cluster().compute) if block.id.kind == "backward"]
+    of_backward = [block for block in blocks(graph, estimate(cost.Cluster().compute)) if block.id.kind == "backward"]
     place = [block.id for block in of_backward].index(compute_id("backward", table))
     return sum(block.ms for block in of_backward[: place + 1]) / sum(block.ms for block in of_backward)
 

@@ -18,16 +18,17 @@ from torch.utils import _pytree as pytree
 from embrace_fx.capture import capture
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.runtime.lower.lower import lower
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.session.pipeline import Pass, analyse
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Buffer,
     Gradient,
+    GradientOfRows,
     InputRole,
     OutputRole,
     Parameter,
-    RowGradient,
     Saved,
     Shard,
     Table,
@@ -173,7 +174,7 @@ def _launches(communicator: Communicator, module: fx.GraphModule) -> Mapping[str
     names = [node.meta["tables"] for node in module.graph.nodes if "tables" in node.meta]
 
     def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size: int) -> Any:
-        return communicator.all_gather_ids(unique, num_rows, group, group_size, names[0])
+        return Announcements(communicator).all_gather_ids(unique, num_rows, group, group_size, names[0])
 
     return {**communicator.launches(), "embrace::all_gather_ids": all_gather_ids}
 
@@ -196,10 +197,10 @@ def _input(role: InputRole, node: fx.Node, model: nn.Module, leaves: list[Any], 
 
 
 def _with_whole_gradients(found: Outputs, model: nn.Module) -> Outputs:
-    whole: Outputs = {role: value for role, value in found.items() if not isinstance(role, RowGradient)}
+    whole: Outputs = {role: value for role, value in found.items() if not isinstance(role, GradientOfRows)}
     for role, ids in found.items():
-        if isinstance(role, RowGradient) and role.part == "ids":
-            rows = found[RowGradient(role.table, "rows")]
+        if isinstance(role, GradientOfRows) and role.part == "ids":
+            rows = found[GradientOfRows(role.table, "rows")]
             assert bool((ids[1:] > ids[:-1]).all()), f"expected sorted unique ids, found {ids}"
             num_rows = model.get_parameter(role.table).shape[0]
             whole[Gradient(Parameter(role.table))] = rows.new_zeros((num_rows, rows.shape[1])).index_add_(0, ids, rows)

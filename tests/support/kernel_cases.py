@@ -9,6 +9,7 @@ Shape legend
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from embrace_fx.runtime.exchanges import hashing
 from embrace_fx.runtime.exchanges.blocks import block_bitmap, cut_blocks, join_blocks
 from embrace_fx.runtime.exchanges.gradient import accumulate, mean_by_id
 from embrace_fx.runtime.flow.routing import RowSplitter
-from embrace_fx.runtime.kernels import gpu
+from embrace_fx.runtime.kernels import decay, gpu
 from embrace_fx.runtime.optimizer.row_optimizers import row_optimizer
 from embrace_fx.vocabulary.ops import own_columns
 
@@ -293,6 +294,54 @@ def _train_torch(
     return parameter.detach(), {k: v for k, v in state.items() if isinstance(v, Tensor) and v.ndim}
 
 
+# -- steps that rows have skipped ------------------------------------------------------------------------------------
+
+
+def decay_rows(put: Put) -> None:
+    """Rows that have skipped 1 to 40 steps of an AdamW, one of them named twice; rows that have skipped none."""
+    taken = torch.tensor([0, 39, 40, 41, 20, 5, 0], dtype=torch.int32)
+    ids = torch.tensor([5, 1, 0, 5, 3, 2, 4])
+    for dtype in (torch.float32, torch.float64):
+        for width in (0, 1, 33, 1500):
+            weight, first = random(7, width, dtype=dtype), random(7, width, dtype=dtype, seed=1)
+            second = random(7, width, dtype=dtype, seed=2).square()
+            for greatest in (None, second + 0.1):
+                given = [put(each) for each in (weight, first, second)]
+                averages = decay.Averages(given[1], given[2], None if greatest is None else put(greatest))
+                history, counted = _decay_history(40), put(taken)
+                on_device = history._replace(coefficients=put(history.coefficients))
+                decay.decay_rows(given[0], averages, put(ids), counted, on_device)
+                assert plain(counted).tolist() == [40, 40, 40, 41, 40, 40, 0]
+                wide = [each.double() for each in (weight, first, second)]
+                for found, expected in zip(given, _decayed(wide, greatest, taken, history), strict=True):
+                    assert_near(found[:6], expected[:6], dtype)
+                assert_same(given[0][6:], weight[6:])
+
+
+def _decay_history(count: int) -> decay.History:
+    beta1, beta2, shrink, eps = 0.9, 0.99, 0.999, 1e-3
+    coefficients = torch.zeros(count + 1, decay.COLUMNS, dtype=torch.float64)
+    for step in range(1, count + 1):
+        logs = [step * math.log(factor) for factor in (beta1, beta2, shrink)]
+        coefficients[step] = torch.tensor([*logs, 0.01 * (1 + step % 3), 1 + 1 / step, eps], dtype=torch.float64)
+    return decay.History(coefficients, count, 0.03, eps, beta1 / math.sqrt(beta2))
+
+
+def _decayed(values: list[Tensor], greatest: Tensor | None, taken: Tensor, history: decay.History) -> list[Tensor]:
+    """One step after another, in float64."""
+    weight, first, second = (each.clone() for each in values)
+    for row, begun in enumerate(taken.tolist()):
+        for step in range(begun + 1, history.count + 1):
+            before, now = history.coefficients[step - 1], history.coefficients[step]
+            beta1, beta2, shrink = (now[:3] - before[:3]).exp()
+            first[row] *= beta1
+            second[row] *= beta2
+            under = second[row] if greatest is None else greatest[row].double()
+            divisor = under.sqrt() * now[decay.CORRECTION] + now[decay.EPS]
+            weight[row] = weight[row] * shrink - now[decay.SIZE] * first[row] / divisor
+    return [weight, first, second]
+
+
 # -- hashing and bitmaps -----------------------------------------------------------------------------------------------
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
@@ -415,6 +464,7 @@ CASES: dict[Callable[[Put], None], str] = {
     coalesce_adds_narrow_values_widely: "coalesce",
     sum_segments: "segments_of sum_segments",
     scatter_add: "scatter_add",
+    decay_rows: "decay_rows",
     update_rows: "sgd_rows adagrad_rows adam_rows",
     update_rows_of_bfloat16: "sgd_rows adagrad_rows adam_rows",
     update_no_rows: "sgd_rows adagrad_rows adam_rows",

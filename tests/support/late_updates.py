@@ -20,6 +20,7 @@ from embrace_fx.runtime.kernels import pack_bucket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.optimizer.stepping import Stepping
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.vocabulary.schedule import chunk_id
@@ -89,7 +90,7 @@ class Deferred(Training):
         self._chunks = [[sum(self.parameters[n].numel() for n in BUCKETS[0])], [6, 4]]
         order = [chunk_id(k, i) for k, sizes in enumerate(self._chunks) for i in range(len(sizes))]
         self.launcher = Launcher(order, (), Recorder())
-        self.flow = Flow(communicator, self.launcher, Recorder(), False, lambda: None, lambda: None)
+        self.flow = Flow(Announcements(communicator), self.launcher, Recorder(), False, lambda: None, lambda: None)
         self.flow.buckets = BucketUpdates(
             BUCKETS,
             self.parameter,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from embrace_fx.runtime.kernels.gpu.columns import lookup_pack as lookup_pack
     from embrace_fx.runtime.kernels.gpu.columns import pack_columns as pack_columns
     from embrace_fx.runtime.kernels.gpu.columns import unpack_columns as unpack_columns
+    from embrace_fx.runtime.kernels.gpu.decay import decay_rows as decay_rows
     from embrace_fx.runtime.kernels.gpu.hashing import claim_slots as claim_slots
     from embrace_fx.runtime.kernels.gpu.hashing import server_of as server_of
     from embrace_fx.runtime.kernels.gpu.members import STAMPS as STAMPS
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 _FILES = {
     "bitmaps": ("block_bitmap", "hash_bitmap", "ids_of_bitmap"),
     "columns": ("lookup_pack", "pack_columns", "unpack_columns"),
+    "decay": ("decay_rows",),
     "hashing": ("claim_slots", "server_of"),
     "members": ("STAMPS", "split_prior_delayed"),
     "sums": ("coalesce", "scatter_add", "segments_of", "sum_segments"),

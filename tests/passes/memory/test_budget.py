@@ -18,7 +18,7 @@ from embrace_fx.passes.memory.choose import Costs, choices
 from embrace_fx.passes.memory.foresee import foresee
 from embrace_fx.passes.memory.held import held
 from embrace_fx.passes.memory.regions import can_run_again, written_by
-from embrace_fx.passes.scheduler.step_graph import node_ms
+from embrace_fx.passes.scheduler.node_cost import node_ms
 from embrace_fx.runtime.memory.counted import CountedMemory
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session.pipeline import run_passes

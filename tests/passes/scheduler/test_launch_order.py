@@ -12,15 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embrace_fx.passes.scheduler.launch_order import (
-    Candidate,
     Key,
+    Ready,
     check_order,
     order,
     paper,
     readiness,
     schedule,
     simulate,
-    slack,
     story,
 )
 from embrace_fx.vocabulary.schedule import SCHEDULES, Dependence, Kind, Lane, Operation, StepGraph
@@ -311,16 +310,15 @@ def test_an_order_is_legal_exactly_if_two_windows_of_it_have_no_cycle(drawn: Ste
         # "a delayed" stands first by name of what is ready together.
         (readiness, ("ids", "a delayed", "bucket 0", "bucket 1", "prior", "lookups")),
         (paper, ("ids", "prior", "bucket 0", "lookups", "bucket 1", "a delayed")),
-        (slack, ("ids", "prior", "bucket 0", "lookups", "bucket 1", "a delayed")),
     ],
-    ids=["readiness", "paper", "slack"],
+    ids=["readiness", "paper"],
 )
 def test_policies_on_one_table_and_two_blocks(policy: Key, expected: tuple[str, ...]) -> None:
     assert order(EMBEDDING, policy) == expected
 
 
 def test_a_policy_of_ones_own() -> None:
-    def longest_first(candidate: Candidate) -> float:
+    def longest_first(candidate: Ready) -> float:
         return -candidate.operation.duration_ms
 
     three = step([launch("a", 1), launch("b", 3), launch("c", 2), compute("f", 1)], ["a -> f", "b -> f", "c -> f"])
@@ -342,18 +340,7 @@ def test_the_next_forward_needs_its_first_block_first() -> None:
     assert order(busy, paper) == ("prior", "bucket 0", "bucket 1")
 
 
-def test_slack_looks_at_time_where_the_paper_looks_at_order() -> None:
-    """y is needed later in the program, but has the longer way to go."""
-    chained = step(
-        [compute("b", 1), compute("f 0", 1), compute("f 1", 1), launch("x", 1), launch("y", 1), launch("z", 8)],
-        ["b -> x", "b -> y", "x -> f 0", "y -> z", "z -> f 1"],
-    )
-
-    assert order(chained, paper) == ("x", "y", "z")
-    assert order(chained, slack) == ("y", "z", "x")
-
-
-@given(steps(), st.sampled_from([readiness, paper, slack]))
+@given(steps(), st.sampled_from([readiness, paper]))
 def test_every_policy_yields_a_legal_order(drawn: StepGraph, policy: Key) -> None:
     check_order(drawn, order(drawn, policy))
 
@@ -407,7 +394,7 @@ def test_the_search_finds_what_no_policy_does() -> None:
         ["a -> x", "x -> d", "b -> y", "y -> c"],
     )
 
-    assert {simulate(steps, order(steps, policy)).step_ms for policy in (readiness, paper, slack)} == {21.0}
+    assert {simulate(steps, order(steps, policy)).step_ms for policy in (readiness, paper)} == {21.0}
     assert schedule(steps, "2d").launch_order == ("y", "x")
     assert schedule(steps, "2d").diagnostics().step_ms == 14.0
 

@@ -65,15 +65,16 @@ def test_interpreted_with_more_examples() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_compiled_for_hopper(tmp_path: Path) -> None:
-    """Rows of a multiple of 16 bytes are moved by 128-bit accesses alone, and no kernel uses atomics."""
+    """Rows of a multiple of 16 bytes are moved by 128-bit accesses alone, and no kernel adds by atomics."""
     compiled = _program("tests.support.kernel_compilation", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     by_rows = ["_lookup_pack", "_move_columns", "_sum_segments", "_scatter_add", "_block_bitmap"]
     by_rows += ["_sgd", "_adagrad", "_adam"]
     by_ids = ["_mark", "_marked", "_server_of", "_claim", "_confirm", "_hash_bitmap", "_count_bits", "_ids_of_bitmap"]
-    assert compiled.keys() == {*by_rows, *by_ids}
+    assert compiled.keys() == {*by_rows, *by_ids, "_decay"}
     for kernel, compilations in compiled.items():
         for accesses in compilations:
-            assert not any(access.startswith(("atom", "red")) for access in accesses), (kernel, accesses)
+            atomics = {access.split(".")[0] for access in accesses if access.startswith(("atom", "red"))}
+            assert atomics == ({"atom"} if kernel == "_decay" else set()), (kernel, accesses)  # a row is claimed once
     for kernel in by_rows:
         wide = [a for a in compiled[kernel] if any("v4.b32" in access or "v2.b64" in access for access in a)]
         # Of the six tables, those of 33 columns and of 1 go element by element.
@@ -106,7 +107,7 @@ def test_what_the_kernels_do_not_take() -> None:
 @needs_triton
 def test_bytes_moved() -> None:
     """The floors, by hand, for 10 rows of 4 float32 each."""
-    from embrace_fx.runtime.kernels.gpu import bitmaps, columns, hashing, members, sums, updates  # noqa: PLC0415
+    from embrace_fx.runtime.kernels.gpu import bitmaps, columns, decay, hashing, members, sums, updates  # noqa: PLC0415
 
     assert columns.lookup_pack_bytes_moved(10, 4, 4, 2) == 10 * (8 + 16 + 8)
     assert columns.move_columns_bytes_moved(10, 4, 4) == 10 * (16 + 16)
@@ -114,6 +115,7 @@ def test_bytes_moved() -> None:
     assert sums.coalesce_bytes_moved(10, 7, 4, 4) == 10 * (8 + 16) + 7 * (8 + 16)
     assert sums.scatter_add_bytes_moved(10, 4, 2, 4) == 10 * (8 + 8 + 16 + 16)
     assert members.split_prior_delayed_bytes_moved(10, 7) == 10 * (8 + 1 + 1) + 7 * (8 + 1)
+    assert decay.decay_bytes_moved(10, 4, 4) == 10 * (8 + 2 * 4 + 3 * 2 * 16)
     assert updates.update_bytes_moved(10, 4, 4, states=2) == 10 * (8 + 16 + 2 * 16 + 2 * 2 * 16)
     assert hashing.server_of_bytes_moved(10) == 10 * (8 + 8)
     assert hashing.claim_slots_bytes_moved(10, 20) == 20 * 8 + 10 * (8 + 8 + 8)

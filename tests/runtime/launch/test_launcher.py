@@ -21,7 +21,8 @@ from torch.futures import Future
 from embrace_fx.runtime.launch import launcher as launcher_module
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.ranks.communicator import LANE_GROUP, Communicator, InFlight
+from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
+from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.schedule import IN_FLIGHT, Lane, OperationId
 from tests.support.ranks import run_ranks
 

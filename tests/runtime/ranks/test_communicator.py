@@ -6,20 +6,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from embrace_fx.runtime.ranks import communicator as communicator_module
+from embrace_fx.runtime.ranks import groups
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from tests.support.ranks import run_ranks
 
 
 def speaks_beside_a_group_of_devices(rank: int, world_size: int) -> dict[str, object]:
     with pytest.MonkeyPatch.context() as patched:
-        carries = communicator_module._carries
+        carries = groups._carries
         hosts_only: list[dist.ProcessGroup] = []
 
         def of_device_alone(group: dist.ProcessGroup, device: torch.device) -> bool:
             return carries(group, device) and (group in hosts_only or device.type != "cpu")
 
-        patched.setattr(communicator_module, "_carries", of_device_alone)
+        patched.setattr(groups, "_carries", of_device_alone)
         communicator = Communicator(dist.group.WORLD)
         hosts_only.append(communicator.host_group())
         values = [torch.tensor([float(rank + 1)])]
@@ -27,7 +28,7 @@ def speaks_beside_a_group_of_devices(rank: int, world_size: int) -> dict[str, ob
         total = communicator.reduce_scalar(torch.tensor(rank + 1), dist.ReduceOp.SUM)
         return {
             "apart": communicator._hosts not in communicator._groups.values(),
-            "announced": communicator.announce([rank]),
+            "announced": [list(each) for each in Announcements(communicator).announce([rank])],
             "objects": communicator.gather(rank, int),
             "broadcast": values[0].item(),
             "total": total.item(),
@@ -49,7 +50,7 @@ def test_ranks_speak_over_a_group_of_the_hosts() -> None:
 
 def tells(rank: int, world_size: int, value: object, kind: object, most_bytes: int) -> str:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(communicator_module, "MOST_BYTES", most_bytes)
+        patched.setattr(groups, "MOST_BYTES", most_bytes)
         communicator = Communicator(dist.group.WORLD)
         with pytest.raises(RuntimeError) as caught:
             communicator.gather(value if rank == 1 else "x", kind)

@@ -1,0 +1,260 @@
+"""The user's own collectives in a forward: what stands for them in a graph, and which of them no graph can hold.
+
+Dynamo traces `torch.distributed`'s functions as the functional ops of torch, `_c10d_functional.all_reduce` and its wait
+say. What stands for them here gives the gradients that eager mode gives: those that write into their arguments have
+none (what they wrote is a constant for autograd), those of `torch.distributed.nn` have that of their documentation.
+
+rewrite: dist.all_reduce(m)                 -> r = all_reduce(m.detach(), "sum", "0"); w = wait_tensor(r); m.copy_(w)
+         y = dist.nn.functional.all_gather(x)  -> r = all_gather_into_tensor(x, N, "0"); y = wait_tensor(r).unbind(0)
+
+They stay in the order of the program, on the process groups that the forward names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as differentiable
+from torch import Tensor, fx
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable, UserFunctionVariable
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from embrace_fx.capture.errors import CaptureError
+from embrace_fx.vocabulary.ops import USERS_LAUNCHES, op_name
+
+_NAMESPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+
+Group = dist.ProcessGroup | None
+
+
+# ---- what write into their arguments ----
+
+
+def _all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, async_op: bool = False) -> None:
+    _write(tensor, functional.all_reduce(tensor.detach(), op, group or dist.group.WORLD))
+
+
+def _broadcast(
+    tensor: Tensor, src: int | None = None, group: Group = None, async_op: bool = False, group_src: int | None = None
+) -> None:
+    _write(tensor, functional.broadcast(tensor.detach(), _source(src, group_src, group), group or dist.group.WORLD))
+
+
+def _all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
+) -> None:
+    gathered = functional.all_gather_single(input_tensor.detach(), 0, group or dist.group.WORLD)
+    _write(output_tensor, gathered.view(output_tensor.shape))
+
+
+def _all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False) -> None:
+    for into, part in zip(tensor_list, _gathered(tensor.detach(), group), strict=True):
+        _write(into, part)
+
+
+def _reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: str = "sum", group: Group = None, async_op: bool = False
+) -> None:
+    own = input.detach().reshape(_size(group) * output.shape[0] if output.dim() else _size(group), *output.shape[1:])
+    _write(output, functional.reduce_scatter_single(own, op, 0, group or dist.group.WORLD).view(output.shape))
+
+
+def _reduce_scatter(
+    output: Tensor, input_list: list[Tensor], op: str = "sum", group: Group = None, async_op: bool = False
+) -> None:
+    _reduce_scatter_tensor(output, torch.stack(input_list).flatten(0, 1), op, group)
+
+
+def _all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+) -> None:
+    _write(output, _exchanged(input.detach(), output_split_sizes, input_split_sizes, group))
+
+
+def _write(into: Tensor, value: Tensor) -> None:
+    """As a collective writes: autograd does not see it."""
+    with torch.no_grad():
+        into.detach().copy_(value)
+
+
+# ---- those with a gradient ----
+
+
+def _differentiable_all_reduce(tensor: Tensor, op: str = "sum", group: Group = dist.group.WORLD) -> Tensor:
+    return functional.all_reduce(tensor, op, group or dist.group.WORLD)
+
+
+def _differentiable_all_gather(tensor: Tensor, group: Group = dist.group.WORLD) -> tuple[Tensor, ...]:
+    return tuple(_gathered(tensor, group))
+
+
+def _differentiable_reduce_scatter(
+    output: Tensor, input_list: list[Tensor], op: str = "sum", group: Group = dist.group.WORLD
+) -> Tensor:
+    parts = torch.stack(input_list)
+    found: Tensor = functional.reduce_scatter_single(parts, op, 0, group or dist.group.WORLD)
+    found = found.view(output.shape)
+    _write(output, found.detach())
+    return found
+
+
+def _differentiable_all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Group = dist.group.WORLD,
+) -> Tensor:
+    found = _exchanged(input, output_split_sizes, input_split_sizes, group)
+    _write(output, found.detach())
+    return found
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, src: int, group: Group) -> Tensor:
+        ctx.src, ctx.group = src, group
+        found: Tensor = functional.broadcast(tensor, src, group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        found = functional.all_reduce(gradient.contiguous(), "sum", ctx.group)
+        return found if dist.get_rank(ctx.group) == ctx.src else torch.zeros_like(found), None, None
+
+
+def _differentiable_broadcast(tensor: Tensor, src: int, group: Group = dist.group.WORLD) -> Tensor:
+    found: Tensor = _Broadcast.apply(tensor, _source(src, None, group), group or dist.group.WORLD)  # type: ignore[no-untyped-call]
+    return found
+
+
+# ---- both ----
+
+
+def _gathered(tensor: Tensor, group: Group) -> Sequence[Tensor]:
+    """The tensors of all ranks of a group, which have one shape."""
+    flat = functional.all_gather_single(tensor.contiguous().unsqueeze(0), 0, group or dist.group.WORLD)
+    return flat.unbind(0)
+
+
+def _exchanged(tensor: Tensor, output_sizes: list[int] | None, input_sizes: list[int] | None, group: Group) -> Tensor:
+    found: Tensor = functional.all_to_all_single(
+        tensor.contiguous(), output_sizes, input_sizes, group or dist.group.WORLD
+    )
+    return found
+
+
+def _size(group: Group) -> int:
+    return dist.get_world_size(group)
+
+
+def _source(src: int | None, group_src: int | None, group: Group) -> int:
+    """The source's rank in the group."""
+    if group_src is not None:
+        return group_src
+    return dist.get_group_rank(group or dist.group.WORLD, src or 0)
+
+
+_STANDS_FOR: dict[Any, Callable[..., Any]] = {
+    dist.all_reduce: _all_reduce,
+    dist.broadcast: _broadcast,
+    dist.all_gather: _all_gather,
+    dist.all_gather_into_tensor: _all_gather_into_tensor,
+    dist.distributed_c10d._all_gather_base: _all_gather_into_tensor,
+    dist.reduce_scatter: _reduce_scatter,
+    dist.reduce_scatter_tensor: _reduce_scatter_tensor,
+    dist.distributed_c10d._reduce_scatter_base: _reduce_scatter_tensor,
+    dist.all_to_all_single: _all_to_all_single,
+    differentiable.all_reduce: _differentiable_all_reduce,
+    differentiable.all_gather: _differentiable_all_gather,
+    differentiable.reduce_scatter: _differentiable_reduce_scatter,
+    differentiable.all_to_all_single: _differentiable_all_to_all_single,
+    differentiable.broadcast: _differentiable_broadcast,
+}
+for _new, _like in (("all_gather_single", _all_gather_into_tensor), ("reduce_scatter_single", _reduce_scatter_tensor)):
+    if hasattr(dist, _new):  # torch renamed them
+        _STANDS_FOR[getattr(dist, _new)] = _like
+
+
+class _Rewritten(CollectiveFunctionRewriteVariable):
+    """A function of torch.distributed, as Dynamo sees it."""
+
+    def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> Any:
+        given = inspect.signature(self.fn).bind(*args, **kwargs).arguments
+        asynchronous = given.get("async_op")
+        if asynchronous is not None and asynchronous.as_python_constant():
+            raise CaptureError(f"torch.distributed.{self.fn.__name__} with async_op=True has no place in a graph")
+        if "op" in given:
+            given["op"] = VariableTracker.build(tx, _spelled(given["op"]))
+        return self.replacement_var.call_function(tx, [], dict(given))
+
+
+def _spelled(op: Any) -> str:
+    value = getattr(op, "value", None)
+    found = functional.REDUCE_OP_TO_STR.get(value) if isinstance(value, dist.ReduceOp.RedOpType) else None
+    if found is None:
+        raise CaptureError(f"a reduction by {value} has no place in a graph")
+    return str(found)
+
+
+@contextlib.contextmanager
+def collectives_traced() -> Iterator[None]:
+    """While active, Dynamo traces the collectives of a forward with the gradients of eager mode."""
+    kind = CollectiveFunctionRewriteVariable
+    can_rewrite, create = kind.__dict__["can_rewrite"], kind.__dict__["create"]
+
+    def is_known(variable: Any) -> bool:
+        return inspect.isfunction(variable) and variable in _STANDS_FOR
+
+    def rewritten(tx: Any, old_fn: Any, source: Any, **options: Any) -> _Rewritten:
+        new = _STANDS_FOR[old_fn]
+        new_source = AttrSource(tx.import_source(__name__), new.__name__)
+        replacement = UserFunctionVariable(new, source=new_source, **options)
+        return _Rewritten(old_fn, replacement_var=replacement, source=source, **options)
+
+    kind.can_rewrite, kind.create = staticmethod(is_known), staticmethod(rewritten)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        kind.can_rewrite, kind.create = can_rewrite, create  # type: ignore[method-assign]
+
+
+class NothingIsSent(TorchDispatchMode):
+    """While a forward is traced as Python runs it: a collective would run, on this rank alone, and for once.
+
+    Raises:
+        CaptureError: at the first one that torch does not trace.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            raise CaptureError(f"the forward communicates by {func._schema.name}, which has no place in a graph")
+        return func(*args, **(kwargs or {}))
+
+
+def check_collectives(graph: fx.Graph) -> None:
+    """Raises where a traced graph holds communication that is no collective of all ranks in a group.
+
+    Raises:
+        CaptureError: naming the op.
+    """
+    for node in graph.nodes:
+        name = op_name(node)
+        is_wait = name == "_c10d_functional::wait_tensor"
+        if name.partition("::")[0] in _NAMESPACES and name not in USERS_LAUNCHES and not is_wait:
+            raise CaptureError(f"the forward communicates by {name}, which has no place in a graph")

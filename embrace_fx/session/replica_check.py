@@ -1,0 +1,55 @@
+"""Whether replicas still are: checksums of what all ranks should hold alike, compared in an announcement.
+
+Contract
+    What is compared are bits: of parameters and optimizer state that every rank holds whole, of the counters of sharded
+    tables, and of the optimizers' options. The rows of a sharded table lie on one rank each: there is nothing to
+    compare them with. Nor are buffers compared, which a training step may leave different until the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.ranks.checksums import checksum, checksum_of_text
+from embrace_fx.setup.agreement import settings_of
+from embrace_fx.setup.setting import Setting
+
+
+def checksums_of_replicas(setting: Setting) -> dict[str, int]:
+    """What every rank should have alike, in words -> its checksum. Reads every replica once."""
+    found: dict[str, int] = {}
+    tensors: dict[str, Tensor] = {}
+    for what, value in _replicas(setting):
+        if isinstance(value, Tensor):
+            tensors[what] = checksum(value)
+        else:
+            found[what] = checksum_of_text(repr(value))
+    by_device: dict[torch.device, list[str]] = {}
+    for what, value in tensors.items():
+        by_device.setdefault(value.device, []).append(what)
+    for names in by_device.values():  # one read of each device
+        found |= zip(names, torch.stack([tensors[name] for name in names]).tolist(), strict=True)
+    return found
+
+
+def _replicas(setting: Setting) -> Iterator[tuple[str, Any]]:
+    state = setting.state
+    names = {id(state.parameter(name)): name for name in reversed(state.names)}  # a tied one by its first name
+    sharded = {id(table.parameter) for table in state.tables.values() if table.place.mesh is not None}
+    for key, name in names.items():
+        if key not in sharded:
+            yield name, state.parameter(name)
+    for k, optimizer in enumerate(setting.stepping.holders.optimizers):
+        kind = type(optimizer).__name__
+        for g, group in enumerate(optimizer.param_groups):
+            yield f"param group {g} of optimizer {k} ({kind})", settings_of(group)
+        for parameter, of_parameter in optimizer.state.items():
+            name = names.get(id(parameter), "")
+            for key, value in of_parameter.items() if name else ():
+                is_part = isinstance(value, Tensor) and value.dim() > 0 and id(parameter) in sharded
+                if not is_part:
+                    yield f"{key} of {name} ({kind})", value

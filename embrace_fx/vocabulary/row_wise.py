@@ -1,0 +1,80 @@
+"""Row-wise Adagrad: one accumulator per row of a table, what training of recommenders uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class RowWiseAdagrad(Optimizer):
+    """Adagrad whose sum of squared gradients is one number per row, of the mean over the row's elements.
+
+        sum[r] += mean(gradient[r]^2)    weight[r] -= lr * gradient[r] / (sqrt(sum[r]) + eps)
+
+    A table of V x D has V numbers of state instead of V x D. Rows without gradient stand still. Parameters of one
+    dimension have one number per element, as with Adagrad. In shards of a table the mean is that of the whole row:
+    ranks add up what they have of it. It is the exact row-wise Adagrad of FBGEMM and TorchRec, without weight decay.
+
+    Args:
+        params: parameters, or param groups.
+        lr: the learning rate.
+        eps: added to the root.
+        initial_accumulator_value: with which every sum begins.
+
+    Raises:
+        ValueError: a negative option.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-8,
+        initial_accumulator_value: float = 0.0,
+    ) -> None:
+        options = {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value}
+        for name, value in options.items():
+            if not value >= 0:
+                raise ValueError(
+                    f"expected {name} to be zero or more, in RowWiseAdagrad, found {value}. Pass a positive number."
+                )
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; returns the loss of the closure.
+
+        Raises:
+            RuntimeError: a sparse gradient.
+        """
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is None:
+                    continue
+                if gradient.is_sparse:
+                    raise RuntimeError(
+                        "expected dense gradients, in RowWiseAdagrad, found a sparse one. Make the table with "
+                        "sparse=False: compiled, its gradient travels in rows all the same."
+                    )
+                state = self.state[parameter]
+                if not state:
+                    state["sum"] = new_sums(parameter, group)
+                dims = tuple(range(1, parameter.dim()))
+                squares = gradient.square()
+                state["sum"].add_(squares.mean(dims) if dims else squares)
+                root = state["sum"].sqrt().add_(group["eps"])
+                parameter.sub_(group["lr"] * gradient / root.view(*root.shape, *(1 for _ in dims)))
+        return loss
+
+
+def new_sums(parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    """The state of a parameter before its first step, one number per row."""
+    return torch.full(
+        parameter.shape[:1], group["initial_accumulator_value"], dtype=parameter.dtype, device=parameter.device
+    )

@@ -1,0 +1,158 @@
+"""The backward's compute in another order: what each gradient's submission needs, unit by unit.
+
+Autograd fixes one order of a backward; the dependences allow many. A gradient of a weight is read by nobody but its
+AllReduce, so that it can wait while what a table's gradient hangs on goes ahead, or the other way round.
+
+Contract
+    Same nodes, same values, bit for bit. A unit is all that is submitted of one table, stack or bucket. The units'
+    submissions follow each other in the given order; each node that computes stands with the first unit that needs it,
+    and within a unit in its old order. What has effects of its own (random draws, awaits, updates, what is computed
+    again, ops that write into what they are given) keeps its order.
+
+    rewrite:  gx = mm(g, w); gw = mm(x, g); submit bucket 0 (gw); rows = backward(gx); submit words (rows)
+    ->        gx = mm(g, w); rows = backward(gx); submit words (rows); gw = mm(x, g); submit bucket 0 (gw)
+
+Source: out-of-order back-propagation (Oh et al., EuroSys 2022), decided here by simulation, for tables as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import fx
+
+from embrace_fx.passes.collectives import is_submission
+from embrace_fx.passes.relax.advance import may_move
+from embrace_fx.passes.relax.launches import Phases, rewrite_phases
+from embrace_fx.passes.rewriter import first_after_placeholders
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.ops import launch_of, op_name
+
+_NOBODY = 0
+
+
+@dataclass(frozen=True)
+class OrderCompute:
+    """Puts the backward's units into an order.
+
+    Attributes:
+        units: names of tables, stacks and buckets; those of the backward that are missing follow, as they stood.
+    """
+
+    units: tuple[str, ...]
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        if "backward" not in graph.phases:
+            return graph
+        found = BackwardUnits.of(graph.phases["backward"])
+        if found.complete(self.units) == found.units:
+            return graph
+        return rewrite_phases(graph, self._rewrite)
+
+    def _rewrite(self, phases: Phases) -> None:
+        backward = phases["backward"]
+        found = BackwardUnits.of(backward)
+        place = first_after_placeholders(backward.graph).prev
+        for node in found.ordered(self.units):
+            place.append(node)
+            place = node
+
+
+@dataclass(frozen=True)
+class BackwardUnits:
+    """Which units need each node of a backward.
+
+    Attributes:
+        units: in the order in which the backward submits them.
+        needed_by: node, in the order of the program -> the units that need its value, a bit each, by their place in
+            `units`. Placeholders and the output are not in it.
+    """
+
+    units: tuple[str, ...]
+    needed_by: Mapping[fx.Node, int]
+
+    @classmethod
+    def of(cls, backward: fx.GraphModule) -> BackwardUnits:
+        nodes = [node for node in backward.graph.nodes if node.op not in ("placeholder", "output")]
+        member = {node: what for node in nodes if (what := _unit(node)) is not None}
+        units = tuple(dict.fromkeys(member.values()))
+        bit = {what: 1 << k for k, what in enumerate(units)}
+        needed = {node: bit[member[node]] if node in member else _NOBODY for node in nodes}
+        before = _standing(nodes, member)
+        for node in reversed(nodes):
+            for value in (*node.all_input_nodes, *before.get(node, ())):
+                if value in needed:
+                    needed[value] |= needed[node]
+        return cls(units, needed)
+
+    def complete(self, order: Sequence[str]) -> tuple[str, ...]:
+        """All units: those of an order, then the others."""
+        known = [unit for unit in order if unit in self.units]
+        return (*known, *(unit for unit in self.units if unit not in known))
+
+    def ordered(self, order: Sequence[str]) -> list[fx.Node]:
+        """The nodes, each with the first unit of an order that needs it; then those that none needs."""
+        groups: dict[int, list[fx.Node]] = {k: [] for k in range(len(self.units) + 1)}
+        first = self.first_of(order)
+        for node, mask in self.needed_by.items():
+            groups[first(mask)].append(node)
+        return [node for k in sorted(groups) for node in groups[k]]
+
+    def first_of(self, order: Sequence[str]) -> _First:
+        """Mask of units -> the place, in an order, of the first of them; the number of units where there is none."""
+        place = {unit: k for k, unit in enumerate(self.complete(order))}
+        return _First([place[unit] for unit in self.units])
+
+
+class _First:
+    """Which of a mask's units comes first."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self._places = places
+        self._found: dict[int, int] = {_NOBODY: len(places)}
+
+    def __call__(self, mask: int) -> int:
+        found = self._found.get(mask)
+        if found is None:
+            found = self._found[mask] = min(self._places[k] for k in _bits(mask))
+        return found
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def _unit(node: fx.Node) -> str | None:
+    """The unit that a submission of gradients, or what takes it over, belongs to."""
+    launch = launch_of(node)
+    if op_name(node) == "embrace::hand_over":
+        launch = launch_of(node.all_input_nodes[0])
+    elif not is_submission(node) or launch is None or launch.kind == "lookups":
+        return None
+    return launch.what if launch is not None else None
+
+
+def _standing(nodes: Sequence[fx.Node], member: Mapping[fx.Node, str]) -> dict[fx.Node, list[fx.Node]]:
+    """Node -> what must come before it although it does not read it.
+
+    What keeps its order follows what kept its order before. The head, up to its last submission of rows, comes before
+    all: it finishes the step before.
+    """
+    before: dict[fx.Node, list[fx.Node]] = {}
+    fixed = [node for node in nodes if node not in member and not may_move(node)]
+    for previous, node in pairwise(fixed):
+        before[node] = [previous]
+    head = [node for node in fixed if op_name(node) in HEAD]
+    if head:
+        for node in nodes[nodes.index(head[-1]) + 1 :]:
+            before.setdefault(node, []).append(head[-1])
+    return before
+
+
+HEAD = ("embrace::update_rows", "embrace::await_ids", "embrace::submit_rows")
+"""What the head of a backward is made of: the end of the step before, early rows."""

@@ -1,0 +1,174 @@
+"""Searches the order of a backward's compute together with the order of launches.
+
+Contract
+    A pure function of a step and of the units of its backward: the same order on every machine. A new order is taken
+    only where the step, by simulation with its own best launch order, becomes shorter by `LEAST_GAIN`, and what the
+    backward holds at most stays within `held_limit`; otherwise the order stays as it is. The search is bounded by a
+    count of orders tried, not by time.
+
+    starts   as it stands; tables first; tables first but for the first k buckets
+    moves    one unit to another place, while that shortens the step
+
+What each atom of compute takes is estimated (`node_cost`), scaled so that each unit takes what was measured of it.
+
+Source: out-of-order back-propagation (Oh et al., EuroSys 2022) defers gradients of weights; here gradients of tables
+are moved as well, and the simulated step decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from embrace_fx.passes.relax.order import BackwardUnits
+from embrace_fx.passes.scheduler.launch_order import quick_ms, schedule
+from embrace_fx.passes.scheduler.node_cost import NodeMs
+from embrace_fx.vocabulary.schedule import Schedule, StepGraph, compute_id
+
+TRIED = 200
+"""So many orders may a search simulate."""
+
+LEAST_GAIN = 0.002
+"""Of the step: less is not worth a change."""
+
+Held = Callable[[Sequence[str]], int]
+"""Order of units -> bytes that a backward in that order holds at most."""
+
+
+@dataclass(frozen=True)
+class Atoms:
+    """A backward's compute, in pieces that are moved together.
+
+    Attributes:
+        units: as they stand.
+        ms: mask of the units that need a piece (a bit each, by their place in `units`) -> its milliseconds.
+    """
+
+    found: BackwardUnits
+    ms: Mapping[int, float]
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return self.found.units
+
+    @classmethod
+    def of(cls, found: BackwardUnits, node_ms: NodeMs, measured: Mapping[str, float]) -> Atoms:
+        """The atoms of a backward that stands in the order of its units.
+
+        Args:
+            node_ms: estimated milliseconds of a node.
+            measured: unit -> what its compute takes, as the backward stands; of others the estimates hold.
+        """
+        ms: dict[int, float] = {}
+        for node, mask in found.needed_by.items():
+            if mask:
+                ms[mask] = ms.get(mask, 0.0) + node_ms(node)
+        first = found.first_of(found.units)
+        estimated = [0.0] * len(found.units)
+        for mask, each in ms.items():
+            estimated[first(mask)] += each
+        for place, unit in enumerate(found.units):
+            if unit not in measured:
+                continue
+            if estimated[place] == 0.0:
+                ms[1 << place] = ms.get(1 << place, 0.0) + measured[unit]
+                estimated[place] = measured[unit]
+        scale = [
+            measured[unit] / estimate if unit in measured and estimate else 1.0
+            for unit, estimate in zip(found.units, estimated, strict=True)
+        ]
+        return cls(found, {mask: each * scale[first(mask)] for mask, each in ms.items()})
+
+    def durations(self, order: Sequence[str]) -> dict[str, float]:
+        """Unit -> milliseconds of the compute that stands with it in an order."""
+        found = dict.fromkeys(self.found.complete(order), 0.0)
+        names, first = tuple(found), self.found.first_of(order)
+        for mask, each in self.ms.items():
+            found[names[first(mask)]] += each
+        return found
+
+
+def reordered(steps: StepGraph, atoms: Atoms, order: Sequence[str]) -> StepGraph:
+    """A step whose backward computes its units in another order."""
+    durations = {str(compute_id("backward", unit)): ms for unit, ms in atoms.durations(order).items()}
+    operations = tuple(
+        replace(each, duration_ms=durations[each.name]) if each.name in durations else each for each in steps.operations
+    )
+    moved = iter(durations)
+    compute_order = tuple(next(moved) if name in durations else name for name in steps.compute_order)
+    return replace(steps, operations=operations, compute_order=compute_order)
+
+
+def search(
+    steps: StepGraph, name: str, source: str, atoms: Atoms, held: Held, held_limit: float
+) -> tuple[Schedule, tuple[str, ...]]:
+    """The schedule of a step, and the order of its backward's units that it is meant for.
+
+    Args:
+        name, source: as `launch_order.schedule`.
+        held: what a backward holds in an order.
+        held_limit: bytes that it may hold.
+    """
+    stands = schedule(steps, name, source)
+    if name == "none" or len(atoms.units) < 2:
+        return stands, atoms.units
+    order = _Search(steps, atoms, held, held_limit).best()
+    if order == atoms.units:
+        return stands, order
+    found = schedule(reordered(steps, atoms, order), name, source)
+    if found.diagnostics().step_ms < stands.diagnostics().step_ms * (1 - LEAST_GAIN):
+        return found, order
+    return stands, atoms.units
+
+
+class _Search:
+    """Tries orders, each once, until so many are tried."""
+
+    def __init__(self, steps: StepGraph, atoms: Atoms, held: Held, held_limit: float) -> None:
+        self._steps, self._atoms = steps, atoms
+        self._held, self._limit = held, held_limit
+        self._tried: dict[tuple[str, ...], float] = {}
+
+    def best(self) -> tuple[str, ...]:
+        best = self._atoms.units
+        best_ms = self._ms(best)
+        for start in self._starts():
+            best, best_ms = self._better(start, best, best_ms)
+        while len(self._tried) < TRIED:
+            before = best
+            for other in _moves(best):
+                best, best_ms = self._better(other, best, best_ms)
+                if best != before or len(self._tried) >= TRIED:
+                    break
+            if best == before:
+                break
+        return best
+
+    def _better(self, order: tuple[str, ...], best: tuple[str, ...], best_ms: float) -> tuple[tuple[str, ...], float]:
+        if order in self._tried:
+            return best, best_ms
+        ms = self._ms(order)
+        if ms < best_ms * (1 - LEAST_GAIN / 4) and self._held(order) <= self._limit:
+            return order, ms
+        return best, best_ms
+
+    def _ms(self, order: tuple[str, ...]) -> float:
+        found = self._tried[order] = quick_ms(reordered(self._steps, self._atoms, order))
+        return found
+
+    def _starts(self) -> Iterator[tuple[str, ...]]:
+        reduced = {o.id.what for o in self._steps.communications if o.id is not None and o.id.kind == "all_reduce"}
+        tables = [unit for unit in self._atoms.units if unit not in reduced]
+        buckets = [unit for unit in self._atoms.units if unit in reduced]
+        for k in range(min(len(buckets), TRIED // 4) + 1 if tables else 0):
+            yield (*buckets[:k], *tables, *buckets[k:])
+
+
+def _moves(order: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Each unit at each other place: near ones first."""
+    for distance in range(1, len(order)):
+        for place in range(len(order) - distance):
+            for source, target in ((place, place + distance), (place + distance, place)):
+                moved = list(order)
+                moved.insert(target, moved.pop(source))
+                yield tuple(moved)

@@ -1,0 +1,118 @@
+"""What a node of a graph costs to compute, until it has been measured: from its FLOPs, and the bytes that it moves.
+
+FLOPs are those of torch's own counter (`torch.utils.flop_counter`), for which a user's op can register a formula of its
+own (`register_flop_formula`); of an op that it does not know, the bytes alone count. Views cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+import embrace_fx.vocabulary.rnn_ops  # noqa: F401  (declares the ops)
+from embrace_fx import cost
+from embrace_fx.vocabulary.in_place import SHARES_MEMORY
+
+UNKNOWN_SIZE = 64
+"""What stands for a size that only the data knows."""
+
+Formula = Callable[..., float]
+
+NodeMs = Callable[[fx.Node], float]
+"""Milliseconds of a node."""
+
+ELEMENT_BYTES = 4
+
+
+def estimate(compute: cost.Compute) -> NodeMs:
+    """What nodes are estimated to take where compute is so fast."""
+    return lambda node: node_ms(node, compute)
+
+
+def node_ms(node: fx.Node, compute: cost.Compute) -> float:
+    """Estimated milliseconds of one node."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _is_view(node.target):
+        return 0.0
+    inputs = [_shape(n.meta.get("val")) for n in node.all_input_nodes]
+    outputs = [_shape(v) for v in pytree.tree_leaves(node.meta.get("val"))]
+    moved = sum(_elements(shape) for shape in (*inputs, *outputs) if shape) * ELEMENT_BYTES
+    return compute.time_ms(flops(node), moved)
+
+
+def _is_view(op: torch._ops.OpOverload) -> bool:
+    returns = op._schema.returns
+    alias = returns[0].alias_info if returns else None
+    return op in SHARES_MEMORY or (alias is not None and not alias.is_write)
+
+
+def flops(node: fx.Node) -> float:
+    """What a node multiplies and adds; 0 where torch's counter does not know its op."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    packet = node.target.overloadpacket
+    formula = _OWN.get(packet) or flop_registry.get(packet)
+    if formula is None:
+        return 0.0
+    args, kwargs = pytree.tree_map(_as_sized, (node.args, dict(node.kwargs)))
+    return float(formula(*args, **kwargs, out_val=pytree.tree_map(_sized, node.meta.get("val"))))
+
+
+def _as_sized(argument: Any) -> Any:
+    return _sized(argument.meta.get("val")) if isinstance(argument, fx.Node) else argument
+
+
+def _sized(value: Any) -> Any:
+    """A tensor on the meta device for a fake one, its sizes those of the capture."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_sized, value))
+    return torch.empty(_shape(value), device="meta") if isinstance(value, Tensor) else value
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
+    return float(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
+    return float(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+def _rnn_layer(input: Tensor, h0: Tensor, c0: Tensor | None, weights: Sequence[Tensor], *_: Any, **__: Any) -> float:
+    return 2.0 * input.shape[:-1].numel() * sum(weight.numel() for weight in weights if weight.dim() > 1)
+
+
+def _rnn_layer_backward(_o: Any, _h: Any, _c: Any, *arguments: Any, **__: Any) -> float:
+    """The gradients of the data, and those of the weights."""
+    return 2.0 * _rnn_layer(*arguments)
+
+
+_OWN: dict[Any, Formula] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.embrace.rnn_layer: _rnn_layer,
+    torch.ops.embrace.rnn_layer_backward: _rnn_layer_backward,
+}
+"""Ops that the counter does not know."""
+
+
+def _shape(value: Any) -> list[int]:
+    if not isinstance(value, Tensor):
+        return []
+    sizes: tuple[int | torch.SymInt, ...] = tuple(value.shape)
+    return [_hint(size) if isinstance(size, torch.SymInt) else size for size in sizes]
+
+
+def _hint(size: torch.SymInt) -> int:
+    """A size's value at capture; of one that only the data knows, something small."""
+    hint = getattr(size.node, "hint", None)
+    return int(hint) if hint is not None else UNKNOWN_SIZE
+
+
+def _elements(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,51 @@
+"""Checksums of what ranks hold alike, and which rank holds something else."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of an element."""
+
+_DIGEST_BITS = 48
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's elements as integers, modulo 2**64: another one where a bit has changed."""
+    found = tensor.detach()
+    if found.is_complex():
+        found = torch.view_as_real(found)
+    return found.view(_INTEGERS[found.element_size()]).sum(dtype=torch.int64)
+
+
+def checksum_of_text(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def digest_of(checksums: Mapping[str, int]) -> int:
+    """One number for all of them, never 0; 0 where there are none."""
+    if not checksums:
+        return 0
+    return checksum_of_text(repr(sorted(checksums.items()))) & ((1 << _DIGEST_BITS) - 1) or 1
+
+
+def diverged(by_rank: Sequence[Mapping[str, int]]) -> str:
+    """Which ranks hold what that differs: from most of them, or from the lowest rank where there is no majority.
+
+    >>> diverged([{"a": 1, "b": 2}, {"a": 1, "b": 3}])
+    "expected the same on every rank, found that b on rank 1 differs from rank 0's"
+    """
+    found = []
+    for what in dict.fromkeys(name for checksums in by_rank for name in checksums):
+        values = [checksums.get(what) for checksums in by_rank]
+        usual = Counter(values).most_common(1)[0][0]
+        if others := [rank for rank, value in enumerate(values) if value != usual]:
+            ranks = ", ".join(map(str, others))
+            found.append(f"{what} on rank {ranks} differs from rank {values.index(usual)}'s")
+    told = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+    return f"expected the same on every rank, found that {told}"

@@ -1,0 +1,314 @@
+"""The process groups of the ranks that train together: by communication class, made together, ended together.
+
+Contract
+    A class of communication has a group of its own, so that classes do not wait for each other. What ranks tell each
+    other about a step stays on the hosts, over gloo: beside NCCL in groups of its own.
+    The error of a broken collective names the ranks that are gone, or stuck, on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embrace_fx.runtime.ranks.failure import LaunchLog, PeerFailure, RollCall, failure_text
+from embrace_fx.vocabulary.plain_data import from_plain, to_plain
+from embrace_fx.vocabulary.schedule import LANES, Lane
+from embrace_fx.vocabulary.stream_program import URGENT
+
+CLASSES = ("ids", "embedding", "dense")
+"""Communication classes of a program's own launches: set-up, evaluation, and what no launcher sends."""
+
+LANE_GROUPS = tuple(f"{lane} lane" for lane in LANES if lane != "compute")
+"""The groups of the launcher's thread."""
+
+LANE_GROUP: Mapping[Lane, str] = dict(zip(LANES[1:], LANE_GROUPS, strict=True))
+"""The group on which a class of communication travels."""
+
+CPU = torch.device("cpu")
+
+MOST_BYTES = 2**28
+"""What a rank may tell the others at once. A plan of a thousand parameters takes some 2**20."""
+
+T = TypeVar("T")
+
+_FAREWELL_S = 5.0
+"""How long the end of the groups waits for their threads."""
+
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Torch renamed it, and the old name warns."""
+
+
+class Groups:
+    """The process groups of the ranks that train together.
+
+    Without torch.distributed, or in a group of one, there are none.
+
+    Args:
+        group: the ranks that train together; None: a single process, which may join some later.
+
+    Attributes:
+        meshes: of tables on a grid of these ranks (`embrace_fx.runtime.tables.layouts`).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, dump_to: Path | None = None) -> None:
+        self._dump_to = dump_to
+        self.group: dist.ProcessGroup | None = None
+        self.world_size = 1
+        self.rank = 0
+        self.meshes: dict[Any, Any] = {}
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._hosts: dist.ProcessGroup | None = None  # what ranks tell each other about a step
+        self._made: list[dist.ProcessGroup] = []  # of those and others, what ends with this
+        self._roll_call: RollCall | None = None
+        self.progress = LaunchLog()
+        self._end: Callable[[], object] = lambda: None
+        self._closed = False
+        if group is not None:
+            self.join(group)
+
+    def join(self, group: dist.ProcessGroup) -> None:
+        """Makes a single process, which has launched nothing yet, one of the ranks that train together. Collective."""
+        self.group = group
+        self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        if self.world_size > 1:
+            if "nccl" in dist.get_backend_config(group):
+                self._open(CLASSES)
+            else:  # every group of gloo has a thread that wakes a hundred times a second, on cores that compute
+                self._groups = dict.fromkeys(CLASSES, self._new_group("program"))
+            on_host = _carries(group, CPU)
+            self._hosts = self._groups["ids"] if on_host else self._new_group("hosts", backend="gloo")
+            store = dist.distributed_c10d._get_default_store()
+            # A job that a launcher restarts may find the store of the attempt before, with all that was said there.
+            attempt = self.gather(uuid4().hex, str)[0]
+            name = f"{self._groups['ids'].group_name}/{attempt}"
+            self._roll_call = RollCall(store, name, self.rank, self.world_size, self.progress, self._dump_to)
+        self._end = weakref.finalize(self, end_groups, self._roll_call, self._made)
+
+    def close(self) -> None:
+        """Ends the groups and threads that this has made. On each rank by itself; nothing may be under way."""
+        self._closed, self._hosts = True, None
+        self._groups.clear()
+        self._end()
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed
+
+    def check_open(self) -> None:
+        """Raises `RuntimeError` once this is closed."""
+        if self._closed:
+            raise RuntimeError(
+                "expected a compiled model that is open, found that it has been closed: its process groups have ended. "
+                "Compile a model anew."
+            )
+
+    def open_lanes(self, device: torch.device = CPU, lanes: Collection[Lane] = LANES) -> None:
+        """Makes the launcher's own groups, one for each class: a group has one thread launching on it. Collective.
+
+        Args:
+            device: of the tensors that they carry.
+            lanes: those classes of which anything is to be launched.
+        """
+        if self.world_size == 1:
+            return
+        for lane, name in zip(LANES[1:], LANE_GROUPS, strict=True):
+            if name in self._groups or lane not in lanes:
+                continue
+            if self.uses_nccl(device):
+                self._groups[name] = self._new_group(name, backend="nccl", urgent=lane in URGENT)
+                self._connect(name, device)
+            else:
+                self._groups[name] = self._new_group(name)
+
+    def open_group(self, name: str) -> dist.ProcessGroup:
+        """Another group of the same ranks, or the one of that name. Collective, of at least two ranks."""
+        self._open([name])
+        return self._groups[name]
+
+    def process_group(self, name: str) -> dist.ProcessGroup | None:
+        """A communication class's group; None: a single process."""
+        return self._groups.get(name)
+
+    def _open(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._groups:
+                self._groups[name] = self._new_group(name)
+
+    def sub_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A group of some of these ranks, by their global numbers. Collective among them."""
+        return self._new_group(name, ranks=ranks)
+
+    def _new_group(
+        self, name: str, backend: str | None = None, urgent: bool = False, ranks: Sequence[int] | None = None
+    ) -> dist.ProcessGroup:
+        """Another group of the same ranks, or of some; `backend` None: with the back ends of this one."""
+        assert self.group is not None
+        ranks, options = list(ranks or dist.get_process_group_ranks(self.group)), None
+        own = dist.get_backend_config(self.group)
+        if backend is None and "nccl" in own:  # torch would take those of the default group
+            backend = own
+        timeout = _timeout(self.group)
+        if urgent:
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            if timeout is not None:
+                options._timeout = timeout
+        created = dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=backend,
+            pg_options=options,
+            group_desc=f"embrace_fx_{name.replace(' ', '_')}",
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )
+        assert isinstance(created, dist.ProcessGroup)
+        if len(ranks) == dist.get_world_size():
+            self._made.append(created)
+        return created
+
+    def _connect(self, name: str, device: torch.device) -> None:
+        """Has NCCL make a group's connections, for which the hosts of all ranks wait: in one order, and not in a step,
+        where the thread that stands by may be the one that comes first."""
+        group, own = self._groups[name], torch.zeros(self.world_size, device=device)
+        with self.watching():
+            dist.all_reduce(own, group=group)
+            dist.all_to_all_single(torch.empty_like(own), own, group=group)
+            all_gather_single(own.new_empty(own.numel() ** 2), own, group=group)
+
+    def uses_nccl(self, device: torch.device) -> bool:
+        """Whether tensors of a device travel by NCCL."""
+        assert self.group is not None
+        return device.type == "cuda" and _carries(self.group, device) and "nccl" in _backend(self.group, device)
+
+    def _group_for(self, name: str, tensor: Tensor) -> dist.ProcessGroup | None:
+        """A class's group, or that of the hosts where the class's does not take the tensor."""
+        group = self._groups[name]
+        return group if _carries(group, tensor.device) else self._hosts
+
+    def host_group(self) -> dist.ProcessGroup:
+        """The group that carries tensors of the hosts, of at least two ranks."""
+        assert self._hosts is not None
+        return self._hosts
+
+    def timeout(self) -> timedelta | None:
+        """The user's timeout of the ranks' messages; None in a single process, or where the back end does not tell."""
+        return _timeout(self.group) if self.group is not None else None
+
+    def missing_ranks(self) -> list[int]:
+        """The ranks that no longer answer, asked for once a message has failed."""
+        return self._roll_call.missing() if self._roll_call is not None else []
+
+    def gather(self, value: T, kind: Any) -> list[T]:
+        """`value` of every rank, in rank order. For set-up and failures, never on the step's path.
+
+        It travels as plain data (`embrace_fx.vocabulary.plain_data`), which is checked where it arrives.
+
+        Args:
+            kind: its type, as a hint; the same on all ranks.
+
+        Raises:
+            RuntimeError: a rank has more to tell than `MOST_BYTES`, on every rank; or what it tells is of another type.
+        """
+        self.check_open()
+        if self.world_size == 1:
+            return [value]
+        own = torch.frombuffer(bytearray(json.dumps(to_plain(value)).encode()), dtype=torch.uint8)
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        with self.watching():
+            all_gather_single(sizes, torch.tensor([own.numel()]), group=self._hosts)
+        longest = int(sizes.max())
+        if longest > MOST_BYTES:
+            raise RuntimeError(
+                f"expected at most {MOST_BYTES} bytes from each rank, in what ranks tell each other, found {longest} "
+                f"from rank {int(sizes.argmax())}. Leave out what no other rank needs to know."
+            )
+        everyone = torch.empty((self.world_size, longest), dtype=torch.uint8)
+        with self.watching():
+            padded = torch.cat([own, own.new_zeros(longest - own.numel())])
+            all_gather_single(everyone.view(-1), padded, group=self._hosts)
+        told = [row[:size].numpy().tobytes() for row, size in zip(everyone, sizes.tolist(), strict=True)]
+        return [_of_peer(kind, content, rank) for rank, content in enumerate(told)]
+
+    def failures(self, failure: Exception | None) -> PeerFailure:
+        """What all ranks raise where some have failed: why, by rank. Collective.
+
+        Args:
+            failure: this rank's own.
+        """
+        texts = self.gather(None if failure is None else failure_text(failure), str | None)
+        return PeerFailure({rank: text for rank, text in enumerate(texts) if text is not None})
+
+    def watching(self, what: str = "") -> contextlib.AbstractContextManager[None]:
+        """A context in which the error of a broken collective names the ranks that are gone, or stuck.
+
+        Args:
+            what: what is waited for inside, by its name in `progress`.
+        """
+        return self._roll_call.watching(what) if self._roll_call is not None else contextlib.nullcontext()
+
+
+def _of_peer(kind: Any, content: bytes, rank: int) -> Any:
+    try:
+        return from_plain(kind, json.loads(content))
+    except (ValueError, RecursionError) as error:
+        raise RuntimeError(
+            f"expected plain data of type {getattr(kind, '__name__', kind)} from rank {rank}, in what ranks tell each "
+            f"other, found something else: {error}. Run the same version of embrace_fx on every rank."
+        ) from error
+
+
+def end_groups(roll_call: RollCall | None, groups: list[dist.ProcessGroup]) -> None:
+    """Ends a roll call, and process groups of all ranks of the job, for this rank.
+
+    Torch names groups of fewer ranks by how many groups there are, so that a later one would meet the addresses of one
+    that has ended: those stay. Nobody waits for ever for a group on which something is still under way.
+    """
+    if roll_call is not None:
+        roll_call.close()
+
+    def end() -> None:
+        registered = dist.distributed_c10d._world.pg_map
+        while groups:
+            group = groups.pop()
+            if group in registered:
+                dist.destroy_process_group(group)
+
+    thread = threading.Thread(target=end, name="embrace_fx end", daemon=True)
+    thread.start()
+    thread.join(_FAREWELL_S)
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The user's timeout of a group, which new groups do not inherit; None where its back end does not tell."""
+    backend = group._get_backend(CPU if _carries(group, CPU) else torch.device("cuda"))
+    found: timedelta | None = getattr(backend.options, "_timeout", None)
+    return found
+
+
+def _carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a group has a back end for tensors of a device."""
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether a group takes a tensor only from the host: one on a GPU, over gloo."""
+    return tensor.is_cuda and "nccl" not in _backend(group, tensor.device)
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    return group._get_backend(torch.device(device.type)).name()

@@ -1,0 +1,144 @@
+"""What a rank still owes the others in a phase that it cannot finish: launches, made with zeros in place of values.
+
+Contract
+    A rank that fails in the middle of a phase (out of memory, a label outside of its classes) submits what it has not
+    submitted yet, in the order of the phase, in the sizes that all ranks know. So no other rank is left waiting in a
+    collective; what they receive is thrown away, for this rank tells them of its failure before anything is applied.
+
+Shape legend: as in `embrace_fx/vocabulary/ops.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
+from embrace_fx.runtime.step.phases import Values
+from embrace_fx.vocabulary.graph import Saved
+from embrace_fx.vocabulary.ops import LAUNCHES, SUBMISSIONS, launch_of, op_name
+from embrace_fx.vocabulary.schedule import OperationId
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """One launch of a phase.
+
+    Attributes:
+        id: None: it goes through no launcher.
+        call: what its node calls.
+        arguments: the node's, values that phases have saved by their `Saved` roles.
+        like: what it sends, as captured.
+    """
+
+    op: str
+    id: OperationId | None
+    call: Call
+    arguments: tuple[Any, ...]
+    like: Tensor | None
+
+
+class Owed:
+    """The launches of one phase.
+
+    Args:
+        flow: through whose launcher they go; None: they are launched on the spot.
+    """
+
+    def __init__(self, communicator: Communicator, flow: Flow | None) -> None:
+        self._communicator = communicator
+        self._flow = flow
+        self._launches: list[_Launch] = []
+        self._names: set[str] = set()  # of saved values
+        self._made = 0  # of those that are launched on the spot, in this run of the phase
+
+    def add(self, node: fx.Node, call: Call) -> Call:
+        """Enters a node that launches; returns what it is to call."""
+        op = op_name(node)
+        if op not in SUBMISSIONS | LAUNCHES or self._communicator.world_size == 1:
+            return call
+        arguments = tuple(map(_kept, node.args))
+        self._names.update(each.name for each in arguments if isinstance(each, Saved))
+        sent = node.args[0] if isinstance(node.args[0], fx.Node) else None
+        like = sent.meta["val"] if sent is not None else None
+        launch = launch_of(node) if self._flow is not None else None
+        self._launches.append(_Launch(op, launch, call, arguments, like))
+        return call if launch is not None else self._counted(call)
+
+    def _counted(self, call: Call) -> Call:
+        def launched(*arguments: Any) -> Any:
+            self._made += 1
+            return call(*arguments)
+
+        launched.__name__ = getattr(call, "__name__", "launched")
+        return launched
+
+    def begin(self, values: Values) -> Values:
+        """At the head of the phase: those of the values that are needed should it fail."""
+        self._made = 0
+        return {name: values[name] for name in self._names if name in values}
+
+    def submit(self, values: Values) -> None:
+        """Launches what has not been launched, and waits for what is launched on the spot.
+
+        Args:
+            values: what `begin` returned.
+        """
+        if self._flow is not None and not self._flow.has_cut and any(map(_needs_lookahead, self._launches)):
+            self._flow.await_ids()  # what leaves early or later has not been told apart yet
+        made, under_way = self._made, []
+        for each in self._launches:
+            if each.id is None and made:
+                made -= 1
+            elif each.id is None:
+                under_way.append(self._call(each, values))
+            elif self._flow is not None and self._flow.launcher.expects(each.id):
+                self._call(each, values)
+        for found in under_way:
+            if isinstance(found, InFlight):
+                self._communicator.wait(found)
+
+    def _call(self, launch: _Launch, values: Values) -> Any:
+        first, *rest = (values[each.name] if isinstance(each, Saved) else each for each in launch.arguments)
+        return launch.call(first if launch.like is None else self._void(launch, rest), *rest)
+
+    def _void(self, launch: _Launch, arguments: list[Any]) -> Tensor | None:
+        """Zeros of the size in which a launch sends."""
+        like, rank = launch.like, self._communicator.rank
+        assert like is not None
+        if launch.op == "embrace::submit_rows":
+            return None  # it looks its rows up by itself
+        if launch.op in ("embrace::submit_chunk", "_c10d_functional::all_reduce_", "embrace::exchange_gradient_"):
+            return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        if launch.op == "embrace::submit_gradients":
+            counts, shape = arguments[1], [int(arguments[1][rank]), like.shape[1]]
+        else:
+            counts, width = arguments[0], arguments[1]
+            on_grid = counts.dim() > 1
+            if launch.op == "embrace::all_to_all_gradients":
+                shape = [int(counts[rank].sum()) * width]
+            elif on_grid:
+                row = rank // (self._communicator.world_size // counts.shape[1])
+                shape = [int(counts[:, row].sum()), like.shape[1]]
+            else:
+                shape = [int(counts.sum()), like.shape[1]]
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+
+def _needs_lookahead(launch: _Launch) -> bool:
+    return launch.id is not None and launch.id.needs_lookahead
+
+
+def _kept(argument: Any) -> Any:
+    """A node's argument as it is kept: a saved value by its role, another node as nothing, a constant as itself."""
+    if isinstance(argument, fx.Node):
+        role = argument.meta.get("role")
+        return role if argument.op == "placeholder" and isinstance(role, Saved) else None
+    return None if isinstance(argument, list | tuple) else argument

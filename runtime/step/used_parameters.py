@@ -1,0 +1,93 @@
+"""Which parameters a backward gives a gradient, on any rank, in a few numbers that are summed over ranks.
+
+DDP tells its ranks the same with `find_unused_parameters`: a parameter that no backward reaches keeps its `.grad`
+as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TypeVar
+
+Key, Value = TypeVar("Key"), TypeVar("Value")
+
+_BITS = 62
+"""Of a number that is summed up: int64, and no sign."""
+
+_REMEMBERED = 64
+"""Different answers kept. Most loops have one or two: the loss is made of the same results each time."""
+
+
+class UsedParameters:
+    """Those that the backwards of one program reach.
+
+    Each parameter has a field of a few bits, which counts ranks. The numbering is by `names`, the same on all ranks,
+    whatever their programs.
+
+    Args:
+        names: every parameter of the model, in the model's order.
+        behind: parameter -> the results that its gradient comes from; of those that get none, nothing.
+        delivered: the parameters whose gradients the program delivers.
+    """
+
+    def __init__(
+        self,
+        names: Collection[str],
+        behind: Mapping[str, frozenset[int]],
+        delivered: Collection[str],
+        world_size: int,
+    ) -> None:
+        self._field = world_size.bit_length()
+        self._per_word = _BITS // self._field
+        self._place = {name: divmod(k, self._per_word) for k, name in enumerate(names)}
+        self._delivered = tuple(delivered)
+        groups: dict[frozenset[int], list[str]] = {}
+        for name, sources in behind.items():
+            groups.setdefault(sources, []).append(name)
+        self._groups = [(sources, tuple(members)) for sources, members in groups.items()]
+        self._words: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._absent: dict[tuple[int, ...], frozenset[str]] = {}
+
+    def words(self, given: tuple[int, ...], unreduced: Collection[str] = ()) -> tuple[int, ...]:
+        """What this rank tells: the parameters that a backward reaches from some results.
+
+        Args:
+            given: the results that the backward starts from, by index.
+            unreduced: parameters with a sum of this rank's own that goes along, reached or not.
+        """
+        found = self._words.get(given)
+        if found is None:
+            found = _remember(self._words, given, self._told(self._reached(given)))
+        return self._told(self._reached(given).union(unreduced)) if unreduced else found
+
+    def absent(self, counts: tuple[int, ...]) -> frozenset[str]:
+        """The parameters that no rank's backward reaches, of those whose gradients are delivered.
+
+        Args:
+            counts: the sums over ranks of what they told.
+        """
+        found = self._absent.get(counts)
+        return _remember(self._absent, counts, self._without(counts)) if found is None else found
+
+    def _reached(self, given: tuple[int, ...]) -> set[str]:
+        starts = frozenset(given)
+        return {name for sources, members in self._groups if not starts.isdisjoint(sources) for name in members}
+
+    def _told(self, reached: Collection[str]) -> tuple[int, ...]:
+        words = [0] * -(-len(self._place) // self._per_word)
+        for name in reached:
+            word, field = self._place[name]
+            words[word] += 1 << field * self._field
+        return tuple(words)
+
+    def _without(self, counts: tuple[int, ...]) -> frozenset[str]:
+        mask = (1 << self._field) - 1
+        places = ((name, *self._place[name]) for name in self._delivered)
+        return frozenset(name for name, word, field in places if not counts[word] >> field * self._field & mask)
+
+
+def _remember(kept: dict[Key, Value], key: Key, value: Value) -> Value:
+    if len(kept) >= _REMEMBERED:
+        kept.clear()
+    kept[key] = value
+    return value

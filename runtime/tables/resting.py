@@ -1,0 +1,117 @@
+"""The rows of a table's part that rest: which steps each of them has taken, while the optimizer goes on.
+
+Contract
+    Instead of moving all rows at every step, a row takes the steps it has skipped when it is next read, or when all do:
+    before a checkpoint, before parameters or state are handed out, and where a step comes that cannot be skipped.
+    One step: `update` of rows with gradients, each row in one part of them, then `end`.
+
+Shape legend: V' x d this rank's part of the table; K rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.optimizer.own_step import advance_counters, step_rows
+from embrace_fx.runtime.optimizer.skipped_steps import MOST_STEPS, SkippedSteps, form_of
+
+ROWS_AT_ONCE = 1 << 16
+"""Of all, as they take what they have skipped."""
+
+
+class RestingRows:
+    """Those of one table.
+
+    Attributes:
+        settled: how many steps in a row all rows have been asked for after each.
+    """
+
+    def __init__(self) -> None:
+        self._skipped: SkippedSteps | None = None
+        self._taken: Tensor | None = None  # (V',) how many steps of the history each row has taken
+        self._version = 0  # of the part, as of the last write of its own
+        self.settled = 0
+
+    @property
+    def rest(self) -> bool:
+        """Whether any row may have skipped a step."""
+        return self._skipped is not None and self._skipped.count > 0
+
+    def begin(self, optimizer: Any, options: Mapping[str, Any], local: Tensor, state: dict[str, Any]) -> None:
+        """Before the first part of a step that `form_of` can skip."""
+        if self._skipped is not None and (
+            not self._skipped.fits(options)
+            or not isinstance(self._skipped, form_of(optimizer, options, state, local.dtype))
+        ):
+            self.settle(local, state)
+        if self._skipped is None:
+            form = form_of(optimizer, options, state, local.dtype)
+            assert form is not None
+            self._skipped = form(local.device)
+            if self._taken is None:
+                self._taken = torch.zeros(local.shape[0], dtype=torch.int32, device=local.device)
+
+    def update(
+        self,
+        optimizer: Any,
+        options: Mapping[str, Any],
+        local: Tensor,
+        state: dict[str, Any],
+        ids: Tensor,
+        rows: Tensor,
+    ) -> None:
+        """Steps rows `ids` (K,), unique, by their gradients (K, d)."""
+        assert self._skipped is not None
+        assert self._taken is not None
+        self.catch_up(local, state, ids)
+        step_rows(optimizer, options, local, state, ids, rows)
+        self._taken.index_fill_(0, ids, self._skipped.count + 1)
+        self._version = local._version
+
+    def end(self, optimizer: Any, options: Mapping[str, Any], local: Tensor, state: dict[str, Any]) -> None:
+        """All other rows have had no gradient in this step."""
+        assert self._skipped is not None
+        self._skipped.note(options, state)
+        advance_counters(optimizer, options, local, state)
+        self._version = local._version
+        if self._skipped.count == MOST_STEPS:
+            self.settle(local, state)
+
+    def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
+        """Has rows take what they have skipped; whether any row may have been written.
+
+        Raises:
+            RuntimeError: someone else has written the table since.
+        """
+        if not self.rest:
+            return False
+        assert self._skipped is not None
+        assert self._taken is not None
+        if local._version != self._version:
+            raise RuntimeError(WRITTEN_AT_REST)
+        self._skipped.take(local, state, ids, self._taken)
+        self._version = local._version
+        return True
+
+    def settle(self, local: Tensor, state: Mapping[str, Any]) -> None:
+        """Has all rows take what they have skipped, and begins a new history."""
+        if self.rest:
+            assert self._skipped is not None
+            self.settled = self.settled + 1 if self._skipped.count == 1 else 0
+            for ids in torch.arange(local.shape[0], device=local.device).split(ROWS_AT_ONCE):
+                self.catch_up(local, state, ids)
+        if self._taken is not None:
+            self._taken.zero_()
+        self._skipped = None
+
+
+WRITTEN_AT_REST = (
+    "expected a sharded table not to be written between two steps while rows of it rest, in the next use of the table, "
+    "found that it was: the steps these rows have skipped would be taken from other values. Write parameters that the "
+    "compiled model hands out (model.parameters(), model.module), or call model.synchronize() first, or pass "
+    "row_updates='sweep'."
+)

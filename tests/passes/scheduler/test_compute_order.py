@@ -1,0 +1,183 @@
+"""The order of compute, found together with that of launches: never slower, near the best, within what is held."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from embrace_fx.passes.relax.order import BackwardUnits
+from embrace_fx.passes.scheduler import compute_order, launch_order
+from embrace_fx.passes.scheduler.compute_order import LEAST_GAIN, Atoms, reordered, search
+from embrace_fx.passes.scheduler.launch_order import schedule
+from embrace_fx.vocabulary.schedule import (
+    Dependence,
+    Operation,
+    OperationId,
+    StepGraph,
+    chunk_id,
+    compute_id,
+    gradients_id,
+)
+
+
+def backward(values: list[list[int]], sent: list[OperationId], reads: list[int]) -> fx.GraphModule:
+    """Node k reads the nodes `values[k]`, or what comes in; then `sent`, each of the value that `reads` says."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    nodes: list[fx.Node] = []
+    for inputs in values:
+        nodes.append(graph.call_function(torch.ops.aten.stack.default, ([nodes[i] for i in inputs] or [x],)))
+    submitted = []
+    for launch, value in zip(sent, reads, strict=True):
+        if launch.kind == "all_reduce":
+            node = graph.call_function(torch.ops.embrace.submit_chunk.default, (nodes[value], 0, 1, str(launch)))
+        else:
+            rest = (nodes[value], nodes[value], nodes[value], launch.what, -1, 1.0, str(launch))
+            node = graph.call_function(torch.ops.embrace.submit_gradients.default, rest)
+        node.meta["launch"] = launch
+        submitted.append(node)
+    graph.output(tuple(submitted))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[StepGraph, Atoms]:
+    """A step whose backward has a few units."""
+    lengths = st.integers(0, 12).map(float)
+    count = draw(st.integers(1, 4))
+    sent = [chunk_id(k, 0) if draw(st.booleans()) else gradients_id(f"table {k}", "whole") for k in range(count)]
+    size = draw(st.integers(count, 6))
+    values = [sorted(set(draw(st.lists(st.integers(0, k - 1), max_size=2)))) if k else [] for k in range(size)]
+    reads = [draw(st.integers(0, size - 1)) for _ in range(count)]
+    found = BackwardUnits.of(backward(values, sent, reads))
+    node_ms = {node: draw(lengths) for node in found.needed_by}
+    atoms = Atoms.of(found, node_ms.__getitem__, {})
+    durations = atoms.durations(found.units)
+    computed = [Operation.of(compute_id("backward", unit), durations[unit]) for unit in found.units]
+    forward = [Operation.of(compute_id("forward", each.what), draw(lengths)) for each in reversed(sent)]
+    launched = [Operation.of(each, draw(lengths), 1000) for each in sent]
+    dependences = [Dependence(str(compute_id("backward", each.what)), str(each)) for each in sent]
+    dependences += [Dependence(str(each), str(compute_id("forward", each.what))) for each in sent]
+    names = tuple(each.name for each in (*computed, *forward))
+    return StepGraph((*computed, *forward, *launched), tuple(dependences), names), atoms
+
+
+def step_ms(steps: StepGraph) -> float:
+    return schedule(steps, "2d").diagnostics().step_ms
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_never_slower_and_near_the_best_of_all_orders(case: tuple[StepGraph, Atoms]) -> None:
+    steps, atoms = case
+    found, order = search(steps, "2d", "profile", atoms, lambda order: 0, 0)
+
+    assert found.diagnostics().step_ms <= step_ms(steps) * (1 + 1e-9)
+    assert found.steps == reordered(steps, atoms, order)
+    best_ms = min(step_ms(reordered(steps, atoms, each)) for each in permutations(atoms.units))
+    assert found.diagnostics().step_ms <= best_ms * 1.1 + 1e-9
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_all_orders_compute_the_same_in_all(case: tuple[StepGraph, Atoms]) -> None:
+    _, atoms = case
+    total = sum(atoms.ms.values())
+    for order in permutations(atoms.units):
+        assert sum(atoms.durations(order).values()) == pytest.approx(total)
+
+
+CHAIN = backward([[], [0], [0], [2]], [chunk_id(0, 0), gradients_id("words", "whole")], [1, 3])
+"""The gradient of a layer's weights, node 1, stands before what the table's gradient hangs on, nodes 2 and 3."""
+
+
+def of_chain(weights_ms: float = 6.0) -> tuple[StepGraph, Atoms]:
+    found = BackwardUnits.of(CHAIN)
+    by_name = dict(zip(found.needed_by, (1.0, weights_ms, 1.0, 1.0, 0.0, 0.0), strict=True))
+    atoms = Atoms.of(found, by_name.__getitem__, {})
+    durations = atoms.durations(found.units)
+    table, bucket = gradients_id("words", "whole"), chunk_id(0, 0)
+    operations = (
+        *(Operation.of(compute_id("backward", unit), durations[unit]) for unit in found.units),
+        Operation.of(compute_id("forward", "words"), 1.0),
+        Operation.of(bucket, 1.0, 1000),
+        Operation.of(table, 8.0, 8000),
+    )
+    dependences = tuple(
+        Dependence(a, b)
+        for each in (table, bucket)
+        for a, b in ((str(compute_id("backward", each.what)), str(each)), (str(each), "forward words"))
+    )
+    names = tuple(o.name for o in operations if not o.is_communication)
+    return StepGraph(operations, dependences, names), atoms
+
+
+def test_the_table_goes_ahead_where_its_rows_take_longest() -> None:
+    steps, atoms = of_chain()
+    found, order = search(steps, "2d", "profile", atoms, lambda order: 0, 0)
+
+    assert atoms.units == ("bucket 0", "words")
+    assert order == ("words", "bucket 0")
+    assert atoms.durations(order) == {"words": 3.0, "bucket 0": 6.0}
+    assert step_ms(steps) == 18.0  # 1 + 6 + 2, then 8 of rows, then the forward
+    assert found.diagnostics().step_ms == 13.0  # 1 + 2, then rows beside weights; the bucket; the forward
+
+
+def test_nothing_moves_for_the_naive_schedule() -> None:
+    steps, atoms = of_chain()
+    assert search(steps, "none", "profile", atoms, lambda order: 0, 0)[1] == atoms.units
+
+
+def test_what_is_held_bounds_the_search() -> None:
+    steps, atoms = of_chain()
+    held: dict[tuple[str, ...], int] = {("bucket 0", "words"): 100, ("words", "bucket 0"): 106}
+
+    assert search(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 105)[1] == atoms.units
+    assert search(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 106)[1] != atoms.units
+
+
+def test_a_gain_that_is_none_moves_nothing() -> None:
+    steps, atoms = of_chain(weights_ms=LEAST_GAIN)
+    assert search(steps, "2d", "profile", atoms, lambda order: 0, 0)[1] == atoms.units
+
+
+def test_what_was_measured_is_spread_over_a_units_compute() -> None:
+    found = BackwardUnits.of(CHAIN)
+    atoms = Atoms.of(found, lambda node: 1.0 if "stack" in node.name else 0.0, {"bucket 0": 10.0, "words": 4.0})
+
+    assert atoms.durations(("bucket 0", "words")) == {"bucket 0": 10.0, "words": 4.0}
+    assert atoms.durations(("words", "bucket 0")) == {"words": 9.0, "bucket 0": 5.0}
+
+
+def test_what_was_measured_of_a_unit_without_compute_stays_with_it() -> None:
+    found = BackwardUnits.of(CHAIN)
+    atoms = Atoms.of(found, lambda node: 0.0, {"words": 4.0})
+
+    for order in permutations(found.units):
+        assert atoms.durations(order) == {"words": 4.0, "bucket 0": 0.0}
+
+
+def test_the_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[StepGraph] = []
+    monkeypatch.setattr(compute_order, "TRIED", 5)
+
+    def counted(steps: StepGraph) -> float:
+        tried.append(steps)
+        return launch_order.quick_ms(steps)
+
+    monkeypatch.setattr(compute_order, "quick_ms", counted)
+    sent = [chunk_id(k, 0) for k in range(6)]
+    found = BackwardUnits.of(backward([[], *([k] for k in range(6))], sent, list(range(1, 7))))
+    atoms = Atoms.of(found, lambda node: 1.0, {})
+    names = tuple(str(compute_id("backward", unit)) for unit in found.units)
+    operations = [Operation.of(compute_id("backward", unit), 1.0) for unit in found.units]
+    operations += [Operation.of(each, 2.0, 1000) for each in sent]
+    dependences = [Dependence(name, str(each)) for name, each in zip(names, sent, strict=True)]
+    search(StepGraph(tuple(operations), tuple(dependences), names), "2d", "profile", atoms, lambda order: 0, 0)
+
+    assert len(tried) <= 5

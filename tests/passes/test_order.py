@@ -1,0 +1,199 @@
+"""A backward's compute in another order: every order is legal, and yields the same values."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+from embrace_fx.passes.memory.held import backward_peak
+from embrace_fx.passes.relax.order import BackwardUnits, OrderCompute
+from embrace_fx.passes.verifier.invariants import verify
+from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
+from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
+from embrace_fx.vocabulary.ops import op_name
+from embrace_fx.vocabulary.plan import Decision, Plan
+from embrace_fx.vocabulary.schedule import Cuts
+from tests.support.graphs import analysed
+
+ROWS, DIM = 60, 8
+TABLES = ("words.weight", "tags.weight")
+
+
+class Tagger(nn.Module):
+    """Two tables, dropout, a recurrent layer, a normalisation that writes its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(ROWS, DIM)
+        self.tags = nn.Embedding(ROWS, DIM, padding_idx=0)
+        self.norm = nn.BatchNorm1d(DIM)
+        self.rnn = nn.LSTM(DIM, DIM, batch_first=True)
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.norm(self.words(ids).mT).mT
+        y, _ = self.rnn(nn.functional.dropout(x, 0.5, self.training))
+        scores: Tensor = (self.out(y) * self.tags(targets)).sum(-1)
+        return scores.square().mean()
+
+
+BUCKETS = (("out.weight", "out.bias"), ("rnn.weight_ih_l0", "rnn.weight_hh_l0"), ("rnn.bias_ih_l0", "rnn.bias_hh_l0"))
+SIZES = (DIM * DIM + DIM, 8 * DIM * DIM, 8 * DIM)
+
+
+@pytest.fixture(scope="module")
+def relaxed() -> TrainingGraph:
+    decisions = tuple(Decision(t, (ROWS, DIM), True, "alltoall", "asked for", 1000, 0, 0.0) for t in TABLES)
+    buckets = (*BUCKETS, ("norm.weight", "norm.bias"))
+    plan = Plan(2, decisions, buckets)
+    cuts = Cuts(tuple((size,) for size in (*SIZES, 2 * DIM)), tuple((table, 2) for table in TABLES))
+    torch.manual_seed(0)
+    captured = analysed(Tagger(), *(torch.randint(1, ROWS, (4, 5)) for _ in range(2)))
+    return run_passes(captured, (*training_passes(plan, TABLES, 0), *relaxing_passes(plan, "2d", 0, cuts))).graph
+
+
+def units_of(graph: TrainingGraph) -> BackwardUnits:
+    return BackwardUnits.of(graph.phases["backward"])
+
+
+def test_every_order_of_units_passes_the_verifier(relaxed: TrainingGraph) -> None:
+    units = units_of(relaxed).units
+    assert set(units) == {*TABLES, *(f"bucket {k}" for k in range(4))}
+    for order in list(permutations(units))[::60]:
+        found = OrderCompute(order)(relaxed)
+        verify(found, after="OrderCompute", captured=relaxed, previous=relaxed)
+        assert units_of(found).units == order
+        assert sorted(n.name for n in relaxed.phases["backward"].graph.nodes) == sorted(
+            n.name for n in found.phases["backward"].graph.nodes
+        )
+
+
+def test_the_order_that_stands_changes_nothing(relaxed: TrainingGraph) -> None:
+    assert OrderCompute(units_of(relaxed).units)(relaxed) is relaxed
+    assert OrderCompute(())(relaxed) is relaxed
+
+
+def test_a_gradient_of_weights_waits_for_the_table_that_goes_ahead(relaxed: TrainingGraph) -> None:
+    """What the table's gradient hangs on goes ahead with it, what the weights alone need does not."""
+    found = OrderCompute(("words.weight",))(relaxed)
+    names = [op_name(node) for node in found.phases["backward"].graph.nodes]
+    before = names[: names.index("embrace::submit_gradients")]
+
+    assert "embrace::rnn_layer_backward" in before
+    assert "embrace::pack_bucket" not in before
+    assert before.count("aten::mm") == 1  # of the output layer: the gradient of its input alone
+
+
+def test_the_head_stays_ahead_of_all(relaxed: TrainingGraph) -> None:
+    found = OrderCompute(tuple(reversed(units_of(relaxed).units)))(relaxed)
+    head = [op_name(n) for n in found.phases["backward"].graph.nodes if n.op == "call_function"][:7]
+
+    assert set(head) == {"embrace::update_rows", "embrace::await_ids", "embrace::submit_rows"}
+
+
+class Drawing(nn.Module):
+    """Two layers whose backwards draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.b(_noisy(self.a(_noisy(x))))
+        return found.square().mean()
+
+
+class _Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad * torch.rand_like(grad)
+
+
+def _noisy(x: Tensor) -> Tensor:
+    found: Tensor = _Noisy.apply(x)  # type: ignore[no-untyped-call]
+    return found
+
+
+def draws_in(nodes: list[fx.Node]) -> list[str]:
+    return [n.name for n in nodes if n.op == "call_function" and "rand" in op_name(n)]
+
+
+def test_random_draws_keep_their_order() -> None:
+    plan = Plan(2, (), (("b.weight", "b.bias"), ("a.weight", "a.bias")))
+    cuts = Cuts(((DIM * DIM + DIM,),) * 2, ())
+    captured = analysed(Drawing(), torch.randn(4, DIM, requires_grad=True))
+    graph = run_passes(captured, (*training_passes(plan, (), 0), *relaxing_passes(plan, "horizontal", 0, cuts))).graph
+    backward = graph.phases["backward"]
+    found = OrderCompute(("bucket 1", "bucket 0"))(graph).phases["backward"]
+
+    assert len(draws_in(list(backward.graph.nodes))) == 2
+    assert draws_in(list(found.graph.nodes)) == draws_in(list(backward.graph.nodes))
+
+
+# -- small graphs, every order -----------------------------------------------------------------------------------------
+
+
+@st.composite
+def backwards(draw: st.DrawFn) -> tuple[fx.GraphModule, int]:
+    """A chain of compute with random shortcuts, of which some values are submitted."""
+    graph = fx.Graph()
+    values = [graph.placeholder("x")]
+    values[0].meta["val"] = torch.empty(2, device="meta")
+    count, size = draw(st.integers(1, 4)), draw(st.integers(1, 8))
+    for _ in range(size):
+        a, b = (values[draw(st.integers(0, len(values) - 1))] for _ in range(2))
+        op = draw(st.sampled_from((torch.ops.aten.add.Tensor, torch.ops.aten.bernoulli.p)))
+        values.append(graph.call_function(op, (a, b) if op is torch.ops.aten.add.Tensor else (a, 0.5)))
+        values[-1].meta["val"] = torch.empty(2, device="meta")
+    from embrace_fx.vocabulary.schedule import chunk_id  # noqa: PLC0415
+
+    sent = []
+    for k in range(count):
+        value = values[draw(st.integers(0, len(values) - 1))]
+        node = graph.call_function(torch.ops.embrace.submit_chunk.default, (value, 0, 2, str(chunk_id(k, 0))))
+        node.meta["launch"] = chunk_id(k, 0)
+        sent.append(node)
+    graph.output(tuple(sent))
+    return fx.GraphModule(nn.Module(), graph), count
+
+
+@settings(max_examples=60, deadline=None)
+@given(backwards())
+def test_any_order_of_a_small_graph_is_legal_and_exact(drawn: tuple[fx.GraphModule, int]) -> None:
+    module, count = drawn
+    units = BackwardUnits.of(module)
+    draws = [n for n in module.graph.nodes if op_name(n) == "aten::bernoulli"]
+    for order in permutations([f"bucket {k}" for k in range(count)]):
+        nodes = units.ordered(order)
+        place = {node: k for k, node in enumerate(nodes)}
+        assert len(place) == len(units.needed_by)
+        for node in nodes:
+            assert all(place[value] < place[node] for value in node.all_input_nodes if value in place)
+        assert sorted(draws, key=place.__getitem__) == draws
+        of_units = [n.meta["launch"].what for n in nodes if "launch" in n.meta]
+        assert of_units == list(order)
+        assert backward_peak(nodes, [n for n in module.graph.nodes if n.op == "placeholder"]) >= 8
+
+
+def test_what_a_backward_holds_is_counted_in_the_order_that_is_asked_for(relaxed: TrainingGraph) -> None:
+    units, backward = units_of(relaxed), relaxed.phases["backward"]
+    saved = [node for node, role in inputs_of(backward) if isinstance(role, Saved)]
+    peaks = {backward_peak(units.ordered(order), saved) for order in list(permutations(units.units))[::40]}
+
+    assert len(peaks) > 1
+    assert min(peaks) > 0
+
+
+@pytest.mark.parametrize("order", [("rnn",), ()], ids=str)
+def test_an_evaluation_stays_as_it_is(order: tuple[str, ...]) -> None:
+    graph = analysed(Tagger().eval(), *(torch.randint(1, ROWS, (4, 5)) for _ in range(2)))
+    assert OrderCompute(order)(graph) is graph

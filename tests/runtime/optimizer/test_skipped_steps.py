@@ -1,0 +1,143 @@
+"""Rows that take many steps without a gradient at once end where the optimizer's own steps lead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+
+from embrace_fx.runtime.optimizer.skipped_steps import Decaying, Linear, form_of
+from embrace_fx.runtime.tables.resting import RestingRows
+
+ROWS, COLUMNS, STEPS = 20, 5, 250
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+SKIPPED: dict[str, Callable[..., Optimizer]] = {
+    "adamw": partial(AdamW, lr=0.01, weight_decay=0.1),
+    "adam": partial(Adam, lr=0.01),
+    "amsgrad": partial(AdamW, lr=0.01, amsgrad=True),
+    "betas": partial(Adam, lr=0.01, betas=(0.5, 0.9)),
+    "momentum": partial(SGD, lr=0.01, momentum=0.9),
+    "decay": partial(SGD, lr=0.01, weight_decay=0.1),
+    "nesterov": partial(SGD, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1, maximize=True),
+    "rmsprop": partial(RMSprop, lr=0.01, momentum=0.5, centered=True),
+}
+
+
+class _Table:
+    """A table that its optimizer steps, and a copy of it whose rows rest."""
+
+    def __init__(self, make: Callable[..., Optimizer], dtype: torch.dtype) -> None:
+        self._random = torch.Generator().manual_seed(0)
+        self.parameter = nn.Parameter(self._draw(ROWS, dtype))
+        self.optimizer = make([self.parameter])
+        self._step(torch.arange(ROWS))
+        self.local = self.parameter.detach().clone()
+        self.state = {key: v.clone() if isinstance(v, Tensor) else v for key, v in self._own_state.items()}
+        self.resting = RestingRows()
+
+    def _draw(self, rows: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn((rows, COLUMNS), generator=self._random, dtype=torch.float64).to(dtype)
+
+    @property
+    def _own_state(self) -> dict[str, Any]:
+        return self.optimizer.state[self.parameter]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.optimizer.param_groups[0]
+
+    def _step(self, ids: Tensor) -> Tensor:
+        rows = self._draw(ids.numel(), self.parameter.dtype)
+        self.parameter.grad = torch.zeros_like(self.parameter).index_copy(0, ids, rows)
+        self.optimizer.step()
+        return rows
+
+    @torch.no_grad()
+    def step(self, *read: int) -> None:
+        """A step in which these rows have a gradient."""
+        ids = torch.tensor(read, dtype=torch.int64)
+        options = dict(self.options)
+        with torch.enable_grad():
+            rows = self._step(ids)
+        self.resting.begin(self.optimizer, options, self.local, self.state)
+        self.resting.update(self.optimizer, options, self.local, self.state, ids, rows)
+        self.resting.end(self.optimizer, options, self.local, self.state)
+
+    def compare(self) -> None:
+        self.resting.settle(self.local, self.state)
+        tolerance = TOLERANCES[self.local.dtype]
+        torch.testing.assert_close(self.local, self.parameter.detach(), rtol=tolerance, atol=tolerance)
+        assert self.state.keys() == self._own_state.keys()
+        for key, value in self._own_state.items():
+            torch.testing.assert_close(self.state[key], value, rtol=tolerance, atol=tolerance, msg=key)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", SKIPPED)
+def test_rows_that_have_rested_end_where_the_optimizer_leads(name: str, dtype: torch.dtype) -> None:
+    table = _Table(SKIPPED[name], dtype)
+    for step in range(STEPS):
+        table.options["lr"] = 0.01 * (1 + (step % 7) / 7)  # zero would be the end of it for a while
+        if step == 100:
+            table.options["lr"] = 0.0
+        read = {0: (), 1: (3, 4), 2: (3,), 50: (1, 3), 51: (19,), 249: (0, 3)}.get(step, (2,))
+        table.step(*read)
+        if step == 150:
+            table.compare()
+    table.compare()
+
+
+def test_a_row_is_caught_up_once_however_often_it_is_named() -> None:
+    table = _Table(SKIPPED["adamw"], torch.float64)
+    for _ in range(3):
+        table.step(1)
+    table.resting.catch_up(table.local, table.state, torch.tensor([7, 7, 2, 7]))
+    before = table.local.clone()
+    table.resting.catch_up(table.local, table.state, torch.tensor([2, 7]))
+
+    assert torch.equal(table.local, before)
+    torch.testing.assert_close(before[[2, 7]], table.parameter.detach()[[2, 7]], rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(before[5], table.parameter.detach()[5], rtol=1e-6)
+    table.compare()
+
+
+def test_a_table_written_while_its_rows_rest_is_refused() -> None:
+    table = _Table(SKIPPED["adamw"], torch.float64)
+    table.step(1)
+    table.local.clamp_(-1, 1)
+    with pytest.raises(RuntimeError, match=r"not to be written .* while rows of it rest"):
+        table.resting.catch_up(table.local, table.state, torch.tensor([2]))
+
+
+@pytest.mark.parametrize(
+    ("make", "form"),
+    [
+        (partial(AdamW, lr=0.1), Decaying),
+        (partial(Adam, lr=0.1, weight_decay=0.1), None),
+        (partial(Adam, lr=0.1, weight_decay=0.1, decoupled_weight_decay=True), Decaying),
+        (partial(Adam, lr=0.1, betas=(0.999, 0.99)), None),
+        (partial(SGD, lr=0.1, momentum=0.9), Linear),
+        (partial(SGD, lr=0.1, momentum=0.9, dampening=0.5), None),
+        (partial(RMSprop, lr=0.1, momentum=0.9), Linear),
+        (partial(RMSprop, lr=0.1, weight_decay=0.1), None),
+        (partial(Adagrad, lr=0.1, weight_decay=0.1), None),
+        (partial(NAdam, lr=0.1), None),
+    ],
+)
+def test_what_can_be_skipped(make: Callable[..., Optimizer], form: type | None) -> None:
+    parameter = nn.Parameter(torch.ones(3, 4))
+    optimizer = make([parameter])
+    options = optimizer.param_groups[0]
+
+    if options.get("momentum", 1) or form is not Linear:
+        assert form_of(optimizer, options, {}, torch.float32) is None  # no state yet
+    parameter.grad = torch.ones(3, 4)
+    optimizer.step()
+    assert form_of(optimizer, options, optimizer.state[parameter], torch.float32) is form
+    assert form_of(optimizer, options, optimizer.state[parameter], torch.bfloat16) is None

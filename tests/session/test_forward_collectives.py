@@ -1,0 +1,325 @@
+"""Collectives of the user's in a forward: in a graph as under DDP, or refused in one line.
+
+Shape legend
+    B examples; D columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as differentiable
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import embrace_fx
+from tests.support.cases import long_but
+from tests.support.ranks import run_ranks
+
+B, D = 4, 8
+Combine = Callable[[Tensor], Tensor]
+
+
+class Words(nn.Module):
+    """Encodes words and hands them to a function, which communicates."""
+
+    def __init__(self, combine: Combine) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words = nn.Embedding(50, D)
+        self.inner = nn.Linear(D, D)
+        self.combine = combine
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        return self.combine(self.inner(self.words(ids_BT)).mean(1))
+
+
+def contrast(own_BD: Tensor, all_ND: Tensor) -> Tensor:
+    """Each example is to match itself among those of all ranks."""
+    mine = torch.arange(len(own_BD)) + len(own_BD) * dist.get_rank()
+    return F.cross_entropy(own_BD @ all_ND.t(), mine)
+
+
+# ---- written in place: constants for autograd ----
+
+
+def reduced_in_place(x: Tensor) -> Tensor:
+    mean = x.mean(0)
+    dist.all_reduce(mean)
+    return (x - mean / 2).square().sum()
+
+
+def reduced_to_maximum(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        most = x.mean(0)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return (x - most).square().sum()
+
+
+def gathered_in_list(x: Tensor) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    parts[dist.get_rank()] = x
+    return contrast(x, torch.cat(parts))
+
+
+def gathered_into_tensor(x: Tensor) -> Tensor:
+    everyone = x.new_empty(dist.get_world_size() * len(x), D)
+    dist.all_gather_into_tensor(everyone, x.detach())
+    return contrast(x, everyone)
+
+
+def broadcast_from_another(x: Tensor) -> Tensor:
+    mean = x.detach().mean(0)
+    dist.broadcast(mean, 1)
+    return (x - mean).square().sum()
+
+
+def scattered(x: Tensor) -> Tensor:
+    own, other = torch.empty(B // 2, D), torch.empty(B // 2, D)
+    dist.reduce_scatter_tensor(own, x.detach())
+    dist.reduce_scatter(other, list(x.detach().chunk(2)))
+    return (x.mean(0) * (own + other).mean(0)).sum()
+
+
+def exchanged_in_place(x: Tensor) -> Tensor:
+    theirs = torch.empty_like(x)
+    dist.all_to_all_single(theirs, x.detach())
+    return (x * theirs).sum()
+
+
+def scalar_and_subgroup(x: Tensor) -> Tensor:
+    parts = [torch.zeros(()), torch.zeros(())]
+    dist.all_gather(parts, x.detach().mean(), group=_group())
+    return x.square().sum() * torch.stack(parts).sum()
+
+
+def _group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+# ---- with gradients ----
+
+
+def functionally_gathered(x: Tensor) -> Tensor:
+    return contrast(x, functional.all_gather_single(x, 0, _group()))
+
+
+def functionally_exchanged(x: Tensor) -> Tensor:
+    return (x * functional.all_to_all_single(x, [2, 2], [2, 2], _group())).sum()
+
+
+def gathered_with_gradient(x: Tensor) -> Tensor:
+    return contrast(x, torch.cat(differentiable.all_gather(x)))
+
+
+def reduced_with_gradient(x: Tensor) -> Tensor:
+    summed: Tensor = differentiable.all_reduce(x.sum(0))
+    return summed.square().sum()
+
+
+def scattered_with_gradient(x: Tensor) -> Tensor:
+    own = differentiable.reduce_scatter(torch.empty(B // 2, D), list(x.chunk(2)))
+    return (x.mean(0) * own.mean(0)).sum()
+
+
+def exchanged_with_gradient(x: Tensor) -> Tensor:
+    return (x * differentiable.all_to_all_single(torch.empty_like(x), x)).sum()
+
+
+def broadcast_with_gradient(x: Tensor) -> Tensor:
+    return (x * differentiable.broadcast(x, 1)).sum()
+
+
+class Gather(torch.autograd.Function):
+    """As contrastive losses gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+        parts = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        all_gradients = torch.stack(gradients)
+        dist.all_reduce(all_gradients)
+        return all_gradients[dist.get_rank()]
+
+
+def gathered_by_function(x: Tensor) -> Tensor:
+    return contrast(x, torch.cat(Gather.apply(x)))  # type: ignore[no-untyped-call]
+
+
+class Weighed(torch.autograd.Function):
+    """A collective of the forward whose value the backward alone reads, and one in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        weight = x.detach().mean()
+        dist.all_reduce(weight)
+        ctx.save_for_backward(weight)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        (weight,) = ctx.saved_tensors
+        found: Tensor = gradient * weight
+        return found
+
+
+def weighed_by_function(x: Tensor) -> Tensor:
+    y = Weighed.apply(x)  # type: ignore[no-untyped-call]
+    least = y.detach().mean(0)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return (y * least).mean()
+
+
+COMMON = (reduced_in_place, gathered_with_gradient, weighed_by_function)
+OTHERS = (
+    gathered_in_list,
+    gathered_by_function,
+    reduced_to_maximum,
+    gathered_into_tensor,
+    broadcast_from_another,
+    scattered,
+    exchanged_in_place,
+    scalar_and_subgroup,
+    functionally_gathered,
+    functionally_exchanged,
+    reduced_with_gradient,
+    scattered_with_gradient,
+    exchanged_with_gradient,
+    broadcast_with_gradient,
+)
+
+
+def batch(step: int, rank: int, length: int = 3) -> Tensor:
+    return torch.randint(50, (B, length), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(model: Any, rank: int, longer: int = 1) -> list[Tensor]:
+    """Steps, one with gradients of two batches, and an evaluation; one rank's batches change their shape."""
+    optimizer, losses = SGD(model.parameters(), lr=0.2), []
+    for step in range(3):
+        if step == 1:
+            with model.no_sync():
+                model(batch(7, rank)).backward()
+        loss = model(batch(step, rank, 3 + longer * rank * (step == 2)))
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        losses.append(model.eval()(batch(3, rank)))
+    return losses + [value.clone() for value in embrace_fx.full_state_dict(model).values()]
+
+
+def train_both(rank: int, world_size: int, functions: tuple[Combine, ...], options: dict[str, Any]) -> list[str]:
+    """The functions that differ."""
+    different = []
+    for combine in functions:
+        found = train(embrace_fx.compile(Words(combine), strategy="alltoall", **options), rank)
+        expected = train(DistributedDataParallel(Words(combine)), rank)
+        if not all(map(torch.allclose, found, expected)):
+            different.append(f"{combine.__name__}: {found[:4]} for {expected[:4]}")
+    return different
+
+
+CASES: dict[str, tuple[tuple[Combine, ...], dict[str, Any]]] = {
+    "common": (COMMON, {}),
+    "others": (OTHERS, {}),
+    "none": (COMMON, {"schedule": "none"}),
+    "inductor": (COMMON, {"backend": "inductor"}),
+}
+
+
+@pytest.mark.parametrize(("functions", "options"), long_but(("common",), CASES))
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning", "ignore:c10d.*autograd kernel:UserWarning")
+def test_collectives_of_the_forward_are_those_of_ddp(functions: Any, options: dict[str, Any]) -> None:
+    assert run_ranks(2, train_both, functions, options) == [[], []]
+
+
+class Neighbours(nn.Module):
+    """Looks up what every rank reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.words = nn.Embedding(50, D)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        everyones = functional.all_gather_single(ids_BT, 0, _group())
+        return self.words(everyones).mean(1).square().sum() + self.words(ids_BT).sum()
+
+
+# ---- refused ----
+
+
+def asynchronous(x: Tensor) -> Tensor:
+    mean = x.detach().mean(0)
+    work = dist.all_reduce(mean, async_op=True)
+    work.wait()
+    return (x * mean).sum()
+
+
+def barrier(x: Tensor) -> Tensor:
+    dist.barrier()
+    return x.square().sum()
+
+
+def objects(x: Tensor) -> Tensor:
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, dist.get_rank())
+    return x.square().sum() * sum(found)
+
+
+def send(x: Tensor) -> Tensor:
+    theirs = torch.empty_like(x)
+    if dist.get_rank() == 0:
+        dist.send(x.detach(), 1)
+    else:
+        dist.recv(theirs, 0)
+    return (x * theirs).sum()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def not_read() -> None:
+    """Something that Dynamo cannot read."""
+
+
+def unreadable(x: Tensor) -> Tensor:
+    mean = x.detach().mean(0)
+    not_read()
+    dist.all_reduce(mean)
+    return (x * mean).sum()
+
+
+def refuse_and_go_on(rank: int, world_size: int) -> tuple[list[str], bool, bool]:
+    told = []
+    for combine in (asynchronous, barrier, objects, send, unreadable):
+        with pytest.raises(embrace_fx.CaptureError) as caught:
+            embrace_fx.compile(Words(combine), strategy="alltoall")(batch(0, rank))
+        told.append(str(caught.value).partition(" Use ")[0].partition(", found ")[2].partition(" (dynamo")[0])
+    compiled, wrapped = embrace_fx.compile(Neighbours()), DistributedDataParallel(Neighbours())
+    same = all(map(torch.allclose, train(compiled, rank, longer=0), train(wrapped, rank, longer=0)))
+    return told, same, "not known before the forward" in compiled.report()
+
+
+def test_others_are_refused_on_every_rank_and_training_goes_on() -> None:
+    for told, same, reason in run_ranks(2, refuse_and_go_on):
+        names = ("all_reduce", "barrier", "all_gather_object", "send", "all_reduce")
+        assert told[:3] + told[4:] == [f"torch.distributed.{each}()" for each in (*names[:3], names[4])]
+        assert told[3] in ("torch.distributed.send()", "torch.distributed.recv()")  # of the rank that tells first
+        assert same
+        assert reason

@@ -1,0 +1,117 @@
+"""`check_replicas`: what one rank alone has otherwise is found at the next check, with its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Adam
+
+import embrace_fx
+from embrace_fx.runtime.ranks.checksums import checksum, diverged
+from tests.support.ranks import run_ranks
+from tests.support.words import words_batch, words_model
+
+EVERY = 3
+
+
+def flip(tensor: Tensor) -> None:
+    """A bit of one element; not its lowest, which the rounding of the next steps could bring back."""
+    with torch.no_grad():
+        tensor.view(torch.int64).view(-1)[2] ^= 1 << 20
+
+
+def a_parameter(plain: Any, optimizer: Any) -> None:
+    flip(plain.linear.weight)
+
+
+def optimizer_state(plain: Any, optimizer: Any) -> None:
+    flip(optimizer.state[plain.linear.weight]["exp_avg_sq"])
+
+
+def a_counter_of_a_shard(plain: Any, optimizer: Any) -> None:
+    optimizer.state[plain.table.weight]["step"] += 1
+
+
+def a_learning_rate(plain: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 1 + 1e-15
+
+
+CHANGES: dict[Callable[[Any, Any], None], str] = {
+    a_parameter: "linear.weight on rank 1 differs from rank 0's",
+    optimizer_state: "exp_avg_sq of linear.weight (Adam) on rank 1 differs from rank 0's",
+    a_counter_of_a_shard: "step of table.weight (Adam) on rank 1 differs from rank 0's",
+    a_learning_rate: "param group 0 of optimizer 0 (Adam) on rank 1 differs from rank 0's",
+}
+
+
+def train_with_a_change(rank: int, world_size: int, change: Callable[[Any, Any], None]) -> tuple[int, str]:
+    """The call that found it, after the one that it was made before, and what it said."""
+    plain = words_model()
+    optimizer = Adam(plain.parameters(), lr=0.01)
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy={"table.weight": "alltoall"}, check_replicas=EVERY)
+    for step, batch in enumerate(model.lookahead([words_batch(step, rank) for step in range(4 * EVERY)])):
+        if step == EVERY + 1 and rank == 1:
+            model.synchronize()
+            change(plain, optimizer)
+        try:
+            model(*batch).backward()
+        except embrace_fx.DivergedReplicas as error:
+            return step, str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+    return -1, ""
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_one_rank_has_otherwise_is_found_at_the_next_check(change: Callable[[Any, Any], None]) -> None:
+    for step, said in run_ranks(2, train_with_a_change, change):
+        assert EVERY + 1 <= step <= 2 * EVERY + 1
+        assert CHANGES[change] in said
+        assert said.startswith("expected the same on every rank, found that ")
+        assert "Load a checkpoint on every rank" in said
+
+
+def test_the_rank_that_is_alone_is_named() -> None:
+    assert "b on rank 0 differs from rank 1's" in diverged([{"b": 1}, {"b": 2}, {"b": 2}])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
+)
+def test_a_checksum_sees_one_bit(dtype: torch.dtype) -> None:
+    tensor = torch.arange(24).view(4, 6).to(dtype).t()
+    before = checksum(tensor)
+    bits = tensor.t().view(torch.uint8)
+    bits[1, 1] ^= 1
+
+    assert checksum(tensor) != before
+
+
+def train_without_a_step(rank: int, world_size: int) -> str:
+    plain = words_model()
+    optimizer = Adam(plain.parameters(), lr=0.01)
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall")
+    saved = {}
+    for step in range(6):
+        if step == 2:
+            saved = model.full_state_dict()
+        try:
+            model(*words_batch(step, rank)).backward()
+        except embrace_fx.PeerFailure as error:
+            model.load_state_dict(saved)
+            model(*words_batch(step, rank)).backward()
+            return str(error)
+        if rank == 0 or step != 3:
+            optimizer.step()
+        optimizer.zero_grad()
+    return ""
+
+
+def test_a_rank_that_has_left_out_a_step_is_named() -> None:
+    for said in run_ranks(2, train_without_a_step):
+        assert "rank 0: expected as many optimizer steps on every rank, found 4 taken on this one" in said
+        assert "rank 1: expected as many optimizer steps on every rank, found 3 taken on this one" in said
