@@ -20,6 +20,7 @@ from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Variant
+from embrace_fx.session.garbage import not_collecting
 from embrace_fx.session.programs import ProgramBuilder
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage, tell
@@ -82,10 +83,10 @@ class PlanInUse:
         assert self.builder is not None
         if variant.program is None:
             self.fits(misfit(self._in_use(), variant.analysed, self._setting.state.hooked))
-            with stage("compiling", self._setting.communicator.rank):
+            with stage("compiling", self._setting.communicator.rank), not_collecting():
                 self.builder.build(variant)
         if accumulates and variant.accumulating is None:
-            with stage("compiling", self._setting.communicator.rank):
+            with stage("compiling", self._setting.communicator.rank), not_collecting():
                 self.builder.build_accumulating(variant)
         program = variant.accumulating if accumulates else variant.program
         assert program is not None

@@ -29,9 +29,10 @@ from embrace_fx.runtime.step.step import run_step
 from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.buffer_sharing import BufferSharing
-from embrace_fx.session.calls import Kind, Variant, kind_key
+from embrace_fx.session.calls import Kind, Kinds, Variant, kind_key
 from embrace_fx.session.captures import Captures
 from embrace_fx.session.comm_hooks import dtype_of_hook
+from embrace_fx.session.garbage import not_collecting
 from embrace_fx.session.idling import Idling, Joined
 from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import ModelWatch
@@ -93,7 +94,7 @@ class Session:
         self._captures = Captures(self._setting)
         self._replicated = False
         self._placed = add_state_hooks(self)
-        self._kinds: dict[Any, Kind] = {}
+        self._kinds = Kinds()
         buffers = BufferSharing(self.state, self.announcements, on=options.shares_buffers)
         self.planned = PlanInUse(
             self._setting, self._kinds, buffers, self._warn_of_other_batch, lambda: self._placed.note(self)
@@ -197,7 +198,7 @@ class Session:
         self.communicator.check_open()
         announcements.activity = self._activity(train)
         self._look_at_model()
-        kind = self._kinds.setdefault(kind_key(self._modes(), leaves, spec, train), Kind())
+        kind = self._kinds[kind_key(self._modes(), leaves, spec, train)]
         if self.planned.plan is None and not train:
             return self._evaluate_plainly(args, kwargs)
         variant = self._variant(kind, leaves, args, kwargs, train)
@@ -258,7 +259,10 @@ class Session:
     ) -> Variant:
         """A capture that is valid for a batch."""
         found = next((v for v in kind.variants if v.captured.accepts(leaves)), None)
-        return self._capture(kind, leaves, args, kwargs, train) if found is None else found
+        if found is not None:
+            return found
+        with not_collecting():
+            return self._capture(kind, leaves, args, kwargs, train)
 
     def _runs(
         self,
