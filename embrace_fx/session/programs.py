@@ -16,7 +16,9 @@ from embrace_fx.passes.relax.order import OrderCompute
 from embrace_fx.passes.take_part import ExchangedParameter, TakePart
 from embrace_fx.planning.replanning import TrainingCalls
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.step.program import Program
+from embrace_fx.scheduling.alone import Alone
 from embrace_fx.scheduling.scheduling import Scheduling, cuts
 from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
@@ -27,6 +29,7 @@ from embrace_fx.setup.setting import Setting
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.schedule import Schedule
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.lower.inductor import RegionCompiler
@@ -41,6 +44,7 @@ class ProgramBuilder:
     Attributes:
         flow: what runs from one step into the next; None before the first training program, and on one rank.
         scheduling: the schedule that the flow follows.
+        alone: what one process shows of its steps; None on several ranks, and before the first training program.
         graphs: of the last training program, after each pass.
     """
 
@@ -54,6 +58,7 @@ class ProgramBuilder:
     ) -> None:
         self.flow: Flow | None = None
         self.scheduling: Scheduling | None = None
+        self.alone: Alone | None = None
         self.graphs = Graphs()
         self._setting = setting
         self._plan = plan
@@ -98,6 +103,17 @@ class ProgramBuilder:
         if self.flow is not None and train:
             self._relaxed[variant.program] = compiled, variant.analysed
         self._narrow(variant)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What is meant to run when; None before the first training program, and where nothing is scheduled."""
+        shown = self.scheduling or self.alone
+        return None if shown is None else shown.schedule
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What measures the steps, likewise."""
+        return self.flow.recorder if self.flow is not None else self.alone.recorder if self.alone is not None else None
 
     def held(self) -> Held | None:
         """What a step of the last training program holds, as predicted; None before the first."""
@@ -159,6 +175,9 @@ class ProgramBuilder:
 
     def _start(self, compiled: Compiled) -> None:
         """Makes the flow, at the first training program. Collective then."""
+        if self._communicator.world_size == 1 and self.alone is None:
+            name, compute = self._setting.options.schedule, self._plan.links.compute
+            self.alone = Alone.of(compiled.graph, name, compute, next(self._setting.model.parameters()).device)
         if self.flow is not None or self._communicator.world_size == 1:
             return
         if not self._launches():
@@ -219,6 +238,7 @@ class ProgramBuilder:
             tell_buffers=buffers.tell,
             share_buffers=buffers.share,
             launched=self._launched(joint, flow),
+            recorder=self.alone.recorder if self.alone is not None and train else None,
             links=self._plan.links,
             regions=self._region_compiler(),
         )

@@ -35,6 +35,7 @@ def agree_on_set_up(
 
             check_toolchain({parameter.device.type for parameter in model.parameters()})
         check_trainable(model)
+        refuse_stand_ins(model)
         refuse_node_hooks(model)
         refuse_shared_memory(model)
         refuse_ignored(model)
@@ -153,6 +154,20 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
+
+
+def refuse_stand_ins(model: nn.Module) -> None:
+    """Raises where tensors stand in parameters' places for the time of a call, as `functional_call` puts them there.
+
+    Raises:
+        ValueError: naming one.
+    """
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, nn.Parameter):
+            raise ValueError(
+                f"expected the model's own parameters, in its call, found another tensor in the place of {name}: "
+                "gradients are reduced and delivered to parameters. Use functional_call with the plain model."
+            )
 
 
 def refuse_node_hooks(model: nn.Module) -> None:

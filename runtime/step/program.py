@@ -11,6 +11,7 @@ from torch import Tensor
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.delivery import Delivery, delivered
@@ -46,6 +47,7 @@ class Program:
         check: says what is wrong with a flattened batch, which the step then announces to all ranks.
         flow: launches the exchanges, and keeps what a relaxed graph leaves to the next step; None: they are
             launched on the spot.
+        recorder: measures a step that no flow does.
         launched: what it launches, as a number that is the same where the same is launched.
         links: those that exchanges are cut for.
         regions: what compiles the compute between communications; None: every op is called by itself.
@@ -74,6 +76,7 @@ class Program:
         tell_buffers: Callable[[], None] = lambda: None,
         share_buffers: Callable[[], None] = lambda: None,
         launched: int = 0,
+        recorder: Recorder | None = None,
         links: Cluster,
         regions: RegionCompiler | None = None,
     ) -> None:
@@ -82,6 +85,7 @@ class Program:
         self.communicator = announcements.communicator
         self.flow = flow
         self.launched = launched
+        self.recorder = recorder
         self.regions = regions
         self.constants = dict(result_constants)
         self.tell_buffers = tell_buffers

@@ -26,6 +26,7 @@ from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
 from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result
+from embrace_fx.vocabulary.schedule import BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
 
 
 def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following: Ahead | None = None) -> list[Any]:
@@ -69,6 +70,8 @@ class Step:
 
     def forward(self) -> list[Any]:
         program = self.program
+        if program.recorder is not None:
+            program.recorder.mark(BETWEEN)
         program.announcements.failure = program.check(self._leaves)
         program.announcements.program = program.launched
         program.tell_buffers()
@@ -82,6 +85,8 @@ class Step:
         keep(forward.roles, outputs, values)
         if program.flow is not None:
             program.flow.end_forward()
+        if program.recorder is not None:
+            program.recorder.mark(WHOLE_FORWARD)
         self._values = values
         self._results = [r.detach() if isinstance(r, Tensor) else r for r in results]
         self._read_again = program.read_again(self._leaves, values)
@@ -150,7 +155,9 @@ class Step:
             )
         program.state.awaiting_backward.discard(self)
         values, self._values = self._values, None
-        backward, flow = program.backward, program.flow
+        backward, flow, recorder = program.backward, program.flow, program.recorder
+        if recorder is not None:
+            recorder.window()
         assert backward is not None
         given = tuple(index for index, t in zip(program.results, tangents, strict=True) if t is not None)
         state = program.state
@@ -158,6 +165,8 @@ class Step:
         if state.hooked:
             state.unreached = program.used.absent(program.used.words(given))
         outputs, counts = self._run_backward(values, tangents, used)
+        if recorder is not None:
+            recorder.mark(WHOLE_BACKWARD)
         if not for_parameters:
             if flow is not None:
                 flow.discard()

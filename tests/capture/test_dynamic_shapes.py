@@ -157,7 +157,10 @@ def assert_trains_alike(
         (None, [(3, 4), (3, 4), (3, 4)], 1),
         (None, [(3, 4), (3, 5), (3, 9), (3, 2), (3, 4)], 2),
         (None, [(3, 4), (5, 6), (2, 9), (7, 3)], 2),
-        (None, [(3, 4), (3, 5), (4, 5), (2, 7)], 3),
+        (None, [(3, 4), (3, 5), (4, 5), (2, 7)], 2),
+        (None, [(4, 9), *((4, length) for length in range(5, 24)), (3, 20)], 2),
+        (None, [(4, 9), (4, 9), (3, 9)], 2),
+        (None, [(4, 9), (4, 4), (4, 6), (3, 5)], 3),
         (None, [(3, 4), (3, 1), (3, 1), (1, 4), (3, 0), (3, 7)], 5),
         (True, [(3, 4), (5, 6), (2, 9), (7, 3)], 1),
         (True, [(3, 4), (1, 5), (1, 7)], 2),
@@ -247,7 +250,7 @@ def test_evaluation_has_captures_of_its_own() -> None:
     for length in (5, 6, 7, 9):
         with torch.no_grad():
             assert compiled(ids_of(3, length))[0].item() == pytest.approx(eager(ids_of(3, length))[0].item(), rel=1e-9)
-    assert captures(compiled) == 1 + 2
+    assert captures(compiled) == 1 + 1  # the first length differs from that of training: it may vary
 
 
 def test_too_many_captures_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
