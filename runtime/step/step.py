@@ -20,8 +20,9 @@ from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.launcher import Dropped
 from embrace_fx.runtime.launch.streams import Streams
-from embrace_fx.runtime.ranks.announcement import Gate, unreadable
+from embrace_fx.runtime.ranks.announcement import unreadable
 from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_of_ranks
+from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
 from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import Program
@@ -188,7 +189,7 @@ class Step:
         program = self.program
         if program.flow is not None:
             program.flow.land_untaken()  # of an earlier backward, which is not given up with this one
-        gate = program.announcements.enter_backward()
+        gate = Gate(program.announcements)
         if program.flow is None:
             self._check_gate(gate)  # what is launched here leaves at once
         return gate
