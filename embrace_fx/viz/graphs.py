@@ -55,8 +55,8 @@ class Graphs(Mapping[str, fx.GraphModule]):
         Raises:
             KeyError: there is no graph of that name.
         """
-        texts = [self.text(name).splitlines(keepends=True) for name in (first, second)]
-        return "".join(difflib.unified_diff(*texts, fromfile=first, tofile=second))
+        before, after = (self.text(name).splitlines(keepends=True) for name in (first, second))
+        return "".join(difflib.unified_diff(before, after, fromfile=first, tofile=second))
 
     def save(self, path: str | os.PathLike[str], name: str | None = None) -> None:
         """Draws a graph: compute as blocks in the order of the program, communication in its class's colour.
