@@ -12,7 +12,7 @@ from importlib import import_module, metadata, util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from embrace_fx.api import CompiledModel, compile, full_state_dict
+    from embrace_fx.api import CompiledModel, compile, full_state_dict, save_full_state_dict
     from embrace_fx.capture.errors import CaptureError
     from embrace_fx.cost.devices import DEVICES, Device
     from embrace_fx.cost.links import Cluster, Link
@@ -43,6 +43,7 @@ __all__ = [
     "compile",
     "full_state_dict",
     "plan",
+    "save_full_state_dict",
 ]
 
 _MODULES = {
@@ -64,6 +65,7 @@ _MODULES = {
     "compile": "api",
     "full_state_dict": "api",
     "plan": "what_if",
+    "save_full_state_dict": "api",
 }
 
 # In a source tree, passes and runtime lie beside this folder; installing makes them parts of the package.

@@ -6,10 +6,12 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from embrace_fx.cost.links import Cluster
@@ -17,6 +19,7 @@ from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.telling import stage
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
+from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
@@ -41,6 +44,9 @@ def compile(
     plan: Plan | str | Path | None = None,
     memory_budget: float | None = None,
     check_replicas: int | None = None,
+    broadcast_buffers: bool = True,
+    forward_sync_buffers: bool = True,
+    dump_to: str | Path | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
@@ -75,6 +81,10 @@ def compile(
             is saved that the model does not checkpoint itself.
         check_replicas: every so many calls, ranks compare checksums of what all of them hold: a rank whose parameters,
             optimizer state or learning rate have become other ones is named (docs/operations.md). None: never.
+        broadcast_buffers, forward_sync_buffers: as of DDP: forwards read rank 0's buffers. With the first false, each
+            rank keeps its own from the beginning; with the second, once they have been made equal in compile().
+        dump_to: a folder into which each living rank writes, when a rank is dead or stuck, what it was doing: its last
+            launches, and where its threads stood. None: nothing is written.
 
     Raises:
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
@@ -83,7 +93,8 @@ def compile(
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
-    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, check_replicas)
+    more = check_replicas, broadcast_buffers, forward_sync_buffers, dump_to
+    options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, *more)
     optimizers = _as_tuple(optimizer)
     session = Session(model, optimizers, process_group, options)
     return CompiledModel(session, single=not isinstance(optimizer, list | tuple))
@@ -106,6 +117,17 @@ def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def save_full_state_dict(stateful: HasState | dict[str, Any], path: str | Path) -> None:
+    """The file that `torch.save(full_state_dict(stateful), path)` would write, without any rank holding a table whole.
+
+    Collective; rank 0 writes. `torch.load(path, mmap=True)` reads it back so that each rank takes its own columns only:
+    `model.load_state_dict` and `optimizer.load_state_dict` take what it returns.
+    """
+    from embrace_fx.runtime.tables.whole_files import write_whole  # noqa: PLC0415  (DTensor takes a while to import)
+
+    write_whole(stateful if isinstance(stateful, dict) else stateful.state_dict(), Path(path))
+
+
 def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
@@ -119,7 +141,7 @@ def _as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
     return tuple(given) if isinstance(given, list | tuple) else (given,)
 
 
-class CompiledModel(nn.Module):
+class CompiledModel(nn.Module, Joinable):
     """A model that trains data-parallel: `compile` makes it.
 
     It shares parameters, buffers and submodules with the model it was made of: their names, `train()`, `parameters()`
@@ -131,6 +153,7 @@ class CompiledModel(nn.Module):
 
     def __init__(self, session: Session, *, single: bool) -> None:
         super().__init__()
+        Joinable.__init__(self)
         model = session.model
         self.__dict__["_session"] = session
         self.__dict__["_single"] = single
@@ -184,6 +207,11 @@ class CompiledModel(nn.Module):
             PeerFailure: any rank could not go on (an id outside its table, a capture that failed), on every rank.
             DeadRank: a rank is gone.
         """
+        if self._join_config.enable:
+            told = Join.notify_join_context(self)
+            self._session.meet_joined()
+            if told is not None:
+                told.wait()
         return self._session.call(args, kwargs)
 
     def lookahead(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -226,16 +254,47 @@ class CompiledModel(nn.Module):
         """
         self._session.register_comm_hook(state, hook)
 
-    def join(self, *_: Any, **__: Any) -> NoReturn:
-        """DDP's way to go on when ranks have run out of batches: refused here.
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[Any]:
+        """For loaders of unequal length, as of DDP: ranks that leave the context early take part until the last does.
 
-        Raises:
-            RuntimeError: always.
+        Args:
+            divide_by_initial_world_size: whether gradients are divided by the number of all ranks, or of those that
+                still have batches.
+            enable: false: the context does nothing.
+            throw_on_early_termination: raise on every rank once one has run out of batches.
         """
-        raise RuntimeError(
-            "expected loaders of one length on all ranks, found join(): every step needs every rank here. Agree on the "
-            "number of steps before the loop, by an all_reduce with MIN of the loaders' lengths."
+        if self._session.group is None:
+            return contextlib.nullcontext()
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
         )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What `torch.distributed.algorithms.Join` calls on a rank that has run out of batches."""
+        return self._session.join_hook(divides_by_all=kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` counts ranks."""
+        return next(self._session.model.parameters()).device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks that train together, as `Join` wants them."""
+        return self._session.group
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether forwards read rank 0's buffers, as of DDP."""
+        return self._session.options.shares_buffers
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -332,9 +391,12 @@ class CompiledModel(nn.Module):
     # -- seeing --------------------------------------------------------------------------------------------------------
 
     @property
-    def graphs(self) -> Mapping[str, fx.GraphModule]:
-        """Pass name -> the graph after it: "captured" first, and "ids", "forward", "backward", which run, last."""
-        return self._session.graphs
+    def graphs(self) -> Graphs:
+        """Pass name -> the graph after it: "captured" first, and "ids", "forward", "backward", which run, last.
+
+        `graphs.diff(first, second)` compares two as text, `graphs.save("graphs.svg")` draws what runs.
+        """
+        return self._session.views.graphs
 
     @property
     def plan(self) -> Plan:
@@ -343,21 +405,23 @@ class CompiledModel(nn.Module):
 
     @property
     def schedule(self) -> DrawnSchedule:
-        """The launch order and when everything is predicted to run, from the first call on; `.save(path)` draws it.
+        """The launch order, and when everything is predicted to run; `.save(path)` draws it. From the first step on.
+
+        One process has compute alone to show.
 
         From the cost model at first; after some ten steps, from what has been measured of compute and links.
         """
-        return drawn(self._session.schedule)
+        return drawn(self._session.views.schedule)
 
     @property
     def timeline(self) -> DrawnTimeline:
         """What ran when under the last `record()`, on all ranks; `.save(path)` draws it beside the prediction."""
-        return drawn(self._session.timeline, self._session.schedule)
+        return drawn(self._session.views.timeline, self._session.views.schedule)
 
     def record(self) -> contextlib.AbstractContextManager[None]:
-        """Measures the steps inside: see `timeline`. Collective; needs two ranks and a first call before."""
-        return self._session.record()
+        """Measures the training steps inside, the first ones too: see `timeline`. Collective."""
+        return self._session.views.record()
 
     def report(self) -> str:
         """The plan as a table: strategy, reason, bytes per step against DDP."""
-        return self._session.report()
+        return self._session.views.report()

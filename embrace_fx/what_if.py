@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from embrace_fx.api import CompiledModel, Optimizers
 from embrace_fx.capture import capture
+from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.capture.meta_models import as_on_cpu, is_on_meta
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, extrapolate, measure
@@ -189,7 +189,7 @@ def _measured(model: nn.Module, state: ModelState, batch: Any) -> _Measured:
                 graph = analyse(capture(twin, fake_args, fake_kwargs, train=True))
         else:
             graph = analyse(capture(model, args, kwargs, train=True))
-    return _Measured(graph, reads_of(state, graph, pytree.tree_leaves((args, kwargs))))
+    return _Measured(graph, reads_of(state, graph, flatten_arguments(args, kwargs)[0]))
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

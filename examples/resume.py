@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 import embrace_fx
 
@@ -73,7 +71,7 @@ def train(directory: Path, steps: int, before_step: Callable[[int], None] = lamb
                 saving.result()
             weights, state = get_state_dict(plain, optimizer)
             path = directory / f"step-{step + 1:06d}"
-            stored = tree_map_only(DTensor, Tensor.detach, {"model": weights, "optimizer": state})  # as DTensors alone
+            stored = {"model": weights, "optimizer": state}
             # It copies, and writes while training goes on; in a group of its own, for it sends from another thread.
             saving = async_save(stored, checkpoint_id=path, process_group=saves)
             if rank == 0:

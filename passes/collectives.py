@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -19,10 +19,10 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.vocabulary.graph import (
     Gradient,
+    GradientOfRows,
     InputRole,
     OutputRole,
     Parameter,
-    RowGradient,
     Saved,
     Shard,
     TrainingGraph,
@@ -71,6 +71,7 @@ class Collective:
     Attributes:
         group: the communication class.
         op: the op, without its overload.
+        id: of the launch, as text; "": it has none.
         serves: the tables and parameters whose ids, rows or gradients travel, in the order in which they are packed.
         options: the op's other plain arguments, by name.
         dtype: of what travels.
@@ -79,6 +80,7 @@ class Collective:
 
     group: str
     op: str
+    id: str
     serves: tuple[str, ...]
     options: tuple[tuple[str, str], ...]
     dtype: str
@@ -113,12 +115,20 @@ def _ends(modules: Iterable[fx.GraphModule]) -> _Ends:
     return _Ends(roles, readers)
 
 
-def sequence_hash(graph: TrainingGraph) -> str:
+def sequence_hash(graph: TrainingGraph, *, ordered: bool = True) -> str:
     """SHA-256 of `collective_sequence`, hexadecimal.
 
     It depends neither on node names, nor on the batch's sizes, nor on the process.
+
+    Args:
+        ordered: the graph's order is that of the launches; else a launcher has its own of those with an id, and of
+            what they serve the plan tells.
     """
-    return hashlib.sha256("\n".join(map(repr, collective_sequence(graph))).encode()).hexdigest()
+    sequence = collective_sequence(graph)
+    if not ordered:
+        named = (replace(each, serves=()) for each in sequence if each.id)
+        sequence = (*sorted(named, key=lambda each: each.id), *(each for each in sequence if not each.id))
+    return hashlib.sha256("\n".join(map(repr, sequence)).encode()).hexdigest()
 
 
 def _collective(launch: fx.Node, ends: _Ends) -> Collective:
@@ -127,6 +137,7 @@ def _collective(launch: fx.Node, ends: _Ends) -> Collective:
     return Collective(
         group=group_of(launch),
         op=op_name(launch),
+        id=str(launch_of(launch) or ""),
         serves=tuple(dict.fromkeys(name for role in _roles_met(launch, ends) if (name := _name(role)))),
         options=tuple((name, repr(option)) for name, option in options if name not in _GROUP_ARGUMENTS),
         dtype=str(value.dtype),
@@ -136,7 +147,7 @@ def _collective(launch: fx.Node, ends: _Ends) -> Collective:
 
 def _users_collective(launch: fx.Node) -> Collective:
     """Of those, the order must be the same: each rank may have a group, and sizes, of its own."""
-    return Collective(USERS, op_name(launch), (), (), str(launch.meta["val"].dtype), None)
+    return Collective(USERS, op_name(launch), "", (), (), str(launch.meta["val"].dtype), None)
 
 
 def group_of(launch: fx.Node) -> str:
@@ -215,7 +226,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 def _name(role: InputRole | OutputRole) -> str | None:
     """The table or parameter a role speaks of."""
     match role:
-        case Shard(name) | Parameter(name) | RowGradient(name, _) | Gradient(of=Parameter(name)):
+        case Shard(name) | Parameter(name) | GradientOfRows(name, _) | Gradient(of=Parameter(name)):
             return name
     return None
 

@@ -26,11 +26,11 @@ from torch import fx
 
 from embrace_fx.vocabulary.graph import (
     Gradient,
+    GradientOfRows,
     LateModule,
     Mutation,
     OutputRole,
     Result,
-    RowGradient,
     Saved,
     Tangent,
     TrainingGraph,
@@ -39,8 +39,10 @@ from embrace_fx.vocabulary.ops import is_users_wait, op_name
 
 _LAUNCH = "embrace::all_gather_ids"
 _IDS = frozenset({"embrace::unique_ids", _LAUNCH, "embrace::unpack_ids"})
-_OF_FORWARD = frozenset({"embrace::random_state", "embrace::copy_unwritten"})
-"""What the backward wants to know of a moment of the forward."""
+_OF_FORWARD = frozenset(
+    {"embrace::random_state", "embrace::copy_unwritten", "embrace::join_columns", "embrace::join_grid"}
+)
+"""What the backward wants to know of a moment of the forward; rows that arrive, whether a result reads them or not."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
         "unique": [],
         "ids": [],
         "forward": [(n, r) for n, r in outputs if isinstance(r, Result | Mutation)],
-        "backward": [(n, r) for n, r in outputs if isinstance(r, Gradient | RowGradient)],
+        "backward": [(n, r) for n, r in outputs if isinstance(r, Gradient | GradientOfRows)],
     }
     for position, (name, own) in enumerate(members.items()):
         behind = list(members)[position + 1 :]

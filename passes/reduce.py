@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from embrace_fx.passes.rewriter import Rewriter, latest
+import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
+from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders, latest
 from embrace_fx.vocabulary.graph import Gradient, OutputRole, Parameter, TrainingGraph, set_outputs
 from embrace_fx.vocabulary.schedule import chunk_id
 
@@ -63,12 +64,12 @@ def reduce_gradients(
     gradients = {r.of.name: v for v, r in graph.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
     means: dict[str, fx.Node] = {}
     launches: list[tuple[fx.Node, tuple[str, ...]]] = []
-    output = graph.graph.output_node()
+    output, head = graph.graph.output_node(), first_after_placeholders(graph.graph)
     for k, bucket in enumerate(buckets):
         # A parameter that this rank's batch does not use takes part with zeros: the ranks must agree on collectives.
         present = tuple(name for name in bucket if name in parameters)
         missing = [name for name in present if gradients.get(name) is None]
-        with rewriter.before(output):
+        with rewriter.before(head):  # no launch may come behind the waits of others
             zeros = {
                 n: rewriter.call(torch.ops.aten.zeros_like.default, parameters[n], name=f"no_gradient_{k}")
                 for n in missing

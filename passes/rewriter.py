@@ -64,7 +64,11 @@ class Rewriter:
 
     def call(self, target: Any, *args: Any, name: str) -> fx.Node:
         """Inserts a call at the current place."""
-        node = self.graph.create_node("call_function", target, args, {}, name=name)
+        return self.create(target, *args, name=name)
+
+    def create(self, target: Any, *args: Any, name: str, **options: Any) -> fx.Node:
+        """Inserts a call with options by name."""
+        node = self.graph.create_node("call_function", target, args, options, name=name)
         if self._region is not None:
             node.meta["region"] = self._region
         self.refresh(node)
@@ -74,22 +78,20 @@ class Rewriter:
         return self.call(operator.getitem, node, index, name=name)
 
     def cast(self, node: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
-        cast = self.graph.create_node("call_function", _CAST, (node,), {"dtype": dtype}, name=name)
-        if self._region is not None:
-            cast.meta["region"] = self._region
-        self.refresh(cast)
-        return cast
+        return self.create(_CAST, node, dtype=dtype, name=name)
 
     def wait(self, launch: fx.Node) -> fx.Node:
         return self.call(WAIT, launch, name=f"{launch.name}_done")
 
-    def placeholder(self, name: str, role: Any, shape: tuple[int, ...], like: fx.Node) -> fx.Node:
-        """Inserts a placeholder with the dtype and device of `like` at the current place."""
+    def placeholder(
+        self, name: str, role: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> fx.Node:
+        """Inserts a placeholder at the current place."""
         node = self.graph.create_node("placeholder", name, name=name)
         node.target = node.name
         node.meta["role"] = role
         with self.fake_mode:
-            node.meta["val"] = torch.empty(shape, dtype=like.meta["val"].dtype, device=like.meta["val"].device)
+            node.meta["val"] = torch.empty(shape, dtype=dtype, device=device)
         return node
 
     def copy_of(self, placeholder: fx.Node) -> fx.Node:

@@ -20,7 +20,7 @@ Contract
         grad_rows = aten.embedding_dense_backward(g, where, U, 0, False)
         flat = wait(embrace.all_to_all_gradients(embrace.split_columns(grad_rows, N), counts, D, "embedding", N))
         ids_K, rows_Kd = embrace.coalesce(ids, flat, d, pad, 1 / N)
-        return (..., ids_K, rows_Kd)                                  # RowGradient(weight, "ids" / "rows")
+        return (..., ids_K, rows_Kd)                                  # GradientOfRows(weight, "ids" / "rows")
 
     on a grid of r x c ranks, whose own rows are V' x d:
         own_ids, own_counts, order = embrace.route_grid(ids, counts, rank, r, c)
@@ -31,7 +31,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,9 +50,9 @@ from embrace_fx.passes.tables import (
 )
 from embrace_fx.vocabulary.graph import (
     Gradient,
+    GradientOfRows,
     OutputRole,
     Parameter,
-    RowGradient,
     Shard,
     Table,
     TrainingGraph,
@@ -76,6 +76,7 @@ class ShardTables:
             replicas stay equal.
         rank, world_size: which columns are this rank's.
         grids: of those of `tables` whose rows are spread too.
+        in_order: gradients leave in the order of `tables`, whatever the graph: where no launcher orders them.
     """
 
     tables: tuple[str, ...]
@@ -83,6 +84,7 @@ class ShardTables:
     rank: int
     world_size: int
     grids: Mapping[str, Grid] = field(default_factory=dict)
+    in_order: bool = False
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if not self.tables and not self.renormed:
@@ -111,6 +113,8 @@ def shard_tables(graph: TrainingGraph, options: ShardTables) -> None:
         outputs = _shard(graph, rewriter, by_name[name], ids[name], outputs, options)
     for name in options.renormed:
         _renorm_everywhere(graph, by_name[name], ids[name])
+    if options.in_order:
+        _put_in_order(graph, options.tables)
     graph.graph.eliminate_dead_code()
     graph.graph.lint()
     graph.module.recompile()
@@ -175,7 +179,8 @@ def _shard(
     first, last = own_columns(table.embedding_dim, grid.columns, grid.place(options.rank)[1])
     num_rows = len(range(table.num_rows)[grid.own_rows(table.num_rows, options.rank)])
     with rewriter.before(weight):
-        shard = rewriter.placeholder(f"{weight.name}_shard", Shard(table.parameter), (num_rows, last - first), weight)
+        shape, like = (num_rows, last - first), weight.meta["val"]
+        shard = rewriter.placeholder(f"{weight.name}_shard", Shard(table.parameter), shape, like.dtype, like.device)
     with rewriter.before(latest_of(ids).next):
         route = _route(rewriter, short, ids, grid, options.rank)
         columns = rewriter.call(embrace.lookup.default, shard, route.ids, name=f"{short}_columns")
@@ -200,6 +205,20 @@ def _shard(
     set_outputs(graph.module, outputs)
     graph.graph.erase_node(weight)
     return outputs
+
+
+def _put_in_order(graph: TrainingGraph, tables: Sequence[str]) -> None:
+    """Moves each launch of gradients behind the one of the table before; they are made table by table."""
+    position = {node: k for k, node in enumerate(graph.graph.nodes)}
+    gradients = embrace.all_to_all_gradients.default
+    launches = {n.meta["launch"].what: n for n in graph.graph.find_nodes(op="call_function", target=gradients)}
+    before: fx.Node | None = None
+    for table in tables:
+        launch = launches.get(table)
+        if launch is not None and before is not None and position[launch] < position[before]:
+            before.append(launch)
+            position[launch] = position[before]
+        before = launch or before
 
 
 @dataclass(frozen=True)
@@ -319,7 +338,7 @@ def _row_gradient(
         )
         ids_K = rewriter.item(coalesced, 0, f"{short}_update_ids")
         rows_Kd = rewriter.item(coalesced, 1, f"{short}_update_rows")
-    return [(ids_K, RowGradient(table.parameter, "ids")), (rows_Kd, RowGradient(table.parameter, "rows"))]
+    return [(ids_K, GradientOfRows(table.parameter, "ids")), (rows_Kd, GradientOfRows(table.parameter, "rows"))]
 
 
 def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:

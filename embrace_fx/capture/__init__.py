@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
+from embrace_fx.capture.arguments import check_arguments, flatten_arguments
 from embrace_fx.capture.effects import Replay
 from embrace_fx.capture.errors import CaptureError, RefusedError, explain, shortfall
 from embrace_fx.capture.guards import Conditions
@@ -103,6 +104,7 @@ def capture(
     """
     if train:
         _refuse_backward_hooks(model)
+    check_arguments(flatten_arguments(args, kwargs)[0], type(model).__name__)
     args, kwargs = private_copies(args, kwargs, dynamic)
     failures: list[tuple[str, Exception]] = []
     for route, trace in (("dynamo", trace_dynamo), ("direct", trace_direct)):

@@ -36,6 +36,11 @@ def explain(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> str:
             "broadcast, all_gather, reduce_scatter, all_to_all_single or "
             "those of torch.distributed.nn, without async_op, or communicate in the training loop."
         )
+    if (skipped := next((name for _, e in failures if (name := _skipped(e)) in _UNSIZED), None)) is not None:
+        return (
+            f"expected a forward whose sizes depend on no values, in {type(model).__name__}, at {where}, found "
+            f"{skipped}(). {_UNSIZED[skipped]}"
+        )
     if (own := next((e for route, e in failures if route == "direct" and _is_of_forward(e)), None)) is not None:
         return (
             f"expected a batch that the forward takes, in {type(model).__name__}, at {_user_line(own) or where}, found "
@@ -62,6 +67,22 @@ def _is_of_forward(error: Exception) -> bool:
     spoken = str(error).lower()
     of_tracing = "fake" in spoken or "subclass" in spoken or "symbolic" in spoken or "data-dependent" in spoken
     return type(error).__module__ == "builtins" and not isinstance(error, AssertionError) and not of_tracing
+
+
+_UNSIZED = {
+    "pack_padded_sequence": (
+        "Pack the ids in the training loop and pass the PackedSequence: the forward looks up its data, and hands the "
+        "recurrent network PackedSequence(rows, *ids[1:])."
+    ),
+    "pad_packed_sequence": "Return the packed data, or the last states.",
+}
+"""Functions of torch.nn.utils.rnn that no route takes, and what to do instead."""
+
+
+def _skipped(error: Exception) -> str | None:
+    """The function that Dynamo does not look into, where that is why it has given up."""
+    found = re.search(r"marked that the function `(\w+)`", str(error))
+    return None if found is None else found[1]
 
 
 def _collective(error: Exception) -> str | None:

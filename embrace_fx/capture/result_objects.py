@@ -69,9 +69,9 @@ def _open_leaf(leaf: Any, copied: frozenset[int]) -> Any:
         return _Constant(leaf)
     if id(leaf) in copied:
         return leaf.clone()
-    if not _is_plain_object(leaf):
+    if not is_plain_object(leaf):
         return leaf
-    if not _holds_tensors(leaf, set()):
+    if not holds_tensors(leaf, set()):
         return _Constant(leaf)
     return _Opened(type(leaf), {name: _open(value, copied) for name, value in vars(leaf).items()})
 
@@ -88,20 +88,21 @@ def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _is_plain_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
     """Whether a value is nothing but its attributes: no tensor, number, container or class with slots."""
     builtin = isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
     makes_itself: Any = type(value).__new__
     return not builtin and makes_itself is object.__new__ and hasattr(value, "__dict__")
 
 
-def _holds_tensors(value: Any, seen: set[int]) -> bool:
+def holds_tensors(value: Any, seen: set[int]) -> bool:
+    """Whether there is a tensor in a value or in its attributes."""
     if isinstance(value, Tensor):
         return True
-    if isinstance(value, _CONSTANTS) or not _is_plain_object(value) or id(value) in seen:
+    if isinstance(value, _CONSTANTS) or not is_plain_object(value) or id(value) in seen:
         return False
     seen.add(id(value))
-    return any(_holds_tensors(leaf, seen) for leaf in pytree.tree_leaves(vars(value)))
+    return any(holds_tensors(leaf, seen) for leaf in pytree.tree_leaves(vars(value)))
 
 
 def _close(values: Any, context: Any) -> Any:

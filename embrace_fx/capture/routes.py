@@ -38,7 +38,7 @@ from embrace_fx.capture.guards import Conditions, dynamo_guards, name_of_model
 from embrace_fx.capture.left_behind import LeftBehind
 from embrace_fx.capture.model_forms import STATES, OpenResults, Untied
 from embrace_fx.capture.read_values import ReadValues
-from embrace_fx.capture.rnn_mode import KeepRnnWhole
+from embrace_fx.capture.rnn_mode import WHOLE, KeepRnnWhole
 
 _LOG_METHODS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
 """How methods that write to a log begin; libraries add their own to the class, `warning_once` say."""
@@ -117,24 +117,51 @@ class _KeepWhole(KeepRnnWhole):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        named = dict(kwargs or {})
-        if func is torch.nn.functional.embedding:
-            # A sparse gradient is a tensor of another layout, which no ATen graph holds. The planner decides how the
-            # gradient travels; what the user gets in the end follows the optimizer, not this flag.
-            args, named = _without_sparse(args, named, 6)
-        elif func is torch.nn.functional.embedding_bag:
-            args, named = _without_sparse(args, named, 7)
-        return super().__torch_function__(func, types, args, named)
+        if (lookup := _LOOKUPS.get(func)) is not None:
+            return lookup(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, dict(kwargs or {}))
 
 
-def _without_sparse(
-    args: tuple[Any, ...], kwargs: dict[str, Any], position: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if len(args) > position:
-        args = (*args[:position], False, *args[position + 1 :])
+def embedding(*args: Any, **kwargs: Any) -> Any:
+    """`torch.nn.functional.embedding` with a dense gradient.
+
+    A sparse gradient is a tensor of another layout, which no ATen graph holds. The planner decides how the gradient
+    travels; what the user gets in the end follows the optimizer, not this flag.
+    """
+    return torch.nn.functional.embedding(*_without_sparse(args, kwargs, 6), **kwargs)
+
+
+def embedding_bag(*args: Any, **kwargs: Any) -> Any:
+    """`torch.nn.functional.embedding_bag`, likewise."""
+    return torch.nn.functional.embedding_bag(*_without_sparse(args, kwargs, 7), **kwargs)
+
+
+_LOOKUPS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.nn.functional.embedding: embedding,
+    torch.nn.functional.embedding_bag: embedding_bag,
+}
+
+
+def _without_sparse(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> tuple[Any, ...]:
+    """The positional arguments of a lookup; those by name are changed in place."""
     if "sparse" in kwargs:
         kwargs["sparse"] = False
-    return args, kwargs
+    return (*args[:position], False, *args[position + 1 :]) if len(args) > position else args
+
+
+def _keep_whole(read: fx.GraphModule) -> None:
+    """Has Dynamo's graph, and those of the regions in it, call what `_KeepWhole` would put in the place of calls."""
+    for module in read.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        found = [node for node in module.graph.nodes if node.op == "call_function" and node.target in _INSTEAD]
+        for node in found:
+            node.target = _INSTEAD[node.target]
+        if found:
+            module.recompile()
+
+
+_INSTEAD = {**_LOOKUPS, **WHOLE}
 
 
 def trace_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -142,6 +169,7 @@ def trace_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     with KeepRnnWhole(kernel="loop"), collectives_traced(), noted_effects() as effects:
         gm, out = _read_by_dynamo(model, args, kwargs)
         conditions = dynamo_guards(gm, model)
+    _keep_whole(gm)
     context = gm.meta.get("tracing_context") or TracingContext(gm.meta["fake_mode"])
     if not effects:
         return _trace_joint(OpenResults(gm), args, kwargs, context, "dynamo", {}, conditions)
@@ -242,7 +270,8 @@ def _trace_joint(
 ) -> Traced:
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(context))
-        stack.enter_context(_KeepWhole())
+        if route == "direct":
+            stack.enter_context(_KeepWhole())
         stack.enter_context(regions_noted())
         # The direct route has made its sizes symbolic by itself; its numbers stay constants.
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=route == "direct")

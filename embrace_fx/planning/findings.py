@@ -15,6 +15,7 @@ from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Moving, ParameterFacts
 from embrace_fx.passes.planner.shard_cost import RowsAtHome
+from embrace_fx.planning.fitting import WHOLE, unshardable
 from embrace_fx.planning.reads import grid_rows, reads_of, used_parameters
 from embrace_fx.runtime.optimizer.holders import Holders
 from embrace_fx.runtime.probe.probe import probed_links
@@ -125,7 +126,8 @@ def find(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], used: Co
     except Exception as error:  # the batch may be bad, on this rank alone
         failure = failure_text(error)
     tables = tuple(table.parameter for table in graph.tables)
-    own = _Report(tuple(sorted(used_parameters(graph))), tables, reads, failure)
+    whole = tuple(sorted({*unshardable(graph), *setting.state.hooked}))
+    own = _Report(tuple(sorted(used_parameters(graph))), tables, whole, reads, failure)
     everyone = setting.communicator.gather(own, _Report)
     if failures := {rank: report.failure for rank, report in enumerate(everyone) if report.failure is not None}:
         raise PeerFailure(failures)
@@ -164,6 +166,8 @@ def _findings(setting: Setting, graph: TrainingGraph, everyone: list[_Report], u
     rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in everyone[0].tables}
     sharded = {name: table.shape for name, table in setting.state.tables.items()}
     facts = facts_of(setting.model, setting.stepping.holders, setting.options.row_updates, used, sharded)
+    blocked = {name for report in everyone for name in report.whole}
+    facts = tuple(replace(f, row_update_blocker=WHOLE) if f.name in blocked else f for f in facts)
     sparsity = {
         table.parameter: found
         for table in graph.tables
@@ -233,11 +237,12 @@ class _Reported:
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank tells of its batch: parameters with a gradient, tables, of each table that it reads what it reads;
-    or why that could not be measured."""
+    """What one rank tells of its batch: parameters with a gradient, tables, what cannot be read in shards, what is read
+    of each table; or why that could not be measured."""
 
     used: tuple[str, ...]
     tables: tuple[str, ...]
+    whole: tuple[str, ...]
     reads: dict[str, _Reported]
     failure: str | None
 

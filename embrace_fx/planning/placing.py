@@ -19,11 +19,13 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     """Shards the tables, makes the replicas equal, and tells steps and announcements which tables there are."""
     grids = {name: plan[name].grid for name in plan.sharded}
     shapes = {name: parameter.shape for name, parameter in setting.model.named_parameters()}
-    made = materialise(setting.model, grids, setting.stepping.holders.optimizers, setting.communicator)
-    for name in plan.sharded:
-        _shard(setting, name, plan, shapes[name], made.get(name))
+    with setting.communicator.watching():
+        made = materialise(setting.model, grids, setting.stepping.holders.optimizers, setting.communicator)
+        for name in plan.sharded:
+            _shard(setting, name, plan, shapes[name], made.get(name))
     if setting.communicator.world_size > 1:
-        broadcast_state(setting.model, frozenset(plan.sharded), setting.communicator)
+        buffers = setting.options.shares_buffers
+        broadcast_state(setting.model, frozenset(plan.sharded), setting.communicator, buffers=buffers)
     _hand_over(setting, graph, plan)
 
 

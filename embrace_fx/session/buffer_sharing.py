@@ -1,41 +1,97 @@
-"""Buffers made equal on all ranks before a forward reads them."""
+"""Buffers made equal on all ranks before a forward reads them.
+
+Contract
+    Behind its head a forward reads rank 0's buffers, as under DDP: those that forwards change and live on are sent at
+    each training step, those that training has changed before an evaluation, and all of them once anything but a
+    forward has changed one on any rank. As under DDP, the forwards behind one under `no_sync` share none, until one
+    has been reduced.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from embrace_fx.passes.buffers import live_buffers, mutated_buffers
-from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.announcement import CHANGED_BUFFERS, Announcements
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.vocabulary.graph import TrainingGraph
 
 
+@dataclass(frozen=True)
+class ForwardBuffers:
+    """What one program does about buffers.
+
+    Attributes:
+        tell: called before the announcement, which says what this rank would share.
+        share: called behind it, before anything of the forward reads a buffer. Collective.
+    """
+
+    tell: Callable[[], None]
+    share: Callable[[], None]
+
+
 class BufferSharing:
-    """One model's: training shares what its forward lives on, an evaluation what training has changed since."""
+    """One model's.
 
-    def __init__(self, state: ModelState, communicator: Communicator) -> None:
+    Args:
+        on: false: each rank keeps its own buffers, as DDP's `broadcast_buffers=False`.
+    """
+
+    def __init__(self, state: ModelState, announcements: Announcements, *, on: bool) -> None:
         self._state = state
-        self._communicator = communicator
+        self._announcements = announcements
+        self._on = on and announcements.communicator.world_size > 1
+        self._live: set[str] = set()  # what training forwards change and live on
         self._stale: set[str] = set()  # changed by training since the ranks last shared them
+        self._written: set[str] = set()  # by forwards
+        self._due = True
+        self._were: list[tuple[int, int]] = []
 
-    def before_forward(self, graph: TrainingGraph, assigned: frozenset[str], *, train: bool) -> Callable[[], None]:
-        """What is to be called before a forward of the graph. Collective.
+    def of_forward(
+        self, graph: TrainingGraph, assigned: frozenset[str], *, train: bool, reduce: bool
+    ) -> ForwardBuffers:
+        """What a forward of the graph does.
 
         Args:
             assigned: buffers in whose place the forward puts others.
+            reduce: its gradients are reduced: the next forward shares buffers again.
         """
-        live = sorted(assigned.union(live_buffers(graph)))
+        if not self._on:
+            return ForwardBuffers(lambda: None, lambda: None)
         mutated = assigned.union(mutated_buffers(graph))
+        if train:
+            self._live |= assigned.union(live_buffers(graph))
+        self._written |= mutated
+        self._were = self._are()
 
-        def share_live() -> None:
-            self._stale |= mutated
-            self._share(live)
+        def names() -> list[str]:
+            return sorted(self._live if train else self._stale)
 
-        def share_stale() -> None:
-            self._share(sorted(self._stale))
-            self._stale = set()
+        def tell() -> None:
+            changed = self._due and self._are() != self._were
+            told = zlib.crc32("\n".join(names()).encode())
+            self._announcements.buffers = CHANGED_BUFFERS if changed else told
 
-        return share_live if train else share_stale
+        def share() -> None:
+            due, self._due = self._due, reduce
+            if due:
+                every = self._announcements.buffers_differ
+                self._share(self._state.buffer_names() if every else names())
+                self._stale.clear()
+                self._were = self._are()
+            if train:
+                self._stale |= mutated
+
+        return ForwardBuffers(tell, share)
+
+    def _are(self) -> list[tuple[int, int]]:
+        """The buffers that no forward writes, as they are now."""
+        return [(id(each), each._version) for each in self._state.buffers_but(self._written)]
 
     def _share(self, names: Sequence[str]) -> None:
-        self._communicator.broadcast([self._state.buffer_reader(name)() for name in names])
+        announcements = self._announcements
+        announcements.communicator.broadcast(
+            [self._state.buffer_reader(name)() for name in names], announcements.authority
+        )

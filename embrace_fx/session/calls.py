@@ -28,10 +28,29 @@ class Variant:
 
 @dataclass
 class Kind:
-    """Calls that differ in shapes alone: structure, dtypes, constants, training mode and autocast are the same."""
+    """Calls that differ in shapes alone: structure, dtypes, constants, training mode and autocast are the same.
+
+    Attributes:
+        shapes: of the batches that were captured, by their tensors' positions.
+    """
 
     variants: list[Variant] = field(default_factory=list)
     shapes: list[dict[int, tuple[int, ...]]] = field(default_factory=list)
+
+
+class Kinds(dict[Any, Kind]):
+    """The kinds of calls that a model has had, by `kind_key`.
+
+    Kinds with the same arguments share their `shapes`: what has varied in training will vary in an evaluation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shapes: dict[Any, list[dict[int, tuple[int, ...]]]] = {}
+
+    def __missing__(self, key: Any) -> Kind:
+        self[key] = kind = Kind(shapes=self._shapes.setdefault(key[0], []))
+        return kind
 
 
 def kind_key(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
@@ -43,7 +62,7 @@ def kind_key(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSp
     autocast = tuple(
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     )
-    return spec, signature, train, modes, autocast
+    return (spec, signature), train, modes, autocast
 
 
 def _constant(leaf: Any) -> Any:

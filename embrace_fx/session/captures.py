@@ -65,13 +65,18 @@ class Captures:
 
 
 def _varying(kind: Kind, dynamic: bool | None) -> frozenset[tuple[int, int]]:
-    """Which sizes of the last call may vary, (index among its arguments, dimension): all, none, or those that have."""
+    """Which sizes of the last call may vary, (index among its arguments, dimension): all, none, or those that have.
+
+    Where any has, the first sizes may as well: a loader whose lengths vary ends in a batch that is short. A first size
+    that is as large as one that has varied would be taken for the same by torch, and stays a number.
+    """
     current = kind.shapes[-1]
     if dynamic is False:
         return frozenset()
-    return frozenset(
-        (index, dim)
-        for index, shape in current.items()
-        for dim, size in enumerate(shape)
-        if dynamic or any(seen[index][dim] != size for seen in kind.shapes)
-    )
+    sizes = {(index, dim): size for index, shape in current.items() for dim, size in enumerate(shape)}
+    if dynamic:
+        return frozenset(sizes)
+    varied = {at for at, size in sizes.items() if any(seen[at[0]][at[1]] != size for seen in kind.shapes)}
+    varied_sizes = {sizes[at] for at in varied}
+    firsts = {at for at, size in sizes.items() if varied and at[1] == 0 and size not in varied_sizes}
+    return frozenset(varied | firsts)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 
 from torch import fx
 
@@ -22,6 +23,7 @@ from embrace_fx.passes.relax.stacks import StackRows
 from embrace_fx.passes.replicas import GlobalFrequency
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.tables import FindTables
+from embrace_fx.passes.take_part import TakePart
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.vocabulary.graph import TrainingGraph, results_behind
 from embrace_fx.vocabulary.plan import Plan
@@ -32,10 +34,21 @@ Pass = Callable[[TrainingGraph], TrainingGraph]
 
 @dataclass(frozen=True)
 class Compiled:
-    """The graph after the last pass, and a snapshot after each."""
+    """The graph after the last pass, and a snapshot after each.
+
+    Attributes:
+        phases: pass -> the phases after it, where it leaves some.
+        ms: pass -> what it took, its verification included.
+    """
 
     graph: TrainingGraph
     graphs: dict[str, fx.GraphModule]
+    phases: dict[str, dict[str, fx.GraphModule]] = field(default_factory=dict)
+    ms: dict[str, float] = field(default_factory=dict)
+
+    def times(self) -> str:
+        """What each pass took, a line each."""
+        return "\n".join(f"{ms:10.2f} ms  {name}" for name, ms in self.ms.items())
 
 
 def analyse(captured: Captured) -> TrainingGraph:
@@ -49,6 +62,7 @@ def training_passes(
     rank: int,
     *,
     reduce: bool = True,
+    take_part: TakePart | None = None,
     memory: Memory | None = None,
 ) -> tuple[Pass, ...]:
     """The pipeline, in order.
@@ -56,13 +70,16 @@ def training_passes(
     Args:
         present: tables the graph reads; an evaluation may read fewer than the training does.
         reduce: false for a backward under `no_sync`, and for a forward alone.
+        take_part: what completes a graph by the exchanges that its batch does not need; None: it is a forward alone.
         memory: what keeps the step within a budget; None: there is none.
     """
-    sharded = tuple(name for name in plan.sharded if name in present)
+    sharded = tuple(name for name in plan.sharded if name in present or take_part is not None)
     renormed = tuple(name for name in plan.renormed if name in present)
     return (
+        *((take_part,) if take_part is not None else ()),  # what this batch does not use is exchanged all the same
         EagerDropout(),  # on the CPU: the noise eager would draw, one multiplication
-        ShardTables(sharded, renormed, rank, plan.world_size, plan.grids),  # tables -> shards, rows by AlltoAll
+        # tables -> shards, rows by AlltoAll
+        ShardTables(sharded, renormed, rank, plan.world_size, plan.grids, in_order=not reduce),
         NarrowExchange(),  # rows travel in the narrow dtype of an autocast region
         GlobalFrequency(plan.world_size),  # scale_grad_by_freq: counts over all ranks
         # dense gradients -> buckets, AllReduce or a sparse exchange
@@ -109,16 +126,21 @@ def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled |
     """
     graph = done.graph if done else analysed
     graphs = {**done.graphs} if done else {"captured": analysed.module}
+    phases, ms = ({**done.phases}, {**done.ms}) if done else ({}, {})
     for name in graph.phases:
         del graphs[name]  # they come last
     for each in passes:
+        began = perf_counter()
         before, graph = graph, each(graph)
         name = type(each).__name__
         if graph is not before:
             verify(graph, after=name, captured=analysed, previous=before)
         graphs[_snake(name)] = graph.module
+        ms[_snake(name)] = (perf_counter() - began) * 1e3
+        if graph.phases:
+            phases[_snake(name)] = dict(graph.phases)
     graphs.update(graph.phases)
-    return Compiled(graph, graphs)
+    return Compiled(graph, graphs, phases, ms)
 
 
 def _snake(name: str) -> str:

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from torch import fx
-
-from embrace_fx.capture.structured_trace import log_graph
+from embrace_fx.capture.structured_trace import log_graph, log_text
 from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.held import Held, held
 from embrace_fx.passes.relax.order import OrderCompute
+from embrace_fx.passes.take_part import ExchangedParameter, TakePart
 from embrace_fx.planning.replanning import TrainingCalls
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.step.program import Program
+from embrace_fx.scheduling.alone import Alone
 from embrace_fx.scheduling.scheduling import Scheduling, cuts
 from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Variant
 from embrace_fx.session.pipeline import Compiled, relaxing_passes, run_passes, training_passes
-from embrace_fx.setup.agreement import agree_on_sequence, give_up
+from embrace_fx.setup.agreement import agree_on_build, give_up
 from embrace_fx.setup.setting import Setting
-from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
+from embrace_fx.viz.graphs import Graphs
+from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.schedule import Schedule
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.lower.inductor import RegionCompiler
@@ -40,6 +44,7 @@ class ProgramBuilder:
     Attributes:
         flow: what runs from one step into the next; None before the first training program, and on one rank.
         scheduling: the schedule that the flow follows.
+        alone: what one process shows of its steps; None on several ranks, and before the first training program.
         graphs: of the last training program, after each pass.
     """
 
@@ -53,7 +58,8 @@ class ProgramBuilder:
     ) -> None:
         self.flow: Flow | None = None
         self.scheduling: Scheduling | None = None
-        self.graphs: Mapping[str, fx.GraphModule] = {}
+        self.alone: Alone | None = None
+        self.graphs = Graphs()
         self._setting = setting
         self._plan = plan
         self._calls = calls
@@ -62,49 +68,68 @@ class ProgramBuilder:
         self._communicator = setting.communicator
         self._announcements = setting.announcements
         self._joint: TrainingGraph | None = None  # of the last training program
+        self._built = False  # a training program has been
         self._units: tuple[str, ...] = ()  # of backwards, in the order in which they are computed; none: as they stand
         self._relaxed: WeakKeyDictionary[Program, tuple[Compiled, TrainingGraph]] = WeakKeyDictionary()
-        self._sequence: str | None = None  # hash of what every training program launches
 
     def build(self, variant: Variant) -> None:
         """Makes a variant's program. The first training program's is collective.
 
         Raises:
             PeerFailure: a rank could not build its own; on every rank.
-            RuntimeError: the ranks' programs launch different collectives; on every rank.
         """
-        compiled, failure = None, None
+        train, first = variant.train, variant.train and not self._built
+        joint, compiled, failure = None, None, None
         try:
-            compiled = self._compile(variant.analysed, reduce=variant.train)
+            joint = self._compile(variant.analysed, train=train, reduce=train)
+            compiled = self._relax(joint, variant.analysed) if train else joint
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
-        if variant.train and self._sequence is None:
-            graph = None if compiled is None else compiled.graph
-            self._sequence = agree_on_sequence(self._communicator, graph, failure)
+        if first:
+            agree_on_build(self._communicator, failure)
+            self._built = True
         elif failure is not None:
             give_up(self._announcements, failure)
+        assert joint is not None
         assert compiled is not None
-        if variant.train:
-            self._check_gradients(variant.analysed)
-            self._check_sequence(compiled)
-            compiled = self._relax(compiled, variant.analysed)
-            self.graphs = compiled.graphs
+        if train:
+            self._start(compiled)
+            self.graphs = Graphs(compiled.graphs, compiled.phases)
+            log_text("pass_times", compiled.times())
             self._joint = compiled.graph
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
-        variant.program = self._program(compiled, variant, reduce=variant.train)
-        if self.flow is not None and variant.train:
+        variant.program = self._program(joint, compiled, variant, reduce=train)
+        if self.flow is not None and train:
             self._relaxed[variant.program] = compiled, variant.analysed
         self._narrow(variant)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What is meant to run when; None before the first training program, and where nothing is scheduled."""
+        shown = self.scheduling or self.alone
+        return None if shown is None else shown.schedule
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What measures the steps, likewise."""
+        return self.flow.recorder if self.flow is not None else self.alone.recorder if self.alone is not None else None
 
     def held(self) -> Held | None:
         """What a step of the last training program holds, as predicted; None before the first."""
         return None if self._joint is None else held(self._joint)
 
     def build_accumulating(self, variant: Variant) -> None:
-        """Makes the program of the same graph with its dense gradients left as they are."""
-        compiled = self._compile(variant.analysed, reduce=False)
-        variant.accumulating = self._program(compiled, variant, reduce=False)
+        """Makes the program of the same graph with its dense gradients left as they are.
+
+        Raises:
+            PeerFailure: it could not be built; on every rank.
+        """
+        try:
+            compiled = self._compile(variant.analysed, train=True, reduce=False)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            give_up(self._announcements, error)
+        variant.accumulating = self._program(compiled, compiled, variant, reduce=False)
         self._narrow(variant)
 
     def _narrow(self, variant: Variant) -> None:
@@ -112,61 +137,62 @@ class ProgramBuilder:
         if self._setting.options.backend == "inductor":
             variant.captured = variant.captured.guarded_again()
 
-    def _compile(self, analysed: TrainingGraph, *, reduce: bool) -> Compiled:
+    def _compile(self, analysed: TrainingGraph, *, train: bool, reduce: bool) -> Compiled:
         present = {table.parameter for table in analysed.tables}
         budget = self._setting.options.memory_budget
         memory = Memory(budget, self._plan.links.compute) if budget is not None else None
         rank = self._communicator.rank
-        return run_passes(analysed, training_passes(self._plan, present, rank, reduce=reduce, memory=memory))
+        part = TakePart(self._exchanged(), self._plan.renormed) if train else None
+        passes = training_passes(self._plan, present, rank, reduce=reduce, take_part=part, memory=memory)
+        return run_passes(analysed, passes)
 
-    def _check_gradients(self, analysed: TrainingGraph) -> None:
-        """A gradient that the plan does not know of would stay this rank's own."""
-        trained = {r.of.name for _, r in analysed.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
-        late = [d.parameter for d in self._plan if d.strategy == "unused" and d.parameter in trained]
-        if late and self._communicator.world_size > 1:
-            give_up(
-                self._announcements,
-                RuntimeError(
-                    "expected a batch to train only parameters that the first batch trained on some rank, in "
-                    f"backward(), found gradients of {', '.join(late)} too. Begin with a batch that uses every "
-                    "parameter."
-                ),
-            )
-
-    def _check_sequence(self, compiled: Compiled) -> None:
-        """A batch of other shapes launches what the first one did."""
-        if self._communicator.world_size > 1 and sequence_hash(compiled.graph) != self._sequence:
-            give_up(
-                self._announcements,
-                RuntimeError(
-                    "expected a batch of other shapes to launch the same collectives as the first, after the last "
-                    "pass, found others: the forward took another path. Make it read the same tables and parameters "
-                    "for every batch"
-                ),
-            )
+    def _exchanged(self) -> dict[str, ExchangedParameter]:
+        """The parameters of which a step exchanges something; on a single process, none."""
+        if self._communicator.world_size == 1:
+            return {}
+        bucketed, sharded = {name for bucket in self._plan.buckets for name in bucket}, set(self._plan.sharded)
+        found = {}
+        for decision in self._plan:
+            name = decision.parameter
+            if name in bucketed or name in sharded:
+                parameter = self._setting.state.parameter(name)
+                padding = decision.padding_idx if name in sharded else None
+                found[name] = ExchangedParameter(decision.shape, parameter.dtype, parameter.device, padding)
+        return found
 
     def _relax(self, compiled: Compiled, analysed: TrainingGraph) -> Compiled:
-        """Lets communication run into the next step, as the schedule says. Collective the first time."""
-        if self._communicator.world_size == 1:
+        """Lets communication run into the next step, as the schedule says."""
+        if not self._launches():
             return compiled
-        schedule = self._setting.options.schedule
+        found = cuts(self._setting, self._plan) if self.scheduling is None else self.scheduling.cuts
+        passes = relaxing_passes(self._plan, self._setting.options.schedule, self._communicator.rank, found)
+        return run_passes(analysed, (*passes, *self._ordering()), compiled)
+
+    def _launches(self) -> bool:
+        """Whether a launcher sends what the steps exchange."""
         devices = {parameter.device for parameter in self._setting.model.parameters()}
-        if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        return self._communicator.world_size > 1 and len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda")
+
+    def _start(self, compiled: Compiled) -> None:
+        """Makes the flow, at the first training program. Collective then."""
+        if self._communicator.world_size == 1 and self.alone is None:
+            name, compute = self._setting.options.schedule, self._plan.links.compute
+            self.alone = Alone.of(compiled.graph, name, compute, next(self._setting.model.parameters()).device)
+        if self.flow is not None or self._communicator.world_size == 1:
+            return
+        if not self._launches():
+            schedule, devices = self._setting.options.schedule, {p.device for p in self._setting.model.parameters()}
             warnings.warn(
                 f"expected a model on the CPU or on one GPU for schedule={schedule!r}, found one on "
                 f"{', '.join(sorted(map(str, devices)))}: its communication is launched and waited for within each "
                 "step. Pass schedule='none' to say so.",
                 stacklevel=2,
             )
-            return compiled
-        found = cuts(self._setting, self._plan) if self.scheduling is None else self.scheduling.cuts
-        passes = relaxing_passes(self._plan, schedule, self._communicator.rank, found)
-        relaxed = run_passes(analysed, (*passes, *self._ordering()), compiled)
-        if self.flow is None:
-            self.scheduling = Scheduling(self._setting, self._plan, relaxed.graph, found, self._compute_in_order)
-            self.flow = self.scheduling.start(self._on_other_batch)
-            self._setting.stepping.flow = self.flow
-        return relaxed
+            return
+        found = cuts(self._setting, self._plan)
+        self.scheduling = Scheduling(self._setting, self._plan, compiled.graph, found, self._compute_in_order)
+        self.flow = self.scheduling.start(self._on_other_batch)
+        self._setting.stepping.flow = self.flow
 
     def _ordering(self) -> tuple[OrderCompute, ...]:
         return (OrderCompute(self._units),) if self._units else ()
@@ -182,23 +208,37 @@ class ProgramBuilder:
             ordered = run_passes(analysed, self._ordering(), compiled)
             program.compute_as(ordered.graph)
             self._relaxed[program] = ordered, analysed
-            self.graphs = ordered.graphs
+            self.graphs = Graphs(ordered.graphs, ordered.phases)
             self._joint = ordered.graph
         assert self._joint is not None
         log_graph("order_compute", self._joint.phases["backward"])
         return self._joint
 
-    def _program(self, compiled: Compiled, variant: Variant, *, reduce: bool) -> Program:
+    def _launched(self, joint: Compiled, flow: Flow | None) -> int:
+        """What a program launches, as a number that ranks can compare; 0 where there is nobody to compare with."""
+        if self._communicator.world_size == 1:
+            return 0
+        launched = sequence_hash(joint.graph, ordered=flow is None)
+        told = f"{launched} {self._communicator.gradient_dtype}".encode()
+        return int.from_bytes(hashlib.sha256(told).digest()[:7], "big") + 1
+
+    def _program(self, joint: Compiled, compiled: Compiled, variant: Variant, *, reduce: bool) -> Program:
+        """Args: `joint`: before communication was let run into the next step."""
         analysed, train = variant.analysed, variant.train
+        flow = self.flow if train and reduce else None
+        buffers = self._buffers.of_forward(analysed, self._assigned(variant), train=train, reduce=reduce)
         return Program(
             compiled.graph,
             self._setting.state,
             self._announcements,
             self._plan.buckets if reduce else None,
             variant.captured.result_constants,
-            self._buffers.before_forward(analysed, self._assigned(variant), train=train),
             batch_check(self._setting, self._plan, analysed, self._calls, train=train),
-            self.flow if train and reduce else None,
+            flow,
+            tell_buffers=buffers.tell,
+            share_buffers=buffers.share,
+            launched=self._launched(joint, flow),
+            recorder=self.alone.recorder if self.alone is not None and train else None,
             links=self._plan.links,
             regions=self._region_compiler(),
         )

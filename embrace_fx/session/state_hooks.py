@@ -1,4 +1,4 @@
-"""What a session does when its model's state dict is taken or loaded, by whomever: hooks on the model.
+"""What a session does when its model's state dict is taken or loaded, or the plain model called: hooks on the model.
 
 Whoever holds the model (a Lightning module, an average of weights, `CompiledModel.module`) gets shards where a table is
 sharded, and may load whole tensors. The hooks are part of the model when it is copied or pickled: the copy's do not
@@ -12,14 +12,44 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.state_dicts import REFUSAL, show_shards, take_own_parts
+from embrace_fx.setup.telling import tell
 
 if TYPE_CHECKING:
     from embrace_fx.session.session import Session
+
+
+class Placed:
+    """Where the parts of a model's tables lie, as far as a model remembers it that no session trains any more.
+
+    Attributes:
+        group: the ranks that they are spread over.
+        places: where they lie, by each of their names.
+        copies: hooks of the model's copies that have been made while its tables were whole.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, places: Mapping[str, Place] | None = None) -> None:
+        self.group = group
+        self.places = dict(places or {})
+        self.copies: weakref.WeakSet[_Hook] = weakref.WeakSet()
+
+    def note(self, session: Session) -> None:
+        """Remembers where a session has placed its tables."""
+        self.group, self.places = session.group, session.places
+        if self.places and self.copies and session.rank == 0:
+            tell(_MADE_BEFORE, ", ".join(self.places))
+        self.copies.clear()
+
+
+_MADE_BEFORE = (
+    "the tables %s are sharded from now on; a copy of the model that was made before keeps them whole: one that is to "
+    "follow the model's parameters, as an average does, must be made after the first call"
+)
 
 
 class _Hook:
@@ -27,18 +57,12 @@ class _Hook:
 
     Args:
         session: whose it is; None: nobody's, of a model that was copied.
-        group, places: of such a copy: the ranks that its tables are spread over, and where they lie.
+        placed: what is known of its tables besides.
     """
 
-    def __init__(
-        self,
-        session: Session | None = None,
-        group: dist.ProcessGroup | None = None,
-        places: Mapping[str, Place] | None = None,
-    ) -> None:
+    def __init__(self, session: Session | None = None, placed: Placed | None = None) -> None:
         self._find_session = (lambda: None) if session is None else weakref.ref(session)
-        self._group = group
-        self._places = places or {}
+        self._placed = placed or Placed()
 
     @property
     def session(self) -> Session | None:
@@ -47,12 +71,19 @@ class _Hook:
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The ranks that the tables are spread over."""
-        return self._group if self.session is None else self.session.group
+        return self._placed.group if self.session is None else self.session.group
 
     @property
     def places(self) -> Mapping[str, Place]:
         """Where the parts of sharded tables lie."""
-        return self._places if self.session is None else self.session.places
+        return self._placed.places if self.session is None else self.session.places
+
+    @property
+    def taken(self) -> str | None:
+        """Why the model cannot be compiled again, in words; None: it can."""
+        if self.places:
+            return f"of whose tables {', '.join(self.places)} an earlier compile() has left each rank its part"
+        return "which another compiled model trains" if self.session is not None and self.session.is_training else None
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Tells of a rank that dies in a collective inside."""
@@ -64,7 +95,10 @@ class _Hook:
         return type(self), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return type(self)(group=self.group, places=self.places)
+        copied = type(self)(placed=Placed(self.group, self.places))
+        if not self.places:
+            self._placed.copies.add(copied)
+        return copied
 
 
 class ParametersMayChange(_Hook):
@@ -79,8 +113,11 @@ class ShowShards(_Hook):
     """After a state dict is taken."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        with self.watching():
-            show_shards(state_dict, self.places, self.group, prefix=prefix)
+        def watch() -> contextlib.AbstractContextManager[None]:
+            return self.watching()  # a function is copied with a state dict as it is, a method with its owner
+
+        with watch():
+            show_shards(state_dict, self.places, self.group, watch, prefix=prefix)
 
 
 class TakeOwnPart(_Hook):
@@ -101,9 +138,26 @@ class ParametersWereLoaded(_Hook):
             self.session.parameters_were_loaded()
 
 
-def add_state_hooks(session: Session) -> None:
-    """Has the model's state dicts show what a session has made of it."""
-    session.model.register_state_dict_pre_hook(ParametersMayChange(session))
-    session.model.register_state_dict_post_hook(ShowShards(session))
-    session.model.register_load_state_dict_pre_hook(TakeOwnPart(session))
-    session.model.register_load_state_dict_post_hook(ParametersWereLoaded(session))
+class OwnPartsAreNoTables(_Hook):
+    """Before a table's module is called, as Python: by the plain model, or a copy of it."""
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and self.places:
+            raise RuntimeError(
+                f"expected the compiled model in a call, found the {type(module).__name__} of the plain one, or of a "
+                f"copy, whose tables {', '.join(self.places)} hold this rank's part alone. Call the compiled model on "
+                "every rank, or load full_state_dict() into a model of its own, which any rank may call."
+            )
+
+
+def add_state_hooks(session: Session) -> Placed:
+    """Has the model's state dicts show what a session has made of it, and calls of the plain model refused."""
+    placed, model = Placed(), session.model
+    model.register_state_dict_pre_hook(ParametersMayChange(session, placed))
+    model.register_state_dict_post_hook(ShowShards(session, placed))
+    model.register_load_state_dict_pre_hook(TakeOwnPart(session, placed))
+    model.register_load_state_dict_post_hook(ParametersWereLoaded(session, placed))
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module is not model:
+            module.register_forward_pre_hook(OwnPartsAreNoTables(session, placed))
+    return placed

@@ -10,13 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from embrace_fx.capture.errors import CaptureError
-from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.runtime.ranks.announcement import Announcements, check_activities
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
+from embrace_fx.runtime.step.gradient_hooks import has_node_hooks
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.shared_memory import refuse_shared_memory
-from embrace_fx.vocabulary.graph import TrainingGraph
 
 
 def agree_on_set_up(
@@ -36,7 +35,8 @@ def agree_on_set_up(
 
             check_toolchain({parameter.device.type for parameter in model.parameters()})
         check_trainable(model)
-        refuse_hooks(model)
+        refuse_stand_ins(model)
+        refuse_node_hooks(model)
         refuse_shared_memory(model)
         refuse_ignored(model)
         own = describe(model, optimizers, options)
@@ -75,6 +75,20 @@ def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         raise ValueError(
             f"expected a plain model, in compile(), found a {type(model).__name__}, which wraps one already. Pass the "
             "model that was wrapped, once: compile() stands in the wrapper's place."
+        )
+    wrapped = next(
+        (name for name, module in model.named_modules() if getattr(type(module), "_wraps_a_model", False)), ""
+    )
+    if wrapped:
+        raise ValueError(
+            f"expected a plain model, in compile(), found a {type(model).__name__} whose {wrapped} is compiled by an "
+            "own compile(). Compile the whole, with the plain module in that place."
+        )
+    taken = next((told for hook in model._state_dict_pre_hooks.values() if (told := getattr(hook, "taken", ""))), "")
+    if taken:
+        raise ValueError(
+            f"expected a model that no earlier compile() has taken, in compile(), found a {type(model).__name__} "
+            f"{taken}. Go on with that one; or load its full_state_dict() into a new model, and compile that."
         )
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -142,18 +156,32 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Raises where a parameter has gradient hooks: gradients do not pass through autograd's accumulation here.
+def refuse_stand_ins(model: nn.Module) -> None:
+    """Raises where tensors stand in parameters' places for the time of a call, as `functional_call` puts them there.
+
+    Raises:
+        ValueError: naming one.
+    """
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, nn.Parameter):
+            raise ValueError(
+                f"expected the model's own parameters, in its call, found another tensor in the place of {name}: "
+                "gradients are reduced and delivered to parameters. Use functional_call with the plain model."
+            )
+
+
+def refuse_node_hooks(model: nn.Module) -> None:
+    """Raises where something waits for autograd to accumulate a gradient, an optimizer in the backward for one.
 
     Raises:
         ValueError: naming the parameter.
     """
     for name, parameter in model.named_parameters():
-        if is_hooked(parameter):
+        if parameter.requires_grad and has_node_hooks(parameter):
             raise ValueError(
-                f"expected parameters without gradient hooks, in compile(), found hooks on {name}: gradients are "
-                "reduced and delivered whole, and a hook would not run. Remove the hook, and change gradients after "
-                "backward()."
+                f"expected parameters without hooks on the nodes that accumulate their gradients, in compile(), found "
+                f"some on {name}: gradients are reduced and delivered whole, and those nodes never run. Use "
+                "register_post_accumulate_grad_hook(), or step the optimizer after backward()."
             )
 
 
@@ -169,11 +197,6 @@ def refuse_ignored(model: nn.Module) -> None:
             "them: every parameter and buffer of the model is made equal on all ranks. Keep what a rank has for itself "
             "outside of the model, and pass it to forward()."
         )
-
-
-def is_hooked(parameter: Tensor) -> bool:
-    """Whether a parameter has gradient hooks."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def agree_on_first_call(announcements: Announcements, failure: Exception | None) -> None:
@@ -194,33 +217,18 @@ def agree_on_first_call(announcements: Announcements, failure: Exception | None)
             raise CaptureError(text) from failure
 
 
-def agree_on_sequence(communicator: Communicator, graph: TrainingGraph | None, failure: Exception | None) -> str:
-    """Every rank launches the same collectives in the same order, or none goes on.
+def agree_on_build(communicator: Communicator, failure: Exception | None) -> None:
+    """The first program is there on every rank, or none goes on.
 
     Args:
-        graph: what this rank is to run, after the last pass; None where a pass failed.
-        failure: why.
-
-    Returns:
-        The hash of what is launched.
+        failure: why a pass failed on this rank, or None.
 
     Raises:
         PeerFailure: a pass failed on some rank; on every rank.
-        RuntimeError: the ranks would launch different collectives; on every rank.
     """
-    launched = "" if graph is None else sequence_hash(graph)
-    own = (launched, str(communicator.gradient_dtype), None if failure is None else failure_text(failure))
-    everyone = communicator.gather(own, tuple[str, str, str | None])
-    if failures := {rank: text for rank, (*_, text) in enumerate(everyone) if text is not None}:
+    everyone = communicator.gather(None if failure is None else failure_text(failure), str | None)
+    if failures := {rank: text for rank, text in enumerate(everyone) if text is not None}:
         raise PeerFailure(failures) from failure
-    others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
-    if others:
-        raise RuntimeError(
-            "expected every rank's graph to launch the same collectives, after the last pass, found that ranks "
-            f"{others} differ from rank 0: their batches led the forward along another path. Make the forward read "
-            "the same tables and parameters on every rank, and register the same hook."
-        )
-    return own[0]
 
 
 def give_up(announcements: Announcements, failure: Exception) -> NoReturn:

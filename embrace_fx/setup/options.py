@@ -26,6 +26,14 @@ class Options:
     plan: Plan | str | Path | None = None
     memory_budget: float | None = None
     check_replicas: int | None = None
+    broadcast_buffers: bool = True
+    forward_sync_buffers: bool = True
+    dump_to: str | Path | None = None
+
+    @property
+    def shares_buffers(self) -> bool:
+        """Whether forwards read rank 0's buffers."""
+        return self.broadcast_buffers and self.forward_sync_buffers
 
     @cached_property
     def given_plan(self) -> Plan | None:
@@ -37,9 +45,11 @@ class Options:
         return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
 
     def agreed(self) -> str:
-        """What must be the same on all ranks: of a plan not where it lies, but what it says."""
+        """What must be the same on all ranks: of a plan not where it lies, but what it says; not where dumps go."""
         plan = self.given_plan
-        return repr(replace(self, plan=None)) + (f" and a plan of digest {plan.digest()}" if plan is not None else "")
+        return repr(replace(self, plan=None, dump_to=None)) + (
+            f" and a plan of digest {plan.digest()}" if plan is not None else ""
+        )
 
     def check(self, where: str = "compile()") -> None:
         """Raises `ValueError` where an option has a value that does not exist; `where` is the call that it names."""
@@ -70,6 +80,10 @@ class Options:
             raise ValueError(
                 f"expected check_replicas to be None or a number of steps, in {where}, found {every!r}. Pass 1000 to "
                 "compare replicas at every thousandth call."
+            )
+        if not isinstance(self.dump_to, str | Path | None):
+            raise ValueError(
+                f"expected dump_to to be None or the path of a folder, in {where}, found {self.dump_to!r}. Pass a path."
             )
         check_strategy(self.strategy, where)
         if not isinstance(self.plan, Plan | str | Path | None):

@@ -85,7 +85,7 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class RowGradient:
+class GradientOfRows:
     """One part of a table's coalesced row gradient: `ids` (K,) int64, sorted and unique, or `rows` (K, d)."""
 
     table: str
@@ -114,7 +114,7 @@ class PendingRows:
         return self.members or (self.table,)
 
 
-OutputRole = Result | Mutation | Gradient | RowGradient | PendingGradients | PendingRows | Saved
+OutputRole = Result | Mutation | Gradient | GradientOfRows | PendingGradients | PendingRows | Saved
 
 Role = InputRole | OutputRole
 

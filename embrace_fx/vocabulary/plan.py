@@ -136,6 +136,7 @@ class Decision:
         measured: how a table's gradients lie on all ranks, in one line; "" where that is not known.
         rests: of shards whose optimizer moves rows without gradient: each takes the steps it has skipped when it is
             read next, and not all at each step.
+        padding_idx: of a table, the row that gets no gradient, -1 for none.
     """
 
     parameter: str
@@ -151,6 +152,7 @@ class Decision:
     candidates: tuple[Candidate, ...] = ()
     measured: str = ""
     rests: bool = False
+    padding_idx: int = -1
 
     @property
     def name(self) -> str:

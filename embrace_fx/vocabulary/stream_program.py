@@ -1,9 +1,9 @@
 """The stream program: what one host thread enqueues on a device's streams in a few steady steps, as plain data.
 
     Launch(stream, op)      a collective, on the stream of its communication class
-    Compute(op)             kernels, on the stream of the model, or on one named
+    Kernels(op)             kernels, on the stream of the model, or on one named
     Record(event, stream)   the event passes when everything enqueued on the stream before has ended
-    Wait(event, stream)     what is enqueued on the stream from here on waits for the event; the host does not
+    WaitEvent(event, stream)     what is enqueued on the stream from here on waits for the event; the host does not
     HostRead(event, reads)  the host reads what was copied to pinned memory, and waits only if the event has not passed
     Keep(value, stream)     the allocator is told that a stream uses a value (`Tensor.record_stream`)
     Free(value, stream)     the last reference is gone: the allocator gives the memory to what is enqueued next on the
@@ -39,7 +39,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Compute:
+class Kernels:
     op: str
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitEvent:
     event: str
     stream: str
 
@@ -76,7 +76,7 @@ class Free:
     stream: str
 
 
-Step = Launch | Compute | Record | Wait | HostRead | Keep | Free
+Step = Launch | Kernels | Record | WaitEvent | HostRead | Keep | Free
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ def _line(step: Step | str) -> str:
     match step:
         case Launch(stream, op, reads, writes):
             return f"{stream:<9}  launch   {op}{_values(reads, writes)}"
-        case Compute(op, reads, writes, stream):
+        case Kernels(op, reads, writes, stream):
             return f"{stream:<9}  compute  {op}{_values(reads, writes)}"
         case Record(event, stream):
             return f"{stream:<9}    record   {event}"
-        case Wait(event, stream):
+        case WaitEvent(event, stream):
             return f"{stream:<9}    wait     {event}"
         case HostRead(event, reads):
             return f"{'host':<9}    read     {', '.join(reads)}, once {event}"

@@ -119,7 +119,7 @@ def decide(  # noqa: PLR0913
             choices[fact.name] = _of_dense(pricing, fact, wanted[fact.name])
     if schedule != "none":
         choices |= _travelling(graph, tables, facts, choices, pricing)
-    decisions = tuple(_decision(fact, choices[fact.name], fact.name in tables, pricing) for fact in facts)
+    decisions = tuple(_decision(fact, choices[fact.name], tables.get(fact.name), pricing) for fact in facts)
     replicas = {d.parameter: d.strategy for d in decisions if d.strategy in ("allreduce", *EXCHANGES)}
     reduced = set(replicas) if world_size > 1 else set()
     alone = {name for name in reduced if replicas[name] in EXCHANGES}
@@ -132,12 +132,12 @@ def decide(  # noqa: PLR0913
     return Plan(world_size, decisions, buckets, renormed, cluster, watched=tuple(watched), stacks=stacks)
 
 
-def _decision(fact: ParameterFacts, choice: _Choice, is_table: bool, pricing: Pricing) -> Decision:
+def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricing: Pricing) -> Decision:
     chosen, world_size = choice.chosen, pricing.world_size
     return Decision(
         fact.name,
         fact.shape,
-        is_table,
+        table is not None,
         chosen.strategy,
         choice.reason,
         chosen.exchange.sent_bytes,
@@ -148,6 +148,7 @@ def _decision(fact: ParameterFacts, choice: _Choice, is_table: bool, pricing: Pr
         choice.candidates() if world_size > 1 else (),  # on one rank nothing is sent: there is nothing to weigh
         str(pricing.sparsity[fact.name]) if fact.name in pricing.sparsity else "",
         chosen.rests,
+        table.uses[0].padding_idx if table is not None and table.uses else -1,
     )
 
 

@@ -114,7 +114,7 @@ class RelaxUpdates:
 
     def _rewrite(self, phases: Phases) -> None:
         _hand_over(phases["backward"], self.buckets)
-        _await_updates(phases["forward"], self.buckets, self.chunks)
+        _await_updates(phases, self.buckets, self.chunks)
 
 
 def _hand_over(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> None:
@@ -147,18 +147,19 @@ def _hand_over(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> 
     set_outputs(backward, outputs + handed_over)
 
 
-def _await_updates(
-    forward: fx.GraphModule, buckets: Sequence[tuple[str, ...]], chunks: Sequence[Sequence[int]]
-) -> None:
+def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: Sequence[Sequence[int]]) -> None:
+    forward = phases["forward"]
     rewriter = Rewriter(forward)
+    elsewhere = {role.name: node for node, role in inputs_of(phases["backward"]) if isinstance(role, Parameter)}
     parameters = {role.name: node for node, role in inputs_of(forward) if isinstance(role, Parameter)}
     for k, bucket in enumerate(buckets):
         read = [parameters[name] for name in bucket if name in parameters and parameters[name].users]
-        if not read:
-            continue
+        if not read:  # by this batch, but all the same it is updated
+            read = [rewriter.copy_of(elsewhere[bucket[0]])]
         position = {node: n for n, node in enumerate(forward.graph.nodes)}
+        readers = [first_user(node) for node in read if node.users] or [forward.graph.output_node()]
         inserted: set[fx.Node] = set()
-        with rewriter.before(min((first_user(node) for node in read), key=position.__getitem__)):
+        with rewriter.before(min(readers, key=position.__getitem__)):
             there = read[0]
             for number in range(len(chunks[k])):
                 there = launch_node(

@@ -25,9 +25,9 @@ from embrace_fx.passes.relax.launches import Phases, erase_chain, launch_node, n
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
 from embrace_fx.passes.shard import short_name
 from embrace_fx.vocabulary.graph import (
+    GradientOfRows,
     OutputRole,
     PendingRows,
-    RowGradient,
     Saved,
     TrainingGraph,
     inputs_of,
@@ -61,7 +61,7 @@ def _relax(phases: Phases) -> None:
     routes: dict[str, _Route] = {}  # by the name of the ids that `coalesce` reads
     head = first_after_placeholders(forward.graph).prev  # the last node before what is to come first
     outputs = list(outputs_of(backward))
-    trained = {role.table for _, role in outputs if isinstance(role, RowGradient)}
+    trained = {role.table for _, role in outputs if isinstance(role, GradientOfRows)}
     for join in [node for node in forward.graph.nodes if node.target in JOINS]:
         head = _await_rows(forward, join, head, routes, trained)
     for coalesced in nodes_of(backward, embrace.coalesce.default):
@@ -143,7 +143,7 @@ def _submit_gradients(
     split, counts = launch.args[:2]
     assert isinstance(split, fx.Node)
     assert isinstance(ids, fx.Node)
-    table = next(role.table for value, role in outputs if value in coalesced.users and isinstance(role, RowGradient))
+    table = next(role.table for value, role in outputs if value in coalesced.users and isinstance(role, GradientOfRows))
     if (route := routes.get(ids.meta["role"].name)) is not None:
         ids, counts = rewriter.copy_of(route.ids), rewriter.copy_of(route.counts)
     with rewriter.before(launch):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from embrace_fx.passes.scheduler.link_machine import TOLERANCE, LinkMachine, Run
+from embrace_fx.passes.scheduler.link_machine import TOLERANCE, LinkMachine, WindowTimes
 
 SEARCH_STARTS = 500_000
 """So many starts of operations may the search compute: less than half a second of one core."""
@@ -46,7 +46,7 @@ class _Search:
         self.bound_ms = max(map(sum, lanes)) * (1 + TOLERANCE)  # neither lane can be faster than without any gap
         self._draw = random.Random(0).random  # the same numbers on every machine and version, which its others are not
 
-    def run(self, order: list[int]) -> Run | None:
+    def run(self, order: list[int]) -> WindowTimes | None:
         """None: the order deadlocks."""
         found = self.machine.run_if_legal(order)
         self.starts_left -= len(order) if found is None else len(found.ends) * len(found.ends[0])

@@ -39,7 +39,7 @@ class Simulation:
 
 
 @dataclass(frozen=True)
-class Run:
+class WindowTimes:
     """Starts and ends by window and operation's index; the windows simulated."""
 
     starts: list[list[float]]
@@ -187,15 +187,15 @@ class LinkMachine:
         sequence.extend(range(ran, self.count))
         return sequence
 
-    def run(self, order: Sequence[int], windows: int) -> Run:
+    def run(self, order: Sequence[int], windows: int) -> WindowTimes:
         """Raises ValueError where the order deadlocks."""
         return self._time(self.sequence(order), windows)
 
-    def run_if_legal(self, order: Sequence[int]) -> Run | None:
+    def run_if_legal(self, order: Sequence[int]) -> WindowTimes | None:
         found = self._sequence(order)
         return self._time(found, WINDOWS) if isinstance(found, list) else None
 
-    def _time(self, sequence: list[int], windows: int) -> Run:
+    def _time(self, sequence: list[int], windows: int) -> WindowTimes:
         count, durations, needs, needs_earlier = self.count, self.durations, self.needs, self.needs_earlier
         starts: list[list[float]] = []
         ends: list[list[float]] = []
@@ -225,15 +225,15 @@ class LinkMachine:
             if window and _shifted(ends[-2], ended):
                 repeats += 1
                 if repeats >= max(self.reach, 1) and window > self.reach:
-                    return Run(starts, ends, ended[0] - ends[-2][0] if ended else 0.0)
+                    return WindowTimes(starts, ends, ended[0] - ends[-2][0] if ended else 0.0)
             else:
                 repeats = 0
         # No repetition: windows that alternate, or a link that falls behind compute that nothing makes wait for it.
         middle = windows // 2
         rates = [(last - first) / (windows - middle) for first, last in zip(clocks[middle], clocks[-1], strict=True)]
-        return Run(starts, ends, max(rates))
+        return WindowTimes(starts, ends, max(rates))
 
-    def critical(self, run: Run, order: Sequence[int]) -> list[tuple[int, int]]:
+    def critical(self, run: WindowTimes, order: Sequence[int]) -> list[tuple[int, int]]:
         """(window, operation) of the last two windows, walked back from the last compute operation."""
         first = len(run.ends) - 2
         previous = {after: (0, before) for before, after in pairwise((*range(self.count),))}
@@ -255,7 +255,7 @@ class LinkMachine:
             window, k = window - decisive[0][0], decisive[0][1]
         return path[::-1]
 
-    def picture(self, run: Run, order: Sequence[int]) -> Simulation:
+    def picture(self, run: WindowTimes, order: Sequence[int]) -> Simulation:
         first = len(run.ends) - 2
         waits = []
         for window in (first, first + 1):

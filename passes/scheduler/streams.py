@@ -23,7 +23,7 @@ from collections import deque
 
 from embrace_fx.vocabulary import schedule as schedule_ids
 from embrace_fx.vocabulary.schedule import IN_FLIGHT, Operation, Schedule
-from embrace_fx.vocabulary.stream_program import Compute, HostRead, Launch, Record, Step, StreamProgram, Wait
+from embrace_fx.vocabulary.stream_program import HostRead, Kernels, Launch, Record, Step, StreamProgram, WaitEvent
 
 UNIQUE = "unique rows of the next batch"
 """What the ids' stream computes before it gathers them, where the next batch is known."""
@@ -77,7 +77,7 @@ class _Host:
             arrived = self._await(number, name)
             submitted = [launch for launch, last in self._last.items() if last == name]
             sent = tuple(_sent(self._launches[launch]) for launch in submitted if launch != IDS)
-            self.steps.append(Compute(name, arrived, sent))
+            self.steps.append(Kernels(name, arrived, sent))
             for launch in submitted:
                 self._submit(number, launch)
 
@@ -95,7 +95,7 @@ class _Host:
                 )
             if each not in self._waited:
                 self._waited.add(each)
-                self.steps.append(Wait(_done(each), "compute"))
+                self.steps.append(WaitEvent(_done(each), "compute"))
                 if each[1] == IDS:
                     self.steps.append(HostRead(_done(each), (SIZES,)))
         return tuple(_received(self._launches[launch]) for _, launch in needed)
@@ -103,11 +103,11 @@ class _Host:
     def _submit(self, number: int, name: str) -> None:
         each = (number, name)
         if name == IDS and not self._looks_ahead:
-            self.steps += [Compute(UNIQUE, (), (f"{IDS} sent",)), Launch("compute", IDS, (f"{IDS} sent",), (IDS,))]
+            self.steps += [Kernels(UNIQUE, (), (f"{IDS} sent",)), Launch("compute", IDS, (f"{IDS} sent",), (IDS,))]
             return
         self.steps.append(Record(_ready(each), "compute"))
         if name == IDS:
-            self.steps += [Wait(_ready(each), "ids"), Compute(UNIQUE, (), (f"{IDS} sent",), "ids")]
+            self.steps += [WaitEvent(_ready(each), "ids"), Kernels(UNIQUE, (), (f"{IDS} sent",), "ids")]
         self._submitted.add(each)
         while self._waiting and self._waiting[0] in self._submitted:
             self._issue(self._waiting.popleft())
@@ -115,14 +115,14 @@ class _Host:
     def _issue(self, each: tuple[int, str]) -> None:
         operation = self._launches[each[1]]
         if each[1] != IDS:
-            self.steps.append(Wait(_ready(each), operation.lane))
+            self.steps.append(WaitEvent(_ready(each), operation.lane))
         if len(self._done) >= IN_FLIGHT:
             earlier = self._done[-IN_FLIGHT]
             if self._launches[earlier[1]].lane != operation.lane:
-                self.steps.append(Wait(_done(earlier), operation.lane))
+                self.steps.append(WaitEvent(_done(earlier), operation.lane))
         self.steps.append(Launch(operation.lane, operation.name, (_sent(operation),), (_received(operation),)))
         if each[1] == IDS:
-            self.steps.append(Compute("cut both batches, sizes to the host", (IDS,), (SIZES,), "ids"))
+            self.steps.append(Kernels("cut both batches, sizes to the host", (IDS,), (SIZES,), "ids"))
         self.steps.append(Record(_done(each), operation.lane))
         self._done.append(each)
 

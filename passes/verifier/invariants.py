@@ -40,6 +40,7 @@ from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.passes.verifier.windows import INVARIANTS as WINDOW_INVARIANTS
 from embrace_fx.vocabulary.graph import (
     Gradient,
+    GradientOfRows,
     InputRole,
     Mutation,
     OutputRole,
@@ -47,7 +48,6 @@ from embrace_fx.vocabulary.graph import (
     PendingGradients,
     PendingRows,
     Result,
-    RowGradient,
     Saved,
     Tangent,
     TrainingGraph,
@@ -247,7 +247,7 @@ def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> It
         parts = found.get(name, Counter())
         if parts not in ({"dense": 1}, {"ids": 1, "rows": 1}, {"pending rows": 1}):
             got = " and ".join(f"{count} x {part}" for part, count in sorted(parts.items())) or "none"
-            remedy = "keep one Gradient or pending output, or the two RowGradient outputs"
+            remedy = "keep one Gradient or pending output, or the two GradientOfRows outputs"
             yield Violation(None, f"one gradient of {name}: 1 x dense, or 1 x ids and 1 x rows", got, remedy)
 
 
@@ -339,7 +339,7 @@ def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
         match role:
             case Gradient(of=Parameter(name)):
                 found.setdefault(name, Counter())["dense"] += 1
-            case RowGradient(table, part):
+            case GradientOfRows(table, part):
                 found.setdefault(table, Counter())[part] += 1
             case PendingGradients(parameters=names):
                 for name in names:

@@ -20,15 +20,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from embrace_fx.vocabulary.stream_program import (
-    Compute,
     Free,
     HostRead,
     Keep,
+    Kernels,
     Launch,
     Record,
     Step,
     StreamProgram,
-    Wait,
+    WaitEvent,
 )
 
 Clock = dict[str, int]
@@ -132,12 +132,12 @@ class _Run:
                 self._access(use, self._clocks[stream], reads, writes)
                 if stream != "compute":
                     self.launched.append((step, began, use))
-            case Compute(op, reads, writes, stream):
+            case Kernels(op, reads, writes, stream):
                 use = self._enqueue(stream, f"{op!r} on stream {stream!r}")
                 self._access(use, self._clocks[stream], reads, writes)
             case Record(event, stream):
                 self._events[event] = dict(self._clocks[stream])
-            case Wait(event, stream):
+            case WaitEvent(event, stream):
                 clock = self._clocks[stream]
                 for other, at in self._passed(event, f"stream {stream!r}").items():
                     clock[other] = max(clock.get(other, 0), at)

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from embrace_fx.runtime.exchanges.blocks import join_blocks
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
-from embrace_fx.runtime.exchanges.options import Options
+from embrace_fx.runtime.exchanges.options import ExchangeOptions
 from embrace_fx.runtime.exchanges.steps import Steps
 from embrace_fx.runtime.exchanges.units import units_of
 
 
-def exchange(gradient: Gradient, channel: Channel, options: Options) -> Steps[Gradient]:
+def exchange(gradient: Gradient, channel: Channel, options: ExchangeOptions) -> Steps[Gradient]:
     """The mean over ranks; the collective sums in the gradient's own type."""
     if not isinstance(gradient, RowSet):
         total = yield channel.all_reduce_(gradient.reshape(-1).clone())
@@ -24,7 +24,7 @@ def exchange(gradient: Gradient, channel: Channel, options: Options) -> Steps[Gr
     return RowSet(ids, total[ids, :-1] / channel.world_size, gradient.num_rows)
 
 
-def units(gradient: Gradient, options: Options) -> RowSet:
+def units(gradient: Gradient, options: ExchangeOptions) -> RowSet:
     """Rows; those of a row set with one more column, 1 for a row that is present."""
     if isinstance(gradient, RowSet):
         return RowSet(gradient.ids, F.pad(gradient.rows, (0, 1), value=1.0), gradient.num_rows)

@@ -59,7 +59,7 @@ def server_of(ids: Tensor, servers: int, seed: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Partition:
+class HashPartition:
     """Indices grouped by server.
 
     Attributes:
@@ -73,7 +73,7 @@ class Partition:
     serial: Tensor
 
 
-def hash_partition(ids: Tensor, servers: int, seed: int) -> Partition:
+def hash_partition(ids: Tensor, servers: int, seed: int) -> HashPartition:
     """Zen's hierarchical hashing: h0 chooses the server, h1 .. hk a slot of its r1, a serial region takes the rest.
 
     A slot is claimed as threads without locks would: all write, all read back, and who finds another's index has
@@ -101,7 +101,7 @@ def hash_partition(ids: Tensor, servers: int, seed: int) -> Partition:
     region[torch.arange(region.shape[1], device=ids.device) < serial.unsqueeze(1)] = left
     memory = torch.cat([slots.view(servers, parallel), region], dim=1)
     occupied = memory >= 0
-    return Partition(memory[occupied], occupied.sum(dim=1), serial)
+    return HashPartition(memory[occupied], occupied.sum(dim=1), serial)
 
 
 def _claim_slots(ids: Tensor, server: Tensor, servers: int, parallel: int, seed: int) -> tuple[Tensor, Tensor]:

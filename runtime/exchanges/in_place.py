@@ -24,12 +24,12 @@ from embrace_fx.runtime.exchanges import allgather, omnireduce, ps, zen
 from embrace_fx.runtime.exchanges.blocks import write_blocks_
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import RowSet
-from embrace_fx.runtime.exchanges.options import Options
+from embrace_fx.runtime.exchanges.options import ExchangeOptions
 from embrace_fx.runtime.exchanges.steps import Steps, run
 from embrace_fx.runtime.exchanges.strategies import STRATEGIES
 from embrace_fx.runtime.ranks.communicator import InFlight
 
-MEAN_PARTS: dict[str, Callable[[RowSet, Channel, Options], Steps[list[RowSet]]]] = {
+MEAN_PARTS: dict[str, Callable[[RowSet, Channel, ExchangeOptions], Steps[list[RowSet]]]] = {
     "allgather": allgather.mean_parts,
     "omnireduce": omnireduce.mean_parts,
     "zen": zen.mean_parts,
@@ -61,7 +61,7 @@ def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, clust
         cluster: the links that blocks are cut for.
     """
     strategy = STRATEGIES[kind.strategy]
-    options = Options(scheme="hierarchical" if kind.scheme == "hierarchical" else "balanced", cluster=cluster)
+    options = ExchangeOptions(scheme="hierarchical" if kind.scheme == "hierarchical" else "balanced", cluster=cluster)
     units = strategy.units(flat.view(kind.rows, -1), options)
     for part in run(MEAN_PARTS[kind.strategy](units, channel, options)):
         write_blocks_(flat, part)  # whatever is not among them is zero on this rank too

@@ -38,14 +38,14 @@ from embrace_fx.cost.sparsity import even_ranges
 from embrace_fx.runtime.exchanges.blocks import cut_blocks, cut_row_blocks, join_blocks, join_row_blocks
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, accumulate, join_parts
-from embrace_fx.runtime.exchanges.options import Options
+from embrace_fx.runtime.exchanges.options import ExchangeOptions
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 from embrace_fx.runtime.exchanges.steps import Steps
 from embrace_fx.runtime.exchanges.units import row_width
 from embrace_fx.runtime.ranks.communicator import InFlight
 
 
-def exchange(gradient: Gradient, channel: Channel, options: Options) -> Steps[Gradient]:
+def exchange(gradient: Gradient, channel: Channel, options: ExchangeOptions) -> Steps[Gradient]:
     """The mean over ranks, each block's computed by its aggregator."""
     blocks = units(gradient, options)
     parts = yield from mean_parts(blocks, channel, options)
@@ -55,7 +55,7 @@ def exchange(gradient: Gradient, channel: Channel, options: Options) -> Steps[Gr
     return join_blocks(mean, gradient.shape)
 
 
-def units(gradient: Gradient, options: Options) -> RowSet:
+def units(gradient: Gradient, options: ExchangeOptions) -> RowSet:
     """The non-zero blocks of a dense gradient; of a row set blocks of whole rows."""
     if isinstance(gradient, RowSet):
         return cut_row_blocks(gradient, _rows_per_block(gradient, options))
@@ -63,13 +63,13 @@ def units(gradient: Gradient, options: Options) -> RowSet:
     return cut_blocks(gradient, size)
 
 
-def _rows_per_block(rows: RowSet, options: Options) -> int:
+def _rows_per_block(rows: RowSet, options: ExchangeOptions) -> int:
     """Rows are not cut: all of a row is there, or nothing."""
     size = options.block_size or cheapest_block(rows.width, rows.rows.itemsize, options.cluster)
     return max(1, size // rows.width)
 
 
-def mean_parts(blocks: RowSet, channel: Channel, options: Options) -> Steps[list[RowSet]]:
+def mean_parts(blocks: RowSet, channel: Channel, options: ExchangeOptions) -> Steps[list[RowSet]]:
     """The mean of all ranks' blocks, a part from each round, whose ids do not ascend."""
     shape = blocks.num_rows, blocks.width, blocks.rows.itemsize
     streaming = streaming_of(*shape, channel.world_size, options.cluster, options.slots)

@@ -1,4 +1,4 @@
-"""Options of the exchanges, equal on all ranks."""
+"""ExchangeOptions of the exchanges, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from embrace_fx.cost.links import Cluster
 
 
 @dataclass(frozen=True)
-class Options:
+class ExchangeOptions:
     """How a gradient is exchanged; each strategy reads what concerns it.
 
     Attributes:

@@ -10,7 +10,7 @@ from embrace_fx.cost.sparsity import Sparsity, measure
 from embrace_fx.runtime.exchanges import allgather, allreduce, omnireduce, ps, zen
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
-from embrace_fx.runtime.exchanges.options import Options
+from embrace_fx.runtime.exchanges.options import ExchangeOptions
 from embrace_fx.runtime.exchanges.steps import Steps
 
 
@@ -26,14 +26,14 @@ class Strategy:
     """
 
     name: str
-    exchange: Callable[[Gradient, Channel, Options], Steps[Gradient]]
-    units: Callable[[Gradient, Options], RowSet]
+    exchange: Callable[[Gradient, Channel, ExchangeOptions], Steps[Gradient]]
+    units: Callable[[Gradient, ExchangeOptions], RowSet]
 
-    def predict(self, sparsity: Sparsity, options: Options) -> Prediction:
+    def predict(self, sparsity: Sparsity, options: ExchangeOptions) -> Prediction:
         """Bytes and messages of gradients that are so sparse, in this strategy's units."""
         return predict(self.name, sparsity, scheme=options.scheme, slots=options.slots, cluster=options.cluster)
 
-    def profile(self, by_rank: Sequence[Gradient], options: Options) -> Prediction:
+    def profile(self, by_rank: Sequence[Gradient], options: ExchangeOptions) -> Prediction:
         """What exchanging these gradients costs, one per rank."""
         units = [self.units(gradient, options) for gradient in by_rank]
         first = units[0]

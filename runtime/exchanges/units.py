@@ -6,7 +6,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.exchanges.blocks import cut_blocks, join_blocks
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
-from embrace_fx.runtime.exchanges.options import Options
+from embrace_fx.runtime.exchanges.options import ExchangeOptions
 
 
 def row_width(dense: Tensor) -> int:
@@ -14,7 +14,7 @@ def row_width(dense: Tensor) -> int:
     return max(1, dense.shape[1:].numel())
 
 
-def units_of(gradient: Gradient, options: Options) -> RowSet:
+def units_of(gradient: Gradient, options: ExchangeOptions) -> RowSet:
     """A row set as it is; of a dense gradient the non-zero rows or elements."""
     if isinstance(gradient, RowSet):
         return gradient

@@ -17,7 +17,7 @@ from embrace_fx.runtime.exchanges import hierarchical
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, join_parts, mean_by_id
 from embrace_fx.runtime.exchanges.hashing import hash_bitmap, hash_partition, ids_of_bitmap, index_sets
-from embrace_fx.runtime.exchanges.options import Options
+from embrace_fx.runtime.exchanges.options import ExchangeOptions
 from embrace_fx.runtime.exchanges.records import row_bytes
 from embrace_fx.runtime.exchanges.rounds import push
 from embrace_fx.runtime.exchanges.steps import Steps
@@ -26,14 +26,14 @@ from embrace_fx.runtime.exchanges.units import restore, units_of
 units = units_of
 
 
-def exchange(gradient: Gradient, channel: Channel, options: Options) -> Steps[Gradient]:
+def exchange(gradient: Gradient, channel: Channel, options: ExchangeOptions) -> Steps[Gradient]:
     """The mean over ranks, by the scheme of the options."""
     own = units_of(gradient, options)
     parts = yield from mean_parts(own, channel, options)
     return restore(join_parts(parts, own.num_rows), gradient)
 
 
-def mean_parts(own: RowSet, channel: Channel, options: Options) -> Steps[list[RowSet]]:
+def mean_parts(own: RowSet, channel: Channel, options: ExchangeOptions) -> Steps[list[RowSet]]:
     """The mean of all ranks' units, by the scheme of the options: in one part, or a part from each server."""
     if options.scheme == "hierarchical":
         return [(yield from hierarchical.mean_by_doubling(own, channel))]

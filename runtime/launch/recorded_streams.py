@@ -25,15 +25,15 @@ from torch.utils._pytree import tree_leaves
 from embrace_fx.runtime.launch.recorder import Clock, HostClock
 from embrace_fx.vocabulary.schedule import Lane
 from embrace_fx.vocabulary.stream_program import (
-    Compute,
     Free,
     HostRead,
     Keep,
+    Kernels,
     Launch,
     Record,
     Step,
     StreamProgram,
-    Wait,
+    WaitEvent,
 )
 
 _WAITS_FOR_DEVICE = frozenset(
@@ -84,7 +84,7 @@ class RecordedStreams(TorchDispatchMode):
         return event
 
     def wait(self, event: str) -> None:
-        self._append(Wait(event, self._stream))
+        self._append(WaitEvent(event, self._stream))
 
     def keep(self, *tensors: Tensor) -> None:
         for tensor in tensors:
@@ -140,7 +140,7 @@ class RecordedStreams(TorchDispatchMode):
         if not written and _tensors(result):
             return  # a view
         op = f"{self._what}: {func.name()}" if self._what else func.name()
-        self._append(Compute(op, tuple(sorted(read - written)), tuple(sorted(written)), self._stream))
+        self._append(Kernels(op, tuple(sorted(read - written)), tuple(sorted(written)), self._stream))
 
     def _observe_collective(self, func: Any, given: list[Tensor]) -> None:
         if all(tensor.untyped_storage()._cdata in self._host for tensor in given):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,7 @@ from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.tables.layouts import whole_table
 from embrace_fx.runtime.tables.row_gradient import RowGradient
 from embrace_fx.runtime.tables.row_table import RowTable, own_state
-from embrace_fx.runtime.tables.state_dicts import as_table_shard, shard_by_columns
+from embrace_fx.runtime.tables.state_dicts import Watch, as_table_shard, shard_by_columns
 from embrace_fx.vocabulary.exactness import is_element_wise, not_element_wise
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
@@ -334,6 +335,7 @@ class Stepping:
     def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The tables' state as DTensors by columns, which re-shard. Collective where a table lies on a grid."""
         group, shown = self._communicator.group, dict(state_dict["state"])
+        watch = _watching(self._communicator)
         for key, parameter in _numbered(optimizer, state_dict):
             table = self._table_of(parameter)
             if key not in shown or table is None or table.place.mesh is None:
@@ -341,9 +343,9 @@ class Stepping:
             state, shape = _without_gradients(shown[key]), table.local.shape
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.shape == shape:
-                    state[name] = as_table_shard(
-                        shard_by_columns(value, table.place, group), f"{name} of parameter {key}"
-                    )
+                    with watch():
+                        shard = shard_by_columns(value, table.place, group)
+                    state[name] = as_table_shard(shard, f"{name} of parameter {key}", watch)
             shown[key] = state
         return {**state_dict, "state": shown}
 
@@ -353,9 +355,10 @@ class Stepping:
         if self.flow is not None:
             self.flow.state_may_change()
         loaded = dict(state_dict["state"])
-        for key, parameter in _numbered(optimizer, state_dict):
-            if key in loaded:
-                loaded[key] = self._own_state(parameter, loaded[key])
+        with self._communicator.watching():
+            for key, parameter in _numbered(optimizer, state_dict):
+                if key in loaded:
+                    loaded[key] = self._own_state(parameter, loaded[key])
         return {**state_dict, "state": loaded}
 
     def _table_of(self, parameter: nn.Parameter) -> RowTable | None:
@@ -369,6 +372,12 @@ class Stepping:
         return {
             key: whole_table(v, v.device_mesh.get_group()) if isinstance(v, DTensor) else v for key, v in state.items()
         }
+
+
+def _watching(communicator: Communicator) -> Watch:
+    """What state dicts keep of a communicator, which they do not keep alive."""
+    itself = weakref.ref(communicator)
+    return lambda: found.watching() if (found := itself()) is not None else nullcontext()
 
 
 def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, nn.Parameter]]:

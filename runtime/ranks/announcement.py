@@ -10,7 +10,9 @@ Contract
 
 from __future__ import annotations
 
+import time
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -22,11 +24,29 @@ from torch import Tensor
 from embrace_fx.runtime.kernels import bad_id
 from embrace_fx.runtime.ranks.checksums import digest_of, diverged
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
-from embrace_fx.runtime.ranks.failure import ANNOUNCEMENT, BACKWARD, DivergedReplicas, PeerFailure
+from embrace_fx.runtime.ranks.failure import (
+    ANNOUNCEMENT,
+    BACKWARD,
+    DivergedReplicas,
+    PeerFailure,
+    PlanDoesNotFit,
+)
 from embrace_fx.runtime.ranks.groups import all_gather_single
+from embrace_fx.runtime.ranks.lone_calls import LoneCalls
 
-ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
+ACTIVITIES = TRAINING, ACCUMULATING, EVALUATING = (
+    "training",
+    "accumulating gradients (no_sync)",
+    "evaluating (eval or no_grad)",
+)
 """What a call of the model can be; all ranks must do the same."""
+
+
+JOINED = 3
+"""In place of an activity: the rank has run out of batches (`join`)."""
+
+CHANGED_BUFFERS = -1
+"""Announced of buffers: this rank has changed one besides what forwards write."""
 
 
 class Mark(IntFlag):
@@ -40,6 +60,8 @@ class Mark(IntFlag):
     """It stands at the head of a backward, and not of a call."""
     GAVE_UP = 8
     """It stands in a forward that all ranks have announced, and cannot finish it; why follows."""
+    DOES_NOT_FIT = 16
+    """Its batch does not fit the plan, which all are to change before this step."""
 
 
 _BITS = 8
@@ -59,6 +81,8 @@ class Announcement:
         activity: index into `ACTIVITIES`.
         steps: of optimizers, that this rank has taken.
         digest: of its replicas, where they are to be compared; else 0.
+        program: what the step launches, as a number; 0: it runs no program.
+        buffers: which of them this rank would share, as a number, or `CHANGED_BUFFERS`.
         rows_seen: of each watched table, how many of its rows the batch reads; -1: unknown.
         sizes: what the step tells besides.
     """
@@ -67,6 +91,8 @@ class Announcement:
     activity: int
     steps: int
     digest: int
+    program: int
+    buffers: int
     rows_seen: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -78,7 +104,7 @@ class Announcement:
         """
         padding = [0] * (length - len(self.sizes))
         marks, activity = self.marks | self.steps << _BITS, self.activity | self.digest << _BITS
-        return [marks, activity, *self.rows_seen, *self.sizes, *padding]
+        return [marks, activity, self.program, self.buffers, *self.rows_seen, *self.sizes, *padding]
 
     @classmethod
     def decode(cls, numbers: Sequence[int], watched: int, sizes: int) -> Announcement:
@@ -88,10 +114,10 @@ class Announcement:
             watched: how many tables are watched.
             sizes: how many sizes were told.
         """
-        first = 2 + watched
         (steps, marks), (digest, activity) = (divmod(number, 1 << _BITS) for number in numbers[:2])
-        seen, told = tuple(numbers[2:first]), tuple(numbers[first : first + sizes])
-        return cls(Mark(marks), activity, steps, digest, seen, told)
+        program, buffers, *others = numbers[2:]
+        seen, told = tuple(others[:watched]), tuple(others[watched : watched + sizes])
+        return cls(Mark(marks), activity, steps, digest, program, buffers, seen, told)
 
 
 class Announcements:
@@ -100,6 +126,11 @@ class Announcements:
     Attributes:
         activity: of the coming step, as index into `ACTIVITIES`.
         failure: found before the step's announcement, which reports it.
+        program: that the coming step runs, as a number that is the same where the same is launched; 0: none.
+        buffers: which buffers the coming step would share, as a number, or `CHANGED_BUFFERS`.
+        buffers_differ: as of the last announcement, ranks would share different ones, or one has changed its own.
+        authority: the rank whose buffers count.
+        uneven: ranks may have taken different numbers of optimizer steps (`join`).
         tables: how many tables exchange ids, once planned.
         watched: other tables of which an announcement tells the rows read.
         rows_seen: of those, in the coming step; of a table that is not there, unknown.
@@ -114,6 +145,11 @@ class Announcements:
         self.communicator = communicator
         self.activity = 0
         self.failure: str | None = None
+        self.program = 0
+        self.buffers = 0
+        self.buffers_differ = False
+        self.authority = 0
+        self.uneven = False
         self.tables = 0
         self.watched: tuple[str, ...] = ()
         self.rows_seen: dict[str, int] = {}
@@ -122,13 +158,21 @@ class Announcements:
         self.asked_to_plan = False
         self.checksums: dict[str, int] = {}
         self.made = 0
+        self._waiting_since_s: float | None = None
+        self._lone_calls: LoneCalls | None = None
 
-    def announce(self, sizes: Sequence[int], failure: str | None = None) -> list[tuple[int, ...]]:
+    def announce(
+        self, sizes: Sequence[int], failure: str | None = None, *, does_not_fit: bool = False
+    ) -> list[tuple[int, ...]]:
         """Every rank's `sizes`, at the head of a step.
+
+        Args:
+            does_not_fit: this rank's batch does not fit the plan.
 
         Raises:
             PeerFailure: any rank has a `failure`, or the ranks are not doing the same thing; on all ranks.
             DivergedReplicas: what ranks should hold alike they do not; on all ranks.
+            PlanDoesNotFit: any rank's batch does not; on all ranks.
         """
         communicator = self.communicator
         communicator.check_open()
@@ -136,14 +180,18 @@ class Announcements:
         if communicator.world_size == 1:
             if failure is not None:
                 raise PeerFailure({0: failure})
+            if does_not_fit:
+                raise PlanDoesNotFit
             return [tuple(sizes)]
-        own = self._own(sizes, failure)
+        own = self._own(sizes, failure is not None, does_not_fit)
         self.made += 1
         communicator.progress.begin_step()
-        everyone = self._exchange(own)
-        while any(each.marks & _ELSEWHERE for each in everyone):  # they come here next
-            self._warn(self._reports(everyone, None))
-            everyone = self._exchange(own)
+        self._look_out()
+        self._waiting_since_s = time.monotonic()
+        try:
+            everyone = self._meet(own)
+        finally:
+            self._waiting_since_s = None
         self.asked_to_plan = any(each.marks & Mark.ASKS_TO_PLAN for each in everyone)
         self.rows_read = {}
         self.note_rows(self.watched, [each.rows_seen for each in everyone])
@@ -151,19 +199,75 @@ class Announcements:
             failures = communicator.gather(failure, str | None)
             raise PeerFailure({rank: text for rank, text in enumerate(failures) if text is not None})
         check_activities([each.activity for each in everyone])
+        if any(each.marks & Mark.DOES_NOT_FIT for each in everyone):
+            raise PlanDoesNotFit
+        check_programs([each.program for each in everyone])
         checksums, self.checksums = self.checksums, {}
         digests = {each.digest for each in everyone}
         if 0 not in digests and len(digests) > 1:
             raise DivergedReplicas(diverged(communicator.gather(checksums, dict[str, int])))
-        check_steps([each.steps for each in everyone])
+        if not self.uneven:
+            check_steps([each.steps for each in everyone])
+        buffers = {each.buffers for each in everyone}
+        self.buffers_differ = len(buffers) > 1 or CHANGED_BUFFERS in buffers
         return [each.sizes for each in everyone]
 
-    def _own(self, sizes: Sequence[int], failure: str | None) -> Announcement:
-        marks = Mark.FAILED * (failure is not None) | Mark.ASKS_TO_PLAN * self.asks_to_plan
+    def _meet(self, own: Announcement) -> list[Announcement]:
+        """Every rank's announcement, once all are at the head of a step."""
+        everyone = self._exchange(own)
+        while any(each.marks & _ELSEWHERE for each in everyone):  # they come here next
+            self._warn(self._reports(everyone, None))
+            everyone = self._exchange(own)
+        return everyone
+
+    def _look_out(self) -> None:
+        """Has calls told that other ranks cannot come to (`embrace_fx.runtime.ranks.lone_calls`)."""
+        group = self.communicator.group
+        if self._lone_calls is not None or group is None:
+            return
+        itself = weakref.ref(self)
+
+        def answer(failure: str) -> None:
+            if (announcements := itself()) is not None:
+                announcements.answer(failure)
+
+        def look(store: Any, name: str) -> None:
+            announcements = itself()
+            if announcements is None:
+                return
+            if announcements._lone_calls is None:
+                rank = announcements.communicator.rank
+                announcements._lone_calls = LoneCalls(store, f"{name}/waiting", rank, group, answer)
+            announcements._lone_calls.look(announcements.made, announcements._waiting_since_s)
+
+        self.communicator.look_each_time(look)
+
+    def answer(self, failure: str) -> None:
+        """Makes an announcement that others have begun, from another thread, while this rank's own stands elsewhere."""
+        communicator = self.communicator
+        self.made += 1
+        communicator.progress.begin_step()
+        self._meet(self._elsewhere(Mark.FAILED))
+        communicator.gather(failure, str | None)
+
+    def meet(self, activity: int) -> list[int]:
+        """What every rank is about to do, `JOINED` where it has run out of batches. Collective, ahead of a step."""
+        communicator = self.communicator
+        communicator.check_open()
+        own = torch.tensor([activity])
+        everyone = own.new_empty(communicator.world_size)
+        with communicator.watching(ANNOUNCEMENT):
+            all_gather_single(everyone, own, group=communicator.host_group())
+        found: list[int] = everyone.tolist()
+        return found
+
+    def _own(self, sizes: Sequence[int], failed: bool, does_not_fit: bool) -> Announcement:
+        marks = Mark.FAILED * failed | Mark.ASKS_TO_PLAN * self.asks_to_plan | Mark.DOES_NOT_FIT * does_not_fit
         seen, self.rows_seen = self.rows_seen, {}
         of_watched = tuple(seen.get(name, -1) for name in self.watched)
+        program, self.program = self.program, 0
         steps, digest = self.communicator.progress.optimizer_steps, digest_of(self.checksums)
-        return Announcement(Mark(marks), self.activity, steps, digest, of_watched, tuple(sizes))
+        return Announcement(Mark(marks), self.activity, steps, digest, program, self.buffers, of_watched, tuple(sizes))
 
     def _exchange(self, own: Announcement) -> list[Announcement]:
         everyone, work = self._launch(own)
@@ -193,7 +297,7 @@ class Announcements:
         self._reports(self._exchange(self._elsewhere(Mark.GAVE_UP)), failure)
 
     def _elsewhere(self, mark: Mark) -> Announcement:
-        return Announcement(mark, self.activity, 0, 0, (-1,) * len(self.watched), ())
+        return Announcement(mark, self.activity, 0, 0, 0, 0, (-1,) * len(self.watched), ())
 
     def _reports(self, everyone: Sequence[Announcement], failure: str | None) -> dict[int, str]:
         """What keeps ranks from going on as the others do. Collective where one of them says why."""
@@ -269,6 +373,24 @@ def check_activities(activities: Sequence[int]) -> None:
         raise PeerFailure(
             {r: f"expected all ranks to do the same, found this one {ACTIVITIES[a]}" for r, a in enumerate(activities)}
         )
+
+
+def check_programs(programs: Sequence[int]) -> None:
+    """Raises where ranks are about to launch other collectives than rank 0.
+
+    Raises:
+        PeerFailure: saying what each of them should do.
+    """
+    others = [rank for rank, program in enumerate(programs) if program != programs[0]]
+    if others:
+        raise PeerFailure(dict.fromkeys(others, OTHER_PROGRAM))
+
+
+OTHER_PROGRAM = (
+    "expected every rank's graph to launch the same collectives, in a call of the model, found others than on rank 0: "
+    "their batches led the forward along another path, or the ranks have registered other hooks. Make the forward "
+    "communicate alike on every rank, in the same dtype, and register the same hook"
+)
 
 
 def check_steps(steps: Sequence[int]) -> None:

@@ -72,15 +72,15 @@ class Communicator(Groups):
 
     gradient_dtype: torch.dtype | None = None
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Rank 0's values, in place."""
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """One rank's values, in place."""
         self.check_open()
         if self.world_size == 1:
             return
         assert self.group is not None
-        source = dist.get_global_rank(self.group, 0)
+        of_job = dist.get_global_rank(self.group, source)
         with self.watching():
-            works = [dist.broadcast(t, source, group=self._group_for("dense", t), async_op=True) for t in tensors]
+            works = [dist.broadcast(t, of_job, group=self._group_for("dense", t), async_op=True) for t in tensors]
             for work in works:
                 work.wait()
 

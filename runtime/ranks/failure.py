@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from embrace_fx.runtime.ranks.dump import write_dump
 from embrace_fx.vocabulary import plain_data
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 
@@ -58,6 +59,10 @@ class PeerFailure(RuntimeError):
         return PeerFailure, (self.by_rank,)
 
 
+class PlanDoesNotFit(Exception):
+    """A rank's batch needs of the plan what it has not; raised on every rank in place of the step, to be mended."""
+
+
 class DivergedReplicas(RuntimeError):
     """What all ranks should hold alike differs; raised on every rank at the check, before the step that it precedes."""
 
@@ -90,25 +95,28 @@ def failure_text(failure: Exception) -> str:
     return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
 
 
-class Progress:
+class LaunchLog:
     """How far this rank has come: what it has launched, in which step.
 
     Attributes:
         step: announcements begun.
         optimizer_steps: taken, of those that move anything, since a checkpoint was loaded.
         launched: name of a launch -> the step of the last one; the last launch is the last entry.
+        launches: how many there have been.
     """
 
     def __init__(self) -> None:
         self.step = 0
         self.optimizer_steps = 0
         self.launched: dict[str, int] = {}
+        self.launches = 0
 
     def begin_step(self) -> None:
         self.step += 1
         self.note(ANNOUNCEMENT)
 
     def note(self, name: str) -> None:
+        self.launches += 1
         self.launched.pop(name, None)
         self.launched[name] = self.step
 
@@ -118,7 +126,14 @@ class Standing:
     """What a living rank signs with: how far it has come, and the line in which its main thread stands."""
 
     launched: dict[str, int]
+    launches: int
     place: str
+
+    @property
+    def last(self) -> str:
+        """The last launch, with its number among all."""
+        name, step = next(reversed(self.launched.items()), ("none", 0))
+        return f"number {self.launches}, {name!r} of step {step}"
 
 
 def place_of_main_thread() -> str:
@@ -143,10 +158,14 @@ class RollCall:
         store: the process group's store. The roll call talks to it over a connection of its own, in its own thread.
         name: unique among the communicators of one store.
         progress: what this rank signs with.
+        dump_to: a folder, into which each living rank writes what it was doing; None: it does not.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, world_size: int, progress: Progress) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(
+        self, store: Any, name: str, rank: int, world_size: int, progress: LaunchLog, dump_to: Path | None = None
+    ) -> None:
+        self.name, self.rank, self.world_size = name, rank, world_size
+        self._dump_to = dump_to
         self._progress = progress
         self._standings: dict[int, Standing] = {}
         self._store: Any = store.clone()
@@ -155,6 +174,7 @@ class RollCall:
         self._signatures = [f"embrace_fx/{name}/alive/{r}" for r in range(world_size)]
         self._readers = [f"embrace_fx/{name}/read/{r}" for r in range(world_size)]
         self._missing: list[int] = []
+        self.look: Callable[[Any], None] = lambda store: None  # what the thread does besides, at each look
         self._wake, self._decided = threading.Event(), threading.Event()
         self._closed = False
         self._listener = threading.Thread(target=self._listen, name="embrace_fx roll call", daemon=True)
@@ -169,6 +189,8 @@ class RollCall:
 
     def missing(self) -> list[int]:
         """Calls the roll and returns the ranks that do not answer."""
+        if threading.current_thread() is self._listener:  # nobody else would call it
+            return []
         self._wake.set()
         self._decided.wait()
         return self._missing
@@ -176,7 +198,7 @@ class RollCall:
     def _listen(self) -> None:
         try:
             while not self._wake.wait(_LISTEN_S) and not self._store.check([self._called]):
-                pass
+                self.look(self._store)
             if not self._closed:
                 self._missing = self._call()
         except RuntimeError:
@@ -187,7 +209,12 @@ class RollCall:
 
     def _call(self) -> list[int]:
         self._store.set(self._called, "1")
-        own = Standing(dict(self._progress.launched), place_of_main_thread())
+        progress = self._progress
+        own = Standing(dict(progress.launched), progress.launches, place_of_main_thread())
+        if self._dump_to is not None:
+            steps = {"step": progress.step, "optimizer_steps": progress.optimizer_steps}
+            told = {"world_size": self.world_size, **steps, "launches": own.launches, "main_thread": own.place}
+            write_dump(self._dump_to, self.rank, told, own.launched)
         self._store.set(self._signatures[self.rank], json.dumps(to_plain(own)))
         self._await(lambda: self._store.check(self._signatures) or self._store.check([self._verdict]), _PATIENCE_S)
         if not self._store.check([self._verdict]):
@@ -213,7 +240,7 @@ class RollCall:
         """Turns the error of a broken collective into one that names the ranks that no longer answer, or are stuck.
 
         Args:
-            what: what is waited for inside, by its name in `Progress`.
+            what: what is waited for inside, by its name in `LaunchLog`.
         """
         try:
             yield
@@ -238,7 +265,10 @@ class RollCall:
             absent = [name for name, step in own.items() if each.launched.get(name, 0) < step]
             if absent:
                 name = what if what in absent else absent[0]
-                found.append(f"rank {r} has not launched {name!r} of step {own[name]}: it stands in {each.place}")
+                found.append(
+                    f"rank {r} has not launched {name!r} of step {own[name]}: it stands in {each.place}, and its last "
+                    f"launch is {each.last}"
+                )
         if found:
             return "; ".join(found)
         places = "; ".join(f"rank {r} stands in {each.place}" for r, each in self._standings.items() if r != self.rank)

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.runtime.ranks.failure import PeerFailure, Progress, RollCall, failure_text
+from embrace_fx.runtime.ranks.failure import LaunchLog, PeerFailure, RollCall, failure_text
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 from embrace_fx.vocabulary.schedule import LANES, Lane
 from embrace_fx.vocabulary.stream_program import URGENT
@@ -61,7 +62,8 @@ class Groups:
         meshes: of tables on a grid of these ranks (`embrace_fx.runtime.tables.layouts`).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, dump_to: Path | None = None) -> None:
+        self._dump_to = dump_to
         self.group: dist.ProcessGroup | None = None
         self.world_size = 1
         self.rank = 0
@@ -70,7 +72,7 @@ class Groups:
         self._hosts: dist.ProcessGroup | None = None  # what ranks tell each other about a step
         self._made: list[dist.ProcessGroup] = []  # of those and others, what ends with this
         self._roll_call: RollCall | None = None
-        self.progress = Progress()
+        self.progress = LaunchLog()
         self._end: Callable[[], object] = lambda: None
         self._closed = False
         if group is not None:
@@ -91,7 +93,7 @@ class Groups:
             # A job that a launcher restarts may find the store of the attempt before, with all that was said there.
             attempt = self.gather(uuid4().hex, str)[0]
             name = f"{self._groups['ids'].group_name}/{attempt}"
-            self._roll_call = RollCall(store, name, self.rank, self.world_size, self.progress)
+            self._roll_call = RollCall(store, name, self.rank, self.world_size, self.progress, self._dump_to)
         self._end = weakref.finalize(self, end_groups, self._roll_call, self._made)
 
     def close(self) -> None:
@@ -99,6 +101,10 @@ class Groups:
         self._closed, self._hosts = True, None
         self._groups.clear()
         self._end()
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed
 
     def check_open(self) -> None:
         """Raises `RuntimeError` once this is closed."""
@@ -202,6 +208,16 @@ class Groups:
     def missing_ranks(self) -> list[int]:
         """The ranks that no longer answer, asked for once a message has failed."""
         return self._roll_call.missing() if self._roll_call is not None else []
+
+    def look_each_time(self, look: Callable[[Any, str], None]) -> None:
+        """Has the thread behind the roll call do something besides, a few times a second.
+
+        Args:
+            look: told the thread's own store, and a name that no other communicator has.
+        """
+        if (roll_call := self._roll_call) is not None:
+            name = f"embrace_fx/{roll_call.name}"
+            roll_call.look = lambda store: look(store, name)
 
     def gather(self, value: T, kind: Any) -> list[T]:
         """`value` of every rank, in rank order. For set-up and failures, never on the step's path.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from embrace_fx.runtime.tables.row_gradient import Held
+from embrace_fx.runtime.tables.row_gradient import HeldGradient
 from embrace_fx.runtime.tables.row_table import RowTable
 
 
@@ -26,10 +26,16 @@ class ModelState:
         self.tables: dict[str, RowTable] = {}
         self.unreduced: set[str] = set()
         """Parameters whose `.grad` holds this rank's own sum, from backwards under `no_sync`."""
+        self.hooked: frozenset[str] = frozenset()
+        """Parameters with gradient hooks."""
+        self.unreached: frozenset[str] = frozenset()
+        """Of those, the ones that this rank's backward does not reach: their hooks do not run."""
+        self.gradient_scale = 1.0
+        """Of what this rank gives to a mean, beyond what the graph says (`join` with fewer ranks)."""
         self.awaiting_backward: WeakSet[object] = WeakSet()
         """Calls whose results the user still holds, and has not gone backward from."""
 
-    def gradients(self) -> list[Held]:
+    def gradients(self) -> list[HeldGradient]:
         """Those that wait at tables, in the order of the plan."""
         return [held for table in self.tables.values() if (held := table.held) is not None]
 
@@ -74,6 +80,19 @@ class ModelState:
     def buffers_in(self, is_meant: Callable[[dict[str, Any]], bool]) -> list[str]:
         """The names of buffers in the modules' dicts of buffers that are meant."""
         return [name for name, (owner, _) in self._buffers.items() if is_meant(owner)]
+
+    def buffer_names(self) -> list[str]:
+        """Of every buffer that there is, once."""
+        found: dict[int, str] = {}
+        for name, (owner, key) in self._buffers.items():
+            if owner.get(key) is not None:
+                found.setdefault(id(owner[key]), name)
+        return list(found.values())
+
+    def buffers_but(self, names: Collection[str]) -> list[Tensor]:
+        """The buffers as the model holds them now, but some."""
+        found = [owner.get(key) for name, (owner, key) in self._buffers.items() if name not in names]
+        return [each for each in found if each is not None]
 
     def buffer_reader(self, name: str) -> Callable[[], Tensor]:
         owner, key = self._buffers[name]

@@ -79,10 +79,12 @@ def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer], group: d
     parameter.grad = gradient
 
 
-def broadcast_state(model: nn.Module, sharded: Collection[str], communicator: Communicator) -> None:
-    """Rank 0's replicated parameters and buffers to every rank."""
+def broadcast_state(
+    model: nn.Module, sharded: Collection[str], communicator: Communicator, *, buffers: bool = True, source: int = 0
+) -> None:
+    """One rank's replicated parameters, and buffers, to every rank."""
     replicated = [parameter for name, parameter in model.named_parameters() if name not in sharded]
-    communicator.broadcast([tensor.detach() for tensor in (*replicated, *model.buffers())])
+    communicator.broadcast([tensor.detach() for tensor in (*replicated, *(model.buffers() if buffers else ()))], source)
 
 
 def materialise(

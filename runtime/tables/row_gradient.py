@@ -30,7 +30,7 @@ Rows = tuple[Tensor, Tensor]
 """ids (K,), rows (K, d)."""
 
 
-class Held:
+class HeldGradient:
     """What a gradient holds: rows, all elements, or what is on its way. Aliases of one gradient share it.
 
     Args:
@@ -46,7 +46,7 @@ class Held:
         self,
         like: Tensor,
         communicator: Communicator | None,
-        siblings: Callable[[], Sequence[Held]] = lambda: (),
+        siblings: Callable[[], Sequence[HeldGradient]] = lambda: (),
     ) -> None:
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.communicator = communicator
@@ -141,7 +141,7 @@ class Held:
             ids, rows = self.rows()
             self._rows = [(ids, change(rows))]
 
-    def copied(self) -> Held:
+    def copied(self) -> HeldGradient:
         """The same, apart."""
         self.land()
         other = copy.copy(self)
@@ -178,7 +178,7 @@ class Held:
         return int(self.reduce(own, dist.ReduceOp.SUM))
 
 
-def _whole_norms(asked: Sequence[Held], order: float) -> list[Tensor]:
+def _whole_norms(asked: Sequence[HeldGradient], order: float) -> list[Tensor]:
     """Norms of tables, of each rank's parts of them."""
     first = asked[0]
     own = [held.own_norm(order) for held in asked]
@@ -191,7 +191,7 @@ def _whole_norms(asked: Sequence[Held], order: float) -> list[Tensor]:
     return [total.pow(1.0 / order) for total in _together(first, [norm.pow(order) for norm in own], dist.ReduceOp.SUM)]
 
 
-def _together(held: Held, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType) -> list[Tensor]:
+def _together(held: HeldGradient, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType) -> list[Tensor]:
     """Numbers reduced at once, in the widest of their types."""
     widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
     joined = held.reduce(torch.stack([value.to(widest) for value in values]), reduce_op)
@@ -205,10 +205,10 @@ class RowGradient(Tensor):
         held: what it holds.
     """
 
-    held: Held
+    held: HeldGradient
 
     @staticmethod
-    def __new__(cls, held: Held) -> RowGradient:
+    def __new__(cls, held: HeldGradient) -> RowGradient:
         made: RowGradient = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
         made.held = held
         return made
@@ -216,7 +216,7 @@ class RowGradient(Tensor):
     @classmethod
     def of(cls, dense: Tensor, communicator: Communicator | None) -> RowGradient:
         """One with all elements (V', d)."""
-        held = Held(dense, communicator)
+        held = HeldGradient(dense, communicator)
         held.set_dense(dense)
         return cls(held)
 
@@ -438,7 +438,7 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _densely(func: Any, args: Any, kwargs: Any) -> Any:
     """Any other op, on all elements; what it writes is what the gradient holds from then on."""
-    helds: list[Held] = []
+    helds: list[HeldGradient] = []
 
     def dense(gradient: RowGradient) -> Tensor:
         helds.append(gradient.held)

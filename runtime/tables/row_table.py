@@ -37,7 +37,7 @@ from embrace_fx.runtime.optimizer.skipped_steps import form_of
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.layouts import Place, own_part, whole_table
 from embrace_fx.runtime.tables.resting import RestingRows
-from embrace_fx.runtime.tables.row_gradient import Held, RowGradient, Rows
+from embrace_fx.runtime.tables.row_gradient import HeldGradient, RowGradient, Rows
 from embrace_fx.vocabulary.exactness import RowUpdates, row_update_blocker
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums
@@ -87,7 +87,7 @@ class RowTable:
         optimizer: Optimizer | None = None,
         *,
         resting: MayRest = "never",
-        gradients: Callable[[], Sequence[Held]] = lambda: (),
+        gradients: Callable[[], Sequence[HeldGradient]] = lambda: (),
     ) -> None:
         self.name = name
         self.parameter = parameter
@@ -123,7 +123,7 @@ class RowTable:
     # -- the gradient --------------------------------------------------------------------------------------------------
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> HeldGradient | None:
         """What `.grad` holds; None where there is no gradient, or a zero one."""
         held = None if self.parameter.grad is None else self.open_gradient()
         return None if held is None or held.is_zero else held
@@ -133,13 +133,13 @@ class RowTable:
         """Whether a gradient waits for the next step."""
         return self.held is not None
 
-    def open_gradient(self) -> Held:
+    def open_gradient(self) -> HeldGradient:
         """What a backward adds to: the gradient there is, or a new one of zeros."""
         if self.parameter.grad is None:
-            self.parameter.grad = RowGradient(Held(self.local, self._communicator, self._gradients))
+            self.parameter.grad = RowGradient(HeldGradient(self.local, self._communicator, self._gradients))
         elif not isinstance(self.parameter.grad, RowGradient):  # the user's own
             self.parameter.grad = RowGradient.of(self.parameter.grad, self._communicator)
-        held: Held = self.parameter.grad.held
+        held: HeldGradient = self.parameter.grad.held
         return held
 
     def add_gradient(self, ids: Tensor, rows: Tensor) -> None:

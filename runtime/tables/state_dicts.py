@@ -7,7 +7,9 @@ columns alone, so that pickling it is refused; `whole_state` gives what one rank
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +26,12 @@ REFUSAL = (
 )
 
 
+Watch = Callable[[], AbstractContextManager[None]]
+
+_STAGER = "torch.distributed.checkpoint._state_dict_stager"
+"""What copies a state dict for `torch.distributed.checkpoint.async_save`, which then writes shards as shards."""
+
+
 class TableShard(DTensor):
     """A sharded table, or its optimizer's state, in a state dict.
 
@@ -31,6 +39,7 @@ class TableShard(DTensor):
     """
 
     _embrace_name: str
+    _embrace_watch: Watch
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(REFUSAL.format(f"a part of the sharded {self._embrace_name}"))
@@ -40,36 +49,48 @@ class TableShard(DTensor):
             local = self.to_local().clone()
         shape, stride = self.shape, self.stride()
         own = DTensor.from_local(local, self.device_mesh, self.placements, run_check=False, shape=shape, stride=stride)
-        return as_table_shard(own, self._embrace_name)
+        return as_table_shard(own, self._embrace_name, self._embrace_watch)
 
     # What writers of other formats read a tensor by.
 
     def untyped_storage(self) -> NoReturn:
         self.__reduce_ex__(2)
 
-    def data_ptr(self) -> NoReturn:
-        self.__reduce_ex__(2)
+    def data_ptr(self) -> int:
+        if sys._getframe(1).f_globals.get("__name__") != _STAGER:
+            self.__reduce_ex__(2)
+        return 0  # it asks whether there is memory of the tensor's own, and copies that of the local part
 
     def numpy(self, *_: Any, **__: Any) -> NoReturn:
         self.__reduce_ex__(2)
 
 
-def as_table_shard(shard: DTensor, name: str) -> TableShard:
-    """A shard as state dicts show it, in the same memory."""
+def as_table_shard(shard: DTensor, name: str, watch: Watch) -> TableShard:
+    """A shard as state dicts show it, in the same memory.
+
+    Args:
+        watch: a function, within whose context the error of a collective names ranks.
+    """
     found = shard.detach()
     found.__class__ = TableShard  # a DTensor's constructor takes no subclass
     assert isinstance(found, TableShard)
-    found._embrace_name = name
+    found._embrace_name, found._embrace_watch = name, watch
     return found
 
 
 def show_shards(
-    state_dict: dict[str, Any], places: Mapping[str, Place], group: dist.ProcessGroup | None, *, prefix: str = ""
+    state_dict: dict[str, Any],
+    places: Mapping[str, Place],
+    group: dist.ProcessGroup | None,
+    watch: Watch,
+    *,
+    prefix: str = "",
 ) -> None:
     """Puts shards by columns in the place of this rank's parts of tables. Collective where one lies on a grid.
 
     Args:
         places: of the tables, by each of their names.
+        watch: as of `as_table_shard`.
         prefix: of the model's names in the state dict.
     """
     shown: dict[tuple[Any, ...], DTensor] = {}  # a tied parameter once; tables of a stack share their memory
@@ -80,7 +101,7 @@ def show_shards(
         memory = value.untyped_storage()._cdata, value.storage_offset(), *place.shape
         if memory not in shown:
             shown[memory] = shard_by_columns(value, place, group)
-        state_dict[prefix + name] = as_table_shard(shown[memory], prefix + name)
+        state_dict[prefix + name] = as_table_shard(shown[memory], prefix + name, watch)
 
 
 def shard_by_columns(local: Tensor, place: Place, group: dist.ProcessGroup | None) -> DTensor:
@@ -117,6 +138,9 @@ def whole_state(state: Any) -> Any:
     Everything else is the same object. The tables are gathered in the order of their keys as text: the ranks may have
     put them into their dicts in other orders.
     """
+    if isinstance(state, TableShard):
+        with state._embrace_watch():
+            return whole_table(state.detach(), state.device_mesh.get_group())
     if isinstance(state, DTensor):
         return whole_table(state.detach(), state.device_mesh.get_group())
     if isinstance(state, dict):

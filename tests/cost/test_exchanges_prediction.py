@@ -17,7 +17,7 @@ from embrace_fx.cost.links import Cluster, Work, passes_over
 from embrace_fx.cost.sparsity import Sparsity, even_ranges, measure, random_sparsity
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
-from embrace_fx.runtime.exchanges.options import Options
+from embrace_fx.runtime.exchanges.options import ExchangeOptions
 from embrace_fx.runtime.exchanges.steps import run
 from embrace_fx.runtime.exchanges.strategies import STRATEGIES
 from tests.runtime.test_wire import sent_by_connection
@@ -29,15 +29,15 @@ TOLERANCE = 0.04
 FRAME_BYTES = 144
 """Of gloo, for each message (`test_wire.py`)."""
 
-VARIANTS: dict[str, tuple[str, Options]] = {
-    "allreduce": ("allreduce", Options()),
-    "allgather": ("allgather", Options()),
-    "omnireduce": ("omnireduce", Options(block_size=4 * D)),
-    "omnireduce_many_rounds": ("omnireduce", Options(block_size=D, slots=100)),
-    "zen": ("zen", Options()),
-    "zen_elements": ("zen", Options(unit="element")),
-    "zen_hierarchical": ("zen", Options(scheme="hierarchical")),
-    "ps": ("ps", Options()),
+VARIANTS: dict[str, tuple[str, ExchangeOptions]] = {
+    "allreduce": ("allreduce", ExchangeOptions()),
+    "allgather": ("allgather", ExchangeOptions()),
+    "omnireduce": ("omnireduce", ExchangeOptions(block_size=4 * D)),
+    "omnireduce_many_rounds": ("omnireduce", ExchangeOptions(block_size=D, slots=100)),
+    "zen": ("zen", ExchangeOptions()),
+    "zen_elements": ("zen", ExchangeOptions(unit="element")),
+    "zen_hierarchical": ("zen", ExchangeOptions(scheme="hierarchical")),
+    "ps": ("ps", ExchangeOptions()),
 }
 
 
@@ -146,17 +146,26 @@ def test_messages_of_streams_are_estimated(gradient: str) -> None:
 SLOW = Cluster(bandwidth_bytes_per_ms=25e3, latency_ms=0.1)  # 200 Mb/s
 
 
-def time_ms(strategy: str, sparsity: Sparsity, options: Options) -> float:
+def time_ms(strategy: str, sparsity: Sparsity, options: ExchangeOptions) -> float:
     return STRATEGIES[strategy].predict(sparsity, options).time_ms(SLOW)
 
 
 WORK = {
-    "allreduce": (Options(), passes_over(1000 * 8)),
-    "allgather": (Options(), passes_over((3 * 60 + 2 * 100 + 2 * 80 + 80) * 8) + Work(1000 * 8, units=100, rounds=2)),
-    "ps": (Options(), passes_over((2 * 60 + 2 * 50 + 2 * 40 + 2 * 40 + 80) * 8) + Work(1000 * 8, units=50, rounds=4)),
-    "zen": (Options(), passes_over((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8) + Work(1000 * 8, units=110, rounds=6)),
+    "allreduce": (ExchangeOptions(), passes_over(1000 * 8)),
+    "allgather": (
+        ExchangeOptions(),
+        passes_over((3 * 60 + 2 * 100 + 2 * 80 + 80) * 8) + Work(1000 * 8, units=100, rounds=2),
+    ),
+    "ps": (
+        ExchangeOptions(),
+        passes_over((2 * 60 + 2 * 50 + 2 * 40 + 2 * 40 + 80) * 8) + Work(1000 * 8, units=50, rounds=4),
+    ),
+    "zen": (
+        ExchangeOptions(),
+        passes_over((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8) + Work(1000 * 8, units=110, rounds=6),
+    ),
     "zen, hierarchical": (
-        Options(scheme="hierarchical"),
+        ExchangeOptions(scheme="hierarchical"),
         passes_over((60 + 3 * 60 + 2 * 120 + 2 * 80 + 80 + 80) * 8) + Work(1000 * 8, units=120, rounds=2),
     ),
 }
@@ -175,7 +184,7 @@ def test_work_of_streams_by_hand() -> None:
     """Two lanes of each aggregator, one per stream, and whatever rounds they take."""
     sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60), unions=(50.0, 80.0))
 
-    prediction = STRATEGIES["omnireduce"].predict(sparsity, Options(slots=1))
+    prediction = STRATEGIES["omnireduce"].predict(sparsity, ExchangeOptions(slots=1))
 
     values = passes_over((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8)
     lanes = Work(units=3 * 2 * 2, rounds=2 * prediction.mean.messages)
@@ -188,7 +197,7 @@ def test_streams_send_means_while_blocks_come_in() -> None:
     skewed = replace(even, push_imbalance=4.0, pull_imbalance=1.5)
 
     def critical(slots: int) -> float:
-        return STRATEGIES["omnireduce"].predict(skewed, Options(slots=slots)).critical.sent_bytes
+        return STRATEGIES["omnireduce"].predict(skewed, ExchangeOptions(slots=slots)).critical.sent_bytes
 
     record = 7 / 8 * (4 + 512 * 4)
     means = 1.5 * even.union * record
@@ -207,7 +216,7 @@ def test_skew_makes_a_server_add_up_more() -> None:
 
 
 def _added(strategy: str, sparsity: Sparsity) -> float:
-    return STRATEGIES[strategy].predict(sparsity, Options()).work.units
+    return STRATEGIES[strategy].predict(sparsity, ExchangeOptions()).work.units
 
 
 def test_sparsity_is_measured() -> None:
@@ -225,12 +234,12 @@ def test_zen_is_fastest_where_ranks_share_rows(density: float) -> None:
     """Zen, OSDI 2025: balanced parallelism, at 16 ranks, rows as long as the LSTM's."""
     sparsity = random_sparsity(100_000, 512, 4, density, world_size=16)
     for other in ("allreduce", "allgather", "ps", "omnireduce"):
-        assert time_ms("zen", sparsity, Options()) < time_ms(other, sparsity, Options())
+        assert time_ms("zen", sparsity, ExchangeOptions()) < time_ms(other, sparsity, ExchangeOptions())
 
 
 def test_all_gather_is_fastest_where_they_share_none() -> None:
     sparsity = replace(random_sparsity(100_000, 512, 4, 0.001, 16), unions=tuple(100.0 * k for k in range(1, 17)))
-    times_ms = {strategy: time_ms(strategy, sparsity, Options()) for strategy in STRATEGIES}
+    times_ms = {strategy: time_ms(strategy, sparsity, ExchangeOptions()) for strategy in STRATEGIES}
     assert min(times_ms, key=times_ms.__getitem__) == "allgather"
 
 
@@ -238,13 +247,13 @@ def test_skew_slows_ranges_and_not_hashing() -> None:
     even = random_sparsity(100_000, 512, 4, 0.01, world_size=8)
     skewed = replace(even, push_imbalance=4.8, pull_imbalance=4.0)  # 60 % of the non-zeros in the first of 8 ranges
     for strategy in ("ps", "omnireduce"):
-        assert time_ms(strategy, skewed, Options()) > 3 * time_ms(strategy, even, Options())
-    assert time_ms("zen", skewed, Options()) == time_ms("zen", even, Options())
+        assert time_ms(strategy, skewed, ExchangeOptions()) > 3 * time_ms(strategy, even, ExchangeOptions())
+    assert time_ms("zen", skewed, ExchangeOptions()) == time_ms("zen", even, ExchangeOptions())
 
 
 def test_dense_gradients_are_for_all_reduce() -> None:
     sparsity = random_sparsity(100_000, 512, 4, 1.0, world_size=8)
-    times_ms = {strategy: time_ms(strategy, sparsity, Options()) for strategy in STRATEGIES}
+    times_ms = {strategy: time_ms(strategy, sparsity, ExchangeOptions()) for strategy in STRATEGIES}
     assert min(times_ms, key=times_ms.__getitem__) == "allreduce"
 
 

@@ -18,11 +18,11 @@ from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import (
     Gradient,
+    GradientOfRows,
     Parameter,
     PendingGradients,
     PendingRows,
     Result,
-    RowGradient,
     Saved,
     Shard,
     TrainingGraph,
@@ -138,7 +138,7 @@ def test_rows_are_submitted_and_awaited() -> None:
     assert launched(backward, "submit_chunk") == launched(backward, "await_chunk") == ["bucket 0 [0]", "bucket 0 [1]"]
     roles = [role for _, role in outputs_of(backward)]
     assert {role.table for role in roles if isinstance(role, PendingRows)} == {TABLE, OTHER}
-    assert not any(isinstance(role, RowGradient) for role in roles)
+    assert not any(isinstance(role, GradientOfRows) for role in roles)
     assert {role.of for role in roles if isinstance(role, Gradient)} == {Parameter(name) for name in buckets[0]}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from embrace_fx.passes.shard import ShardTables, short_name
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.vocabulary.graph import Gradient, Parameter, RowGradient, Shard, TrainingGraph
+from embrace_fx.vocabulary.graph import Gradient, GradientOfRows, Parameter, Shard, TrainingGraph
 from tests.support.golden import check_golden
 from tests.support.graphs import (
     BAG,
@@ -144,7 +144,7 @@ def test_the_whole_table_leaves_the_graph() -> None:
     assert roles[Shard(TABLE)] == (10, 2)
     outputs = [role for _, role in after.outputs()]
     assert GRADIENT not in outputs
-    assert outputs[-2:] == [RowGradient(TABLE, "ids"), RowGradient(TABLE, "rows")]
+    assert outputs[-2:] == [GradientOfRows(TABLE, "ids"), GradientOfRows(TABLE, "rows")]
     values = {n.name: n.meta["val"] for n in after.graph.nodes if isinstance(n.meta.get("val"), Tensor)}
     of_ten_rows = [name for name, value in values.items() if list(map(str, value.shape[:1])) == ["10"]]
     assert of_ten_rows == ["table_weight_shard"]

@@ -265,7 +265,7 @@ def _accumulate(compiled: CompiledModel, first: Batch, second: Batch) -> None:
 def _fail_once(compiled: CompiledModel, first: Batch, second: Batch) -> None:
     """As soon as a plan is asked for, one rank's batch has an id outside the table."""
     compiled(*first).backward()
-    announcements = compiled._session._announcements
+    announcements = compiled._session.announcements
     if announcements.asked_to_plan:
         bad = torch.full_like(second[0], ROWS) if announcements.communicator.rank == 1 else second[0]
         with pytest.raises(PeerFailure, match=f"rank 1: .*{TABLE}"):

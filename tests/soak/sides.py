@@ -72,7 +72,13 @@ class CompiledSide(PlainSide):
         super().__init__(life)
         mixed = {"words.weight": "alltoall", "items.weight": "allreduce"}
         strategy: Any = {"mixed": mixed, "zen": {"words.weight": "zen"}}.get(life.strategy, life.strategy)
-        self.model = embrace_fx.compile(self.plain, optimizer=self.optimizer, strategy=strategy, schedule=life.schedule)
+        self.model = embrace_fx.compile(
+            self.plain,
+            optimizer=self.optimizer,
+            strategy=strategy,
+            schedule=life.schedule,
+            check_replicas=10,
+        )
 
     def lookahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         found: Iterator[Batch] = iter(self.model.lookahead(batches))
@@ -90,7 +96,7 @@ class CompiledSide(PlainSide):
 
     def ask_for_another_plan(self) -> None:
         """As rank 0 does by itself where batches come to read other rows."""
-        self.model._session._announcements.asks_to_plan = dist.get_rank() == 0
+        self.model._session.announcements.asks_to_plan = dist.get_rank() == 0
 
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

@@ -25,10 +25,10 @@ from embrace_fx.vocabulary.graph import (
     BatchInput,
     Buffer,
     Gradient,
+    GradientOfRows,
     InputRole,
     OutputRole,
     Parameter,
-    RowGradient,
     Saved,
     Shard,
     Table,
@@ -197,10 +197,10 @@ def _input(role: InputRole, node: fx.Node, model: nn.Module, leaves: list[Any], 
 
 
 def _with_whole_gradients(found: Outputs, model: nn.Module) -> Outputs:
-    whole: Outputs = {role: value for role, value in found.items() if not isinstance(role, RowGradient)}
+    whole: Outputs = {role: value for role, value in found.items() if not isinstance(role, GradientOfRows)}
     for role, ids in found.items():
-        if isinstance(role, RowGradient) and role.part == "ids":
-            rows = found[RowGradient(role.table, "rows")]
+        if isinstance(role, GradientOfRows) and role.part == "ids":
+            rows = found[GradientOfRows(role.table, "rows")]
             assert bool((ids[1:] > ids[:-1]).all()), f"expected sorted unique ids, found {ids}"
             num_rows = model.get_parameter(role.table).shape[0]
             whole[Gradient(Parameter(role.table))] = rows.new_zeros((num_rows, rows.shape[1])).index_add_(0, ids, rows)

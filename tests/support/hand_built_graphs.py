@@ -22,12 +22,12 @@ from embrace_fx.vocabulary.graph import (
     BatchInput,
     Buffer,
     Gradient,
+    GradientOfRows,
     InputRole,
     Mutation,
     OutputRole,
     Parameter,
     Result,
-    RowGradient,
     Saved,
     Shard,
     Tangent,
@@ -157,7 +157,7 @@ def table_backward(b: Builder, tangent: fx.Node, table: str) -> list[tuple[fx.No
     received = b.call(c10d.wait_tensor.default, launch, name="received")
     update = b.call(embrace.coalesce.default, ids, received, d, -1, 0.5, name="update")
     parts = [b.call(operator.getitem, update, k, name=f"update_{k}") for k in range(2)]
-    return [(parts[0], RowGradient(table, "ids")), (parts[1], RowGradient(table, "rows"))]
+    return [(parts[0], GradientOfRows(table, "ids")), (parts[1], GradientOfRows(table, "rows"))]
 
 
 def two_tables_graph(order: tuple[int, int] = (0, 1)) -> TrainingGraph:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shutil
+import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.support.killed import EXAMPLE
+from tests.support.ranks import fresh_ranks
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
 KILLED = EXAMPLE.parents[1] / "tests" / "support" / "killed.py"
@@ -63,3 +70,65 @@ def test_a_job_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert run(tmp_path, 3, 15, "2:12") == [(3, 10), (3, 10)]
     assert run(tmp_path, 1, 18) == [(1, 15)]
     check(tmp_path, 18)
+
+
+# -- a kill while a checkpoint is written ------------------------------------------------------------------------------
+
+
+def save_killed_at(point: int, directory: Path, state: dict[str, Tensor]) -> None:
+    """Saves in this process, which dies at the point-th thing that it does with files there."""
+    reached = 0
+
+    def count() -> None:
+        nonlocal reached
+        reached += 1
+        if reached > point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def audit(event: str, arguments: tuple[object, ...]) -> None:
+        if event in ("open", "os.rename", "os.mkdir", "os.remove") and str(directory) in str(arguments[0]):
+            count()
+
+    written = os.fsync
+
+    def fsync(descriptor: Any) -> None:
+        count()
+        written(descriptor)
+
+    os.fsync = fsync
+    sys.addaudithook(audit)
+    save(state, checkpoint_id=directory / "step-000002", no_dist=True)
+
+
+def kill_at_every_point(rank: int, world_size: int, directory: Path) -> list[int]:
+    """By point: the step of the checkpoint that was found after a kill there."""
+    warnings.simplefilter("ignore")  # of torch, which says that it saves in a single process
+    latest = runpy.run_path(str(EXAMPLE))["latest"]
+    states = {step: {"weight": torch.full((300,), float(step)), "step": torch.tensor(step)} for step in (1, 2)}
+    found: list[int] = []
+    status = -1
+    while status != 0:
+        shutil.rmtree(directory, ignore_errors=True)
+        save(states[1], checkpoint_id=directory / "step-000001", no_dist=True)
+        child = os.fork()
+        if child == 0:
+            save_killed_at(len(found), directory, states[2])
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        path = latest(directory)
+        step = int(path.name.removeprefix("step-"))
+        loaded = {"weight": torch.zeros(300), "step": torch.tensor(0)}
+        load(loaded, checkpoint_id=path, no_dist=True)
+        assert all(torch.equal(value, states[step][name]) for name, value in loaded.items()), len(found)
+        found.append(step)
+    return found
+
+
+def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    (outcome,) = fresh_ranks(1, kill_at_every_point, tmp_path / "checkpoints")
+
+    assert outcome.exception is None, outcome
+    assert outcome.result is not None
+    assert len(outcome.result) > 5
+    assert outcome.result == sorted(outcome.result)
+    assert set(outcome.result) == {1, 2}

@@ -1,4 +1,4 @@
-"""Parameters that a batch, or a rank, does not use: gradients as under DDP with `find_unused_parameters`."""
+"""Parameters that a batch, or a rank, does not use: as under DDP with `find_unused_parameters`, None included."""
 
 from __future__ import annotations
 
@@ -110,6 +110,48 @@ def no_gradient_arrives(rank: int, model: Any, step: Callable[[], None]) -> None
         loss = model(_ids(rank, k), "ab")
         (torch._C._functions.UndefinedGrad()(loss) if k == 1 else loss).backward()
         step()
+
+
+def other_branches_on_each_rank(rank: int, model: Any, step: Callable[[], None]) -> None:
+    """Both at first; then each rank one, each rank the other, one rank none, all the same."""
+    for k, taken in enumerate([("ab", "ab"), ("a", "b"), ("b", "a"), ("", "ab"), ("a", "a"), ("", "")]):
+        model(_ids(rank, k), taken[rank]).backward()
+        step()
+
+
+def branches_one_by_one(rank: int, model: Any, step: Callable[[], None]) -> None:
+    """The first step knows of no branch; one comes with the second, the other with the third, on one rank."""
+    for k, taken in enumerate([("", ""), ("a", "a"), ("", "b"), ("ab", "a"), ("b", "")]):
+        model(_ids(rank, k), taken[rank]).backward()
+        step()
+
+
+def an_input_on_one_rank(rank: int, model: Any, step: Callable[[], None]) -> None:
+    for k in range(3):
+        extra = torch.ones((2, DIM), dtype=DTYPE) if rank == k % 2 else None
+        model(_ids(rank, k), "a", extra).backward()
+        step()
+
+
+def accumulated(rank: int, model: Any, step: Callable[[], None]) -> None:
+    for k, taken in enumerate([("ab", "ab"), ("a", "b"), ("", "a")]):
+        with model.no_sync():
+            model(_ids(rank, 10 + k), taken[rank]).backward()
+            model(_ids(rank, 20 + k), taken[1 - rank]).backward()
+        model(_ids(rank, k), taken[rank]).backward()
+        step()
+
+
+LOOPS = (other_branches_on_each_rank, branches_one_by_one, an_input_on_one_rank, accumulated)
+SHARDED = {branches_one_by_one: "trunk.weight", an_input_on_one_rank: "trunk.weight"}
+"""The tables that the first step reads, where those are not all."""
+
+
+@pytest.mark.parametrize("schedule", ["none", "2d"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_branches_that_a_batch_or_a_rank_does_not_take(loop: Loop, schedule: str) -> None:
+    for strategy in ("auto", {SHARDED.get(loop, "*"): "alltoall"}):
+        run_ranks(2, _compared, loop, Branches, {"schedule": schedule, "strategy": strategy})
 
 
 @pytest.mark.parametrize("schedule", ["none", "2d"])

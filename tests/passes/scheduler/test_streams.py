@@ -18,15 +18,15 @@ from embrace_fx.passes.verifier.stream_order import (
 )
 from embrace_fx.vocabulary.schedule import IN_FLIGHT, SCHEDULES
 from embrace_fx.vocabulary.stream_program import (
-    Compute,
     Free,
     HostRead,
     Keep,
+    Kernels,
     Launch,
     Record,
     Step,
     StreamProgram,
-    Wait,
+    WaitEvent,
     story,
 )
 from tests.passes.scheduler.test_step_graph import steps_of_translator
@@ -37,11 +37,11 @@ def program(*steps: Step) -> StreamProgram:
     return StreamProgram("a program", steps)
 
 
-MADE = Compute("backward", writes=("bucket",))
-READY = (Record("ready", "compute"), Wait("ready", "dense"))
+MADE = Kernels("backward", writes=("bucket",))
+READY = (Record("ready", "compute"), WaitEvent("ready", "dense"))
 REDUCED = Launch("dense", "reduce", ("bucket",), ("bucket",))
-DONE = (Record("done", "dense"), Wait("done", "compute"))
-READ = Compute("update", reads=("bucket",))
+DONE = (Record("done", "dense"), WaitEvent("done", "compute"))
+READ = Kernels("update", reads=("bucket",))
 
 SOUND = program(MADE, *READY, REDUCED, *DONE, READ)
 
@@ -64,7 +64,10 @@ def test_events_on_both_sides_order_a_launch() -> None:
         ),
         (program(READY[0], MADE, READY[1], REDUCED, *DONE, READ), "'bucket' to be written by launch 'reduce'"),
         (program(MADE, *READY, DONE[0], REDUCED, DONE[1], READ), "'bucket' to be read by 'update'"),
-        (program(MADE, *READY, REDUCED, *DONE[:1], Wait("ready", "compute"), READ), "'bucket' to be read by 'update'"),
+        (
+            program(MADE, *READY, REDUCED, *DONE[:1], WaitEvent("ready", "compute"), READ),
+            "'bucket' to be read by 'update'",
+        ),
         (program(MADE, *READY, REDUCED, MADE), "'bucket' to be written by 'backward'.* after launch 'reduce'"),
     ],
     ids=[
@@ -78,17 +81,19 @@ def test_what_no_event_orders_is_found(broken: StreamProgram, expected: str) -> 
 
 
 def test_order_is_transitive_over_streams() -> None:
-    through = (Record("done", "dense"), Wait("done", "ids"), Record("later", "ids"), Wait("later", "compute"))
+    through = (Record("done", "dense"), WaitEvent("done", "ids"), Record("later", "ids"), WaitEvent("later", "compute"))
 
     assert hazards(program(MADE, *READY, REDUCED, *through, READ)) == []
 
 
 def test_readers_on_several_streams_need_no_order_but_the_next_writer_waits_for_all() -> None:
-    reads = [step for k in "ab" for step in (Wait("ready", k), Compute("read", ("bucket",), stream=k), Record(k, k))]
+    reads = [
+        step for k in "ab" for step in (WaitEvent("ready", k), Kernels("read", ("bucket",), stream=k), Record(k, k))
+    ]
 
     assert hazards(program(MADE, READY[0], *reads)) == []
-    assert hazards(program(MADE, READY[0], *reads, Wait("a", "compute"), Wait("b", "compute"), MADE)) == []
-    (found,) = hazards(program(MADE, READY[0], *reads, Wait("a", "compute"), MADE))
+    assert hazards(program(MADE, READY[0], *reads, WaitEvent("a", "compute"), WaitEvent("b", "compute"), MADE)) == []
+    (found,) = hazards(program(MADE, READY[0], *reads, WaitEvent("a", "compute"), MADE))
     assert "after 'read' on stream 'b'" in found
 
 
@@ -104,7 +109,7 @@ def test_freed_memory_belongs_to_what_its_stream_runs_next() -> None:
 
 
 def test_the_host_reads_what_was_copied_before_its_event() -> None:
-    copied = Compute("copy", ("ids",), ("sizes",), "ids")
+    copied = Kernels("copy", ("ids",), ("sizes",), "ids")
 
     assert hazards(program(copied, Record("copied", "ids"), HostRead("copied", ("sizes",)))) == []
     assert hazards(program(Record("copied", "ids"), copied, HostRead("copied", ("sizes",)))) != []
@@ -113,7 +118,7 @@ def test_the_host_reads_what_was_copied_before_its_event() -> None:
 
 def test_launches_that_nothing_bounds_are_found() -> None:
     launches = [Launch(stream, stream) for stream in ("ids", "embedding", "dense")]
-    ordered = (launches[0], Record("first", "ids"), launches[1], Wait("first", "dense"), launches[2])
+    ordered = (launches[0], Record("first", "ids"), launches[1], WaitEvent("first", "dense"), launches[2])
 
     assert too_many_in_flight(program(*ordered), 2) == []
     (found,) = too_many_in_flight(program(*launches), 2)
@@ -166,8 +171,8 @@ def test_launches_leave_in_the_order_of_the_schedule(name: str) -> None:
 def test_every_stream_needs_its_waits(name: str) -> None:
     whole = predicted(name)
 
-    for stream in {step.stream for step in whole.records() if isinstance(step, Wait)}:
-        without = [step for step in whole.steps if not (isinstance(step, Wait) and step.stream == stream)]
+    for stream in {step.stream for step in whole.records() if isinstance(step, WaitEvent)}:
+        without = [step for step in whole.steps if not (isinstance(step, WaitEvent) and step.stream == stream)]
         assert hazards(replace(whole, steps=tuple(without))), stream
 
 
@@ -184,10 +189,10 @@ def test_programs_broken_by_hand_are_found() -> None:
         return hazards(replace(whole, steps=changed))
 
     assert "'source.weight rows sent'" in broken(*steps[: late - 2], *steps[late:])[0]  # no wait for the lookup
-    wrong = Wait("target.weight prior done@0", "compute")
-    right = Wait("source.weight prior done@0", "compute")
+    wrong = WaitEvent("target.weight prior done@0", "compute")
+    right = WaitEvent("source.weight prior done@0", "compute")
     assert "'source.weight prior'" in broken(*(wrong if step == right else step for step in steps))[0]
-    unread = {Wait(f"bucket 2 [{k}] done@0", "compute") for k in (0, 1)}
+    unread = {WaitEvent(f"bucket 2 [{k}] done@0", "compute") for k in (0, 1)}
     assert "to be read by 'update bucket 2'" in broken(*(s for s in steps if s not in unread))[0]
 
 

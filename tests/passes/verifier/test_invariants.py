@@ -16,11 +16,11 @@ from embrace_fx.vocabulary.graph import (
     BatchInput,
     Buffer,
     Gradient,
+    GradientOfRows,
     Mutation,
     OutputRole,
     Parameter,
     Result,
-    RowGradient,
     Tangent,
     TrainingGraph,
     copy_module,
@@ -212,7 +212,7 @@ def rows_awaited_twice(graph: TrainingGraph) -> TrainingGraph:
 def launch_lost_in_partition(graph: TrainingGraph) -> TrainingGraph:
     b = Builder(graph.node("x").meta["val"].fake_mode)
     parts = [b.input("i", BatchInput(1), 3, dtype=torch.int64), b.input("r", BatchInput(2), 3, d)]
-    gradients = b.done((parts[0], RowGradient("t", "ids")), (parts[1], RowGradient("t", "rows"))).module
+    gradients = b.done((parts[0], GradientOfRows("t", "ids")), (parts[1], GradientOfRows("t", "rows"))).module
     return TrainingGraph(graph.module, phases={**graph.phases, "backward": gradients})
 
 
@@ -269,7 +269,7 @@ BROKEN: dict[str, dict[str, tuple[Callable[[], TrainingGraph], Break]]] = {
         "no gradient": (dense_graph, without(Gradient(Parameter("w")))),
         "two gradients": (dense_graph, yields(lambda o, g: [*o, (g.node("mean_0"), Gradient(Parameter("w")))])),
         "dense and rows": (table_graph, yields(lambda o, g: [*o, (g.node("grad"), Gradient(Parameter("t")))])),
-        "rows without ids": (table_graph, without(RowGradient("t", "ids"))),
+        "rows without ids": (table_graph, without(GradientOfRows("t", "ids"))),
     },
     "forward_kept": {
         "a mutation lost": (dense_graph, without(Mutation(Buffer("total")))),

@@ -27,7 +27,7 @@ from embrace_fx.runtime.exchanges import omnireduce
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
-from embrace_fx.runtime.exchanges.options import Options
+from embrace_fx.runtime.exchanges.options import ExchangeOptions
 from embrace_fx.runtime.exchanges.steps import run, run_all
 from embrace_fx.runtime.exchanges.strategies import STRATEGIES
 from tests.support.ranks import RankError, run_ranks
@@ -35,18 +35,18 @@ from tests.support.ranks import RankError, run_ranks
 V, D = 45, 6
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
-VARIANTS: dict[str, tuple[str, Options]] = {
-    "allreduce": ("allreduce", Options()),
-    "allgather": ("allgather", Options()),
-    "allgather_elements": ("allgather", Options(unit="element")),
-    "omnireduce": ("omnireduce", Options()),
-    "omnireduce_many_rounds": ("omnireduce", Options(block_size=2 * D, slots=2)),
-    "omnireduce_odd_blocks": ("omnireduce", Options(block_size=7, slots=5)),
-    "zen": ("zen", Options(seed=-1)),
-    "zen_elements": ("zen", Options(unit="element")),
-    "zen_hierarchical": ("zen", Options(scheme="hierarchical")),
-    "ps": ("ps", Options()),
-    "ps_elements": ("ps", Options(unit="element")),
+VARIANTS: dict[str, tuple[str, ExchangeOptions]] = {
+    "allreduce": ("allreduce", ExchangeOptions()),
+    "allgather": ("allgather", ExchangeOptions()),
+    "allgather_elements": ("allgather", ExchangeOptions(unit="element")),
+    "omnireduce": ("omnireduce", ExchangeOptions()),
+    "omnireduce_many_rounds": ("omnireduce", ExchangeOptions(block_size=2 * D, slots=2)),
+    "omnireduce_odd_blocks": ("omnireduce", ExchangeOptions(block_size=7, slots=5)),
+    "zen": ("zen", ExchangeOptions(seed=-1)),
+    "zen_elements": ("zen", ExchangeOptions(unit="element")),
+    "zen_hierarchical": ("zen", ExchangeOptions(scheme="hierarchical")),
+    "ps": ("ps", ExchangeOptions()),
+    "ps_elements": ("ps", ExchangeOptions(unit="element")),
 }
 
 IN_PLACE = {
@@ -234,7 +234,7 @@ def stream_all(rank: int, world_size: int) -> list[str]:
     expected /= world_size
     faults = []
     for streaming in (Streaming(1, 1), Streaming(2, 1), Streaming(24, 1), Streaming(24, 5)):
-        options = Options(block_size=1)
+        options = ExchangeOptions(block_size=1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(omnireduce, "streaming_of", lambda *_, streaming=streaming: streaming)
             mean = run(omnireduce.exchange(gradient, Channel(dist.group.WORLD), options))

@@ -30,7 +30,7 @@ from embrace_fx.runtime.exchanges.hashing import (
     murmur,
     server_of,
 )
-from embrace_fx.runtime.exchanges.options import Options
+from embrace_fx.runtime.exchanges.options import ExchangeOptions
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 
 CPU = torch.device("cpu")
@@ -229,7 +229,7 @@ def test_sums_of_narrow_values_are_wide() -> None:
 
 def test_blocks_of_no_elements_are_refused() -> None:
     with pytest.raises(ValueError, match="expected block_size of at least 1 in the options of an exchange, found 0"):
-        Options(block_size=0)
+        ExchangeOptions(block_size=0)
 
 
 def test_a_row_set_without_a_row_per_id_is_refused() -> None:

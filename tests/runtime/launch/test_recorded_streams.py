@@ -21,7 +21,7 @@ from embrace_fx.passes.verifier.stream_order import different_orders, hazards, v
 from embrace_fx.runtime.launch import launcher, streams
 from embrace_fx.runtime.launch.recorded_streams import RecordedStreams
 from embrace_fx.vocabulary.schedule import BETWEEN, END, IN_FLIGHT, SCHEDULES, OperationId, ScheduleName
-from embrace_fx.vocabulary.stream_program import HostRead, Launch, Step, StreamProgram, Wait
+from embrace_fx.vocabulary.stream_program import HostRead, Launch, Step, StreamProgram, WaitEvent
 from tests.support.cases import long_but
 from tests.support.models import MODELS, Workload
 from tests.support.question_answering import QuestionAnsweringWorkload
@@ -199,7 +199,7 @@ def _waits(recorded: StreamProgram) -> dict[str, set[str]]:
     waiting: set[str] = set()
     last = ""
     for step in recorded.steps:
-        if isinstance(step, Wait) and step.stream == "compute":
+        if isinstance(step, WaitEvent) and step.stream == "compute":
             waiting.add(step.event.partition(" done #")[0])
         elif isinstance(step, str) and step.startswith(_MARK):
             name = step.removeprefix(_MARK)  # more of the same operation, or another one
@@ -212,7 +212,7 @@ def _waits_predicted(predicted: StreamProgram) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     waiting: set[str] = set()
     for step in predicted.records():
-        if isinstance(step, Wait) and step.stream == "compute":
+        if isinstance(step, WaitEvent) and step.stream == "compute":
             waiting.add(step.event.partition(" done@")[0])
         elif hasattr(step, "op") and getattr(step, "stream", "") == "compute" and not isinstance(step, Launch):
             found[step.op] = waiting
@@ -373,6 +373,6 @@ def test_what_is_written_down() -> None:
         del made
         assert float(torch.ones(()).sum()) == 1.0
 
-    expected = ["Compute", "Record", "Wait", "Compute", "Keep", "Compute", "Record", "HostRead", "Free", "Compute"]
+    expected = ["Kernels", "Record", "WaitEvent", "Kernels", "Keep", "Kernels", "Record", "HostRead", "Free", "Kernels"]
     assert _kinds(recorded.steps)[: len(expected)] == expected
     assert recorded.host_waits == ["aten::_local_scalar_dense on stream 'compute'"]

@@ -21,7 +21,7 @@ from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
-from embrace_fx.vocabulary.stream_program import Launch, StreamProgram, Wait
+from embrace_fx.vocabulary.stream_program import Launch, StreamProgram, WaitEvent
 from tests.runtime.launch.test_launcher import ID, LANE_OF, LONG_S, NAMES, OF_FORWARD, ORDER, SHORT_S, windows
 
 
@@ -71,7 +71,7 @@ def test_a_launch_waits_for_where_it_was_submitted_and_for_the_one_two_places_be
 
     device.submit("bucket 0", "early rows", "prior")
 
-    events = {step.event.partition(" #")[0] for step in device.program().records() if isinstance(step, Wait)}
+    events = {step.event.partition(" #")[0] for step in device.program().records() if isinstance(step, WaitEvent)}
     assert IN_FLIGHT == 2
     assert events == {"bucket 0 ready", "early rows ready", "prior ready", "early rows done"}
     assert hazards(device.program()) == []
@@ -102,7 +102,7 @@ def test_a_ticket_lets_the_current_stream_wait() -> None:
     before = ticket.done
     assert int(ticket.wait()) == len("early rows")
     assert (before, ticket.done) == (False, True)
-    last = [step for step in device.program().records() if isinstance(step, Wait)][-1]
+    last = [step for step in device.program().records() if isinstance(step, WaitEvent)][-1]
     assert last.event.startswith("early rows done")
     assert last.stream == "compute"
 
@@ -139,7 +139,7 @@ def test_no_stream_waits_for_a_launch_of_a_later_place() -> None:
     place = {name: k for k, name in enumerate(NAMES)}
     waits: list[str] = []
     for step in device.program().records():
-        if isinstance(step, Wait) and " done #" in step.event:
+        if isinstance(step, WaitEvent) and " done #" in step.event:
             waits.append(step.event.partition(" done")[0])
         elif isinstance(step, Launch):
             assert all(place[name] < place[step.op] for name in waits), (step.op, waits)
@@ -195,7 +195,9 @@ def test_what_nobody_waits_for_lives_until_it_is_waited_for_in_passing() -> None
     for _ in range(3):
         device.launcher.open_window()
 
-    waits = [step.event for step in device.program().records() if isinstance(step, Wait) and step.stream == "compute"]
+    waits = [
+        step.event for step in device.program().records() if isinstance(step, WaitEvent) and step.stream == "compute"
+    ]
     assert [event.partition(" #")[0] for event in waits] == ["early rows done"]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import embrace_fx
-from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure, Progress, RollCall, StuckRank
+from embrace_fx.runtime.ranks.failure import DeadRank, LaunchLog, PeerFailure, RollCall, StuckRank
+from embrace_fx.runtime.tables import placement
 from tests.support.ranks import GROUP_TIMEOUT_S, RankDied, fresh_ranks
 
 WORLD_SIZE = 3
@@ -131,7 +134,7 @@ def _host_leaves_at_once(rank: int, world_size: int) -> list[int]:
     ports = [store.port if store is not None else 0]
     dist.broadcast_object_list(ports)
     store = store or _store(ports[0], host=False)
-    roll_call = RollCall(store, "test", rank, world_size + 1, Progress())  # of one more rank, which never answers
+    roll_call = RollCall(store, "test", rank, world_size + 1, LaunchLog())  # of one more rank, which never answers
     dist.barrier()
     if rank == 0:
         roll_call.missing()
@@ -162,11 +165,11 @@ def _stand_still(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def _train_until_one_stands_still(rank: int, world_size: int, where: str) -> None:
+def _train_until_one_stands_still(rank: int, world_size: int, where: str, dump_to: Path) -> None:
     group = dist.new_group(timeout=timedelta(seconds=STUCK_TIMEOUT_S))
     plain = Model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall", process_group=group)
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall", process_group=group, dump_to=dump_to)
     batches = [(torch.arange(5) + rank + step, torch.ones(())) for step in range(4)]
     for step, batch in enumerate(model.lookahead(batches)):
         stands = rank == 1 and step == 2
@@ -184,11 +187,56 @@ def _train_until_one_stands_still(rank: int, world_size: int, where: str) -> Non
     ("where", "launch"),
     [("before its step", "'announcement'"), ("before its backward", "'.+'")],
 )
-def test_a_rank_that_lives_and_stands_still_is_named_with_its_line(where: str, launch: str) -> None:
-    waiting, stuck = fresh_ranks(2, _train_until_one_stands_still, where)
+def test_a_rank_that_lives_and_stands_still_is_named_with_its_line(where: str, launch: str, tmp_path: Path) -> None:
+    waiting, stuck = fresh_ranks(2, _train_until_one_stands_still, where, tmp_path / "dumps")
 
     line = _stand_still.__code__.co_firstlineno + 1
     assert isinstance(waiting.exception, StuckRank), waiting
     expected = rf"rank 1 has not launched {launch} of step 3: it stands in test_failure.py:{line}"
     assert re.search(expected, str(waiting.exception))
     assert isinstance(stuck.exception, DeadRank | StuckRank)
+    dumps = [json.loads((tmp_path / "dumps" / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [dump["rank"] for dump in dumps] == [0, 1]
+    assert dumps[1]["main_thread"] == f"test_failure.py:{line}"
+    assert any(f"test_failure.py:{line} in _stand_still" in frame for frame in dumps[1]["threads"]["MainThread"])
+    assert dumps[0]["launches"] > dumps[1]["launches"]
+    last = dumps[1]["last_launches"][-1]
+    assert f"number {dumps[1]['launches']}, '{last['name']}' of step {last['step']}" in str(waiting.exception)
+
+
+def _leave_in(rank: int, world_size: int, where: str) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    plain = Model()
+    optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.1)
+    strategy = embrace_fx.Grid(2, 1) if where == "a grid's state" else "alltoall"
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy=strategy, process_group=group)
+    if where == "placement" and rank == 1:
+        setattr(placement, "scatter_table", lambda *_: os._exit(3))  # noqa: B010  (it is imported there)
+    for step in range(2):
+        model(torch.arange(5) + rank + step, torch.ones(())).backward()
+        optimizer.step()
+    if rank == 1:
+        os._exit(3)
+    if where == "a grid's state":
+        model.state_dict()
+    elif where == "the whole state":
+        model.full_state_dict()
+    elif where == "the optimizer's state":
+        embrace_fx.full_state_dict(optimizer)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "placement",
+        "the optimizer's state",
+        pytest.param("the whole state", marks=pytest.mark.long),
+        pytest.param("a grid's state", marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_dies_while_tables_move_is_named(where: str) -> None:
+    living, dead = fresh_ranks(2, _leave_in, where)
+
+    assert isinstance(dead.exception, RankDied)
+    assert isinstance(living.exception, DeadRank), living
+    assert "found that rank(s) 1 no longer answer" in str(living.exception)

@@ -150,7 +150,7 @@ def _is_placed_anew(rank: int, world_size: int, grid: Grid) -> dict[str, Any]:
     gradient = table.grad.clone()
     place_anew(session._setting, graph, replicated, old)
     found["grid"] = torch.equal(whole_parameters(session.model)["0.weight"], before["0.weight"])
-    again = session._state.tables["0.weight"].dense_gradient(session._communicator.group)
+    again = session.state.tables["0.weight"].dense_gradient(session.communicator.group)
     assert again is not None
     found["gradient"] = bool(gradient.any()) and torch.equal(again, gradient)
     return found

@@ -1,0 +1,86 @@
+"""Batches that a plan does not fit: a parameter that is first used after it was made, a table in shards read densely.
+
+A plan is made for the first batch. What a later one needs besides is added to it on all ranks, without anything being
+probed or priced: DDP with `find_unused_parameters` trains such models, and so does this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from embrace_fx.passes.planner.pricing import shard_blocker
+from embrace_fx.planning.reads import used_parameters
+from embrace_fx.vocabulary.graph import Parameter, TrainingGraph
+from embrace_fx.vocabulary.plan import Decision, Plan, Stack
+
+LATE = "first used after the plan was made"
+WHOLE = "a batch, or a gradient hook, needs it whole on some rank"
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """What a plan lacks for a batch.
+
+    Attributes:
+        late: parameters that it gives a gradient, and that the plan takes for unused or frozen.
+        whole: tables that the plan shards, and that its forward does not read as shards can be read.
+    """
+
+    late: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.late or self.whole)
+
+
+def misfit(plan: Plan, graph: TrainingGraph, hooked: Collection[str] = ()) -> Misfit:
+    """What a plan lacks for a captured graph with its tables found; of an evaluation, what it reads.
+
+    Args:
+        hooked: parameters with gradient hooks, which want dense gradients of this rank's own.
+    """
+    trained = used_parameters(graph) if plan.world_size > 1 else ()
+    late = (d.parameter for d in plan if d.strategy in ("unused", "frozen") and d.parameter in trained)
+    return Misfit(tuple(late), tuple(sorted(set(plan.sharded).intersection([*unshardable(graph), *hooked]))))
+
+
+def unshardable(graph: TrainingGraph) -> Iterator[str]:
+    """Parameters that a graph reads otherwise than shards can be read."""
+    tables = {table.parameter: table for table in graph.tables}
+    for _, role in graph.inputs():
+        if isinstance(role, Parameter) and (role.name not in tables or shard_blocker(tables[role.name]) is not None):
+            yield role.name
+
+
+def fitted(plan: Plan, misfits: Sequence[Misfit], why_whole: str = WHOLE) -> Plan:
+    """The plan with what the ranks' batches need besides; the same on all ranks."""
+    late = sorted({name for each in misfits for name in each.late})
+    whole = sorted({name for each in misfits for name in each.whole})
+    reasons = dict.fromkeys(late, LATE) | dict.fromkeys(whole, why_whole)
+    decisions = tuple(_reduced(d, reasons[d.parameter]) if d.parameter in reasons else d for d in plan)
+    stacks = (_without(plan, stack, whole) for stack in plan.stacks)
+    return replace(
+        plan,
+        decisions=decisions,
+        buckets=(*plan.buckets, *((name,) for name in reasons)) if plan.world_size > 1 else (),
+        stacks=tuple(stack for stack in stacks if len(stack.tables) > 1),
+    )
+
+
+def _reduced(decision: Decision, reason: str) -> Decision:
+    return replace(
+        decision,
+        strategy="allreduce",
+        reason=reason,
+        sent_bytes_per_step=decision.ddp_bytes_per_step,
+        scheme="",
+        grid=None,
+    )
+
+
+def _without(plan: Plan, stack: Stack, whole: Collection[str]) -> Stack:
+    tables = tuple(name for name in stack.tables if name not in whole)
+    ends = list(accumulate(plan[name].shape[0] for name in tables))
+    return Stack(tables, (0, *ends[:-1]))

@@ -1,0 +1,134 @@
+"""Loaders of unequal length: what ranks do that have run out of batches while others train on (`join`), as under DDP.
+
+Contract
+    Such a rank takes part in every call of the others, with nothing: a program of no batch, whose gradients are zeros.
+    It takes no steps, so that it cannot keep shards current: with the first rank that has joined, tables become whole
+    on all ranks, and are shards again in the end. Then every rank gets the parameters and buffers of the last to join.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+
+from embrace_fx.passes.take_part import idle_graph
+from embrace_fx.planning.fitting import Misfit, fitted
+from embrace_fx.runtime.ranks.announcement import ACCUMULATING, ACTIVITIES, EVALUATING, JOINED
+from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
+from embrace_fx.runtime.step.program import Program
+from embrace_fx.runtime.step.step import Step
+from embrace_fx.session.calls import Variant
+from embrace_fx.vocabulary.plan import Plan
+
+if TYPE_CHECKING:
+    from embrace_fx.session.session import Session
+
+_WHOLE = "a rank has run out of batches, and steps no shards"
+
+_NO_BATCH = (
+    "expected at least one batch on every rank, under join(), found none on rank(s) {}: a model is compiled for its "
+    "first batch. Give every rank one, or leave the rank out of the process group."
+)
+
+
+class Idling:
+    """One session's."""
+
+    def __init__(self, session: Session) -> None:
+        self._find = weakref.ref(session)
+        self._sharded: Plan | None = None  # the plan in use before tables became whole
+        self._variants: dict[bool, Variant] = {}
+        self._of_plan: Plan | None = None  # for which there are these
+        self.divides_by_all = True
+
+    @property
+    def _session(self) -> Session:
+        session = self._find()
+        assert session is not None
+        return session
+
+    def meet(self, activity: int) -> int:
+        """At the head of each call under `join`: what the ranks do that still have batches. Collective.
+
+        Args:
+            activity: of this rank, as index into `ACTIVITIES`, or `JOINED`.
+
+        Raises:
+            RuntimeError: a rank has joined before the first batch; on every rank.
+        """
+        session = self._session
+        everyone = session.announcements.meet(activity)
+        active = [rank for rank, each in enumerate(everyone) if each != JOINED]
+        joined = [rank for rank, each in enumerate(everyone) if each == JOINED]
+        session.announcements.authority, session.announcements.uneven = active[-1], bool(joined)
+        session.state.gradient_scale = 1.0 if self.divides_by_all else len(everyone) / len(active)
+        if joined and session.planned.plan is None:
+            raise RuntimeError(_NO_BATCH.format(", ".join(map(str, joined))))
+        if joined and session.plan.sharded:
+            self._sharded = session.plan
+            session.planned.change(fitted(session.plan, [Misfit((), session.plan.sharded)], _WHOLE))
+        return everyone[active[0]]
+
+    def take_part(self) -> None:
+        """One call of the others, without a batch. Collective."""
+        activity = self.meet(JOINED)
+        session = self._session
+        session.announcements.activity = activity
+        program = self._program(activity)
+        with torch.no_grad(), autocast_is_in_the_graph():
+            step = Step(program, (), None)
+            step.forward()
+            if program.backward is not None:
+                step.backward([None], for_parameters=False)
+            elif ACTIVITIES[activity] != EVALUATING:
+                step.tell_nothing()
+
+    def end(self, *, last: bool) -> None:
+        """All ranks have run out of batches. Collective.
+
+        Args:
+            last: this rank was among the last.
+        """
+        session = self._session
+        session.announcements.authority, session.announcements.uneven = 0, False
+        session.state.gradient_scale = 1.0
+        ranks = [rank for rank, each in enumerate(session.communicator.gather(last, bool)) if each]
+        if session.planned.plan is None:
+            return
+        session.parameters_may_change()
+        session.send_state(ranks[-1])
+        session.communicator.progress.optimizer_steps = 0  # ranks are alike again
+        sharded, self._sharded = self._sharded, None
+        if sharded is not None:
+            session.planned.change(sharded)
+
+    def _program(self, activity: int) -> Program:
+        """Of no batch, for what the others do."""
+        session = self._session
+        if self._of_plan is not session.plan:
+            self._variants, self._of_plan = {}, session.plan
+        train, accumulates = ACTIVITIES[activity] != EVALUATING, ACTIVITIES[activity] == ACCUMULATING
+        if train not in self._variants:
+            name = session.state.names[0]
+            graph = idle_graph(name, session.state.parameter(name))
+            like = session.planned.any_variant().captured
+            self._variants[train] = Variant(replace(like, graph=graph, result_constants={}, replay=None), graph, train)
+        return session.planned.build(self._variants[train], accumulates=accumulates)
+
+
+class Joined(JoinHook):
+    """What torch's `Join` calls on a rank that has run out of batches."""
+
+    def __init__(self, idling: Idling, *, divides_by_all: bool) -> None:
+        self._idling = idling
+        idling.divides_by_all = divides_by_all
+
+    def main_hook(self) -> None:
+        self._idling.take_part()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._idling.end(last=is_last_joiner)

@@ -1,0 +1,121 @@
+"""Every training program takes part in every exchange of the plan: with no rows, and zeros, where its batch uses less.
+
+Contract
+    A batch may leave a branch out, on one rank or on all: the program for it still launches what the plan exchanges,
+    so that ranks whose batches take different branches meet in the same collectives. Results and the gradients of
+    what the batch uses are unchanged. Whether a parameter got a gradient from any rank is told apart from its values
+    (`embrace_fx.runtime.step.used_parameters`).
+
+    rewrite, a table that the graph does not read, a parameter that it gives no gradient:
+        return (loss, grad_p)
+    ->  no_ids = aten.full([0], 0); none = aten.embedding(weight, no_ids, pad)
+        no_gradient = aten.zeros_like(none)
+        grad_w = aten.embedding_dense_backward(no_gradient, no_ids, V, pad, False)
+        return (loss, grad_p, grad_w)                  # ReduceGradients adds zeros for what has no gradient
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+
+from embrace_fx.passes.rewriter import Rewriter
+from embrace_fx.passes.tables import argument, find_tables
+from embrace_fx.vocabulary.graph import Gradient, Parameter, Result, TrainingGraph, set_outputs
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ExchangedParameter:
+    """A parameter of which something is exchanged.
+
+    Attributes:
+        padding_idx: of a sharded table, the row without gradient, -1 for none; None: it is a replica.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    padding_idx: int | None = None
+
+
+@dataclass(frozen=True)
+class TakePart:
+    """Completes a training graph by what it lacks of a plan's exchanges.
+
+    Attributes:
+        exchanged: by name, in the order of the plan.
+        renormed: whole tables whose ids are exchanged; a graph that does not read them cannot rescale their rows.
+    """
+
+    exchanged: Mapping[str, ExchangedParameter] = field(default_factory=dict)
+    renormed: tuple[str, ...] = ()
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        if unread := set(self.renormed) - {table.parameter for table in graph.tables}:
+            raise ValueError(
+                f"expected every batch to read the tables with max_norm, in forward(), found one that does not read "
+                f"{', '.join(sorted(unread))}: rows are rescaled where they are read, on all ranks alike. Look them up "
+                "for every batch, or leave max_norm out."
+            )
+        read = {role.name for _, role in graph.inputs() if isinstance(role, Parameter)}
+        trained = {r.of.name for v, r in graph.outputs() if isinstance(r, Gradient) and isinstance(r.of, Parameter)}
+        unread = self.exchanged.keys() - read
+        idle = [n for n, each in self.exchanged.items() if each.padding_idx is not None and n not in trained]
+        if not unread and not idle:
+            return graph
+        result = graph.edit()
+        rewriter = Rewriter(result.module)
+        for name, each in reversed(self.exchanged.items()):  # each comes first
+            if name in unread:
+                _add_parameter(rewriter, name, each)
+        for name in idle:
+            _look_nothing_up(result, rewriter, name, self.exchanged[name])
+        result.graph.lint()
+        result.module.recompile()
+        return replace(result, tables=find_tables(result))
+
+
+def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
+    """The graph of no batch at all: it reads one parameter, and yields zero.
+
+    return aten.new_zeros(parameter, [])
+    """
+    graph = fx.Graph()
+    with FakeTensorMode():
+        value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        nothing = value.new_zeros([])
+    read = graph.placeholder(re.sub(r"\W", "_", name))
+    read.meta |= {"role": Parameter(name), "val": value}
+    zero = graph.call_function(aten.new_zeros.default, (read, []))
+    zero.meta["val"] = nothing
+    graph.output((zero,)).meta["roles"] = (Result(0),)
+    return TrainingGraph(fx.GraphModule(nn.Module(), graph))
+
+
+def _add_parameter(rewriter: Rewriter, name: str, like: ExchangedParameter) -> None:
+    with rewriter.before(next(iter(rewriter.graph.nodes))):
+        rewriter.placeholder(re.sub(r"\W", "_", name), Parameter(name), like.shape, like.dtype, like.device)
+
+
+def _look_nothing_up(graph: TrainingGraph, rewriter: Rewriter, name: str, like: ExchangedParameter) -> None:
+    """Adds a lookup of no ids, and the gradient of its rows."""
+    weight = next(node for node, role in graph.inputs() if role == Parameter(name))
+    lookups = [graph.node(use.lookup) for table in graph.tables if table.parameter == name for use in table.uses]
+    padding = argument(lookups[0], "padding_idx") if lookups else like.padding_idx
+    short = re.sub(r"\W", "_", name)
+    with rewriter.before(graph.graph.output_node()):
+        none = rewriter.create(aten.full.default, [0], 0, dtype=torch.int64, device=like.device, name=f"{short}_no_ids")
+        rows = rewriter.call(aten.embedding.default, weight, none, padding, name=f"{short}_no_rows")
+        zeros = rewriter.call(aten.zeros_like.default, rows, name=f"{short}_nothing")
+        backward = aten.embedding_dense_backward.default
+        gradient = rewriter.call(backward, zeros, none, like.shape[0], padding, False, name=f"{short}_no_gradient")
+    role = Gradient(Parameter(name))
+    outputs: list[tuple[fx.Node | None, object]] = [(v, r) for v, r in graph.outputs() if r != role]
+    set_outputs(graph.module, [*outputs, (gradient, role)])  # type: ignore[list-item]

@@ -1,0 +1,100 @@
+"""A state dict with sharded tables written to one file, as `torch.save` would write it whole; no rank holds it whole.
+
+Contract
+    The file is one that `torch.load` reads, with plain tensors alone. Rank 0 writes it, in place: it is laid out first,
+    then the columns of each table arrive in blocks of rows. It has its name once it is complete.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from embrace_fx.runtime.ranks.groups import travels_by_host
+from embrace_fx.runtime.tables.state_dicts import TableShard
+from embrace_fx.vocabulary.ops import own_columns
+
+_BLOCK_ELEMENTS = 1 << 20
+
+
+@torch.no_grad()
+def write_whole(state: dict[str, Any], path: Path) -> None:
+    """Collective among the ranks of the state's shards, which lie by columns, as state dicts show them."""
+    values = list(_tensors(state))
+    group = next((each.device_mesh.get_group() for each in values if isinstance(each, DTensor)), None)
+    writes = group is None or dist.get_rank(group) == 0
+    being_written = path.with_name(f"{path.name}.part")
+    places: list[Tensor | None] = [None] * len(values)
+    if writes:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(_laid_out(state), being_written)
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            places = list(_tensors(torch.load(being_written, mmap=True, weights_only=True)))
+    for value, place in zip(values, places, strict=True):
+        if isinstance(value, DTensor):
+            with value._embrace_watch() if isinstance(value, TableShard) else nullcontext():
+                _write_table(value, place)
+        elif place is not None:
+            place.copy_(value)
+    if writes:
+        del places
+        with being_written.open("rb+") as file:
+            os.fsync(file.fileno())
+        being_written.replace(path)
+    if group is not None:
+        dist.barrier(group)  # whoever returns finds the file
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    """The tensors of a state dict, in the order of their keys as text: ranks may have put them in other orders."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for key in sorted(state, key=str):
+            yield from _tensors(state[key])
+    elif isinstance(state, list | tuple):
+        for each in state:
+            yield from _tensors(each)
+
+
+def _laid_out(state: Any) -> Any:
+    """The same with tensors that have no memory yet, each in a storage of its own."""
+    if isinstance(state, Tensor):
+        return torch.empty(state.shape, dtype=state.dtype)
+    if isinstance(state, dict):
+        return {key: _laid_out(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(_laid_out, state))
+    return state
+
+
+def _write_table(shard: DTensor, place: Tensor | None) -> None:
+    """Writes the columns of all ranks into a table (V, D); None: this rank sends its own."""
+    group = shard.device_mesh.get_group()
+    size, local = dist.get_world_size(group), shard.to_local()
+    by_host = travels_by_host(local, group)
+    rows_a_block = max(1, _BLOCK_ELEMENTS // max(1, shard.shape[1]))
+    for block in local.split(rows_a_block) if place is None else ():
+        if block.numel():
+            dist.send((block.cpu() if by_host else block).contiguous(), dist.get_global_rank(group, 0), group=group)
+    if place is None:
+        return
+    columns = [own_columns(shard.shape[1], size, rank) for rank in range(size)]
+    place[:, slice(*columns[0])] = local
+    for rank in range(1, size):
+        width = columns[rank][1] - columns[rank][0]
+        for rows in place[:, slice(*columns[rank])].split(rows_a_block) if width else ():
+            block = local.new_empty((len(rows), width), device="cpu" if by_host else local.device)
+            dist.recv(block, dist.get_global_rank(group, rank), group=group)
+            rows.copy_(block)

@@ -1,0 +1,217 @@
+"""What a model is called with and what it returns: objects, optional and keyword arguments, packed and nested tensors.
+
+Shape legend
+    B examples; T words of each; D columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
+from torch.optim import SGD
+from transformers import BatchEncoding
+from transformers.modeling_outputs import BaseModelOutput
+
+import embrace_fx
+from tests.support.ranks import run_ranks
+
+B, T, D = 4, 5, 8
+
+
+@dataclass
+class Sample:
+    ids: Tensor
+    weight: Tensor
+    name: str = "plain"
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    rows: Tensor
+    extra: Tensor | None = None
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Holder:
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+        self.note = "held"
+
+
+class Slotted:
+    __slots__ = ("ids",)
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words = nn.Embedding(50, D)
+        self.rnn = nn.LSTM(D, D, batch_first=True)
+
+    def encode(self, ids_BT: Tensor) -> Tensor:
+        found: Tensor = self.rnn(self.words(ids_BT))[0].mean(1)
+        return found
+
+
+class OfDataclass(Words):
+    def forward(self, sample: Sample) -> Output:
+        rows_BD = self.encode(sample.ids) * sample.weight[:, None] * (2 if sample.name == "heavy" else 1)
+        return Output(rows_BD.square().mean(), rows_BD)
+
+
+class OfEncoding(Words):
+    def forward(self, encoding: BatchEncoding) -> BaseModelOutput:
+        rows_BD = self.encode(encoding["input_ids"]) * encoding["attention_mask"].sum(1, keepdim=True)
+        return BaseModelOutput(last_hidden_state=rows_BD.square().mean(), hidden_states=(rows_BD,))
+
+
+class OfObjects(Words):
+    def forward(self, holder: Holder, pairs: dict[str, list[Pair]], scale: Tensor | None = None) -> Any:
+        rows_BD = self.encode(holder.ids) + self.encode(pairs["all"][0].first)
+        if scale is not None:
+            rows_BD = rows_BD * scale
+        return rows_BD.square().mean(), None, {"rows": [rows_BD]}
+
+
+class OfPacked(Words):
+    def forward(self, ids: PackedSequence) -> Tensor:
+        _, (last, _) = self.rnn(PackedSequence(self.words(ids.data), *ids[1:]))
+        return last.square().mean()
+
+
+class OfJagged(Words):
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor_from_jagged(self.words(ids), offsets)
+        weight, bias = self.rnn.weight_hh_l0, self.rnn.bias_hh_l0
+        found: Tensor = nn.functional.linear(rows, weight, bias).values().square().mean()
+        return found + sum(parameter.sum() for parameter in self.rnn.parameters())
+
+
+def draw(rank: int, step: int) -> tuple[Tensor, list[int]]:
+    random = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(50, (B, T), generator=random), torch.randint(1, T + 1, (B,), generator=random).tolist()
+
+
+def parts(rank: int, step: int) -> list[Tensor]:
+    ids_BT, lengths = draw(rank, step)
+    return [row[:length] for row, length in zip(ids_BT, lengths, strict=True)]
+
+
+def objects(rank: int, step: int) -> Any:
+    ids_BT, _ = draw(rank, step)
+    scale = {} if step == 1 else {"scale": torch.tensor(1.0 + step)}
+    return (Holder(ids_BT), {"all": [Pair(ids_BT.flip(1), ids_BT)]}), scale
+
+
+def jagged(rank: int, step: int) -> Any:
+    own = parts(rank, step)
+    ends = torch.tensor([0, *map(len, own)]).cumsum(0)
+    return (torch.cat(own), ends), {}
+
+
+Get = Callable[[int, int], Any]
+CASES: list[tuple[type[Words], Get, Callable[[Any], Tensor]]] = [
+    (
+        OfDataclass,
+        lambda rank, step: ((Sample(draw(rank, step)[0], torch.ones(B) + step, ("plain", "heavy")[step % 2]),), {}),
+        lambda found: found.loss + found.rows.mean(),
+    ),
+    (
+        OfEncoding,
+        lambda rank, step: (
+            (BatchEncoding({"input_ids": draw(rank, step)[0], "attention_mask": torch.ones(B, T)}),),
+            {},
+        ),
+        lambda found: found.last_hidden_state + found["hidden_states"][0].mean(),
+    ),
+    (OfObjects, objects, lambda found: found[0] + found[2]["rows"][0].mean()),
+    (OfPacked, lambda rank, step: ((pack_sequence(parts(rank, step), enforce_sorted=False),), {}), lambda found: found),
+    (OfJagged, jagged, lambda found: found),
+]
+
+
+def train(model: Any, rank: int, get: Get, loss_of: Callable[[Any], Tensor]) -> list[Tensor]:
+    optimizer, losses = SGD(model.parameters(), lr=0.3), []
+    for step in range(3):
+        args, kwargs = get(rank, step)
+        loss = loss_of(model(*args, **kwargs))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses + [value.clone() for value in embrace_fx.full_state_dict(model).values()]
+
+
+def train_both(rank: int, world_size: int) -> list[str]:
+    different = []
+    for kind, get, loss_of in CASES:
+        found = train(embrace_fx.compile(kind(), strategy="alltoall"), rank, get, loss_of)
+        expected = train(DistributedDataParallel(kind()), rank, get, loss_of)
+        if not all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, expected, strict=True)):
+            different.append(f"{kind.__name__}: {found[:3]} for {expected[:3]}")
+    return different
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_arguments_and_results_in_any_form_train_as_under_ddp() -> None:
+    assert run_ranks(2, train_both) == [[], []]
+
+
+# ---- refused ----
+
+
+class PacksItself(Words):
+    def forward(self, ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.words(ids_BT), lengths_B, batch_first=True, enforce_sorted=False)
+        _, (last, _) = self.rnn(packed)
+        return last.square().mean()
+
+
+class OfOneValue(Words):
+    def forward(self, value: Any) -> Tensor:
+        found: Tensor = self.words(value.ids if isinstance(value, Slotted) else value.values()).mean()
+        return found
+
+
+def told(model: nn.Module, *args: Any) -> str:
+    with pytest.raises(embrace_fx.CaptureError) as caught:
+        embrace_fx.compile(model, strategy="alltoall")(*args)
+    return str(caught.value)
+
+
+def refuse(rank: int, world_size: int) -> list[str]:
+    ids_BT, lengths = draw(rank, 0)
+    nested = torch.nested.nested_tensor(parts(rank, 0), layout=torch.jagged)
+    return [
+        told(PacksItself(), ids_BT, torch.tensor(lengths)),
+        told(OfOneValue(), nested),
+        told(OfOneValue(), Slotted(ids_BT)),
+        told(OfOneValue(), ids_BT.to_sparse()),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_others_are_refused_with_what_to_do() -> None:
+    for packs, nested, slotted, sparse in run_ranks(2, refuse):
+        assert "found pack_padded_sequence()" in packs
+        assert "test_arguments.py" in packs
+        assert "PackedSequence(rows, *ids[1:])" in packs
+        assert "found a NestedTensor" in nested
+        assert "found a Slotted, whose tensors are in slots" in slotted
+        assert "found a sparse one" in sparse

@@ -1,0 +1,207 @@
+"""Models that are compiled twice, by others too, or inside of others; called beside their compiled form; averaged."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import embrace_fx
+from tests.support.ranks import run_ranks
+from tests.support.sides import DTYPE, Matching, draw_batch
+
+
+def plain() -> Matching:
+    torch.manual_seed(1)
+    return Matching().to(DTYPE)
+
+
+def sharded(model: nn.Module) -> Any:
+    return embrace_fx.compile(model, strategy="alltoall")
+
+
+def train(model: Any, rank: int, steps: range = range(3)) -> list[Tensor]:
+    """Losses."""
+    optimizer, losses = SGD(model.parameters(), lr=0.5), []
+    for step in steps:
+        loss = model(*draw_batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def state_of(model: nn.Module) -> list[Tensor]:
+    whole = embrace_fx.full_state_dict(model)
+    return [value.clone() for name, value in whole.items() if name != "n_averaged"]
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *batch: Tensor) -> Any:
+        return 2 * self.inner(*batch)
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+def with_compiled_layer(model: Any) -> nn.Module:
+    model.second = torch.compile(model.second, backend="eager")
+    return model  # type: ignore[no-any-return]
+
+
+WRAPPED: dict[str, Callable[[Callable[..., Any]], Any]] = {
+    "torch.compile of it": lambda wrap: torch.compile(wrap(plain()), backend="eager"),
+    "DDP of it": lambda wrap: DistributedDataParallel(wrap(plain())),
+    "module.compile() of it": lambda wrap: compiled_in_place(wrap(plain())),
+    "of module.compile()": lambda wrap: wrap(compiled_in_place(plain())),
+    "of a compiled layer": lambda wrap: wrap(with_compiled_layer(plain())),
+    "inside of another": lambda wrap: Doubled(wrap(plain())),
+}
+
+
+def wrap_both(rank: int, world_size: int) -> list[str]:
+    different = []
+    for name, make in WRAPPED.items():
+        found, expected = train(make(sharded), rank), train(make(DistributedDataParallel), rank)
+        if not all(map(torch.allclose, found, expected)):
+            different.append(f"{name}: {found} for {expected}")
+    return different
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_wrappers_around_and_inside_train_as_around_ddp() -> None:
+    assert run_ranks(2, wrap_both) == [[], []]
+
+
+def told(error: type[Exception], call: Callable[[], Any]) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+def compile_again(rank: int, world_size: int) -> dict[str, str]:
+    compiled, replicated = sharded(plain()), embrace_fx.compile(plain(), strategy="allreduce")
+    cases: list[tuple[str, Any]] = [
+        ("compiled", compiled),
+        ("torch.compile", torch.compile(plain())),
+        ("inside", Doubled(compiled)),
+    ]
+    found = {name: told(ValueError, lambda each=each: sharded(each)) for name, each in cases}  # type: ignore[misc]
+    losses = train(compiled, rank), train(replicated, rank)
+    cases = [
+        ("sharded", compiled.module),
+        ("copied", copy.deepcopy(compiled.module)),
+        ("trained", replicated.module),
+    ]
+    found |= {name: told(ValueError, lambda each=each: sharded(each)) for name, each in cases}  # type: ignore[misc]
+    assert all(map(torch.allclose, *losses))
+    again, left = replicated.module, compiled.module
+    replicated.close()
+    more = train(sharded(again), rank, range(3, 4)), train(compiled, rank, range(3, 4))
+    assert all(map(torch.allclose, *more))
+    compiled.close()
+    found["left"] = told(ValueError, lambda: sharded(left))
+    return found
+
+
+def test_a_model_is_compiled_once() -> None:
+    for found in run_ranks(2, compile_again):
+        assert "found a CompiledModel, which wraps one already" in found["compiled"]
+        assert "found a OptimizedModule, which wraps one already" in found["torch.compile"]
+        assert "found a Doubled whose inner is compiled" in found["inside"]
+        for case in ("sharded", "copied", "left"):
+            assert "of whose tables words.weight, items.weight an earlier compile()" in found[case]
+        assert "found a Matching which another compiled model trains" in found["trained"]
+
+
+def refused_beside(model: Any, narrow: tuple[nn.Module, ...], rank: int) -> dict[str, list[str]]:
+    """What is said where plain modules with parts of tables are called, and where they are saved."""
+    saved = io.BytesIO()
+    called = [told(RuntimeError, lambda each=each: each(*draw_batch(0, rank))) for each in narrow]  # type: ignore[misc]
+    kept = (model.module, model.state_dict(), model)
+    return {"called": called, "saved": [told(TypeError, lambda each=each: torch.save(each, saved)) for each in kept]}  # type: ignore[misc]
+
+
+def average_both(rank: int, world_size: int) -> dict[str, Any]:
+    """An average made after the first call follows; one made before is told of, and refuses nothing else."""
+    results: dict[str, list[Any]] = {}
+    for name, wrap in (("found", sharded), ("expected", DistributedDataParallel)):
+        model = wrap(plain())
+        optimizer = SGD(model.parameters(), lr=0.5)
+        model(*draw_batch(9, rank)).backward()
+        optimizer.zero_grad()
+        average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        hand_made = copy.deepcopy(model.module).requires_grad_(False)
+        for step in range(3):
+            train(model, rank, range(step, step + 1))
+            average.update_parameters(model.module)
+            with torch.no_grad():
+                for old, new in zip(hand_made.parameters(), model.parameters(), strict=True):
+                    old.lerp_(new, 0.1)
+        results[name] = [*state_of(average), *state_of(hand_made)]
+        if name == "found":
+            results |= refused_beside(model, (average, hand_made, model.module), rank)
+            whole = plain()
+            weights = embrace_fx.full_state_dict(average.module)
+            whole.load_state_dict(weights)
+            assert torch.isfinite(whole(*draw_batch(0, rank)))
+            results["goes on"] = train(model, rank)
+    same = all(map(torch.allclose, results.pop("found"), results.pop("expected")))
+    return {**results, "same": same}
+
+
+def test_averages_made_after_the_first_call_follow() -> None:
+    for found in run_ranks(2, average_both):
+        assert found["same"]
+        assert len(found["goes on"]) == 3
+        for line in found["called"]:
+            assert "expected the compiled model in a call, found the Embedding of the plain one" in line
+        for line in found["saved"]:
+            assert "sharded" in line
+            assert "full_state_dict()" in line
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def copy_before(rank: int, world_size: int) -> list[str]:
+    lines, logger = _Lines(), logging.getLogger("embrace_fx")
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    model, other = sharded(plain()), sharded(plain())
+    teacher = copy.deepcopy(model.module)
+    train(model, rank)
+    train(other, rank)
+    assert torch.isfinite(teacher(*draw_batch(0, rank)))  # whole, and its own
+    logger.removeHandler(lines)
+    logger.setLevel(logging.NOTSET)
+    return [line for line in lines.lines if "a copy of the model" in line]
+
+
+def test_copies_made_before_stay_whole_and_are_told_of() -> None:
+    first, second = run_ranks(2, copy_before)
+    assert len(first) == 1
+    assert "words.weight, items.weight are sharded from now on" in first[0]
+    assert not second

@@ -1,0 +1,279 @@
+"""Random faults, one after another: `python -m tests.soak.faults --count 200`, each in ranks of its own.
+
+Each is drawn from its seed: a model in training, and a rank that is killed, stopped, raises, or does something wrong
+that its script survives, at a random moment. What must come of it: every other rank ends within 15 seconds in an error
+that names that rank, or training goes on and ends in the reference's parameters. `--seed SEED --count 1` repeats one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+import embrace_fx
+from embrace_fx.passes.planner.asked_strategies import Strategy
+from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.vocabulary.schedule import ScheduleName
+from tests.soak.plan import OPTIMIZERS, SCHEDULES
+from tests.support.failing import NUM_WORDS, Armed, draw_batch, make_model
+from tests.support.ranks import Outcome, fresh_ranks
+from tests.support.reference import TOLERANCES, train_reference
+from tests.support.training import make_optimizers, whole_parameters
+
+ENDING = ("killed", "killed while it sets up", "stopped", "raises")
+"""What ends a job."""
+
+SURVIVED = ("bad id", "label", "nan", "in the loss", "no backward", "forward", "backward", "slow")
+"""What a script survives."""
+
+STEPS = 14
+WITHIN_S = 15.0
+STOPPED_S = 25.0
+TIMEOUT_S = 8.0
+"""Of the group in which a rank is stopped."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        rank, step: where it happens.
+        delay_s: after the step has begun, or the set-up.
+    """
+
+    seed: int
+    kind: str
+    rank: int
+    step: int
+    delay_s: float
+    ahead: bool
+    strategy: Strategy
+    schedule: ScheduleName
+    optimizer: str
+
+
+def draw(seed: int, ranks: int) -> Fault:
+    random = Random(seed)
+    kind = random.choice(random.choice((ENDING, SURVIVED)))
+    delay_s = random.uniform(0, 4.0) if kind == ENDING[1] else random.expovariate(100)
+    return Fault(
+        seed,
+        kind,
+        random.randrange(ranks),
+        random.randrange(1, STEPS - 1),
+        round(delay_s, 4),
+        random.random() < 0.7,
+        random.choice(("alltoall", "alltoall", "allreduce")),
+        random.choice(SCHEDULES),
+        random.choice(OPTIMIZERS),
+    )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank has ended: with parameters, by name, or with an error, at a moment of `time.time`."""
+
+    at_s: float
+    error: str = ""
+    parameters: Any = None
+
+
+def train(rank: int, ranks: int, fault: Fault, marks: Path) -> Ended:
+    """Trains until the end, or an error."""
+    warnings.simplefilter("ignore")
+    mine = fault.rank == rank
+
+    def happen() -> None:
+        (marks / "moment").write_text(str(time.time()))
+        if fault.kind == "stopped":
+            subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP if fault.kind == "stopped" else signal.SIGKILL)
+
+    timer = threading.Timer(fault.delay_s, happen)
+    timer.daemon = True
+    if mine and fault.kind == ENDING[1]:
+        timer.start()
+    try:
+        return _train(rank, fault, timer if mine and fault.kind in ("killed", "stopped") else None, marks)
+    except Exception as error:
+        return Ended(time.time(), f"{type(error).__name__}: {error}")
+
+
+def _train(rank: int, fault: Fault, timer: threading.Timer | None, marks: Path) -> Ended:
+    timeout = timedelta(seconds=TIMEOUT_S if fault.kind == "stopped" else 60.0)
+    plain = make_model()
+    optimizer = make_optimizers(fault.optimizer, plain)[0]
+    model: Any = embrace_fx.compile(
+        plain,
+        optimizer=optimizer,
+        strategy=fault.strategy,
+        schedule=fault.schedule,
+        process_group=dist.new_group(timeout=timeout),
+    )
+    batches = [draw_batch(step, rank) for step in range(STEPS)]
+    for step, batch in enumerate(model.lookahead(batches) if fault.ahead else batches):
+        now = step == fault.step
+        if now and timer is not None:
+            timer.start()
+        does = fault.kind if now and fault.rank == rank else ""
+        if does == "raises":
+            (marks / "moment").write_text(str(time.time()))
+            os._exit(1)  # as a script's own exception ends it
+        try:
+            _step(model, optimizer, batch, does)
+        except (PeerFailure, FloatingPointError, MemoryError, IndexError, ValueError):
+            if not now or fault.kind in ENDING:
+                raise
+        optimizer.zero_grad()
+    return Ended(time.time(), parameters=whole_parameters(model))
+
+
+def _step(model: Any, optimizer: Optimizer, batch: tuple[torch.Tensor, ...], does: str) -> None:
+    if does == "bad id":
+        batch[0][0, 0] = NUM_WORDS
+    elif does == "label":
+        batch[2][0] = 7
+    elif does == "slow":
+        time.sleep(2.0)
+    Armed.where = does
+    loss = model(*batch)
+    if does == "in the loss":
+        raise ValueError("a user's own error")
+    if does != "no backward":
+        loss.backward()
+        optimizer.step()
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of a fault.
+
+    Attributes:
+        after_s: the last rank's error, counted from the fault; None where training went on.
+        errors: of the other ranks.
+        wrong: what should not be; empty: nothing.
+    """
+
+    fault: Fault
+    after_s: float | None
+    errors: tuple[str, ...]
+    wrong: str
+
+
+def try_fault(fault: Fault, ranks: int) -> Found:
+    with tempfile.TemporaryDirectory() as name:
+        outcomes = fresh_ranks(ranks, train, fault, Path(name), timeout_s=200.0)
+        moment = Path(name) / "moment"
+        at_s = float(moment.read_text()) if moment.exists() else None
+    others = [(rank, outcome) for rank, outcome in enumerate(outcomes) if rank != fault.rank]
+    if at_s is None:
+        return _survived(fault, ranks, outcomes)
+    ends = [outcome.result for _, outcome in others]
+    if any(end is None for end in ends):
+        return Found(fault, None, tuple(repr(outcome.exception) for _, outcome in others), "a rank has not ended")
+    if all(end is not None and not end.error for end in ends):
+        return Found(fault, None, (), "")  # it had nothing to do any more when the other one was gone
+    errors = tuple(end.error for end in ends if end is not None)
+    after_s = max(end.at_s for end in ends if end is not None) - at_s
+    wrong = "" if all(_names(error, fault.rank) for error in errors) else "an error does not name the rank"
+    if after_s > WITHIN_S:
+        wrong = f"{wrong}; it came after {after_s:.1f} s"
+    return Found(fault, round(after_s, 1), errors, wrong)
+
+
+def _names(error: str, rank: int) -> bool:
+    return any(
+        each in error for each in (f"rank(s) {rank} no longer", f"rank {rank} has not launched", f"rank {rank} stands")
+    )
+
+
+def _survived(fault: Fault, ranks: int, outcomes: list[Outcome[Ended]]) -> Found:
+    left_out = fault.kind in SURVIVED and fault.kind != "slow"
+    steps = [step for step in range(STEPS) if not (left_out and step == fault.step)]
+    batches = [[draw_batch(step, rank) for step in steps] for rank in range(ranks)]
+
+    def optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
+        return make_optimizers(fault.optimizer, model)
+
+    expected = train_reference(make_model, optimizers, batches, len(steps))
+    wrong = []
+    for rank, outcome in enumerate(outcomes):
+        if outcome.result is None or outcome.result.error:
+            told = outcome.exception if outcome.result is None else outcome.result.error
+            wrong.append(f"rank {rank} ended with {told}")
+            continue
+        for name, value in expected.items():
+            apart = (outcome.result.parameters[name] - value).abs().max()
+            if not apart <= TOLERANCES[torch.float64] * value.abs().max():
+                wrong.append(f"{name} on rank {rank} is {float(apart):.2g} from the reference")
+    return Found(fault, None, (), "; ".join(wrong))
+
+
+def table(found: list[Found], ranks: int) -> str:
+    """What has come of all, as a page."""
+    lines = [
+        f"# {len(found)} random faults on {ranks} ranks",
+        "",
+        f"Seeds {found[0].fault.seed} to {found[-1].fault.seed}. "
+        f"{sum(bool(each.wrong) for each in found)} ended otherwise than they should.",
+        "",
+        "| fault | times | ended in an error | seconds to the last error, median | most | went on, exact | wrong |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind in (*ENDING, *SURVIVED):
+        mine = [each for each in found if each.fault.kind == kind]
+        after = [each.after_s for each in mine if each.after_s is not None]
+        median, most = (f"{statistics.median(after):.1f}", f"{max(after):.1f}") if after else ("", "")
+        wrong = sum(bool(each.wrong) for each in mine)
+        went_on = sum(each.after_s is None and not each.wrong for each in mine)
+        lines.append(f"| {kind} | {len(mine)} | {len(after)} | {median} | {most} | {went_on} | {wrong} |")
+    bad = [each for each in found if each.wrong]
+    lines += ["", *(f"- seed {each.fault.seed}, {each.fault.kind}: {each.wrong}" for each in bad)] if bad else []
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=10_000.0, help="no fault begins after so many")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("build/soak"))
+    given = parser.parse_args()
+    given.output.mkdir(parents=True, exist_ok=True)
+    ends_s = time.monotonic() + 60 * given.minutes
+    found: list[Found] = []
+    for seed in range(given.seed, given.seed + given.count):
+        if time.monotonic() > ends_s:
+            break
+        found.append(try_fault(draw(seed, given.ranks), given.ranks))
+        with (given.output / f"faults-{given.seed}.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(found[-1])) + "\n")
+        (given.output / f"faults-{given.seed}.md").write_text(table(found, given.ranks))
+        fault = found[-1].fault
+        print(f"seed {seed}: {fault.kind}, {fault.schedule}: {found[-1].wrong or 'as it should'}", flush=True)
+    print(table(found, given.ranks))
+    raise SystemExit(any(each.wrong for each in found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Loaders of unequal length under `join`: parameters, buffers and losses as under DDP; torch's own `Join` too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import embrace_fx
+from tests.support.ranks import run_ranks, run_ranks_expecting_errors
+
+DTYPE = torch.float64
+NUM_IDS, DIM = 12, 4
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = nn.Embedding(NUM_IDS, DIM)
+        self.norm = nn.BatchNorm1d(DIM)
+        self.out = nn.Linear(DIM, 1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.seen.add_(ids.double().mean())
+        x = self.norm(self.ids(ids))
+        loss: Tensor = (self.out(x) - self.seen).square().mean()
+        return loss
+
+
+def _ids(rank: int, step: int) -> Tensor:
+    return torch.randint(NUM_IDS, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _trained(rank: int, wrap: Callable[[nn.Module], Any], epoch: Callable[..., None]) -> dict[str, Tensor]:
+    torch.manual_seed(rank)
+    model = wrap(Normed().to(DTYPE))
+    optimizer = SGD(model.parameters(), 0.1)
+    for k in range(2):  # the second one with what the first has left
+        epoch(rank, model, optimizer, k)
+    found = embrace_fx.full_state_dict(model)
+    return {name.removeprefix("module."): value.detach().clone() for name, value in found.items()}
+
+
+def _step(model: Any, optimizer: SGD, ids: Tensor) -> None:
+    model(ids).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _unequal(rank: int, model: Any, optimizer: SGD, epoch: int, **options: Any) -> None:
+    with model.join(**options):
+        for k in range(2 + 3 * (rank == epoch)):  # each rank once has more
+            _step(model, optimizer, _ids(rank, 10 * epoch + k))
+
+
+def _divided_by_the_active(rank: int, model: Any, optimizer: SGD, epoch: int) -> None:
+    _unequal(rank, model, optimizer, epoch, divide_by_initial_world_size=False)
+
+
+def _accumulating(rank: int, model: Any, optimizer: SGD, epoch: int) -> None:
+    with Join([model]):
+        for k in range(2 + rank):
+            with model.no_sync():
+                model(_ids(rank, 100 + k)).backward()
+            _step(model, optimizer, _ids(rank, k))
+
+
+EPOCHS = (_unequal, _divided_by_the_active, _accumulating)
+
+
+def _compared(rank: int, world_size: int, epoch: Callable[..., None], options: dict[str, Any]) -> None:
+    expected = _trained(rank, DistributedDataParallel, epoch)
+    found = _trained(rank, lambda m: embrace_fx.compile(m, **options), epoch)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("epoch", EPOCHS)
+def test_ranks_that_have_run_out_of_batches(epoch: Callable[..., None]) -> None:
+    for options in ({"schedule": "none"}, {"strategy": {"ids.weight": "alltoall"}}):
+        run_ranks(2, _compared, epoch, options)
+
+
+def _stops(rank: int, world_size: int) -> None:
+    model = embrace_fx.compile(Normed().to(DTYPE))
+    optimizer = SGD(model.parameters(), 0.1)
+    with model.join(throw_on_early_termination=True):
+        for k in range(2 + rank):
+            _step(model, optimizer, _ids(rank, k))
+
+
+def _has_none(rank: int, world_size: int) -> None:
+    model = embrace_fx.compile(Normed().to(DTYPE))
+    try:
+        _unequal(rank, model, SGD(model.parameters(), 0.1), 0) if rank else _no_batch(model)
+    finally:
+        dist.barrier()
+
+
+def _no_batch(model: Any) -> None:
+    with model.join():
+        pass
+
+
+def test_all_ranks_stop_where_that_is_asked() -> None:
+    errors = run_ranks_expecting_errors(2, _stops)
+    assert all("exhausted" in str(error) for error in errors)
+
+
+def test_a_rank_without_any_batch_is_refused_on_all() -> None:
+    errors = run_ranks_expecting_errors(2, _has_none)
+    assert all("expected at least one batch on every rank" in str(error) for error in errors)
