@@ -19,7 +19,7 @@ Bytes = tuple[int, int, int | None]
 
 def _trains(rank: int, world_size: int) -> list[tuple[Bytes, Bytes, Bytes, int, str]]:
     """Of the input table: before an optimizer is known, predicted, held; bytes sent; what is printed."""
-    found = []
+    found: list[tuple[Bytes, Bytes, Bytes, int, str]] = []
     cases: tuple[tuple[int, RowUpdatesOption], ...] = ((60, "sweep"), (60, "replay"), (6000, "replay"))
     for rows, row_updates in cases:
         workload = replace(TwoTableLMWorkload(), embedding_dim=8)
