@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
@@ -19,6 +19,7 @@ from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.telling import stage
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
+from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
@@ -390,8 +391,11 @@ class CompiledModel(nn.Module, Joinable):
     # -- seeing --------------------------------------------------------------------------------------------------------
 
     @property
-    def graphs(self) -> Mapping[str, fx.GraphModule]:
-        """Pass name -> the graph after it: "captured" first, and "ids", "forward", "backward", which run, last."""
+    def graphs(self) -> Graphs:
+        """Pass name -> the graph after it: "captured" first, and "ids", "forward", "backward", which run, last.
+
+        `graphs.diff(first, second)` compares two as text, `graphs.save("graphs.svg")` draws what runs.
+        """
         return self._session.views.graphs
 
     @property

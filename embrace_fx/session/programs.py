@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from torch import fx
-
-from embrace_fx.capture.structured_trace import log_graph
+from embrace_fx.capture.structured_trace import log_graph, log_text
 from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.held import Held, held
@@ -26,6 +24,7 @@ from embrace_fx.session.calls import Variant
 from embrace_fx.session.pipeline import Compiled, relaxing_passes, run_passes, training_passes
 from embrace_fx.setup.agreement import agree_on_build, give_up
 from embrace_fx.setup.setting import Setting
+from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 
@@ -55,7 +54,7 @@ class ProgramBuilder:
     ) -> None:
         self.flow: Flow | None = None
         self.scheduling: Scheduling | None = None
-        self.graphs: Mapping[str, fx.GraphModule] = {}
+        self.graphs = Graphs()
         self._setting = setting
         self._plan = plan
         self._calls = calls
@@ -90,7 +89,8 @@ class ProgramBuilder:
         assert compiled is not None
         if train:
             self._start(compiled)
-            self.graphs = compiled.graphs
+            self.graphs = Graphs(compiled.graphs, compiled.phases)
+            log_text("pass_times", compiled.times())
             self._joint = compiled.graph
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
@@ -189,7 +189,7 @@ class ProgramBuilder:
             ordered = run_passes(analysed, self._ordering(), compiled)
             program.compute_as(ordered.graph)
             self._relaxed[program] = ordered, analysed
-            self.graphs = ordered.graphs
+            self.graphs = Graphs(ordered.graphs, ordered.phases)
             self._joint = ordered.graph
         assert self._joint is not None
         log_graph("order_compute", self._joint.phases["backward"])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-
-from torch import fx
+from collections.abc import Iterator
 
 from embrace_fx.planning.summary import summary
 from embrace_fx.scheduling.scheduling import Scheduling
@@ -14,6 +12,7 @@ from embrace_fx.session.comm_hooks import told_of
 from embrace_fx.session.memory_report import memory_report
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.setup.setting import Setting
+from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
 
@@ -37,9 +36,9 @@ class Views:
         return self._planned.plan
 
     @property
-    def graphs(self) -> Mapping[str, fx.GraphModule]:
+    def graphs(self) -> Graphs:
         assert self.plan is not None  # raises before the first call
-        return {} if self._planned.builder is None else self._planned.builder.graphs
+        return Graphs() if self._planned.builder is None else self._planned.builder.graphs
 
     def report(self) -> str:
         told, setting = str(self.plan) + told_of(self._setting.communicator.gradient_dtype), self._setting
