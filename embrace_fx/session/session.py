@@ -35,8 +35,8 @@ from embrace_fx.session.comm_hooks import dtype_of_hook
 from embrace_fx.session.garbage import not_collecting
 from embrace_fx.session.idling import Idling, Joined
 from embrace_fx.session.lookahead import Lookahead
-from embrace_fx.session.model_watch import ModelWatch
-from embrace_fx.session.parameter_watch import ParameterWatch
+from embrace_fx.session.model_watch import OTHER_PARAMETERS, ModelWatch
+from embrace_fx.session.parameter_watch import CONVERTED, ParameterWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.session.programs import ProgramBuilder
@@ -238,9 +238,9 @@ class Session:
         """
         changed = None
         if name := self._watch.parameters_changed():
-            changed = RuntimeError(_OTHER_PARAMETERS.format(name))
+            changed = RuntimeError(OTHER_PARAMETERS.format(name))
         elif name := self._parameters.converted():
-            changed = RuntimeError(_CONVERTED.format(name))
+            changed = RuntimeError(CONVERTED.format(name))
         if changed is not None:
             if self.planned.plan is None:  # the other ranks make no announcements yet
                 agree_on_first_call(self.announcements, changed)
@@ -400,15 +400,3 @@ class Session:
     def clear_gradients(self) -> None:
         """What backwards under `no_sync` left is gone with the gradients."""
         self.state.unreduced.clear()
-
-
-_OTHER_PARAMETERS = (
-    "expected the parameters of compile(), in the model's call, found that {} came, went or was replaced: gradients "
-    "are exchanged, and tables sharded, for those that there were. Change layers, resize embeddings, tie weights and "
-    "parametrize before the first call, or compile the changed model anew"
-)
-
-_CONVERTED = (
-    "expected every parameter to stay of its dtype, in the model's call, found that that of {} has changed since the "
-    "first call: what is exchanged was decided by it. Convert the model before the first call, or compile it anew"
-)
