@@ -31,6 +31,7 @@ from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure, PlanDoesNotFit
 from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.step.outside_uses import OutsideUses
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
 from embrace_fx.runtime.tables.layouts import Place
@@ -75,7 +76,6 @@ class Session:
         self.model = model
         self.optimizers = optimizers
         self.options = options
-        self.synchronised = True
         self.lookahead = Lookahead(at_end=self._end_lookahead)
         self._flow: Flow | None = None
         self._timeline: Timeline | None = None
@@ -111,6 +111,7 @@ class Session:
         self._builder: ProgramBuilder | None = None  # of the plan in use
         self._replicated = False
         self._placed = add_state_hooks(self)
+        self._outside = OutsideUses(self.state, self.communicator)
         self._kinds: dict[Any, Kind] = {}
         self.idling = Idling(self)
         self._misfit = Misfit()  # of the batch whose program is to be built
@@ -424,7 +425,7 @@ class Session:
             self._adopt(plan, findings)
             with stage("placing parameters", rank):
                 place(self._setting, analysed, plan)
-            self._placed.note(self)
+            self._note_places()
             self._watch.note_parameters()
         variant = Variant(captured, analysed, train)
         kind.variants.append(variant)
@@ -539,9 +540,9 @@ class Session:
             self._flow.close()
         self.state.settle_tables()
         place_anew(self._setting, analysed, old, new)
-        self._placed.note(self)
         told = story(self._calls.count, old, new)
         self._adopt(replace(new, history=(*old.history, told)), findings)
+        self._note_places()
         self._setting.stepping.flow = None
         for kind in self._kinds.values():
             for each in kind.variants:
@@ -592,6 +593,22 @@ class Session:
             table.parameter = self.state.parameter(name)
         self.communicator.progress.optimizer_steps = 0  # ranks are alike again
         self._watch.note_parameters()
+        if self._plan is not None:
+            self._note_places()
+
+    def _note_places(self) -> None:
+        """Parameters are where the plan has them."""
+        self._placed.note(self)
+        self._outside.watch(frozenset(d.parameter for d in self.plan if d.strategy in ("unused", "frozen")))
+
+    @property
+    def synchronised(self) -> bool:
+        """Whether backwards reduce gradients."""
+        return self.state.synchronised
+
+    @synchronised.setter
+    def synchronised(self, value: bool) -> None:
+        self.state.synchronised = value
 
     def parameters_may_change(self) -> None:
         """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
