@@ -24,6 +24,7 @@ from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
 from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.step.outside_uses import OutsideUses
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
 from embrace_fx.runtime.tables.layouts import Place
@@ -66,7 +67,6 @@ class Session:
         self.model = model
         self.optimizers = optimizers
         self.options = options
-        self.synchronised = True
         self.lookahead = Lookahead(at_end=self._end_lookahead)
         self._warned = False
         self._given_group = group
@@ -94,11 +94,10 @@ class Session:
         self._captures = Captures(self._setting)
         self._replicated = False
         self._placed = add_state_hooks(self)
+        self._outside = OutsideUses(self.state, self.communicator)
         self._kinds = Kinds()
         buffers = BufferSharing(self.state, self.announcements, on=options.shares_buffers)
-        self.planned = PlanInUse(
-            self._setting, self._kinds, buffers, self._warn_of_other_batch, lambda: self._placed.note(self)
-        )
+        self.planned = PlanInUse(self._setting, self._kinds, buffers, self._warn_of_other_batch, self._note_places)
         self.views = Views(self._setting, self.planned)
         self.idling = Idling(self)
 
@@ -383,6 +382,22 @@ class Session:
             table.parameter = self.state.parameter(name)
         self.communicator.progress.optimizer_steps = 0  # ranks are alike again
         self._watch.note_parameters()
+        if self._plan is not None:
+            self._note_places()
+
+    def _note_places(self) -> None:
+        """Parameters are where the plan has them."""
+        self._placed.note(self)
+        self._outside.watch(frozenset(d.parameter for d in self.plan if d.strategy in ("unused", "frozen")))
+
+    @property
+    def synchronised(self) -> bool:
+        """Whether backwards reduce gradients."""
+        return self.state.synchronised
+
+    @synchronised.setter
+    def synchronised(self, value: bool) -> None:
+        self.state.synchronised = value
 
     def parameters_may_change(self) -> None:
         """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
