@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
@@ -19,6 +19,7 @@ from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.telling import stage
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
+from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
@@ -81,7 +82,7 @@ def compile(
         check_replicas: every so many calls, ranks compare checksums of what all of them hold: a rank whose parameters,
             optimizer state or learning rate have become other ones is named (docs/operations.md). None: never.
         broadcast_buffers, forward_sync_buffers: as of DDP: forwards read rank 0's buffers. With the first false, each
-            rank keeps its own from the beginning; with the second, once they have been made equal at the first call.
+            rank keeps its own from the beginning; with the second, once they have been made equal in compile().
         dump_to: a folder into which each living rank writes, when a rank is dead or stuck, what it was doing: its last
             launches, and where its threads stood. None: nothing is written.
 
@@ -291,6 +292,11 @@ class CompiledModel(nn.Module, Joinable):
         return self._session.group
 
     @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether forwards read rank 0's buffers, as of DDP."""
+        return self._session.options.shares_buffers
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that train together, as of DDP; None: a single process."""
         return self._session.group
@@ -385,9 +391,12 @@ class CompiledModel(nn.Module, Joinable):
     # -- seeing --------------------------------------------------------------------------------------------------------
 
     @property
-    def graphs(self) -> Mapping[str, fx.GraphModule]:
-        """Pass name -> the graph after it: "captured" first, and "ids", "forward", "backward", which run, last."""
-        return self._session.graphs
+    def graphs(self) -> Graphs:
+        """Pass name -> the graph after it: "captured" first, and "ids", "forward", "backward", which run, last.
+
+        `graphs.diff(first, second)` compares two as text, `graphs.save("graphs.svg")` draws what runs.
+        """
+        return self._session.views.graphs
 
     @property
     def plan(self) -> Plan:
@@ -396,21 +405,23 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def schedule(self) -> DrawnSchedule:
-        """The launch order and when everything is predicted to run, from the first call on; `.save(path)` draws it.
+        """The launch order, and when everything is predicted to run; `.save(path)` draws it. From the first step on.
+
+        One process has compute alone to show.
 
         From the cost model at first; after some ten steps, from what has been measured of compute and links.
         """
-        return drawn(self._session.schedule)
+        return drawn(self._session.views.schedule)
 
     @property
     def timeline(self) -> DrawnTimeline:
         """What ran when under the last `record()`, on all ranks; `.save(path)` draws it beside the prediction."""
-        return drawn(self._session.timeline, self._session.schedule)
+        return drawn(self._session.views.timeline, self._session.views.schedule)
 
     def record(self) -> contextlib.AbstractContextManager[None]:
-        """Measures the steps inside: see `timeline`. Collective; needs two ranks and a first call before."""
-        return self._session.record()
+        """Measures the training steps inside, the first ones too: see `timeline`. Collective."""
+        return self._session.views.record()
 
     def report(self) -> str:
         """The plan as a table: strategy, reason, bytes per step against DDP."""
-        return self._session.report()
+        return self._session.views.report()

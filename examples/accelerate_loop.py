@@ -10,57 +10,28 @@ from __future__ import annotations
 
 import argparse
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from random_words import Network, Sentences
+from torch.utils.data import DataLoader
 
 from embrace_fx.integrations.accelerate import EmbraceAccelerator
 
-NUM_WORDS, LENGTH, BATCH = 500, 8, 4
-
-
-class Sentences(Dataset[tuple[Tensor, Tensor]]):
-    """Random words, and whether most of them are from the first half of the vocabulary."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        self.words = torch.randint(NUM_WORDS, (size, LENGTH), generator=torch.Generator().manual_seed(seed))
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        words = self.words[index]
-        return words, (words < NUM_WORDS // 2).double().mean().round()
-
-
-class Classifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(NUM_WORDS, 16)
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
-
-    def forward(self, words_BL: Tensor) -> Tensor:
-        scores: Tensor = self.layers(self.words(words_BL).mean(1)).squeeze(-1)
-        return scores
-
-
-OPTIMIZERS: dict[str, Any] = {"adam": partial(torch.optim.Adam, lr=0.01), "sgd": partial(torch.optim.SGD, lr=0.1)}
+BATCH = 4
 
 
 def train(accelerator: Any, arguments: argparse.Namespace) -> list[float]:
     """The loop: nothing in it knows which accelerator it has."""
     torch.manual_seed(0)
     steps, accumulate = arguments.steps, arguments.accumulate
-    model: Any = Classifier().double()
-    optimizer: Any = OPTIMIZERS[arguments.optimizer](model.parameters())
-    loader: Any = DataLoader(Sentences(16 * steps * accumulate, seed=1), BATCH)
-    test: Any = DataLoader(Sentences(32, seed=2), BATCH)
+    model: Any = Network().double()
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader: Any = DataLoader(Sentences(16 * steps * accumulate, 1, torch.double), BATCH)
+    test: Any = DataLoader(Sentences(32, 2, torch.double), BATCH)
     model, optimizer, loader, test = accelerator.prepare(model, optimizer, loader, test)
     if arguments.resume is not None:
         accelerator.load_state(str(arguments.resume))
@@ -69,7 +40,7 @@ def train(accelerator: Any, arguments: argparse.Namespace) -> list[float]:
         with accelerator.accumulate(model):
             loss = F.binary_cross_entropy_with_logits(model(words), targets)
             accelerator.backward(loss)
-            if accelerator.sync_gradients and arguments.clip:
+            if accelerator.sync_gradients:
                 norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.step()
             optimizer.zero_grad()
@@ -91,8 +62,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--mixed-precision", default="no")
-    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adam")
-    parser.add_argument("--no-clip", action="store_false", dest="clip")
     parser.add_argument("--strategy", help="of embrace_fx.compile")
     parser.add_argument("--resume", type=Path, help="a folder that save_state has written")
     arguments = parser.parse_args()

@@ -17,37 +17,13 @@ from typing import Any
 import lightning
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from random_words import Network, Sentences
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from embrace_fx.integrations.lightning import EmbraceStrategy
 
-NUM_WORDS, LENGTH, BATCH = 500, 8, 4
-
-
-class Sentences(Dataset[tuple[Tensor, Tensor]]):
-    """Random words, and whether most of them are from the first half of the vocabulary."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        self.words = torch.randint(NUM_WORDS, (size, LENGTH), generator=torch.Generator().manual_seed(seed))
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        words = self.words[index]
-        return words, (words < NUM_WORDS // 2).float().mean().round()
-
-
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(NUM_WORDS, 16)
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
-
-    def forward(self, words_BL: Tensor) -> Tensor:
-        scores: Tensor = self.layers(self.words(words_BL).mean(1)).squeeze(-1)
-        return scores
+BATCH = 4
 
 
 class Classifier(lightning.LightningModule):

@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class ExchangedParameter:
     """A parameter of which something is exchanged.
 
     Attributes:
@@ -54,7 +54,7 @@ class TakePart:
         renormed: whole tables whose ids are exchanged; a graph that does not read them cannot rescale their rows.
     """
 
-    exchanged: Mapping[str, Exchanged] = field(default_factory=dict)
+    exchanged: Mapping[str, ExchangedParameter] = field(default_factory=dict)
     renormed: tuple[str, ...] = ()
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
@@ -99,12 +99,12 @@ def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
     return TrainingGraph(fx.GraphModule(nn.Module(), graph))
 
 
-def _add_parameter(rewriter: Rewriter, name: str, like: Exchanged) -> None:
+def _add_parameter(rewriter: Rewriter, name: str, like: ExchangedParameter) -> None:
     with rewriter.before(next(iter(rewriter.graph.nodes))):
         rewriter.placeholder(re.sub(r"\W", "_", name), Parameter(name), like.shape, like.dtype, like.device)
 
 
-def _look_nothing_up(graph: TrainingGraph, rewriter: Rewriter, name: str, like: Exchanged) -> None:
+def _look_nothing_up(graph: TrainingGraph, rewriter: Rewriter, name: str, like: ExchangedParameter) -> None:
     """Adds a lookup of no ids, and the gradient of its rows."""
     weight = next(node for node, role in graph.inputs() if role == Parameter(name))
     lookups = [graph.node(use.lookup) for table in graph.tables if table.parameter == name for use in table.uses]

@@ -114,8 +114,12 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> DynamoGuards:
 
     output.skip_guards_check = True  # of a frame with the batch
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
-        manager = CheckFunctionManager(code, output, guard_filter_fn=select).guard_manager
+        checks = CheckFunctionManager(code, output, guard_filter_fn=select)
+    manager = checks.guard_manager
     values = _values(output, function, model, itself, cells)
+    # Torch keeps both for as long as what they guard on exists, modules and functions of a library among it.
+    vars(checks).clear()
+    output.local_scope = {}
     return DynamoGuards(manager, frame, cells, kept, values.of_tensors(), values)
 
 

@@ -126,7 +126,7 @@ def find(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], used: Co
     except Exception as error:  # the batch may be bad, on this rank alone
         failure = failure_text(error)
     tables = tuple(table.parameter for table in graph.tables)
-    whole = tuple(sorted(unshardable(graph)))
+    whole = tuple(sorted({*unshardable(graph), *setting.state.hooked}))
     own = _Report(tuple(sorted(used_parameters(graph))), tables, whole, reads, failure)
     everyone = setting.communicator.gather(own, _Report)
     if failures := {rank: report.failure for rank, report in enumerate(everyone) if report.failure is not None}:

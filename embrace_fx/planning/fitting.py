@@ -16,7 +16,7 @@ from embrace_fx.vocabulary.graph import Parameter, TrainingGraph
 from embrace_fx.vocabulary.plan import Decision, Plan, Stack
 
 LATE = "first used after the plan was made"
-WHOLE = "a batch, on some rank, cannot read shards of it"
+WHOLE = "a batch, or a gradient hook, needs it whole on some rank"
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,15 @@ class Misfit:
         return bool(self.late or self.whole)
 
 
-def misfit(plan: Plan, graph: TrainingGraph) -> Misfit:
-    """What a plan lacks for a captured graph with its tables found; of an evaluation, what it reads."""
+def misfit(plan: Plan, graph: TrainingGraph, hooked: Collection[str] = ()) -> Misfit:
+    """What a plan lacks for a captured graph with its tables found; of an evaluation, what it reads.
+
+    Args:
+        hooked: parameters with gradient hooks, which want dense gradients of this rank's own.
+    """
     trained = used_parameters(graph) if plan.world_size > 1 else ()
     late = (d.parameter for d in plan if d.strategy in ("unused", "frozen") and d.parameter in trained)
-    return Misfit(tuple(late), tuple(sorted(set(plan.sharded).intersection(unshardable(graph)))))
+    return Misfit(tuple(late), tuple(sorted(set(plan.sharded).intersection([*unshardable(graph), *hooked]))))
 
 
 def unshardable(graph: TrainingGraph) -> Iterator[str]:

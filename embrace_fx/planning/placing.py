@@ -24,7 +24,7 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
         for name in plan.sharded:
             _shard(setting, name, plan, shapes[name], made.get(name))
     if setting.communicator.world_size > 1:
-        buffers = setting.options.broadcast_buffers
+        buffers = setting.options.shares_buffers
         broadcast_state(setting.model, frozenset(plan.sharded), setting.communicator, buffers=buffers)
     _hand_over(setting, graph, plan)
 

@@ -66,11 +66,11 @@ class Idling:
         joined = [rank for rank, each in enumerate(everyone) if each == JOINED]
         session.announcements.authority, session.announcements.uneven = active[-1], bool(joined)
         session.state.gradient_scale = 1.0 if self.divides_by_all else len(everyone) / len(active)
-        if joined and not session.is_planned:
+        if joined and session.planned.plan is None:
             raise RuntimeError(_NO_BATCH.format(", ".join(map(str, joined))))
         if joined and session.plan.sharded:
             self._sharded = session.plan
-            session.change_plan(fitted(session.plan, [Misfit((), session.plan.sharded)], _WHOLE))
+            session.planned.change(fitted(session.plan, [Misfit((), session.plan.sharded)], _WHOLE))
         return everyone[active[0]]
 
     def take_part(self) -> None:
@@ -97,14 +97,14 @@ class Idling:
         session.announcements.authority, session.announcements.uneven = 0, False
         session.state.gradient_scale = 1.0
         ranks = [rank for rank, each in enumerate(session.communicator.gather(last, bool)) if each]
-        if not session.is_planned:
+        if session.planned.plan is None:
             return
         session.parameters_may_change()
         session.send_state(ranks[-1])
         session.communicator.progress.optimizer_steps = 0  # ranks are alike again
         sharded, self._sharded = self._sharded, None
         if sharded is not None:
-            session.change_plan(sharded)
+            session.planned.change(sharded)
 
     def _program(self, activity: int) -> Program:
         """Of no batch, for what the others do."""
@@ -115,9 +115,9 @@ class Idling:
         if train not in self._variants:
             name = session.state.names[0]
             graph = idle_graph(name, session.state.parameter(name))
-            like = session.any_variant().captured
+            like = session.planned.any_variant().captured
             self._variants[train] = Variant(replace(like, graph=graph, result_constants={}, replay=None), graph, train)
-        return session.program_of(self._variants[train], accumulates=accumulates)
+        return session.planned.build(self._variants[train], accumulates=accumulates)
 
 
 class Joined(JoinHook):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from embrace_fx.passes.memory.held import Held
+from embrace_fx.runtime.tables.row_table import RowTable
 
 SAMPLES = 60
 """Columns of the line that shows memory by time."""
@@ -32,6 +33,17 @@ def memory_report(held: Held, model: nn.Module, optimizers: Sequence[Optimizer])
         f"  |{line(held)}|  forward to backward",
     ]
     return "\n".join(lines)
+
+
+def tables_report(tables: Mapping[str, RowTable], ranks: int) -> str:
+    """What each sharded table takes of a rank's memory, predicted of any rank and measured of this one."""
+    rows = [("", "parameters", "gradient", "state", "parameters", "gradient", "state")]
+    for name, table in tables.items():
+        numbers = (*table.predicted_bytes(ranks), *table.held_bytes())
+        rows.append((name, *("not known yet" if number is None else _mib(number) for number in numbers)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(["tables of this rank: predicted, then as they are", *(f"  {each}" for each in aligned)])
 
 
 def line(held: Held) -> str:

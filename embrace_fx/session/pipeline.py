@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 
 from torch import fx
 
@@ -33,10 +34,21 @@ Pass = Callable[[TrainingGraph], TrainingGraph]
 
 @dataclass(frozen=True)
 class Compiled:
-    """The graph after the last pass, and a snapshot after each."""
+    """The graph after the last pass, and a snapshot after each.
+
+    Attributes:
+        phases: pass -> the phases after it, where it leaves some.
+        ms: pass -> what it took, its verification included.
+    """
 
     graph: TrainingGraph
     graphs: dict[str, fx.GraphModule]
+    phases: dict[str, dict[str, fx.GraphModule]] = field(default_factory=dict)
+    ms: dict[str, float] = field(default_factory=dict)
+
+    def times(self) -> str:
+        """What each pass took, a line each."""
+        return "\n".join(f"{ms:10.2f} ms  {name}" for name, ms in self.ms.items())
 
 
 def analyse(captured: Captured) -> TrainingGraph:
@@ -114,16 +126,21 @@ def run_passes(analysed: TrainingGraph, passes: Iterable[Pass], done: Compiled |
     """
     graph = done.graph if done else analysed
     graphs = {**done.graphs} if done else {"captured": analysed.module}
+    phases, ms = ({**done.phases}, {**done.ms}) if done else ({}, {})
     for name in graph.phases:
         del graphs[name]  # they come last
     for each in passes:
+        began = perf_counter()
         before, graph = graph, each(graph)
         name = type(each).__name__
         if graph is not before:
             verify(graph, after=name, captured=analysed, previous=before)
         graphs[_snake(name)] = graph.module
+        ms[_snake(name)] = (perf_counter() - began) * 1e3
+        if graph.phases:
+            phases[_snake(name)] = dict(graph.phases)
     graphs.update(graph.phases)
-    return Compiled(graph, graphs)
+    return Compiled(graph, graphs, phases, ms)
 
 
 def _snake(name: str) -> str:

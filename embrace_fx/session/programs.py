@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from torch import fx
-
-from embrace_fx.capture.structured_trace import log_graph
+from embrace_fx.capture.structured_trace import log_graph, log_text
 from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.held import Held, held
 from embrace_fx.passes.relax.order import OrderCompute
-from embrace_fx.passes.take_part import Exchanged, TakePart
+from embrace_fx.passes.take_part import ExchangedParameter, TakePart
 from embrace_fx.planning.replanning import TrainingCalls
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.step.program import Program
+from embrace_fx.scheduling.alone import Alone
 from embrace_fx.scheduling.scheduling import Scheduling, cuts
 from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
@@ -26,8 +26,10 @@ from embrace_fx.session.calls import Variant
 from embrace_fx.session.pipeline import Compiled, relaxing_passes, run_passes, training_passes
 from embrace_fx.setup.agreement import agree_on_build, give_up
 from embrace_fx.setup.setting import Setting
+from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.schedule import Schedule
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.lower.inductor import RegionCompiler
@@ -42,6 +44,7 @@ class ProgramBuilder:
     Attributes:
         flow: what runs from one step into the next; None before the first training program, and on one rank.
         scheduling: the schedule that the flow follows.
+        alone: what one process shows of its steps; None on several ranks, and before the first training program.
         graphs: of the last training program, after each pass.
     """
 
@@ -55,7 +58,8 @@ class ProgramBuilder:
     ) -> None:
         self.flow: Flow | None = None
         self.scheduling: Scheduling | None = None
-        self.graphs: Mapping[str, fx.GraphModule] = {}
+        self.alone: Alone | None = None
+        self.graphs = Graphs()
         self._setting = setting
         self._plan = plan
         self._calls = calls
@@ -90,7 +94,8 @@ class ProgramBuilder:
         assert compiled is not None
         if train:
             self._start(compiled)
-            self.graphs = compiled.graphs
+            self.graphs = Graphs(compiled.graphs, compiled.phases)
+            log_text("pass_times", compiled.times())
             self._joint = compiled.graph
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
@@ -98,6 +103,17 @@ class ProgramBuilder:
         if self.flow is not None and train:
             self._relaxed[variant.program] = compiled, variant.analysed
         self._narrow(variant)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What is meant to run when; None before the first training program, and where nothing is scheduled."""
+        shown = self.scheduling or self.alone
+        return None if shown is None else shown.schedule
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What measures the steps, likewise."""
+        return self.flow.recorder if self.flow is not None else self.alone.recorder if self.alone is not None else None
 
     def held(self) -> Held | None:
         """What a step of the last training program holds, as predicted; None before the first."""
@@ -130,7 +146,7 @@ class ProgramBuilder:
         passes = training_passes(self._plan, present, rank, reduce=reduce, take_part=part, memory=memory)
         return run_passes(analysed, passes)
 
-    def _exchanged(self) -> dict[str, Exchanged]:
+    def _exchanged(self) -> dict[str, ExchangedParameter]:
         """The parameters of which a step exchanges something; on a single process, none."""
         if self._communicator.world_size == 1:
             return {}
@@ -141,7 +157,7 @@ class ProgramBuilder:
             if name in bucketed or name in sharded:
                 parameter = self._setting.state.parameter(name)
                 padding = decision.padding_idx if name in sharded else None
-                found[name] = Exchanged(decision.shape, parameter.dtype, parameter.device, padding)
+                found[name] = ExchangedParameter(decision.shape, parameter.dtype, parameter.device, padding)
         return found
 
     def _relax(self, compiled: Compiled, analysed: TrainingGraph) -> Compiled:
@@ -159,6 +175,9 @@ class ProgramBuilder:
 
     def _start(self, compiled: Compiled) -> None:
         """Makes the flow, at the first training program. Collective then."""
+        if self._communicator.world_size == 1 and self.alone is None:
+            name, compute = self._setting.options.schedule, self._plan.links.compute
+            self.alone = Alone.of(compiled.graph, name, compute, next(self._setting.model.parameters()).device)
         if self.flow is not None or self._communicator.world_size == 1:
             return
         if not self._launches():
@@ -189,7 +208,7 @@ class ProgramBuilder:
             ordered = run_passes(analysed, self._ordering(), compiled)
             program.compute_as(ordered.graph)
             self._relaxed[program] = ordered, analysed
-            self.graphs = ordered.graphs
+            self.graphs = Graphs(ordered.graphs, ordered.phases)
             self._joint = ordered.graph
         assert self._joint is not None
         log_graph("order_compute", self._joint.phases["backward"])
@@ -219,6 +238,7 @@ class ProgramBuilder:
             tell_buffers=buffers.tell,
             share_buffers=buffers.share,
             launched=self._launched(joint, flow),
+            recorder=self.alone.recorder if self.alone is not None and train else None,
             links=self._plan.links,
             regions=self._region_compiler(),
         )

@@ -13,6 +13,7 @@ from embrace_fx.capture.errors import CaptureError
 from embrace_fx.runtime.ranks.announcement import Announcements, check_activities
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
+from embrace_fx.runtime.step.gradient_hooks import has_node_hooks
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.shared_memory import refuse_shared_memory
 
@@ -34,7 +35,8 @@ def agree_on_set_up(
 
             check_toolchain({parameter.device.type for parameter in model.parameters()})
         check_trainable(model)
-        refuse_hooks(model)
+        refuse_stand_ins(model)
+        refuse_node_hooks(model)
         refuse_shared_memory(model)
         refuse_ignored(model)
         own = describe(model, optimizers, options)
@@ -154,18 +156,32 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Raises where a parameter has gradient hooks: gradients do not pass through autograd's accumulation here.
+def refuse_stand_ins(model: nn.Module) -> None:
+    """Raises where tensors stand in parameters' places for the time of a call, as `functional_call` puts them there.
+
+    Raises:
+        ValueError: naming one.
+    """
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, nn.Parameter):
+            raise ValueError(
+                f"expected the model's own parameters, in its call, found another tensor in the place of {name}: "
+                "gradients are reduced and delivered to parameters. Use functional_call with the plain model."
+            )
+
+
+def refuse_node_hooks(model: nn.Module) -> None:
+    """Raises where something waits for autograd to accumulate a gradient, an optimizer in the backward for one.
 
     Raises:
         ValueError: naming the parameter.
     """
     for name, parameter in model.named_parameters():
-        if is_hooked(parameter):
+        if parameter.requires_grad and has_node_hooks(parameter):
             raise ValueError(
-                f"expected parameters without gradient hooks, in compile(), found hooks on {name}: gradients are "
-                "reduced and delivered whole, and a hook would not run. Remove the hook, and change gradients after "
-                "backward()."
+                f"expected parameters without hooks on the nodes that accumulate their gradients, in compile(), found "
+                f"some on {name}: gradients are reduced and delivered whole, and those nodes never run. Use "
+                "register_post_accumulate_grad_hook(), or step the optimizer after backward()."
             )
 
 
@@ -181,11 +197,6 @@ def refuse_ignored(model: nn.Module) -> None:
             "them: every parameter and buffer of the model is made equal on all ranks. Keep what a rank has for itself "
             "outside of the model, and pass it to forward()."
         )
-
-
-def is_hooked(parameter: Tensor) -> bool:
-    """Whether a parameter has gradient hooks."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def agree_on_first_call(announcements: Announcements, failure: Exception | None) -> None:

@@ -126,6 +126,10 @@ START = OperationId("forward", "start of forward", "early")
 """Compute operations that serve no table and no bucket in particular: what a backward begins and ends with, what a
 forward begins with, and what lies between the two."""
 
+WHOLE_BACKWARD = OperationId("backward", "backward", "late")
+WHOLE_FORWARD = OperationId("forward", "forward", "late")
+"""Those of one process, which sends nothing that would cut them."""
+
 IN_FLIGHT = 2
 """Launches on the way at once: one on the wire, and one ready behind it."""
 

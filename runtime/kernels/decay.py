@@ -35,14 +35,14 @@ class History(NamedTuple):
 
     Attributes:
         coefficients: (T + 1, 6) float64.
-        count: of the steps.
+        steps: how many they are.
         largest: size of any.
         least_eps: of any.
         ratio: how much of an update without gradient the next one can be: beta1 / sqrt(beta2).
     """
 
     coefficients: Tensor
-    count: int
+    steps: int
     largest: float
     least_eps: float
     ratio: float
@@ -61,10 +61,10 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     if shard.is_cuda and all(map(gpu.takes, (shard, averages.first, averages.second))):
         gpu.decay_rows(shard, averages, ids, taken, history)
         return
-    ids = ids[taken.index_select(0, ids) < history.count].unique()
+    ids = ids[taken.index_select(0, ids) < history.steps].unique()
     rested, order = taken.index_select(0, ids).to(torch.int64).sort()  # those that have rested longest first
     ids = ids.index_select(0, order)
-    taken.index_fill_(0, ids, history.count)
+    taken.index_fill_(0, ids, history.steps)
     rows = max(1, _ELEMENTS // (STEPS_PER_BLOCK * max(1, shard.shape[1])))
     for block, begun in zip(ids.split(rows), rested.split(rows), strict=True):
         _decay(shard, averages, block, begun, history)
@@ -72,7 +72,7 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
 
 def _decay(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History) -> None:
     """Likewise of rows (K,), no two the same, that have taken `taken` (K,) steps, in order."""
-    coefficients, until = history.coefficients, history.count
+    coefficients, until = history.coefficients, history.steps
     exp_avg, exp_avg_sq, max_exp_avg_sq = averages
     weight, first, second = (each.index_select(0, ids) for each in (shard, exp_avg, exp_avg_sq))
     root = second.sqrt() if max_exp_avg_sq is None else max_exp_avg_sq.index_select(0, ids).sqrt_()

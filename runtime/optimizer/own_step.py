@@ -123,6 +123,11 @@ def _step_nothing(optimizer: Optimizer, options: Mapping[str, Any], local: Tenso
     return step_tensor(optimizer, options, local[:0].clone(), local[:0].clone(), of_none)
 
 
+def new_state(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor) -> State:
+    """What a first step over none of the rows of a part (V', d) makes of state."""
+    return _step_nothing(optimizer, options, local, {})
+
+
 def makes_state(optimizer: Optimizer, options: Mapping[str, Any], values: Tensor, state: Mapping[str, Any]) -> bool:
     """Whether a step would make state that a table (V, d) does not have: it has to be made for all rows at once."""
     before = _tensors(state)

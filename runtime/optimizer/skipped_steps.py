@@ -112,7 +112,7 @@ def _decays(options: Mapping[str, Any]) -> bool:
 
 
 def _shrink(options: Mapping[str, Any]) -> float:
-    return 1.0 - float(options["lr"]) * options["weight_decay"]
+    return 1.0 - float(options["lr"]) * float(options["weight_decay"])
 
 
 class Decaying(SkippedSteps):

@@ -10,7 +10,9 @@ Contract
 
 from __future__ import annotations
 
+import time
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -30,6 +32,7 @@ from embrace_fx.runtime.ranks.failure import (
     PlanDoesNotFit,
 )
 from embrace_fx.runtime.ranks.groups import all_gather_single
+from embrace_fx.runtime.ranks.lone_calls import LoneCalls
 
 ACTIVITIES = TRAINING, ACCUMULATING, EVALUATING = (
     "training",
@@ -155,6 +158,8 @@ class Announcements:
         self.asked_to_plan = False
         self.checksums: dict[str, int] = {}
         self.made = 0
+        self._waiting_since_s: float | None = None
+        self._lone_calls: LoneCalls | None = None
 
     def announce(
         self, sizes: Sequence[int], failure: str | None = None, *, does_not_fit: bool = False
@@ -181,10 +186,12 @@ class Announcements:
         own = self._own(sizes, failure is not None, does_not_fit)
         self.made += 1
         communicator.progress.begin_step()
-        everyone = self._exchange(own)
-        while any(each.marks & _ELSEWHERE for each in everyone):  # they come here next
-            self._warn(self._reports(everyone, None))
-            everyone = self._exchange(own)
+        self._look_out()
+        self._waiting_since_s = time.monotonic()
+        try:
+            everyone = self._meet(own)
+        finally:
+            self._waiting_since_s = None
         self.asked_to_plan = any(each.marks & Mark.ASKS_TO_PLAN for each in everyone)
         self.rows_read = {}
         self.note_rows(self.watched, [each.rows_seen for each in everyone])
@@ -204,6 +211,44 @@ class Announcements:
         buffers = {each.buffers for each in everyone}
         self.buffers_differ = len(buffers) > 1 or CHANGED_BUFFERS in buffers
         return [each.sizes for each in everyone]
+
+    def _meet(self, own: Announcement) -> list[Announcement]:
+        """Every rank's announcement, once all are at the head of a step."""
+        everyone = self._exchange(own)
+        while any(each.marks & _ELSEWHERE for each in everyone):  # they come here next
+            self._warn(self._reports(everyone, None))
+            everyone = self._exchange(own)
+        return everyone
+
+    def _look_out(self) -> None:
+        """Has calls told that other ranks cannot come to (`embrace_fx.runtime.ranks.lone_calls`)."""
+        group = self.communicator.group
+        if self._lone_calls is not None or group is None:
+            return
+        itself = weakref.ref(self)
+
+        def answer(failure: str) -> None:
+            if (announcements := itself()) is not None:
+                announcements.answer(failure)
+
+        def look(store: Any, name: str) -> None:
+            announcements = itself()
+            if announcements is None:
+                return
+            if announcements._lone_calls is None:
+                rank = announcements.communicator.rank
+                announcements._lone_calls = LoneCalls(store, f"{name}/waiting", rank, group, answer)
+            announcements._lone_calls.look(announcements.made, announcements._waiting_since_s)
+
+        self.communicator.look_each_time(look)
+
+    def answer(self, failure: str) -> None:
+        """Makes an announcement that others have begun, from another thread, while this rank's own stands elsewhere."""
+        communicator = self.communicator
+        self.made += 1
+        communicator.progress.begin_step()
+        self._meet(self._elsewhere(Mark.FAILED))
+        communicator.gather(failure, str | None)
 
     def meet(self, activity: int) -> list[int]:
         """What every rank is about to do, `JOINED` where it has run out of batches. Collective, ahead of a step."""

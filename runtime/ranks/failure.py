@@ -164,7 +164,7 @@ class RollCall:
     def __init__(
         self, store: Any, name: str, rank: int, world_size: int, progress: LaunchLog, dump_to: Path | None = None
     ) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.name, self.rank, self.world_size = name, rank, world_size
         self._dump_to = dump_to
         self._progress = progress
         self._standings: dict[int, Standing] = {}
@@ -174,6 +174,7 @@ class RollCall:
         self._signatures = [f"embrace_fx/{name}/alive/{r}" for r in range(world_size)]
         self._readers = [f"embrace_fx/{name}/read/{r}" for r in range(world_size)]
         self._missing: list[int] = []
+        self.look: Callable[[Any], None] = lambda store: None  # what the thread does besides, at each look
         self._wake, self._decided = threading.Event(), threading.Event()
         self._closed = False
         self._listener = threading.Thread(target=self._listen, name="embrace_fx roll call", daemon=True)
@@ -188,6 +189,8 @@ class RollCall:
 
     def missing(self) -> list[int]:
         """Calls the roll and returns the ranks that do not answer."""
+        if threading.current_thread() is self._listener:  # nobody else would call it
+            return []
         self._wake.set()
         self._decided.wait()
         return self._missing
@@ -195,7 +198,7 @@ class RollCall:
     def _listen(self) -> None:
         try:
             while not self._wake.wait(_LISTEN_S) and not self._store.check([self._called]):
-                pass
+                self.look(self._store)
             if not self._closed:
                 self._missing = self._call()
         except RuntimeError:

@@ -209,6 +209,16 @@ class Groups:
         """The ranks that no longer answer, asked for once a message has failed."""
         return self._roll_call.missing() if self._roll_call is not None else []
 
+    def look_each_time(self, look: Callable[[Any, str], None]) -> None:
+        """Has the thread behind the roll call do something besides, a few times a second.
+
+        Args:
+            look: told the thread's own store, and a name that no other communicator has.
+        """
+        if (roll_call := self._roll_call) is not None:
+            name = f"embrace_fx/{roll_call.name}"
+            roll_call.look = lambda store: look(store, name)
+
     def gather(self, value: T, kind: Any) -> list[T]:
         """`value` of every rank, in rank order. For set-up and failures, never on the step's path.
 

@@ -19,6 +19,7 @@ from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
+from embrace_fx.runtime.step.gradient_hooks import accumulated, hooked
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.owed import Owed
 from embrace_fx.vocabulary.graph import Shard, TrainingGraph
@@ -225,9 +226,17 @@ class _Packer:
         self.__name__ = "pack_bucket"
 
     def __call__(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
-        parts = [
-            self._state.with_unreduced(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)
-        ]
+        part = self._hooked if self._state.hooked else self._state.with_unreduced
+        parts = [part(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)]
         flat = torch.cat([part.reshape(-1) for part in parts])
         scale *= self._state.gradient_scale
         return flat.mul_(scale) if scale != 1.0 else flat
+
+    def _hooked(self, name: str, gradient: Tensor) -> Tensor:
+        """A part as `with_unreduced` makes it, and as the parameter's hooks do."""
+        state = self._state
+        if name not in state.hooked or name in state.unreached:
+            return state.with_unreduced(name, gradient)
+        parameter = state.parameter(name)
+        part = state.with_unreduced(name, hooked(parameter, gradient))
+        return accumulated(parameter, part, None if name in state.unreduced else parameter.grad)

@@ -26,6 +26,10 @@ class ModelState:
         self.tables: dict[str, RowTable] = {}
         self.unreduced: set[str] = set()
         """Parameters whose `.grad` holds this rank's own sum, from backwards under `no_sync`."""
+        self.hooked: frozenset[str] = frozenset()
+        """Parameters with gradient hooks."""
+        self.unreached: frozenset[str] = frozenset()
+        """Of those, the ones that this rank's backward does not reach: their hooks do not run."""
         self.gradient_scale = 1.0
         """Of what this rank gives to a mean, beyond what the graph says (`join` with fewer ranks)."""
         self.awaiting_backward: WeakSet[object] = WeakSet()

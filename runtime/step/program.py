@@ -11,9 +11,10 @@ from torch import Tensor
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.step.bindings import Bindings
-from embrace_fx.runtime.step.delivery import delivered
+from embrace_fx.runtime.step.delivery import Delivery, delivered
 from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.phases import Runnable, Values, autocast_is_in_the_graph, runnable
@@ -46,6 +47,7 @@ class Program:
         check: says what is wrong with a flattened batch, which the step then announces to all ranks.
         flow: launches the exchanges, and keeps what a relaxed graph leaves to the next step; None: they are
             launched on the spot.
+        recorder: measures a step that no flow does.
         launched: what it launches, as a number that is the same where the same is launched.
         links: those that exchanges are cut for.
         regions: what compiles the compute between communications; None: every op is called by itself.
@@ -74,6 +76,7 @@ class Program:
         tell_buffers: Callable[[], None] = lambda: None,
         share_buffers: Callable[[], None] = lambda: None,
         launched: int = 0,
+        recorder: Recorder | None = None,
         links: Cluster,
         regions: RegionCompiler | None = None,
     ) -> None:
@@ -82,12 +85,15 @@ class Program:
         self.communicator = announcements.communicator
         self.flow = flow
         self.launched = launched
+        self.recorder = recorder
         self.regions = regions
         self.constants = dict(result_constants)
         self.tell_buffers = tell_buffers
         self.share_buffers = share_buffers
         self.check = check
-        self.synchronised = buckets is not None
+        alone = self.communicator.world_size == 1
+        # One process has nothing to reduce later: what it accumulates is a sum from the first backward on.
+        self.deliver = Delivery(state, flow, buckets is not None or alone, buckets is None or alone)
         self._buckets, self._links = buckets, links
         self._lower(graph, self._bound(graph))
         self._note_communication(graph)

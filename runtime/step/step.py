@@ -23,10 +23,10 @@ from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.announcement import Gate, unreadable
 from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_of_ranks
 from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
-from embrace_fx.runtime.step.delivery import deliver
 from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result
+from embrace_fx.vocabulary.schedule import BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
 
 
 def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following: Ahead | None = None) -> list[Any]:
@@ -70,6 +70,8 @@ class Step:
 
     def forward(self) -> list[Any]:
         program = self.program
+        if program.recorder is not None:
+            program.recorder.mark(BETWEEN)
         program.announcements.failure = program.check(self._leaves)
         program.announcements.program = program.launched
         program.tell_buffers()
@@ -83,6 +85,8 @@ class Step:
         keep(forward.roles, outputs, values)
         if program.flow is not None:
             program.flow.end_forward()
+        if program.recorder is not None:
+            program.recorder.mark(WHOLE_FORWARD)
         self._values = values
         self._results = [r.detach() if isinstance(r, Tensor) else r for r in results]
         self._read_again = program.read_again(self._leaves, values)
@@ -151,20 +155,25 @@ class Step:
             )
         program.state.awaiting_backward.discard(self)
         values, self._values = self._values, None
-        backward, flow = program.backward, program.flow
+        backward, flow, recorder = program.backward, program.flow, program.recorder
+        if recorder is not None:
+            recorder.window()
         assert backward is not None
         given = tuple(index for index, t in zip(program.results, tangents, strict=True) if t is not None)
-        used = program.used.words(given, program.state.unreduced)
+        state = program.state
+        used = program.used.words(given, state.unreduced)
+        if state.hooked:
+            state.unreached = program.used.absent(program.used.words(given))
         outputs, counts = self._run_backward(values, tangents, used)
+        if recorder is not None:
+            recorder.mark(WHOLE_BACKWARD)
         if not for_parameters:
             if flow is not None:
                 flow.discard()
             return self._of_batch(backward.roles, outputs)
         absent, absent_here = program.used.absent(counts), program.used.absent(used)
         given_away = [tangent for tangent in tangents if tangent is not None]
-        # One process has nothing to reduce later: what it accumulates is a sum from the first backward on.
-        whole = program.synchronised or program.communicator.world_size == 1
-        deliver(program.state, program.flow, whole, backward.roles, outputs, absent, absent_here, given_away)
+        program.deliver(backward.roles, outputs, absent, absent_here, given_away)
         return self._of_batch(backward.roles, outputs)
 
     def tell_nothing(self) -> None:

@@ -43,14 +43,11 @@ class RestingRows:
 
     def begin(self, optimizer: Any, options: Mapping[str, Any], local: Tensor, state: dict[str, Any]) -> None:
         """Before the first part of a step that `form_of` can skip."""
-        if self._skipped is not None and (
-            not self._skipped.fits(options)
-            or not isinstance(self._skipped, form_of(optimizer, options, state, local.dtype))
-        ):
+        form = form_of(optimizer, options, state, local.dtype)
+        assert form is not None
+        if self._skipped is not None and not (isinstance(self._skipped, form) and self._skipped.fits(options)):
             self.settle(local, state)
         if self._skipped is None:
-            form = form_of(optimizer, options, state, local.dtype)
-            assert form is not None
             self._skipped = form(local.device)
             if self._taken is None:
                 self._taken = torch.zeros(local.shape[0], dtype=torch.int32, device=local.device)

@@ -25,6 +25,7 @@ from torch.optim import Optimizer, SparseAdam
 from embrace_fx.runtime.optimizer.own_step import (
     hyperparameters,
     makes_state,
+    new_state,
     put_rows,
     rows_of_state,
     same_options,
@@ -160,6 +161,34 @@ class RowTable:
         of_rows = gradient[rows]
         ids = of_rows.ne(0).any(dim=1).nonzero().view(-1)
         self.add_gradient(ids, of_rows.index_select(0, ids)[:, columns].contiguous())
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def predicted_bytes(self, ranks: int) -> tuple[int, int, int | None]:
+        """Of parameters, gradient and optimizer state on one of so many ranks, on the one that has most of them.
+
+        A gradient is of all rows while a step sweeps them; one in rows is small, and counts as nothing. State is as its
+        optimizer makes it; None: that is not known yet.
+        """
+        rows, columns = self.shape
+        grid = self.grid or Grid(1, ranks)
+        parameters = -(-rows // grid.rows) * -(-columns // grid.columns) * self.local.element_size()
+        if self.optimizer is None:
+            return parameters, parameters, None
+        options = self.param_group()
+        gradient = parameters if self.is_swept(options) else 0
+        if self.takes_rows_only:
+            return parameters, gradient, None
+        made = new_state(self.optimizer, hyperparameters(options), self.local)
+        kept = sum(isinstance(v, Tensor) and v.shape == self.local[:0].shape for v in made.values())
+        return parameters, gradient, kept * parameters
+
+    def held_bytes(self) -> tuple[int, int, int]:
+        """Of parameters, gradient and optimizer state, as they are on this rank."""
+        state = self.state.values() if self.optimizer is not None else ()
+        held = self.held
+        gradient = 0 if held is None or held.is_late else held.values().nbytes
+        return self.local.nbytes, gradient, sum(value.nbytes for value in state if isinstance(value, Tensor))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -84,18 +84,6 @@ class Unreadable(Tagger):
         return outside(super().hidden(ids_BL))
 
 
-class OptionallyWeighted(Tagger):
-    """Reads one parameter more where it is given weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sharpness = nn.Parameter(torch.ones(()))
-
-    def forward(self, ids_BL: Tensor, weight_BL: Tensor | None = None, times: int = 1) -> tuple[Tensor, int]:
-        sharpened = None if weight_BL is None else weight_BL**self.sharpness
-        return super().forward(ids_BL, sharpened, times)
-
-
 def _times_length(rows_BLD: Tensor) -> Tensor:
     return rows_BLD * rows_BLD.shape[1]
 
@@ -332,19 +320,6 @@ def test_no_rank_hangs_when_one_meets_the_limit(who: tuple[int, ...]) -> None:
         assert "2 captures do not suffice" in str(error)
     if who == (1,):
         assert str(errors[0]).startswith("rank 1: ")
-
-
-def _use_fewer_parameters(rank: int, world_size: int) -> None:
-    compiled = compile_model(make(OptionallyWeighted))
-    weight = torch.rand(3, 4, dtype=torch.float64)
-    train_step(compiled, ids_of(3, 4), weight)
-    train_step(compiled, ids_of(3, 4), None if rank == 1 else weight)
-
-
-def test_a_batch_that_leads_past_a_parameter_is_an_error_on_all_ranks() -> None:
-    for error in run_ranks_expecting_errors(2, _use_fewer_parameters):
-        assert type(error) is PeerFailure
-        assert str(error).startswith("rank 1: expected a batch of other shapes to launch the same collectives")
 
 
 @pytest.mark.long

@@ -24,8 +24,9 @@ HEAD = """# torch's own DDP tests
 
 Each test of `DistributedDataParallel` in `torch.testing._internal.distributed.distributed_test`, its body unchanged,
 run on 2 ranks with gloo on CPUs: with DDP, and with `embrace_fx.compile` in DDP's place. Where a body asks for a GPU it
-gets the CPU. Options that only say how DDP gets to its result (`bucket_cap_mb`, `find_unused_parameters`,
-`static_graph`, `gradient_as_bucket_view`) are left out. Made by `python -m tests.conformance`, with torch {version}.
+gets the CPU. Options that only say how DDP gets to its result (`bucket_cap_mb`, `bucket_cap_mb_list`,
+`gradient_as_bucket_view`, `batched_grad_copy`, `find_unused_parameters`, `skip_all_reduce_unused_params`,
+`static_graph`, `check_reduction`) are left out. Made by `python -m tests.conformance`, with torch {version}.
 
 {counts}
 

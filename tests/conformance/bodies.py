@@ -31,7 +31,16 @@ Side = Literal["DDP", "embrace_fx"]
 
 BASE = distributed_test.DistributedTest._DistTestBase
 
-SPEED_ALONE = ("bucket_cap_mb", "gradient_as_bucket_view", "find_unused_parameters", "static_graph", "check_reduction")
+SPEED_ALONE = (
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "gradient_as_bucket_view",
+    "batched_grad_copy",
+    "find_unused_parameters",
+    "skip_all_reduce_unused_params",
+    "static_graph",
+    "check_reduction",
+)
 """Options of DDP that say how it gets to its result: what is asked of `compile` is that result."""
 
 

@@ -15,11 +15,12 @@ ASSERTED_OF_DDP = {
     "test_invalid_static_graph": "asserts the message of DDP's static_graph",
     "test_ddp_profiling_autograd_profiler": "counts the profiler's events of DDP's own AllReduces",
     "test_ddp_profiling_torch_profiler": "counts the profiler's events of DDP's own AllReduces",
+    "test_ddp_broadcast_buffers_deprecation_warning": "counts the warnings of DDP's own deprecation",
     "test_get_data_parallel_params": "calls a private method of DDP's class",
 }
 """Body -> what it asserts of DDP itself."""
 
-INTERNAL = frozenset({"reducer", "logger", "broadcast_bucket_size"})
+INTERNAL = frozenset({"reducer", "logger", "broadcast_bucket_size", "bucket_bytes_cap_list"})
 """Attributes of DDP without an underscore that are its own business."""
 
 

@@ -183,7 +183,7 @@ class PacksItself(Words):
         return last.square().mean()
 
 
-class Any_(Words):
+class OfOneValue(Words):
     def forward(self, value: Any) -> Tensor:
         found: Tensor = self.words(value.ids if isinstance(value, Slotted) else value.values()).mean()
         return found
@@ -200,9 +200,9 @@ def refuse(rank: int, world_size: int) -> list[str]:
     nested = torch.nested.nested_tensor(parts(rank, 0), layout=torch.jagged)
     return [
         told(PacksItself(), ids_BT, torch.tensor(lengths)),
-        told(Any_(), nested),
-        told(Any_(), Slotted(ids_BT)),
-        told(Any_(), ids_BT.to_sparse()),
+        told(OfOneValue(), nested),
+        told(OfOneValue(), Slotted(ids_BT)),
+        told(OfOneValue(), ids_BT.to_sparse()),
     ]
 
 

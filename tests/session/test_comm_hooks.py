@@ -92,8 +92,6 @@ def register(rank: int, world_size: int, case: str) -> None:
         model.register_comm_hook(dist.new_group([0, 1]), HOOKS["fp16"])
     if case == "no function":
         model.register_comm_hook(None, {})  # type: ignore[arg-type]
-    if case == "join":
-        model.join()
     if case != "on one rank" or rank == 1:
         model.register_comm_hook(None, HOOKS["fp16"])
     model(*batch(0, rank)).backward()
@@ -105,7 +103,6 @@ def register(rank: int, world_size: int, case: str) -> None:
         ("PowerSGD", "expected one of DDP's hooks allreduce_hook, fp16_compress_hook, bf16_compress_hook"),
         ("a state", "expected no state of fp16_compress_hook"),
         ("no function", "must be callable"),
-        ("join", "expected loaders of one length on all ranks, found join()"),
         ("called already", "expected a hook before the model's first call"),
         ("on one rank", "expected every rank's graph to launch the same collectives"),
     ],

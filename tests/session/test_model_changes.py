@@ -210,6 +210,13 @@ def test_parameters_that_ddp_is_to_ignore_are_refused_on_every_rank() -> None:
     run_ranks(2, _ignores)
 
 
+def test_functional_call_as_the_first_call_is_refused() -> None:
+    compiled = embrace_fx.compile(nn.Linear(2, 1))
+    others = {"weight": torch.ones((1, 2), requires_grad=True), "bias": torch.ones(1, requires_grad=True)}
+    with pytest.raises(ValueError, match="expected the model's own parameters"):
+        torch.func.functional_call(compiled, others, (torch.ones(2),))
+
+
 def test_functional_call_is_refused() -> None:
     model = Tagger()
     compiled, ids_BT = embrace_fx.compile(model), torch.zeros((2, 4), dtype=torch.long)

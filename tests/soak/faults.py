@@ -29,7 +29,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import embrace_fx
+from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.soak.plan import OPTIMIZERS, SCHEDULES
 from tests.support.failing import NUM_WORDS, Armed, draw_batch, make_model
 from tests.support.ranks import Outcome, fresh_ranks
@@ -64,8 +66,8 @@ class Fault:
     step: int
     delay_s: float
     ahead: bool
-    strategy: str
-    schedule: str
+    strategy: Strategy
+    schedule: ScheduleName
     optimizer: str
 
 
@@ -123,8 +125,8 @@ def _train(rank: int, fault: Fault, timer: threading.Timer | None, marks: Path) 
     model: Any = embrace_fx.compile(
         plain,
         optimizer=optimizer,
-        strategy=fault.strategy,  # type: ignore[arg-type]
-        schedule=fault.schedule,  # type: ignore[arg-type]
+        strategy=fault.strategy,
+        schedule=fault.schedule,
         process_group=dist.new_group(timeout=timeout),
     )
     batches = [draw_batch(step, rank) for step in range(STEPS)]

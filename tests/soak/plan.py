@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from embrace_fx.vocabulary.schedule import ScheduleName
+
 FAULTS = ("bad id", "label", "nan", "in the loss", "no backward", "forward", "backward", "evaluation", "loader")
 """What one rank alone does wrong, and what its script survives."""
 
@@ -25,7 +27,7 @@ DEEDS = {
 }
 """With their weights."""
 
-SCHEDULES = ("2d", "2d", "vertical", "horizontal", "none")
+SCHEDULES: tuple[ScheduleName, ...] = ("2d", "2d", "vertical", "horizontal", "none")
 STRATEGIES = ("alltoall", "alltoall", "auto", "allreduce", "mixed", "zen")
 OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam", "adamw")
 
@@ -65,7 +67,7 @@ class Round:
     """A model's life."""
 
     seed: int
-    schedule: str
+    schedule: ScheduleName
     strategy: str
     optimizer: str
     epochs: tuple[Epoch, ...]
@@ -87,5 +89,5 @@ def draw_round(seed: int, ranks: int, most_epochs: int) -> Round:
         )
         step += count
         epochs.append(Epoch(random.random() < 0.7, deeds, left_after))
-    schedule, strategy, optimizer = map(random.choice, (SCHEDULES, STRATEGIES, OPTIMIZERS))
+    schedule, strategy, optimizer = random.choice(SCHEDULES), random.choice(STRATEGIES), random.choice(OPTIMIZERS)
     return Round(seed, schedule, strategy, optimizer, tuple(epochs))

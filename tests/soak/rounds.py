@@ -77,8 +77,8 @@ def live(life: Round, rank: int) -> Lived:
     wrong += [f"{name} differs among ranks" for name in differ_among_ranks(found)]
     if len(compiled.log) != len(plain.log):
         wrong.append("the sides have not done the same")
-    log = [torch.tensor(side.log, dtype=torch.float64) for side in (compiled, plain)]
-    if not wrong and not torch.allclose(*log, rtol=1e-7, atol=1e-10):
+    logged, wanted = (torch.tensor(side.log, dtype=torch.float64) for side in (compiled, plain))
+    if not wrong and not torch.allclose(logged, wanted, rtol=1e-7, atol=1e-10):
         wrong.append("losses or norms differ from the reference")
     late = Held.now()
     compiled.model.close()

@@ -331,7 +331,7 @@ def _decayed(values: list[Tensor], greatest: Tensor | None, taken: Tensor, histo
     """One step after another, in float64."""
     weight, first, second = (each.clone() for each in values)
     for row, begun in enumerate(taken.tolist()):
-        for step in range(begun + 1, history.count + 1):
+        for step in range(begun + 1, history.steps + 1):
             before, now = history.coefficients[step - 1], history.coefficients[step]
             beta1, beta2, shrink = (now[:3] - before[:3]).exp()
             first[row] *= beta1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.optim import Adagrad
+from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 import embrace_fx
+from tests.support.published_models import ADAGRAD, NUM_WORDS, PAD, SGD_01, START, THREE, Training, check
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same, train_reference
-from tests.training.test_transformers import ADAGRAD, NUM_WORDS, PAD, SGD_01, THREE, Training, check
 
 ENCODER: dict[str, Any] = {
     "vocab_size": NUM_WORDS,
@@ -81,11 +83,62 @@ def make_mbart() -> nn.Module:
     return transformers.MBartForConditionalGeneration(config)
 
 
+class ClipText(nn.Module):
+    """The text tower of Radford et al. 2021, and its side of the contrastive loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.CLIPTextConfig(
+            vocab_size=NUM_WORDS,
+            hidden_size=32,
+            intermediate_size=64,
+            projection_dim=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            pad_token_id=PAD,
+            bos_token_id=START,
+            eos_token_id=2,
+        )
+        self.tower = transformers.CLIPTextModelWithProjection(config)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> CLIPTextModelOutput:
+        found = self.tower(input_ids, attention_mask=attention_mask)
+        texts = F.normalize(found.text_embeds, dim=-1)
+        found["loss"] = F.cross_entropy(texts @ texts.t() / 0.1, torch.arange(len(texts)))
+        return found
+
+
+def make_longt5(attention: str) -> nn.Module:
+    """Local attention pads each sequence to whole blocks; transient global tokens stand for blocks of 4."""
+    general: dict[str, Any] = {"decoder_start_token_id": PAD}
+    config = transformers.LongT5Config(
+        vocab_size=NUM_WORDS,
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=1,
+        num_heads=2,
+        local_radius=3,
+        global_block_size=4,
+        encoder_attention_type=attention,
+        dropout_rate=0.0,
+        pad_token_id=PAD,
+        **general,
+    )
+    return transformers.LongT5ForConditionalGeneration(config)
+
+
 ZOO: dict[str, Training] = {
     "electra": Training(make_electra, "question", ADAGRAD, THREE),
     "deberta-v2": Training(make_deberta, "question", ADAGRAD, THREE),
     "llama": Training(make_llama, "language", ADAGRAD, THREE, {"use_cache": False}),
     "mamba": Training(make_mamba, "language", SGD_01, ((5, 5), (5, 5)), {"use_cache": False}),
+    "clip text": Training(ClipText, "language", ADAGRAD, THREE),
+    "longt5 local": Training(partial(make_longt5, "local"), "translation", SGD_01, THREE, {"use_cache": False}),
+    "longt5 global": Training(
+        partial(make_longt5, "transient-global"), "translation", SGD_01, THREE, {"use_cache": False}
+    ),
     "mbart": Training(make_mbart, "translation", SGD_01, THREE, {"use_cache": False}, dynamic=True),
 }
 

@@ -211,7 +211,7 @@ def _train_all(rank: int, world_size: int, group: Group) -> dict[tuple[str, Way]
                     optimizer.zero_grad()
                     for scheduler in schedulers:
                         scheduler.step()
-                    rested |= any(table.has_resting_rows for table in model._session._state.tables.values())
+                    rested |= any(table.has_resting_rows for table in model._session.state.tables.values())
                 assert rested or row_updates == "sweep" or name not in SKIPPED
                 assert not (rested and row_updates == "sweep")
                 found[name, way] = whole_parameters(model) | whole_state(plain, optimizer)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def save_killed_at(point: int, directory: Path, state: dict[str, Tensor]) -> Non
 
     written = os.fsync
 
-    def fsync(descriptor: int) -> None:
+    def fsync(descriptor: Any) -> None:
         count()
         written(descriptor)
 

@@ -1,0 +1,42 @@
+"""What of each parameter decides about its gradient, asked at each call: whether it trains, its dtype, its hooks."""
+
+from __future__ import annotations
+
+import torch
+
+from embrace_fx.runtime.step.gradient_hooks import is_hooked
+from embrace_fx.runtime.step.model_state import ModelState
+
+
+class ParameterWatch:
+    """One model's parameters, as the model holds them now.
+
+    Attributes:
+        trains: which of them take gradients: calls with others are of another kind.
+    """
+
+    def __init__(self, state: ModelState) -> None:
+        self._state = state
+        self.note()
+
+    def note(self) -> None:
+        """Takes their dtypes as they are now for given."""
+        self._dtypes = [parameter.dtype for parameter in self._state.parameters()]
+        self._look(self._now())
+
+    def converted(self) -> str | None:
+        """Looks at them; returns the name of one whose dtype has changed, or None."""
+        now = self._now()
+        if now != self._was:
+            self._look(now)
+            found = zip(self._state.names, self._dtypes, now, strict=True)
+            return next((name for name, was, (_, dtype, _) in found if dtype != was), None)
+        return None
+
+    def _now(self) -> list[tuple[bool, torch.dtype, bool]]:
+        return [(each.requires_grad, each.dtype, is_hooked(each)) for each in self._state.parameters()]
+
+    def _look(self, now: list[tuple[bool, torch.dtype, bool]]) -> None:
+        self._was = now
+        self.trains = tuple(trains for trains, _, _ in now)
+        self._state.hooked = frozenset(n for n, (*_, hooked) in zip(self._state.names, now, strict=True) if hooked)

@@ -1,0 +1,255 @@
+"""The plan that a model's calls run under: made for the first batch, changed where batches or optimizers ask for it.
+
+What is built under a plan goes with it: programs, the flow between steps, the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from embrace_fx.capture.structured_trace import log_text
+from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_links
+from embrace_fx.planning.fitting import WHOLE, Misfit, fitted, misfit
+from embrace_fx.planning.given_plan import repeated
+from embrace_fx.planning.placing import place, place_anew
+from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift, TrainingCalls, changes, story
+from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.runtime.step.program import Program
+from embrace_fx.session.buffer_sharing import BufferSharing
+from embrace_fx.session.calls import Kind, Variant
+from embrace_fx.session.garbage import not_collecting
+from embrace_fx.session.programs import ProgramBuilder
+from embrace_fx.setup.setting import Setting
+from embrace_fx.setup.telling import stage, tell
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.plan import Plan
+
+
+class PlanInUse:
+    """One model's.
+
+    Args:
+        kinds: the calls that there have been, whose programs are built under the plan.
+        on_other_batch: called when the batch that was looked ahead to does not come.
+        on_placed: called when tables have been placed as a plan says.
+
+    Attributes:
+        plan: None before the first training call.
+        builder: of the programs under the plan.
+        calls: for training, so far.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        kinds: Mapping[Any, Kind],
+        buffers: BufferSharing,
+        on_other_batch: Callable[[], None],
+        on_placed: Callable[[], None],
+    ) -> None:
+        self.plan: Plan | None = None
+        self.builder: ProgramBuilder | None = None
+        self.calls = TrainingCalls()
+        self._setting = setting
+        self._kinds = kinds
+        self._buffers = buffers
+        self._on_other_batch = on_other_batch
+        self._on_placed = on_placed
+        self._findings: Findings | None = None  # of rank 0
+        self._drift: Drift | None = None  # of rank 0, where anything may drift
+        self._misfit = Misfit()  # of the batch whose program is to be built
+        self._whole: set[str] = set()  # tables that some batch cannot read in shards
+
+    @property
+    def flow(self) -> Flow | None:
+        """What runs from one step into the next; None before the first training program, and on one rank."""
+        return None if self.builder is None else self.builder.flow
+
+    def _in_use(self) -> Plan:
+        assert self.plan is not None
+        return self.plan
+
+    # -- programs ------------------------------------------------------------------------------------------------------
+
+    def build(self, variant: Variant, *, accumulates: bool = False) -> Program:
+        """A variant's program under the plan; built where it is not there.
+
+        Raises:
+            PlanDoesNotFit: the plan must be changed first, on every rank.
+        """
+        assert self.builder is not None
+        if variant.program is None:
+            self.fits(misfit(self._in_use(), variant.analysed, self._setting.state.hooked))
+            with stage("compiling", self._setting.communicator.rank), not_collecting():
+                self.builder.build(variant)
+        if accumulates and variant.accumulating is None:
+            with stage("compiling", self._setting.communicator.rank), not_collecting():
+                self.builder.build_accumulating(variant)
+        program = variant.accumulating if accumulates else variant.program
+        assert program is not None
+        return program
+
+    def fits(self, found: Misfit) -> None:
+        """Has all ranks change the plan, where it lacks anything for this rank's batch.
+
+        Raises:
+            PlanDoesNotFit: it does; on every rank.
+        """
+        self._misfit = found
+        if found:
+            self._setting.announcements.announce((), does_not_fit=True)
+
+    def any_variant(self) -> Variant:
+        """One of the model's captures."""
+        return next(variant for kind in self._kinds.values() for variant in kind.variants)
+
+    # -- plans ---------------------------------------------------------------------------------------------------------
+
+    def make(self, analysed: TrainingGraph, leaves: Sequence[Any]) -> None:
+        """The first plan, and parameters placed as it says. Collective.
+
+        Raises:
+            PeerFailure: a rank's batch is bad, on every rank.
+            ValueError: what was asked for does not fit the model, on every rank.
+        """
+        setting, findings = self._setting, None
+        given, rank = setting.options.given_plan, setting.communicator.rank
+        if given is None:
+            with stage("planning", rank):
+                plan, findings = make_plan(setting, analysed, leaves)
+        else:
+            plan = repeated(setting, analysed, given)
+        self._adopt(plan, findings)
+        with stage("placing parameters", rank):
+            place(setting, analysed, plan)
+        self._on_placed()
+
+    def _adopt(self, plan: Plan, findings: Findings | None) -> None:
+        """Puts a plan in use, of which nothing is built yet."""
+        self.plan, self._findings = plan, findings
+        self._drift = _drift(plan, findings)
+        self.builder = ProgramBuilder(self._setting, plan, self.calls, self._buffers, self._on_other_batch)
+        log_text("plan", str(plan))
+
+    def observe(self) -> None:
+        """Takes what a training call has told of its batch; asks for another plan where that is due."""
+        if self._drift is not None and self.calls.count % SAMPLED_EVERY == 0:
+            announcements = self._setting.announcements
+            self._drift.observe(announcements.rows_read)
+            announcements.asks_to_plan = self._drift.wants_plan
+
+    def make_again(self, variant: Variant, leaves: Sequence[Any]) -> None:
+        """Another plan, as rank 0 asked for in the last announcement, if this is a moment for it. Collective.
+
+        Raises:
+            PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
+        """
+        setting, old = self._setting, self._in_use()
+        everyone = setting.announcements.announce([self._may_change(variant)])
+        if not all(may for (may,) in everyone):
+            return
+        used = {d.parameter for d in old if d.strategy not in ("frozen", "unused")}
+        findings = find(setting, variant.analysed, variant.captured.inputs(leaves), used)
+        if findings is not None:
+            findings = findings.with_whole(self._whole, WHOLE)
+        if findings is not None and self._drift is not None:
+            findings = findings.with_rows(self._drift.rows)
+        new = plan_on_links(setting, findings, old)
+        setting.announcements.asks_to_plan = False
+        if not changes(old, new):
+            self._drift = _drift(old, findings)
+            return
+        self._place_anew(variant.analysed, new, findings)
+
+    def fit(self) -> None:
+        """The plan with what some rank's batch needs besides, before the step that asks for it. Collective.
+
+        Raises:
+            PeerFailure: this is no moment for it on some rank; on every rank, and nothing changed.
+        """
+        own, self._misfit = self._misfit, Misfit()
+        state, communicator = self._setting.state, self._setting.communicator
+        reason = "an earlier call's backward is still to come" if state.awaiting_backward else None
+        if state.unreduced and any(name in state.tables for name in own.whole):
+            reason = "gradients wait that were summed up under no_sync()"
+        told = tuple[tuple[str, ...], tuple[str, ...], str | None]
+        everyone = communicator.gather((own.late, own.whole, reason), told)
+        needed = [Misfit(late, whole) for late, whole, _ in everyone]
+        names = ", ".join(sorted({name for each in needed for name in (*each.late, *each.whole)}))
+        if reasons := {rank: reason for rank, (*_, reason) in enumerate(everyone) if reason is not None}:
+            raise PeerFailure({rank: _NO_MOMENT.format(names, reason) for rank, reason in reasons.items()})
+        self._whole |= {name for each in needed for name in each.whole}
+        self.change(fitted(self._in_use(), needed))
+
+    def change(self, new: Plan) -> None:
+        """Puts a plan in use that follows from the one in use. Collective."""
+        self._place_anew(self.any_variant().analysed, new, self._findings)
+
+    def make_whole(self, names: Sequence[str], reason: str) -> None:
+        """Another plan, before a step is taken that needs tables whole. Collective, as the step is.
+
+        Raises:
+            RuntimeError: a backward under the plan in use is still to come; on every rank, and nothing changed.
+        """
+        variant = next(v for kind in self._kinds.values() for v in kind.variants if v.train)
+        if not self._may_change(variant) or self._setting.options.given_plan is not None:
+            raise RuntimeError(
+                f"expected an element-wise optimizer, in optimizer.step(), found that {reason}, while results of an "
+                f"earlier call still wait for their backward, or the plan is given, and {', '.join(names)} cannot be "
+                "put together. Pass the optimizer to compile(), and step after every backward."
+            )
+        findings = None if self._findings is None else self._findings.with_whole(names, reason)
+        self._place_anew(variant.analysed, plan_on_links(self._setting, findings, self._in_use()), findings)
+
+    def _place_anew(self, analysed: TrainingGraph, new: Plan, findings: Findings | None) -> None:
+        """Puts another plan in use, between two steps. Collective."""
+        old, setting = self._in_use(), self._setting
+        if self.flow is not None:
+            self.flow.close()
+        setting.state.settle_tables()
+        place_anew(setting, analysed, old, new)
+        told = story(self.calls.count, old, new)
+        self._adopt(replace(new, history=(*old.history, told)), findings)
+        self._on_placed()
+        setting.stepping.flow = None
+        for kind in self._kinds.values():
+            for each in kind.variants:
+                each.program = each.accumulating = None
+        if setting.communicator.rank == 0:
+            tell("planned again %s", told)
+
+    def _may_change(self, variant: Variant) -> bool:
+        """Whether this rank can do without the plan in use: no backward is to come, no sum half made, no recording."""
+        state, flow = self._setting.state, self.flow
+        tables = {decision.parameter for decision in self._in_use() if decision.is_table}
+        return (
+            variant.train
+            and not state.unreduced
+            and not state.awaiting_backward
+            and (flow is None or flow.recorder.recording is None)
+            and {table.parameter for table in variant.analysed.tables} == tables
+        )
+
+    def close(self) -> None:
+        """Applies what is pending, and ends what runs between steps."""
+        flow = self.flow
+        self._setting.stepping.flow = None
+        if self.builder is not None:
+            self.builder.flow = None
+        if flow is not None:
+            flow.close()
+
+
+def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
+    """What follows the plan's tables, where there are any to follow, on rank 0."""
+    return Drift(plan, findings) if findings is not None and plan.watched else None
+
+
+_NO_MOMENT = (
+    "expected every call's backward, and under no_sync() the step, before a batch that needs another plan, in the "
+    "model's call, found that {} are used otherwise than before, and {}. Call the model once with a batch that uses "
+    "them, on its own"
+)

@@ -1,0 +1,121 @@
+"""What a user sees of a compiled model: the report, the graphs, the schedule, and what was recorded of steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from embrace_fx.planning.summary import summary
+from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.scheduling.scheduling import Scheduling
+from embrace_fx.scheduling.timeline import gather_timeline
+from embrace_fx.session.comm_hooks import told_of
+from embrace_fx.session.memory_report import memory_report, tables_report
+from embrace_fx.session.plan_in_use import PlanInUse
+from embrace_fx.setup.setting import Setting
+from embrace_fx.viz.graphs import Graphs
+from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.schedule import Schedule, Timeline
+
+
+class Views:
+    """Of one model."""
+
+    def __init__(self, setting: Setting, planned: PlanInUse) -> None:
+        self._setting = setting
+        self._planned = planned
+        self._timeline: Timeline | None = None
+        self._records = False
+
+    @property
+    def plan(self) -> Plan:
+        if self._planned.plan is None:
+            raise RuntimeError(
+                "expected the model to have been called, before its plan, report or graphs are read, found that it has "
+                "not been called for training: the graph is captured with the first batch. Call the model once, with "
+                "gradients enabled."
+            )
+        return self._planned.plan
+
+    @property
+    def graphs(self) -> Graphs:
+        assert self.plan is not None  # raises before the first call
+        return self.graphs_of_training
+
+    def report(self) -> str:
+        told, setting = str(self.plan) + told_of(self._setting.communicator.gradient_dtype), self._setting
+        held = self._planned.builder.held() if self._planned.builder is not None else None
+        tables = setting.state.tables
+        if tables:
+            told += f"\n\n{tables_report(tables, setting.communicator.world_size)}"
+        return (
+            told
+            if held is None
+            else f"{told}\n\n{memory_report(held, setting.model, setting.stepping.holders.optimizers)}"
+        )
+
+    def summary(self) -> str:
+        """What was decided, in a line."""
+        scheduling = self._scheduling()
+        return summary(self.plan, scheduling.schedule.diagnostics().step_ms if scheduling is not None else None)
+
+    def _scheduling(self) -> Scheduling | None:
+        return None if self._planned.builder is None else self._planned.builder.scheduling
+
+    @property
+    def schedule(self) -> Schedule:
+        assert self.plan is not None  # raises before the first call
+        found = None if self._planned.builder is None else self._planned.builder.schedule
+        if found is None:
+            raise RuntimeError(_NOT_SCHEDULED)
+        return found
+
+    @property
+    def timeline(self) -> Timeline:
+        if self._timeline is None:
+            raise RuntimeError(
+                "expected steps to have been recorded, before the timeline is read, found none. Train a few steps "
+                "under `with model.record():`."
+            )
+        return self._timeline
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[None]:
+        if self._recorder is None and self.graphs_of_training:
+            raise RuntimeError(_NOT_SCHEDULED)
+        self._records = True
+        self.note_built()
+        recording = None
+        try:
+            yield
+        finally:
+            self._records = False
+            if self._recorder is not None and self._recorder.recording is not None:
+                recording = self._recorder.stop()
+        if recording is None:
+            raise RuntimeError(
+                "expected training steps to be recorded, under `with model.record():`, found none. Train a few steps "
+                "inside of it."
+            )
+        self._timeline = gather_timeline(self._setting.communicator, recording, self.schedule.steps)
+
+    def note_built(self) -> None:
+        """Begins a recording that was asked for before there was a step to record."""
+        if self._records and self._recorder is not None and self._recorder.recording is None:
+            self._recorder.start()
+
+    @property
+    def _recorder(self) -> Recorder | None:
+        return None if self._planned.builder is None else self._planned.builder.recorder
+
+    @property
+    def graphs_of_training(self) -> Graphs:
+        """None before the first training call."""
+        return Graphs() if self._planned.builder is None else self._planned.builder.graphs
+
+
+_NOT_SCHEDULED = (
+    "expected a model on the CPU or on one GPU, before its schedule is read or its steps are recorded, found one that "
+    "lies on several devices: nothing of it is scheduled. embrace_fx.plan(model, batch, world_size=...).schedule shows "
+    "what could be."
+)

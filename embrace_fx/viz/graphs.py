@@ -1,0 +1,101 @@
+"""Graphs as text that can be compared, and as drawings: compute folded to blocks, communication in its colours.
+
+graphs["shard_tables"]                          a `torch.fx.GraphModule`
+graphs.diff("shard_tables", "reduce_gradients") what a pass has changed, as a unified diff
+graphs.save("graphs.svg")                       what runs in a step, drawn; `.dot` for Graphviz
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch import fx
+
+from embrace_fx.viz import graph_drawing
+
+
+class Graphs(Mapping[str, fx.GraphModule]):
+    """The graphs of a training program by name: as captured, after each pass, and its phases, which run.
+
+    Args:
+        modules: in this order.
+        phases: pass -> the phases after it, of the passes that leave phases.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, fx.GraphModule] | None = None,
+        phases: Mapping[str, Mapping[str, fx.GraphModule]] | None = None,
+    ) -> None:
+        self._modules = dict(modules or {})
+        self._phases = dict(phases or {})
+
+    def __getitem__(self, name: str) -> fx.GraphModule:
+        return self._modules[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __repr__(self) -> str:
+        return f"Graphs({', '.join(self)})"
+
+    def text(self, name: str) -> str:
+        """A graph in readable form; after a pass over phases, all of them."""
+        return "\n".join(f"# {phase}\n{_readable(module)}" for phase, module in self._parts(name).items())
+
+    def diff(self, first: str, second: str) -> str:
+        """What is different between two graphs, as a unified diff; nothing where they are the same.
+
+        Raises:
+            KeyError: there is no graph of that name.
+        """
+        before, after = (self.text(name).splitlines(keepends=True) for name in (first, second))
+        return "".join(difflib.unified_diff(before, after, fromfile=first, tofile=second))
+
+    def save(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+        """Draws a graph: compute as blocks in the order of the program, communication in its class's colour.
+
+        Folders of `path` that are not there are made.
+
+        Args:
+            path: ends in `.svg` or in `.dot`.
+            name: the pass after which it is drawn; None: what runs.
+
+        Raises:
+            KeyError: there is no graph of that name.
+            ValueError: another suffix; no graph yet.
+        """
+        target = Path(path)
+        renderers = {".svg": graph_drawing.svg, ".dot": graph_drawing.dot}
+        if target.suffix.lower() not in renderers:
+            raise ValueError(
+                f"expected a file name that ends in .svg or .dot, in graphs.save(), found {target.name!r}. "
+                "The suffix decides what is drawn; give one of these."
+            )
+        if not self:
+            raise ValueError("expected a graph to draw, in graphs.save(), found none yet. Run a training step first.")
+        parts = self._parts(name) if name is not None else self._last()
+        text = renderers[target.suffix.lower()](parts, name or "what runs in a step")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+
+    def _parts(self, name: str) -> Mapping[str, fx.GraphModule]:
+        return self._phases.get(name) or {name: self._modules[name]}
+
+    def _last(self) -> Mapping[str, fx.GraphModule]:
+        ran = {phase: self._modules[phase] for phase in PHASES if phase in self._modules}
+        return ran or self._parts(list(self._modules)[-1])
+
+
+PHASES = ("unique", "ids", "forward", "backward")
+"""In the order in which they run."""
+
+
+def _readable(module: fx.GraphModule) -> str:
+    return str(module.print_readable(print_output=False, include_stride=False, include_device=False))

@@ -1,0 +1,94 @@
+"""A call of the model that other ranks do not make, because they wait for the caller elsewhere: told in seconds.
+
+    rank 0   evaluates: its announcement waits for rank 1
+    rank 1   torch.distributed.barrier(), until rank 0 comes
+
+Neither would ever go on. A rank that has waited for a while says so in the store. Another one, whose main thread stands
+in a collective that the first must come to, has a thread of its own make the announcement in its place, as one of a
+failure: the caller raises, and once it comes to the barrier both go on, with nothing applied.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from embrace_fx.runtime.ranks.failure import place_of_main_thread
+
+PATIENCE_S = 3.0
+"""How long an announcement waits before others are asked."""
+
+_C10D = "torch/distributed/distributed_c10d.py"
+_TOGETHER = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""How the names of those collectives begin that no rank leaves before all have come."""
+
+_ELSEWHERE = (
+    "expected every rank to call the model, found this one in torch.distributed.{}() at {}, waiting for a rank that "
+    "calls the model alone. Call it on all ranks, under join() where loaders are of unequal length; or evaluate on one "
+    "rank with a plain model that has loaded full_state_dict()"
+)
+
+
+class LoneCalls:
+    """What the thread behind a rank looks at, a few times a second.
+
+    Args:
+        store: of that thread alone.
+        key: where a rank says that it waits.
+        group: of the ranks that train together.
+        answer: makes the announcement that others wait for, as one of a failure.
+    """
+
+    def __init__(
+        self, store: Any, key: str, rank: int, group: dist.ProcessGroup, answer: Callable[[str], None]
+    ) -> None:
+        self._store = store
+        self._key = key
+        self._rank = rank
+        self._group = group
+        self._answer = answer
+        self._told = 0
+        self._stood: tuple[int, int] | None = None  # the announcement asked for, and where the main thread stood
+
+    def look(self, made: int, waiting_since_s: float | None) -> None:
+        """One look.
+
+        Args:
+            made: announcements that this rank has begun.
+            waiting_since_s: by `time.monotonic`, of the one that it waits in; None: it waits in none.
+        """
+        if waiting_since_s is not None:
+            if time.monotonic() - waiting_since_s > PATIENCE_S and self._told != made:
+                self._store.set(self._key, f"{self._rank} {made}")
+                self._told = made
+            return
+        stood, self._stood = self._stood, None
+        if not self._store.check([self._key]):
+            return
+        rank, number = map(int, self._store.get(self._key).decode().split())
+        if number != made + 1 or rank == self._rank:
+            return
+        frame = _stands_in(dist.get_global_rank(self._group, rank))
+        if frame is None:
+            return
+        self._stood = number, id(frame)
+        if stood == self._stood:  # at two looks: it is not just leaving
+            self._answer(_ELSEWHERE.format(frame.f_code.co_name, place_of_main_thread()))
+
+
+def _stands_in(rank: int) -> FrameType | None:
+    """The collective of torch's in which the main thread waits for a rank of the job, or None."""
+    top = sys._current_frames().get(threading.main_thread().ident or 0)
+    for frame, _ in traceback.walk_stack(top):
+        code = frame.f_code
+        if code.co_filename.endswith(_C10D) and code.co_name.startswith(_TOGETHER):
+            group = frame.f_locals.get("group")
+            return frame if rank in dist.get_process_group_ranks(group or dist.group.WORLD) else None
+    return None

@@ -1,0 +1,78 @@
+"""One process: its schedule and its timeline, from the first step on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import embrace_fx
+from embrace_fx.vocabulary.schedule import BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
+
+SUFFIXES = (".html", ".json", ".svg", ".dot")
+
+
+def trained(steps: int, *, recorded: bool) -> embrace_fx.CompiledModel:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(32, 4))
+    compiled = embrace_fx.compile(model)
+    optimizer = torch.optim.AdamW(compiled.parameters(), 0.01)
+
+    def train() -> None:
+        for _ in range(steps):
+            compiled(torch.randint(50, (6, 4))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if recorded:
+        with compiled.record():
+            train()
+    else:
+        train()
+    return compiled
+
+
+def test_the_schedule_of_one_process_is_its_compute_and_is_saved(tmp_path: Path) -> None:
+    compiled = trained(3, recorded=False)
+
+    assert compiled.schedule.steps.compute_order == tuple(map(str, (WHOLE_BACKWARD, BETWEEN, WHOLE_FORWARD)))
+    assert compiled.schedule.launch_order == ()
+    for suffix in SUFFIXES:
+        compiled.schedule.save(tmp_path / f"schedule{suffix}")
+        assert (tmp_path / f"schedule{suffix}").stat().st_size > 100
+
+
+def test_steps_are_recorded_from_the_first_one_on(tmp_path: Path) -> None:
+    compiled = trained(4, recorded=True)
+    spans = compiled.timeline.spans
+
+    assert {span.operation.id for span in spans} == {WHOLE_BACKWARD, BETWEEN, WHOLE_FORWARD}
+    assert {span.window for span in spans} == {0, 1, 2}
+    assert all(span.end_ms > span.start_ms for span in spans)
+    for suffix in SUFFIXES:
+        compiled.timeline.save(tmp_path / f"timeline{suffix}")
+        assert (tmp_path / f"timeline{suffix}").stat().st_size > 100
+
+
+def test_recording_no_step_is_told() -> None:
+    compiled = embrace_fx.compile(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="expected training steps to be recorded"), compiled.record():
+        pass
+
+
+def test_an_evaluated_model_has_no_schedule() -> None:
+    compiled = embrace_fx.compile(nn.Linear(4, 4))
+    with torch.no_grad():
+        compiled(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match="has not been called for training"):
+        _ = compiled.schedule
+
+
+def test_a_plan_for_many_ranks_saves_its_schedule(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(5000, 64), nn.Flatten(), nn.Linear(256, 4))
+    plan = embrace_fx.plan(model, torch.randint(5000, (6, 4)), world_size=128, strategy="alltoall")
+    for suffix in SUFFIXES:
+        plan.schedule.save(tmp_path / f"plan{suffix}")
+        assert (tmp_path / f"plan{suffix}").stat().st_size > 100

@@ -1,0 +1,79 @@
+"""Two models in one process, of one and of several dtypes, in a group of some ranks: each as under DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam
+
+import embrace_fx
+from tests.support.ranks import run_ranks
+
+NUM_IDS, DIM = 12, 4
+
+
+class Mixed(nn.Module):
+    """A table and a layer in single precision, a head in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = nn.Embedding(NUM_IDS, DIM)
+        self.hidden = nn.Linear(DIM, DIM)
+        self.out = nn.Linear(DIM, 1, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.out(torch.tanh(self.hidden(self.ids(ids))).double()).square().mean()
+        return loss
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = nn.Embedding(NUM_IDS, DIM)
+        self.score = nn.Linear(DIM, 1)
+
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+        loss: Tensor = (self.score(self.ids(ids)).mean() - scale).square()
+        return loss
+
+
+def _trained(rank: int, wrap: Callable[[nn.Module], Any]) -> dict[str, Tensor]:
+    """Each model's loss reads what the other one has just become."""
+    torch.manual_seed(0)
+    models = [wrap(Mixed()), wrap(Critic())]
+    optimizers = [Adam(model.parameters(), 0.01, eps=1e-3) for model in models]
+    for k in range(4):
+        ids = torch.randint(NUM_IDS, (6,), generator=torch.Generator().manual_seed(10 * k + rank))
+        first = models[0](ids)
+        second = models[1](ids, first.detach().float())
+        (second if k % 2 else first).backward()
+        (first if k % 2 else second).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {}
+    for k, model in enumerate(models):
+        for name, value in embrace_fx.full_state_dict(model).items():
+            found[f"{k}.{name.removeprefix('module.')}"] = value.detach().clone()
+    return found
+
+
+def _compared(rank: int, world_size: int) -> None:
+    group = dist.new_group([1, 2])
+    if rank == 0:  # trains alone meanwhile
+        alone = embrace_fx.compile(Mixed(), process_group=dist.new_group([0], use_local_synchronization=True))
+        alone(torch.arange(4)).backward()
+        return
+    expected = _trained(rank, lambda model: DistributedDataParallel(model, process_group=group))
+    for strategy in ("auto", {"ids.weight": "alltoall"}):
+        found = _trained(rank, lambda m, s=strategy: embrace_fx.compile(m, process_group=group, strategy=s))  # type: ignore[misc]
+        torch.testing.assert_close(found, expected)
+
+
+def test_two_models_of_a_group_of_some_ranks() -> None:
+    run_ranks(3, _compared)

@@ -1,0 +1,95 @@
+"""Graphs as text, compared, and as drawings."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+from embrace_fx.passes.relax.order import OrderCompute
+from embrace_fx.session.pipeline import Compiled, relaxing_passes, run_passes, training_passes
+from embrace_fx.viz.graph_drawing import fold
+from embrace_fx.viz.graphs import PHASES, Graphs
+from embrace_fx.vocabulary.ops import LAUNCHES, SUBMISSIONS, op_name
+from embrace_fx.vocabulary.plan import Decision, Plan
+from embrace_fx.vocabulary.schedule import Cuts
+from tests.passes.test_advance import BATCH, DIM, LENGTH, TABLES, WORDS, LanguageModel
+from tests.support.graphs import analysed
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Compiled:
+    decisions = tuple(Decision(t, (WORDS, DIM), True, "alltoall", "asked for", 1000, 0, 0.0) for t in TABLES)
+    buckets = tuple((f"layers.{k}.weight", f"layers.{k}.bias") for k in range(11, -1, -1))
+    plan = Plan(2, decisions, buckets)
+    cuts = Cuts(((DIM * (DIM + 1),),) * 12, tuple((table, 2) for table in TABLES))
+    captured = analysed(LanguageModel(), *(torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)))
+    passes = (*training_passes(plan, TABLES, 0), *relaxing_passes(plan, "2d", 0, cuts))
+    return run_passes(captured, (*passes, OrderCompute(("words.weight",))))
+
+
+@pytest.fixture(scope="module")
+def graphs(compiled: Compiled) -> Graphs:
+    return Graphs(compiled.graphs, compiled.phases)
+
+
+def test_what_a_pass_has_changed_as_a_diff(graphs: Graphs) -> None:
+    found = graphs.diff("narrow_exchange", "reduce_gradients")
+
+    assert found.startswith("--- narrow_exchange\n+++ reduce_gradients\n")
+    assert any(line.startswith("+") and "pack_bucket" in line for line in found.splitlines())
+    assert not any(line.startswith("-") and "embedding" in line for line in found.splitlines()[2:])
+    assert graphs.diff("captured", "captured") == ""
+    with pytest.raises(KeyError):
+        graphs.diff("captured", "nothing")
+
+
+def test_passes_over_phases_are_compared_by_phases(graphs: Graphs) -> None:
+    found = graphs.diff("advance_gradients", "order_compute")
+
+    assert "submit_gradients" in found
+    assert "+" in graphs.diff("shard_tables", "order_compute")
+
+
+def test_a_folded_graph_has_each_launch_once_and_all_else_in_blocks(graphs: Graphs) -> None:
+    parts = {phase: graphs[phase] for phase in PHASES}
+    cells = fold(parts)
+    nodes = [node for module in parts.values() for node in module.graph.nodes]
+    launches = [node for node in nodes if op_name(node) in SUBMISSIONS | LAUNCHES]
+
+    assert [cell.nodes[0] for cell in cells if cell.lane != "compute"] == launches
+    folded = [node for cell in cells for node in cell.nodes]
+    assert folded == [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
+    assert all(before < k for k, cell in enumerate(cells) for before in cell.after)
+    assert {cell.lane for cell in cells} == {"compute", "ids", "embedding", "dense", "delayed"}
+
+
+def test_drawings(graphs: Graphs, tmp_path: Path) -> None:
+    graphs.save(tmp_path / "new" / "graphs.svg")
+    graphs.save(tmp_path / "graphs.dot")
+    graphs.save(tmp_path / "sharded.svg", "shard_tables")
+
+    for name in ("new/graphs.svg", "sharded.svg"):
+        ET.parse(tmp_path / name)
+    drawn = (tmp_path / "new" / "graphs.svg").read_text()
+    assert "words.weight prior" in drawn
+    text = (tmp_path / "graphs.dot").read_text()
+    assert text.count("->") > 20
+    assert text.startswith("digraph")
+
+
+def test_what_cannot_be_drawn_is_refused(graphs: Graphs, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\.svg or \.dot"):
+        graphs.save(tmp_path / "graphs.png")
+    with pytest.raises(ValueError, match="found none yet"):
+        Graphs().save(tmp_path / "graphs.svg")
+    with pytest.raises(KeyError):
+        graphs.save(tmp_path / "graphs.svg", "nothing")
+
+
+def test_what_each_pass_took_is_known(compiled: Compiled) -> None:
+    assert set(compiled.ms) == set(compiled.graphs) - {"captured", *PHASES}
+    assert all(ms >= 0 for ms in compiled.ms.values())
+    assert "shard_tables" in compiled.times()
