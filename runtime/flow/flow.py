@@ -23,8 +23,9 @@ from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import Streams
-from embrace_fx.runtime.ranks.announcement import Announcements, Gate, bad_id_report, unreadable
+from embrace_fx.runtime.ranks.announcement import Announcements, bad_id_report, unreadable
 from embrace_fx.runtime.ranks.communicator import InFlight
+from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.runtime.step.phases import Values
 from embrace_fx.vocabulary.schedule import (
     BETWEEN,

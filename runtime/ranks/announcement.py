@@ -26,7 +26,6 @@ from embrace_fx.runtime.ranks.checksums import digest_of, diverged
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.failure import (
     ANNOUNCEMENT,
-    BACKWARD,
     DivergedReplicas,
     PeerFailure,
     PlanDoesNotFit,
@@ -216,7 +215,7 @@ class Announcements:
         """Every rank's announcement, once all are at the head of a step."""
         everyone = self._exchange(own)
         while any(each.marks & _ELSEWHERE for each in everyone):  # they come here next
-            self._warn(self._reports(everyone, None))
+            self._warn(self.reports(everyone, None))
             everyone = self._exchange(own)
         return everyone
 
@@ -247,7 +246,7 @@ class Announcements:
         communicator = self.communicator
         self.made += 1
         communicator.progress.begin_step()
-        self._meet(self._elsewhere(Mark.FAILED))
+        self._meet(self.elsewhere(Mark.FAILED))
         communicator.gather(failure, str | None)
 
     def meet(self, activity: int) -> list[int]:
@@ -270,13 +269,13 @@ class Announcements:
         return Announcement(Mark(marks), self.activity, steps, digest, program, self.buffers, of_watched, tuple(sizes))
 
     def _exchange(self, own: Announcement) -> list[Announcement]:
-        everyone, work = self._launch(own)
+        everyone, work = self.launch(own)
         with self.communicator.watching(ANNOUNCEMENT):
             work.wait()
         watched, sizes = len(own.rows_seen), len(own.sizes)
         return [Announcement.decode(row, watched, sizes) for row in everyone.tolist()]
 
-    def _launch(self, own: Announcement) -> tuple[Tensor, Any]:
+    def launch(self, own: Announcement) -> tuple[Tensor, Any]:
         """What all ranks announce, (N, length), and what is to be waited for before."""
         communicator = self.communicator
         # A step with the next batch's sizes in it has most to say.
@@ -287,19 +286,15 @@ class Announcements:
 
     # -- in the middle of a call ---------------------------------------------------------------------------------------
 
-    def enter_backward(self) -> Gate:
-        """Tells the others that this rank begins a backward. Of at least two ranks."""
-        self.communicator.progress.note(BACKWARD)
-        return Gate(self, *self._launch(self._elsewhere(Mark.IN_BACKWARD)))
-
     def give_up(self, failure: str) -> None:
         """Tells the others that this rank cannot finish a forward that it has announced. Of at least two ranks."""
-        self._reports(self._exchange(self._elsewhere(Mark.GAVE_UP)), failure)
+        self.reports(self._exchange(self.elsewhere(Mark.GAVE_UP)), failure)
 
-    def _elsewhere(self, mark: Mark) -> Announcement:
+    def elsewhere(self, mark: Mark) -> Announcement:
+        """What this rank tells where others may announce a step."""
         return Announcement(mark, self.activity, 0, 0, 0, 0, (-1,) * len(self.watched), ())
 
-    def _reports(self, everyone: Sequence[Announcement], failure: str | None) -> dict[int, str]:
+    def reports(self, everyone: Sequence[Announcement], failure: str | None) -> dict[int, str]:
         """What keeps ranks from going on as the others do. Collective where one of them says why."""
         found = {rank: _WENT_ON for rank, each in enumerate(everyone) if not each.marks & _ELSEWHERE}
         if any(each.marks & Mark.GAVE_UP for each in everyone):
@@ -325,39 +320,6 @@ class Announcements:
         everyone = self.announce(counts, next((report for report in reports if report is not None), None))
         self.note_rows(tables, everyone)
         return self.communicator.gather_rows_read(unique, everyone, num_rows, group)
-
-
-class Gate:
-    """The head of a backward, where it comes out whether all ranks are in it.
-
-    Attributes:
-        future: ends when it has come out.
-    """
-
-    def __init__(self, announcements: Announcements, everyone: Tensor, work: Any) -> None:
-        self._announcements = announcements
-        self._everyone = everyone
-        self._work = work
-        self.future: torch.futures.Future[Any] = work.get_future()
-
-    def all_are_here(self) -> bool:
-        """Once it has come out. From any thread."""
-        return all(Announcement.decode(row, 0, 0).marks == Mark.IN_BACKWARD for row in self._everyone.tolist())
-
-    def wait(self) -> None:
-        """Until it has come out."""
-        with self._announcements.communicator.watching(BACKWARD):
-            self._work.wait()
-
-    def check(self) -> None:
-        """Once it has come out.
-
-        Raises:
-            PeerFailure: a rank is not in this backward; on every rank that is. The others go on.
-        """
-        if not self.all_are_here():
-            everyone = [Announcement.decode(row, 0, 0) for row in self._everyone.tolist()]
-            raise PeerFailure(self._announcements._reports(everyone, None))
 
 
 def check_activities(activities: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -83,18 +84,31 @@ class Groups:
         self.group = group
         self.world_size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         if self.world_size > 1:
-            if "nccl" in dist.get_backend_config(group):
-                self._open(CLASSES)
-            else:  # every group of gloo has a thread that wakes a hundred times a second, on cores that compute
-                self._groups = dict.fromkeys(CLASSES, self._new_group("program"))
-            on_host = _carries(group, CPU)
-            self._hosts = self._groups["ids"] if on_host else self._new_group("hosts", backend="gloo")
             store = dist.distributed_c10d._get_default_store()
-            # A job that a launcher restarts may find the store of the attempt before, with all that was said there.
-            attempt = self.gather(uuid4().hex, str)[0]
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            name = f"joining/{restarts}/{dist.distributed_c10d._world.group_count}"
+            joining = RollCall(store, name, self.rank, self.world_size, self.progress, self._dump_to)
+            try:
+                with joining.watching():
+                    attempt = self._meet(group)
+            finally:
+                joining.close()
             name = f"{self._groups['ids'].group_name}/{attempt}"
             self._roll_call = RollCall(store, name, self.rank, self.world_size, self.progress, self._dump_to)
         self._end = weakref.finalize(self, end_groups, self._roll_call, self._made)
+
+    def _meet(self, group: dist.ProcessGroup) -> str:
+        """Makes the groups of the calling thread; returns a text that no other attempt of the job has."""
+        on_host = _carries(group, CPU)
+        if on_host:  # making a group waits for a rank that is gone; a message to it fails at once
+            dist.all_reduce(torch.zeros(()), group=group)
+        if "nccl" in dist.get_backend_config(group):
+            self._open(CLASSES)
+        else:  # every group of gloo has a thread that wakes a hundred times a second, on cores that compute
+            self._groups = dict.fromkeys(CLASSES, self._new_group("program"))
+        self._hosts = self._groups["ids"] if on_host else self._new_group("hosts", backend="gloo")
+        # A job that a launcher restarts may find the store of the attempt before, with all that was said there.
+        return self.gather(uuid4().hex, str)[0]
 
     def close(self) -> None:
         """Ends the groups and threads that this has made. On each rank by itself; nothing may be under way."""

@@ -20,8 +20,9 @@ from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.launcher import Dropped
 from embrace_fx.runtime.launch.streams import Streams
-from embrace_fx.runtime.ranks.announcement import Gate, unreadable
+from embrace_fx.runtime.ranks.announcement import unreadable
 from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_of_ranks
+from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
 from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import Program
@@ -51,6 +52,7 @@ def _tensors(program: Program, step: Step, leaves: Sequence[Any], train: bool) -
     if train and program.backward is not None:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         anchor = torch.empty((), requires_grad=True)
+        step.anchor = torch.autograd.graph.get_gradient_edge(anchor).node
         tensors: tuple[Tensor, ...] = _Run.apply(step, anchor, *inputs)  # type: ignore[no-untyped-call]
         return tensors
     with torch.no_grad():
@@ -64,6 +66,7 @@ class Step:
         self.program = program
         self._leaves = leaves
         self._following = following
+        self.anchor: Any = None  # a node of the backward that comes to this call
         self._values: Values | None = None
         self._results: list[Any] = []  # tensors, and sizes the model returns
         self._read_again: list[tuple[Tensor, int]] = []
@@ -188,7 +191,7 @@ class Step:
         program = self.program
         if program.flow is not None:
             program.flow.land_untaken()  # of an earlier backward, which is not given up with this one
-        gate = program.announcements.enter_backward()
+        gate = Gate(program.announcements)
         if program.flow is None:
             self._check_gate(gate)  # what is launched here leaves at once
         return gate
@@ -317,6 +320,7 @@ class _Run(torch.autograd.Function):
                 "expected a backward of the compiled model without create_graph=True, in backward(), found one with "
                 "it: its gradients cannot be differentiated again. Train such a loss with the plain model."
             )
+        ctx.step.program.state.graph_task = torch._C._current_graph_task_id()
         anchor, _ = ctx.next_functions[0]  # not reached by `torch.autograd.grad` or `backward(inputs=...)`
         with torch.no_grad(), autocast_is_in_the_graph():
             wanted = torch._C._will_engine_execute_node(anchor)

@@ -30,10 +30,10 @@ def _trains(rank: int, world_size: int) -> list[tuple[Bytes, Bytes, Bytes, int, 
         for step in range(5):
             loss = model(*workload.batches(step, rank, SEED))
             if step == 0:
-                table = model._session._state.tables["embedding.weight"]
+                table = model._session.state.tables["embedding.weight"]
                 before = table.predicted_bytes(world_size)
             if step == 2:
-                flow = model._session._flow
+                flow = model._session.planned.flow
                 assert flow is not None
                 flow.recorder.start()
             loss.backward()
@@ -45,7 +45,7 @@ def _trains(rank: int, world_size: int) -> list[tuple[Bytes, Bytes, Bytes, int, 
         recording = flow.recorder.stop()
         sent = sum(int(transfer.sent_bytes) for transfer in recording.transfers if "weight" in transfer.launch.what)
         told = tables_report({"embedding.weight": table}, world_size)
-        assert tables_report(model._session._state.tables, world_size) in model.report()
+        assert tables_report(model._session.state.tables, world_size) in model.report()
         found.append((before, table.predicted_bytes(world_size), table.held_bytes(), sent, told))
     return found
 

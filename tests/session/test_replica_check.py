@@ -83,12 +83,14 @@ def test_the_rank_that_is_alone_is_named() -> None:
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
 )
 def test_a_checksum_sees_one_bit(dtype: torch.dtype) -> None:
-    tensor = torch.arange(24).view(4, 6).to(dtype).t()
-    before = checksum(tensor)
-    bits = tensor.t().view(torch.uint8)
-    bits[1, 1] ^= 1
-
-    assert checksum(tensor) != before
+    values = torch.arange(36).to(dtype)[1:].view(5, 7)  # nothing is aligned, and something is left over
+    before = checksum(values.t())
+    assert checksum(values.t().clone(memory_format=torch.contiguous_format)) == before
+    for place in (0, 7, 34):
+        bits = values.view(-1)[place : place + 1].view(torch.uint8)
+        bits[0] ^= 1
+        assert checksum(values.t()) != before
+        bits[0] ^= 1
 
 
 def train_without_a_step(rank: int, world_size: int) -> str:

@@ -33,13 +33,20 @@ class Held:
     @staticmethod
     def now() -> Held:
         gc.collect()
+        deadline_s, threads = time.monotonic() + 5.0, -1
+        while threads != (threads := _count("task")) and time.monotonic() < deadline_s:
+            time.sleep(0.2)  # one that has ended may still be there
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return Held(
             round(pages * 4096 / 2**20, 2),
-            len(list(Path("/proc/self/task").iterdir())),
-            len(list(Path("/proc/self/fd").iterdir())),
+            threads,
+            _count("fd"),
             len(dist.distributed_c10d._world.pg_map),
         )
+
+
+def _count(what: str) -> int:
+    return len(list(Path(f"/proc/self/{what}").iterdir()))
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,9 @@ def save_killed_at(point: int, directory: Path, state: dict[str, Tensor]) -> Non
 
     written = os.fsync
 
-    def fsync(descriptor: Any) -> None:
+    def fsync(fd: Any) -> None:
         count()
-        written(descriptor)
+        written(fd)
 
     os.fsync = fsync
     sys.addaudithook(audit)
