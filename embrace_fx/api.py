@@ -81,8 +81,9 @@ def compile(
             is saved that the model does not checkpoint itself.
         check_replicas: every so many calls, ranks compare checksums of what all of them hold: a rank whose parameters,
             optimizer state or learning rate have become other ones is named (docs/operations.md). None: never.
-        broadcast_buffers, forward_sync_buffers: as of DDP: forwards read rank 0's buffers. With the first false, each
-            rank keeps its own from the beginning; with the second, once they have been made equal in compile().
+        broadcast_buffers: as of DDP: buffers are rank 0's from compile() on. False: each rank keeps its own.
+        forward_sync_buffers: as of DDP: forwards read rank 0's buffers. False: each rank goes on from those that have
+            been made equal in compile().
         dump_to: a folder into which each living rank writes, when a rank is dead or stuck, what it was doing: its last
             launches, and where its threads stood. None: nothing is written.
 

@@ -101,7 +101,7 @@ def _open(system: str, job: Job) -> Callable[[Iterable[Any]], None]:
                 optimizer.step()
                 optimizer.zero_grad()
         if system.startswith("embrace"):
-            model._session._flow.settle()  # what a step has left to the next one; rows that rest go on resting
+            model._session.planned.flow.settle()  # what a step has left to the next one; rows that rest go on resting
 
     return train
 

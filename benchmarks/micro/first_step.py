@@ -2,12 +2,14 @@
 
     python -m benchmarks.micro.first_step --ranks 2 --output benchmarks/results
     python -m benchmarks.micro.first_step --models tables --profile build/first_step.prof
+    python -m benchmarks.micro.first_step --calls --output benchmarks/results
 
 Four models: a Transformer encoder of 12 layers, 120 tables, 1,000 parameters, and 240 tables, which shows what grows
 faster than the tables. Every measurement is a process per rank that has never compiled; importing torch and
 embrace_fx, making the model and starting the process group come before the clock starts. The figure is that of rank 0,
 whose `compile` and first call end when all ranks have agreed; DDP's first step on the same model stands beside it.
-`--profile` writes rank 0's cProfile of the embrace_fx step: `python -m pstats FILE` reads it.
+`--profile` writes rank 0's cProfile of the embrace_fx step: `python -m pstats FILE` reads it. `--calls` counts that
+rank's calls of Python functions instead of seconds: the count is the same on a machine that does other things.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import cProfile
 import datetime
 import json
 import os
+import pstats
 import statistics
 import subprocess
 import sys
@@ -139,6 +142,30 @@ def measure(model_name: str, system: str, ranks: int, profile: Path | None) -> f
     return float(json.loads(printed[0].splitlines()[-1]))
 
 
+def count_calls(model_name: str, ranks: int) -> int:
+    """Calls of Python functions on rank 0, in new processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        profile = Path(folder) / "profile"
+        measure(model_name, "embrace_fx", ranks, profile)
+        found: int = pstats.Stats(str(profile)).total_calls  # type: ignore[attr-defined]
+    return found
+
+
+def calls_page(figures: dict[str, Any]) -> str:
+    """The counts as a page."""
+    lines = [
+        f"# The first step, {figures['date']}",
+        "",
+        f"Measured by `{figures['command']}`: calls of Python functions on rank 0 of {figures['ranks']} local ranks, "
+        "from before `compile` to the end of one step.",
+        "",
+        "| model | millions of calls |",
+        "|---|---|",
+        *(f"| {name} | {count / 1e6:.1f} |" for name, count in figures["calls"].items()),
+    ]
+    return "\n".join([*lines, ""])
+
+
 def page(figures: dict[str, Any]) -> str:
     """The figures as a page."""
     lines = [
@@ -162,6 +189,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="folder for the page and the numbers")
+    parser.add_argument("--calls", action="store_true", help="count calls instead of seconds")
     parser.add_argument("--profile", type=Path, help="file for rank 0's profile of embrace_fx")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--system", default="embrace_fx", help=argparse.SUPPRESS)
@@ -173,6 +201,9 @@ def main() -> None:
         dist.destroy_process_group()
         return
     names = [name for name in MODELS if any(part in name for part in asked.models)]
+    if asked.calls:
+        _write_calls({name: count_calls(name, asked.ranks) for name in names}, asked.ranks, asked.output)
+        return
     systems = ("embrace_fx",) if asked.profile else ("ddp", "embrace_fx")
     seconds = {
         name: {s: [measure(name, s, asked.ranks, asked.profile) for _ in range(asked.rounds)] for s in systems}
@@ -192,6 +223,18 @@ def main() -> None:
         stem = asked.output / f"first-step-{date}"
         write_record(stem, figures)
         stem.with_suffix(".md").write_text(page(figures), encoding="utf-8")
+
+
+def _write_calls(calls: dict[str, int], ranks: int, output: Path | None) -> None:
+    for name, count in calls.items():
+        print(f"{name}: {count / 1e6:.1f} million calls")
+    if output is not None:
+        date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+        command = f"python -m benchmarks.micro.first_step --calls --ranks {ranks}"
+        figures = {"date": date, "command": command, "ranks": ranks, "calls": calls}
+        stem = output / f"first-step-calls-{date}"
+        write_record(stem, figures)
+        stem.with_suffix(".md").write_text(calls_page(figures), encoding="utf-8")
 
 
 if __name__ == "__main__":

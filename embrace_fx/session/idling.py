@@ -9,6 +9,7 @@ Contract
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -70,8 +71,22 @@ class Idling:
             raise RuntimeError(_NO_BATCH.format(", ".join(map(str, joined))))
         if joined and session.plan.sharded:
             self._sharded = session.plan
+            self._agree_on_gradients(active)
             session.planned.change(fitted(session.plan, [Misfit((), session.plan.sharded)], _WHOLE))
         return everyone[active[0]]
+
+    def _agree_on_gradients(self, active: Sequence[int]) -> None:
+        """Tables have gradients where they have some on ranks that go on: those that have left may hold other ones."""
+        tables = self._session.state.tables
+        own = tuple(name for name, table in tables.items() if table.has_gradient)
+        everyone = self._session.communicator.gather(own, tuple[str, ...])
+        kept = {name for rank in active for name in everyone[rank]}
+        for name, table in tables.items():
+            if name not in kept:
+                table.clear_gradient()
+            elif name not in own:
+                none = table.local.new_empty((0,), dtype=torch.int64)
+                table.add_gradient(none, table.local.new_empty((0, table.local.shape[1])))
 
     def take_part(self) -> None:
         """One call of the others, without a batch. Collective."""

@@ -37,7 +37,7 @@ def memory_report(held: Held, model: nn.Module, optimizers: Sequence[Optimizer])
 
 def tables_report(tables: Mapping[str, RowTable], ranks: int) -> str:
     """What each sharded table takes of a rank's memory, predicted of any rank and measured of this one."""
-    rows = [("", "parameters", "gradient", "state", "parameters", "gradient", "state")]
+    rows: list[tuple[str, ...]] = [("", "parameters", "gradient", "state", "parameters", "gradient", "state")]
     for name, table in tables.items():
         numbers = (*table.predicted_bytes(ranks), *table.held_bytes())
         rows.append((name, *("not known yet" if number is None else _mib(number) for number in numbers)))

@@ -7,6 +7,12 @@ from typing import Any
 
 from torch import nn
 
+OTHER_PARAMETERS = (
+    "expected the parameters of compile(), in the model's call, found that {} came, went or was replaced: gradients "
+    "are exchanged, and tables sharded, for those that there were. Change layers, resize embeddings, tie weights and "
+    "parametrize before the first call, or compile the changed model anew"
+)
+
 
 class ModelWatch:
     """What programs take for given of a model, asked at each call.

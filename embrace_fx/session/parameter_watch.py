@@ -7,6 +7,11 @@ import torch
 from embrace_fx.runtime.step.gradient_hooks import is_hooked
 from embrace_fx.runtime.step.model_state import ModelState
 
+CONVERTED = (
+    "expected every parameter to stay of its dtype, in the model's call, found that that of {} has changed since the "
+    "first call: what is exchanged was decided by it. Convert the model before the first call, or compile it anew"
+)
+
 
 class ParameterWatch:
     """One model's parameters, as the model holds them now.

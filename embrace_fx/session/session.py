@@ -24,6 +24,7 @@ from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
 from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.step.outside_uses import OutsideUses
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
 from embrace_fx.runtime.tables.layouts import Place
@@ -35,8 +36,8 @@ from embrace_fx.session.comm_hooks import dtype_of_hook
 from embrace_fx.session.garbage import not_collecting
 from embrace_fx.session.idling import Idling, Joined
 from embrace_fx.session.lookahead import Lookahead
-from embrace_fx.session.model_watch import ModelWatch
-from embrace_fx.session.parameter_watch import ParameterWatch
+from embrace_fx.session.model_watch import OTHER_PARAMETERS, ModelWatch
+from embrace_fx.session.parameter_watch import CONVERTED, ParameterWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.session.programs import ProgramBuilder
@@ -66,7 +67,6 @@ class Session:
         self.model = model
         self.optimizers = optimizers
         self.options = options
-        self.synchronised = True
         self.lookahead = Lookahead(at_end=self._end_lookahead)
         self._warned = False
         self._given_group = group
@@ -94,11 +94,10 @@ class Session:
         self._captures = Captures(self._setting)
         self._replicated = False
         self._placed = add_state_hooks(self)
+        self._outside = OutsideUses(self.state, self.communicator)
         self._kinds = Kinds()
         buffers = BufferSharing(self.state, self.announcements, on=options.shares_buffers)
-        self.planned = PlanInUse(
-            self._setting, self._kinds, buffers, self._warn_of_other_batch, lambda: self._placed.note(self)
-        )
+        self.planned = PlanInUse(self._setting, self._kinds, buffers, self._warn_of_other_batch, self._note_places)
         self.views = Views(self._setting, self.planned)
         self.idling = Idling(self)
 
@@ -238,9 +237,9 @@ class Session:
         """
         changed = None
         if name := self._watch.parameters_changed():
-            changed = RuntimeError(_OTHER_PARAMETERS.format(name))
+            changed = RuntimeError(OTHER_PARAMETERS.format(name))
         elif name := self._parameters.converted():
-            changed = RuntimeError(_CONVERTED.format(name))
+            changed = RuntimeError(CONVERTED.format(name))
         if changed is not None:
             if self.planned.plan is None:  # the other ranks make no announcements yet
                 agree_on_first_call(self.announcements, changed)
@@ -383,6 +382,22 @@ class Session:
             table.parameter = self.state.parameter(name)
         self.communicator.progress.optimizer_steps = 0  # ranks are alike again
         self._watch.note_parameters()
+        if self._plan is not None:
+            self._note_places()
+
+    def _note_places(self) -> None:
+        """Parameters are where the plan has them."""
+        self._placed.note(self)
+        self._outside.watch(frozenset(d.parameter for d in self.plan if d.strategy in ("unused", "frozen")))
+
+    @property
+    def synchronised(self) -> bool:
+        """Whether backwards reduce gradients."""
+        return self.state.synchronised
+
+    @synchronised.setter
+    def synchronised(self, value: bool) -> None:
+        self.state.synchronised = value
 
     def parameters_may_change(self) -> None:
         """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
@@ -400,15 +415,3 @@ class Session:
     def clear_gradients(self) -> None:
         """What backwards under `no_sync` left is gone with the gradients."""
         self.state.unreduced.clear()
-
-
-_OTHER_PARAMETERS = (
-    "expected the parameters of compile(), in the model's call, found that {} came, went or was replaced: gradients "
-    "are exchanged, and tables sharded, for those that there were. Change layers, resize embeddings, tie weights and "
-    "parametrize before the first call, or compile the changed model anew"
-)
-
-_CONVERTED = (
-    "expected every parameter to stay of its dtype, in the model's call, found that that of {} has changed since the "
-    "first call: what is exchanged was decided by it. Convert the model before the first call, or compile it anew"
-)

@@ -30,6 +30,10 @@ class ModelState:
         """Parameters with gradient hooks."""
         self.unreached: frozenset[str] = frozenset()
         """Of those, the ones that this rank's backward does not reach: their hooks do not run."""
+        self.synchronised = True
+        """Whether backwards reduce gradients (`no_sync`)."""
+        self.graph_task = -1
+        """Autograd's number of the last backward that came to a call of the model."""
         self.gradient_scale = 1.0
         """Of what this rank gives to a mean, beyond what the graph says (`join` with fewer ranks)."""
         self.awaiting_backward: WeakSet[object] = WeakSet()

@@ -52,6 +52,7 @@ def _tensors(program: Program, step: Step, leaves: Sequence[Any], train: bool) -
     if train and program.backward is not None:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         anchor = torch.empty((), requires_grad=True)
+        step.anchor = torch.autograd.graph.get_gradient_edge(anchor).node
         tensors: tuple[Tensor, ...] = _Run.apply(step, anchor, *inputs)  # type: ignore[no-untyped-call]
         return tensors
     with torch.no_grad():
@@ -65,6 +66,7 @@ class Step:
         self.program = program
         self._leaves = leaves
         self._following = following
+        self.anchor: Any = None  # a node of the backward that comes to this call
         self._values: Values | None = None
         self._results: list[Any] = []  # tensors, and sizes the model returns
         self._read_again: list[tuple[Tensor, int]] = []
@@ -318,6 +320,7 @@ class _Run(torch.autograd.Function):
                 "expected a backward of the compiled model without create_graph=True, in backward(), found one with "
                 "it: its gradients cannot be differentiated again. Train such a loss with the plain model."
             )
+        ctx.step.program.state.graph_task = torch._C._current_graph_task_id()
         anchor, _ = ctx.next_functions[0]  # not reached by `torch.autograd.grad` or `backward(inputs=...)`
         with torch.no_grad(), autocast_is_in_the_graph():
             wanted = torch._C._will_engine_execute_node(anchor)

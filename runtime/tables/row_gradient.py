@@ -167,7 +167,8 @@ class HeldGradient:
         values = self.values() if order >= 0 else self.dense()  # the smallest one is zero where a row has none
         wide = torch.promote_types(self.dtype, torch.float32)  # half precision would overflow at the square of 256
         if values.numel():
-            return torch.linalg.vector_norm(values, order, dtype=wide)
+            norm: Tensor = torch.linalg.vector_norm(values, order, dtype=wide)
+            return norm
         least = order < 0 and abs(order) == float("inf")
         return torch.full((), float("inf") if least else 0.0, dtype=wide, device=self.device)
 

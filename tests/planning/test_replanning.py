@@ -26,7 +26,7 @@ from embrace_fx.planning.reads import used_parameters
 from embrace_fx.planning.replanning import CONFIRMED_BY, LOOK_EVERY, Drift
 from embrace_fx.runtime.optimizer.holders import Holders
 from embrace_fx.runtime.ranks.failure import PeerFailure
-from embrace_fx.session import batch_check, session
+from embrace_fx.session import batch_check, plan_in_use
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.support.cases import long_but
@@ -146,7 +146,7 @@ def _evaluate(model: nn.Module) -> float:
 def train(rank: int, world_size: int, case: Case) -> Found:
     """Trains through the shifts, every call a sample."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (session, batch_check):
+        for module in (plan_in_use, batch_check):
             patch.setattr(module, "SAMPLED_EVERY", 1)
         return _train(rank, case)
 
@@ -282,7 +282,7 @@ def _train_on_pairs(rank: int, world_size: int, how: str) -> tuple[dict[str, Ten
     compiled = embrace_fx.compile(model, optimizer=optimizer, cluster=LINKS)
     strategies = []
     with pytest.MonkeyPatch.context() as patch:
-        for module in (session, batch_check):
+        for module in (plan_in_use, batch_check):
             patch.setattr(module, "SAMPLED_EVERY", 1)
         for step in range(0, DENSE.stop, 2):
             TWO_BATCHES[how](compiled, batch(step, rank), batch(step + 1, rank))

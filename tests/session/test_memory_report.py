@@ -9,6 +9,7 @@ from torch.optim import AdamW
 
 import embrace_fx
 from embrace_fx.session.memory_report import tables_report
+from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from tests.support.models import TwoTableLMWorkload
 from tests.support.ranks import run_ranks
 from tests.support.training import SEED
@@ -18,30 +19,33 @@ Bytes = tuple[int, int, int | None]
 
 def _trains(rank: int, world_size: int) -> list[tuple[Bytes, Bytes, Bytes, int, str]]:
     """Of the input table: before an optimizer is known, predicted, held; bytes sent; what is printed."""
-    found = []
-    for rows, row_updates in ((60, "sweep"), (60, "replay"), (6000, "replay")):
+    found: list[tuple[Bytes, Bytes, Bytes, int, str]] = []
+    cases: tuple[tuple[int, RowUpdatesOption], ...] = ((60, "sweep"), (60, "replay"), (6000, "replay"))
+    for rows, row_updates in cases:
         workload = replace(TwoTableLMWorkload(), embedding_dim=8)
         plain = replace(workload, num_words=rows).make(torch.float32, SEED)
         model = embrace_fx.compile(plain, strategy="alltoall", row_updates=row_updates)
         optimizer = AdamW(plain.parameters(), amsgrad=True)
+        sent, flow = 0, None
         for step in range(5):
             loss = model(*workload.batches(step, rank, SEED))
             if step == 0:
-                table = model._session._state.tables["embedding.weight"]
+                table = model._session.state.tables["embedding.weight"]
                 before = table.predicted_bytes(world_size)
             if step == 2:
-                flow = model._session._flow
+                flow = model._session.planned.flow
                 assert flow is not None
                 flow.recorder.start()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         model.synchronize()
+        assert flow is not None
         flow.launcher.close()  # all that was submitted has completed, and is told
         recording = flow.recorder.stop()
-        sent = sum(transfer.sent_bytes for transfer in recording.transfers if "weight" in transfer.launch.what)
+        sent = sum(int(transfer.sent_bytes) for transfer in recording.transfers if "weight" in transfer.launch.what)
         told = tables_report({"embedding.weight": table}, world_size)
-        assert tables_report(model._session._state.tables, world_size) in model.report()
+        assert tables_report(model._session.state.tables, world_size) in model.report()
         found.append((before, table.predicted_bytes(world_size), table.held_bytes(), sent, told))
     return found
 

@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW
 import embrace_fx
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from tests.support.models import TwoTableLMWorkload
 from tests.support.ranks import run_ranks
 from tests.support.training import SEED, tables, whole
@@ -53,7 +54,8 @@ def _train(rank: int, model: Any, kind: Any, *, write: bool) -> tuple[list[float
 
 def _compare(rank: int, world_size: int) -> list[Any]:
     found = []
-    for kind, row_updates in ((AdamW, "sweep"), (AdamW, "replay"), (SGD, "sweep")):
+    cases: tuple[tuple[Any, RowUpdatesOption], ...] = ((AdamW, "sweep"), (AdamW, "replay"), (SGD, "sweep"))
+    for kind, row_updates in cases:
         for write in (False, True):
             plain = WORKLOAD.make(DTYPE, SEED)
             compiled = embrace_fx.compile(plain, strategy="alltoall", row_updates=row_updates)

@@ -73,7 +73,16 @@ def _accumulating(rank: int, model: Any, optimizer: SGD, epoch: int) -> None:
             _step(model, optimizer, _ids(rank, k))
 
 
-EPOCHS = (_unequal, _divided_by_the_active, _accumulating)
+def _zeroed_first(rank: int, model: Any, optimizer: SGD, epoch: int) -> None:
+    """A rank that has left still holds the gradients of its last step."""
+    with model.join():
+        for k in range(2 + rank):
+            optimizer.zero_grad()
+            model(_ids(rank, 10 * epoch + k)).backward()
+            optimizer.step()
+
+
+EPOCHS = (_unequal, _divided_by_the_active, _accumulating, _zeroed_first)
 
 
 def _compared(rank: int, world_size: int, epoch: Callable[..., None], options: dict[str, Any]) -> None:

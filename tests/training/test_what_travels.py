@@ -59,7 +59,7 @@ def _trains(rank: int, world_size: int, model: str, ways: list[Way]) -> dict[Way
         coming = iter(compiled.lookahead(batches) if lookahead else batches)
         for _ in range(WARM_UP):
             _step(compiled, next(coming))
-        flow = compiled._session._flow
+        flow = compiled._session.planned.flow
         assert flow is not None
         recording = flow.recorder.start()
         for _ in range(RECORDED):

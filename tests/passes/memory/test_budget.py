@@ -96,7 +96,7 @@ def test_what_is_predicted_is_what_is_held(form: str, blocks: Callable[[], nn.Mo
 
     saved, peak = measured(compiled.module, compiled)
 
-    predicted: Any = compiled._session._builder.held()  # type: ignore[union-attr]
+    predicted: Any = compiled._session.planned.builder.held()  # type: ignore[union-attr]
     states = sum(node.name.endswith("_state") for node in predicted.nodes) * 5056  # no op makes them
     assert predicted.peak_bytes == pytest.approx(peak + states, rel=0.05)
     assert predicted.saved_bytes == pytest.approx(saved + states, rel=0.05)

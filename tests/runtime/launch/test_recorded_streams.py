@@ -113,7 +113,7 @@ def records(rank: int, world_size: int, model: str, schedule: ScheduleName, kind
         coming = iter(compiled.lookahead(batches))
         _train(compiled, (next(coming) for _ in range(WARM_UP)))
         recorded.expect_on_host(state["step"] for each in optimizers for state in each.state.values())
-        recorder = compiled._session._flow.recorder  # type: ignore[union-attr]
+        recorder = compiled._session.planned.flow.recorder  # type: ignore[union-attr]
         mark = recorder.mark
 
         def noted(operation: OperationId) -> None:
@@ -248,7 +248,7 @@ def trains_while_one_rank_stops(rank: int, world_size: int) -> dict[str, Tensor]
         compiled = embrace_fx.compile(module, optimizer=make_optimizers("adagrad", module), strategy="alltoall")
         for step, batch in enumerate(compiled.lookahead([workload.batches(k, rank, SEED) for k in range(6)])):
             _train(compiled, [batch])
-            flow = compiled._session._flow
+            flow = compiled._session.planned.flow
             assert flow is not None
             if step == 0:  # delayed gradients stand behind what the forward submits
                 launches = sorted(flow.launcher._order, key=lambda launch: launch.lane == "delayed")

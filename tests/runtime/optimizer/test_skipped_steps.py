@@ -46,7 +46,8 @@ class _Table:
 
     @property
     def _own_state(self) -> dict[str, Any]:
-        return self.optimizer.state[self.parameter]
+        found: dict[str, Any] = self.optimizer.state[self.parameter]
+        return found
 
     @property
     def options(self) -> dict[str, Any]:

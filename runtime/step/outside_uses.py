@@ -1,0 +1,84 @@
+"""Parameters that a loss reads besides the model's call: `loss = model(x) + penalty(model.module.scale)`.
+
+Autograd brings their gradients to the parameters by itself. As under DDP they become their mean over ranks, where the
+same backward comes to a call of the model. Of a sharded table a rank has its own columns alone, of which nearly nothing
+is what it is of the table: there such a loss is refused.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.step.model_state import ModelState
+
+
+class OutsideUses:
+    """Watches the nodes by which autograd accumulates gradients, which a compiled model itself never reaches.
+
+    Args:
+        state: of the model.
+        communicator: of the ranks that train together.
+    """
+
+    def __init__(self, state: ModelState, communicator: Communicator) -> None:
+        self._state = state
+        self._communicator = communicator
+        self._unused: frozenset[str] = frozenset()
+        self._nodes: list[Any] = []  # a parameter does not keep its own alive
+
+    def watch(self, unused: frozenset[str]) -> None:
+        """Watches all parameters that train, as they are now.
+
+        Args:
+            unused: those that the model's own graphs do not read.
+        """
+        self._unused = unused
+        self._nodes.clear()
+        if self._communicator.world_size == 1:
+            return
+        seen: set[int] = set()
+        for name in self._state.names:
+            parameter = self._state.parameter(name)
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                node.register_prehook(partial(self._arrived, name))
+                self._nodes.append(node)
+
+    def _arrived(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        state, (gradient,) = self._state, gradients
+        if name in state.tables and state.tables[name].place.mesh is not None:
+            raise RuntimeError(
+                f"expected a loss that reads the sharded {name} by the model's call alone, in backward(), found one "
+                "that reads the parameter itself, of which each rank has its own columns. Move what reads it into the "
+                "model's forward(), use the optimizer's weight_decay, or keep the table whole: "
+                f"strategy={{{name!r}: 'allreduce'}}."
+            )
+        if gradient is None or not self._is_of_a_call():
+            return None
+        if not state.synchronised:
+            if name not in self._unused:
+                return None  # it joins the sum that is reduced later
+            raise RuntimeError(
+                f"expected a loss under no_sync() that reads {name} by the model's call alone, in backward(), found "
+                "one that reads the parameter itself, and nothing would reduce its gradient. Move what reads it into "
+                "the model's forward()."
+            )
+        mean, what = gradient.clone(memory_format=torch.contiguous_format), f"gradient of {name} outside of the model"
+        self._communicator.progress.note(what)
+        return (
+            self._communicator.wait(self._communicator.all_reduce_(mean, "sum", "dense"), what).div_(
+                self._communicator.world_size
+            ),
+        )
+
+    def _is_of_a_call(self) -> bool:
+        """Whether the backward under way comes, or came, to a call of the model: else it is this rank's own."""
+        calls: Any = self._state.awaiting_backward
+        to_come = any(torch._C._will_engine_execute_node(call.anchor) for call in tuple(calls))
+        return to_come or torch._C._current_graph_task_id() == self._state.graph_task
