@@ -382,7 +382,7 @@ class Session:
             table.parameter = self.state.parameter(name)
         self.communicator.progress.optimizer_steps = 0  # ranks are alike again
         self._watch.note_parameters()
-        if self._plan is not None:
+        if self.planned.plan is not None:
             self._note_places()
 
     def _note_places(self) -> None:
