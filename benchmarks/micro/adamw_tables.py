@@ -19,8 +19,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ def _compiled(model: nn.Module, system: str) -> Any:
     return embrace_fx.compile(model, strategy={"*table*": "alltoall"}, row_updates=updates)
 
 
-def _open(system: str, job: Job) -> Callable[[Iterable[Any]], None]:
-    """Trains a system on batches, to the end of the last update."""
+def _open(system: str, job: Job, rank: int) -> Iterator[None]:
+    """Endless steps of a system, its loader read ahead."""
     torch.manual_seed(SEED)
     workload: Workload = _workload(job)
     if "10x" in system:
@@ -94,16 +95,13 @@ def _open(system: str, job: Job) -> Callable[[Iterable[Any]], None]:
         else:
             optimizers = [AdamW(plain.parameters(), lr=LR)]
 
-    def train(batches: Iterable[Any]) -> None:
-        for batch in model.lookahead(batches) if system.startswith("embrace") else batches:
-            model(*batch).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        if system.startswith("embrace"):
-            model._session.planned.flow.settle()  # what a step has left to the next one; rows that rest go on resting
-
-    return train
+    batches = (_workload(job).batch(step, rank, SEED) for step in count())
+    for batch in model.lookahead(batches) if system.startswith("embrace") else batches:
+        model(*batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        yield
 
 
 def _workload(job: Job) -> LanguageModelWorkload:
@@ -111,20 +109,19 @@ def _workload(job: Job) -> LanguageModelWorkload:
 
 
 def _times(job: Job, rank: int) -> dict[str, list[float]]:
-    systems = {name: _open(name, job) for name in job.systems}
-    workload, step = _workload(job), 0
-    for train in systems.values():
-        train([workload.batch(k, rank, SEED) for k in range(WARM_UP)])
+    systems = {name: _open(name, job, rank) for name in job.systems}
+    for steps in systems.values():
+        for _ in range(WARM_UP):
+            next(steps)
     found: dict[str, list[float]] = {name: [] for name in systems}
     for _ in range(job.rounds):
-        for name, train in systems.items():
-            batches = [workload.batch(WARM_UP + step + k, rank, SEED) for k in range(TURN)]
+        for name, steps in systems.items():
             dist.barrier()
             begun_s = time.perf_counter()
-            train(batches)
+            for _ in range(TURN):
+                next(steps)
             dist.barrier()
             found[name].append((time.perf_counter() - begun_s) * 1e3 / TURN)
-        step += TURN
     return found
 
 

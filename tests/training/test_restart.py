@@ -30,7 +30,7 @@ def run(directory: Path, ranks: int, steps: int, *deaths: str) -> list[tuple[int
     """Runs the example; (number of ranks, step) from which it went on, on rank 0."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = [*TORCHRUN, "--nproc-per-node", str(ranks), str(KILLED), str(directory), str(steps), *deaths]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return [(int(n), int(step)) for n, step in re.findall(r"rank 0 of (\d+) goes on from step (\d+)", done.stdout)]
 
