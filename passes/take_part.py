@@ -73,7 +73,7 @@ class TakePart:
             return graph
         result = graph.edit()
         rewriter = Rewriter(result.module)
-        for name, each in reversed(self.exchanged.items()):  # each comes first
+        for name, each in reversed([*self.exchanged.items()]):  # each comes first
             if name in unread:
                 _add_parameter(rewriter, name, each)
         for name in idle:
