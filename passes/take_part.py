@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.passes.tables import argument, find_tables
@@ -72,7 +73,7 @@ class TakePart:
             return graph
         result = graph.edit()
         rewriter = Rewriter(result.module)
-        for name, each in reversed(self.exchanged.items()):  # each comes first
+        for name, each in reversed([*self.exchanged.items()]):  # each comes first
             if name in unread:
                 _add_parameter(rewriter, name, each)
         for name in idle:
@@ -88,7 +89,7 @@ def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
     return aten.new_zeros(parameter, [])
     """
     graph = fx.Graph()
-    with FakeTensorMode():
+    with FakeTensorMode(shape_env=ShapeEnv()):  # how many rows are read is not known
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         nothing = value.new_zeros([])
     read = graph.placeholder(re.sub(r"\W", "_", name))

@@ -56,11 +56,16 @@ def accumulated(parameter: nn.Parameter, gradient: Tensor, there: Tensor | None)
     try:
         for hook in tuple(hooks.values()):
             hook(parameter)
-        left = parameter.grad
+        left = _left_in(parameter)
     finally:
         parameter.grad = before
     left = torch.zeros_like(gradient) if left is None else left
     return left if there is None else left - there
+
+
+def _left_in(parameter: nn.Parameter) -> Tensor | None:
+    """What hooks have left in `.grad`; they may have cleared it."""
+    return parameter.grad
 
 
 def run_accumulated(parameter: nn.Parameter) -> None:

@@ -1,0 +1,95 @@
+"""`TakePart`: a graph that uses less than the plan exchanges launches all of it; results and gradients stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from embrace_fx.passes.collectives import sequence_hash
+from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.reduce import ReduceGradients
+from embrace_fx.passes.shard import ShardTables
+from embrace_fx.passes.take_part import ExchangedParameter, TakePart, idle_graph
+from embrace_fx.passes.verifier.invariants import verify
+from embrace_fx.vocabulary.graph import Gradient, Parameter, Result, TrainingGraph
+from tests.support.graphs import IDS, D, Tables, V, analysed, tables_model
+
+DTYPE, CPU = torch.float64, torch.device("cpu")
+PART = TakePart(
+    {
+        "table.weight": ExchangedParameter((V, D), DTYPE, CPU, padding_idx=-1),
+        "other.weight": ExchangedParameter((V, D), DTYPE, CPU, padding_idx=-1),
+        "linear.weight": ExchangedParameter((D, D), DTYPE, CPU),
+        "linear.bias": ExchangedParameter((D,), DTYPE, CPU),
+    }
+)
+BUCKETS = (("linear.weight", "linear.bias"),)
+
+
+def both(model: Tables, ids: Tensor) -> Tensor:
+    found: Tensor = model.linear(model.table(ids) + model.other(ids))
+    return found
+
+
+def one(model: Tables, ids: Tensor) -> Tensor:
+    found: Tensor = model.table(ids) * 2
+    return found
+
+
+def unread(model: Tables, ids: Tensor) -> Tensor:
+    """The second table is read, and gets no gradient."""
+    found: Tensor = model.linear(model.table(ids) + model.other(ids).detach())
+    return found
+
+
+def completed(graph: TrainingGraph) -> TrainingGraph:
+    found = PART(graph)
+    verify(found, after="TakePart", captured=graph, previous=graph)
+    return found
+
+
+def launched(graph: TrainingGraph) -> str:
+    """What a rank with this graph launches, in whatever order."""
+    sharded = ShardTables(("table.weight", "other.weight"), (), 0, 2)(completed(graph))
+    return sequence_hash(Partition()(ReduceGradients(BUCKETS, 2)(sharded)), ordered=False)
+
+
+def test_graphs_of_all_branches_launch_the_same() -> None:
+    whole = analysed(tables_model(both), IDS)
+    idle = idle_graph("linear.bias", torch.zeros(D, dtype=DTYPE))
+
+    found = {launched(each) for each in (whole, *(analysed(tables_model(f), IDS) for f in (one, unread)), idle)}
+
+    assert len(found) == 1
+
+
+def test_rows_of_a_table_that_is_not_read_arrive_in_the_forward() -> None:
+    graph = ShardTables(("table.weight", "other.weight"), (), 0, 2)(completed(analysed(tables_model(one), IDS)))
+
+    forward = Partition()(graph).phases["forward"]
+
+    joins = forward.graph.find_nodes(op="call_function", target=torch.ops.embrace.join_columns.default)
+    assert len(joins) == 2
+
+
+def test_results_and_gradients_are_kept() -> None:
+    graph = analysed(tables_model(one), IDS)
+
+    before, after = (
+        {role for value, role in each.outputs() if value is not None} for each in (graph, completed(graph))
+    )
+
+    assert after - before == {Gradient(Parameter("other.weight"))}
+    assert {role for role in before if isinstance(role, Result)} <= after
+
+
+def test_a_graph_that_uses_everything_is_returned_as_it_is() -> None:
+    graph = analysed(tables_model(both), IDS)
+
+    assert PART(graph) is graph
+
+
+def test_a_table_with_max_norm_is_to_be_read_by_every_batch() -> None:
+    with pytest.raises(ValueError, match=r"expected every batch to read the tables with max_norm, .* other\.weight"):
+        TakePart(renormed=("other.weight",))(analysed(tables_model(one), IDS))
