@@ -32,7 +32,7 @@ from embrace_fx.vocabulary.ops import USERS_LAUNCHES, op_name
 
 _NAMESPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
-Group = dist.ProcessGroup | None
+Group = Any  # a process group; None: the default one
 
 
 # ---- what write into their arguments ----
@@ -94,7 +94,8 @@ def _write(into: Tensor, value: Tensor) -> None:
 
 
 def _differentiable_all_reduce(tensor: Tensor, op: str = "sum", group: Group = dist.group.WORLD) -> Tensor:
-    return functional.all_reduce(tensor, op, group or dist.group.WORLD)
+    found: Tensor = functional.all_reduce(tensor, op, group or dist.group.WORLD)
+    return found
 
 
 def _differentiable_all_gather(tensor: Tensor, group: Group = dist.group.WORLD) -> tuple[Tensor, ...]:
