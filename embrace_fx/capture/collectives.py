@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,26 +32,26 @@ from embrace_fx.vocabulary.ops import USERS_LAUNCHES, op_name
 
 _NAMESPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
-Group = dist.ProcessGroup | None
+Group = Any  # a process group; None: the default one
 
 
 # ---- what write into their arguments ----
 
 
 def _all_reduce(tensor: Tensor, op: str = "sum", group: Group = None, async_op: bool = False) -> None:
-    _write(tensor, functional.all_reduce(tensor.detach(), op, group or dist.group.WORLD))
+    _write(tensor, functional.all_reduce(tensor.detach(), op, _of(group)))
 
 
 def _broadcast(
     tensor: Tensor, src: int | None = None, group: Group = None, async_op: bool = False, group_src: int | None = None
 ) -> None:
-    _write(tensor, functional.broadcast(tensor.detach(), _source(src, group_src, group), group or dist.group.WORLD))
+    _write(tensor, functional.broadcast(tensor.detach(), _source(src, group_src, group), _of(group)))
 
 
 def _all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
 ) -> None:
-    gathered = functional.all_gather_single(input_tensor.detach(), 0, group or dist.group.WORLD)
+    gathered = functional.all_gather_single(input_tensor.detach(), 0, _of(group))
     _write(output_tensor, gathered.view(output_tensor.shape))
 
 
@@ -64,7 +64,7 @@ def _reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: str = "sum", group: Group = None, async_op: bool = False
 ) -> None:
     own = input.detach().reshape(_size(group) * output.shape[0] if output.dim() else _size(group), *output.shape[1:])
-    _write(output, functional.reduce_scatter_single(own, op, 0, group or dist.group.WORLD).view(output.shape))
+    _write(output, functional.reduce_scatter_single(own, op, 0, _of(group)).view(output.shape))
 
 
 def _reduce_scatter(
@@ -94,7 +94,8 @@ def _write(into: Tensor, value: Tensor) -> None:
 
 
 def _differentiable_all_reduce(tensor: Tensor, op: str = "sum", group: Group = dist.group.WORLD) -> Tensor:
-    return functional.all_reduce(tensor, op, group or dist.group.WORLD)
+    found: Tensor = functional.all_reduce(tensor, op, _of(group))
+    return found
 
 
 def _differentiable_all_gather(tensor: Tensor, group: Group = dist.group.WORLD) -> tuple[Tensor, ...]:
@@ -105,7 +106,7 @@ def _differentiable_reduce_scatter(
     output: Tensor, input_list: list[Tensor], op: str = "sum", group: Group = dist.group.WORLD
 ) -> Tensor:
     parts = torch.stack(input_list)
-    found: Tensor = functional.reduce_scatter_single(parts, op, 0, group or dist.group.WORLD)
+    found: Tensor = functional.reduce_scatter_single(parts, op, 0, _of(group))
     found = found.view(output.shape)
     _write(output, found.detach())
     return found
@@ -137,7 +138,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 def _differentiable_broadcast(tensor: Tensor, src: int, group: Group = dist.group.WORLD) -> Tensor:
-    found: Tensor = _Broadcast.apply(tensor, _source(src, None, group), group or dist.group.WORLD)  # type: ignore[no-untyped-call]
+    found: Tensor = _Broadcast.apply(tensor, _source(src, None, group), _of(group))  # type: ignore[no-untyped-call]
     return found
 
 
@@ -146,15 +147,18 @@ def _differentiable_broadcast(tensor: Tensor, src: int, group: Group = dist.grou
 
 def _gathered(tensor: Tensor, group: Group) -> Sequence[Tensor]:
     """The tensors of all ranks of a group, which have one shape."""
-    flat = functional.all_gather_single(tensor.contiguous().unsqueeze(0), 0, group or dist.group.WORLD)
+    flat = functional.all_gather_single(tensor.contiguous().unsqueeze(0), 0, _of(group))
     return flat.unbind(0)
 
 
 def _exchanged(tensor: Tensor, output_sizes: list[int] | None, input_sizes: list[int] | None, group: Group) -> Tensor:
-    found: Tensor = functional.all_to_all_single(
-        tensor.contiguous(), output_sizes, input_sizes, group or dist.group.WORLD
-    )
+    found: Tensor = functional.all_to_all_single(tensor.contiguous(), output_sizes, input_sizes, _of(group))
     return found
+
+
+def _of(group: Group) -> Any:
+    """The group that is meant."""
+    return group or dist.group.WORLD
 
 
 def _size(group: Group) -> int:
@@ -165,10 +169,10 @@ def _source(src: int | None, group_src: int | None, group: Group) -> int:
     """The source's rank in the group."""
     if group_src is not None:
         return group_src
-    return dist.get_group_rank(group or dist.group.WORLD, src or 0)
+    return dist.get_group_rank(_of(group), src or 0)
 
 
-_STANDS_FOR: dict[Any, Callable[..., Any]] = {
+_STANDS_FOR: dict[Any, Any] = {
     dist.all_reduce: _all_reduce,
     dist.broadcast: _broadcast,
     dist.all_gather: _all_gather,
@@ -196,7 +200,9 @@ class _Rewritten(CollectiveFunctionRewriteVariable):
         given = inspect.signature(self.fn).bind(*args, **kwargs).arguments
         asynchronous = given.get("async_op")
         if asynchronous is not None and asynchronous.as_python_constant():
-            raise CaptureError(f"torch.distributed.{self.fn.__name__} with async_op=True has no place in a graph")
+            raise CaptureError(
+                f"torch.distributed.{getattr(self.fn, '__name__', '')} with async_op=True has no place in a graph"
+            )
         if "op" in given:
             given["op"] = VariableTracker.build(tx, _spelled(given["op"]))
         return self.replacement_var.call_function(tx, [], dict(given))
@@ -225,7 +231,7 @@ def collectives_traced() -> Iterator[None]:
         replacement = UserFunctionVariable(new, source=new_source, **options)
         return _Rewritten(old_fn, replacement_var=replacement, source=source, **options)
 
-    kind.can_rewrite, kind.create = staticmethod(is_known), staticmethod(rewritten)  # type: ignore[assignment,method-assign]
+    kind.can_rewrite, kind.create = staticmethod(is_known), staticmethod(rewritten)  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -98,10 +98,11 @@ class Bindings:
 
     def _of_user(self, node: fx.Node) -> Callable[..., Any] | None:
         """How a collective of the user's forward is launched, and waited for: by torch, on the group that it names."""
+        target: Any = node.target
         if is_users_launch(node):
-            return _named(partial(_launched, self._communicator, node.target, node.name), node.name)
+            return _named(partial(_launched, self._communicator, target, node.name), node.name)
         if is_users_wait(node):
-            return _named(partial(_awaited, self._communicator, node.target, node.all_input_nodes[0].name), node.name)
+            return _named(partial(_awaited, self._communicator, target, node.all_input_nodes[0].name), node.name)
         return None
 
     def _in_flow(self, node: fx.Node) -> Callable[..., Any] | None:

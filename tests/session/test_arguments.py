@@ -92,13 +92,15 @@ class OfObjects(Words):
 class OfPacked(Words):
     def forward(self, ids: PackedSequence) -> Tensor:
         _, (last, _) = self.rnn(PackedSequence(self.words(ids.data), *ids[1:]))
-        return last.square().mean()
+        found: Tensor = last.square().mean()
+        return found
 
 
 class OfJagged(Words):
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
         rows = torch.nested.nested_tensor_from_jagged(self.words(ids), offsets)
-        weight, bias = self.rnn.weight_hh_l0, self.rnn.bias_hh_l0
+        rnn: Any = self.rnn
+        weight, bias = rnn.weight_hh_l0, rnn.bias_hh_l0
         found: Tensor = nn.functional.linear(rows, weight, bias).values().square().mean()
         return found + sum(parameter.sum() for parameter in self.rnn.parameters())
 
@@ -180,7 +182,8 @@ class PacksItself(Words):
     def forward(self, ids_BT: Tensor, lengths_B: Tensor) -> Tensor:
         packed = pack_padded_sequence(self.words(ids_BT), lengths_B, batch_first=True, enforce_sorted=False)
         _, (last, _) = self.rnn(packed)
-        return last.square().mean()
+        found: Tensor = last.square().mean()
+        return found
 
 
 class OfOneValue(Words):

@@ -97,7 +97,8 @@ def refuse_and_go_on(rank: int, world_size: int) -> list[str]:
     told.append(str(caught.value))
     model.zero_grad()
     assert all(map(torch.allclose, train(model, scaled, rank), train(wrapped, scaled, rank)))
-    alone = model.module.second.weight.square().sum()  # no call of the model: this rank's own, as under DDP
+    module: Any = model.module
+    alone = module.second.weight.square().sum()  # no call of the model: this rank's own, as under DDP
     if rank == 0:
         alone.backward()
     return told
