@@ -221,7 +221,7 @@ def _trace_as_python(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     read, context = ReadValues.of_modules(model), TracingContext(fake_mode)
     with (
         _no_python_random(),
-        NothingIsSent(),
+        NothingIsSent(),  # type: ignore[no-untyped-call]
         _compiling_state_context(),
     ):  # models ask `is_compiling()` before they look into tensors
         traced = _trace_joint(OpenResults(untied), args, kwargs, context, "direct", untied.names, read)

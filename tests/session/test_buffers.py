@@ -20,6 +20,9 @@ DIM = 4
 class Buffered(nn.Module):
     """A buffer that the forward only reads, one that it lives on, a BatchNorm."""
 
+    scale: Tensor
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(DIM, DIM)
@@ -67,7 +70,7 @@ def _losses(rank: int, wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
     with torch.no_grad():
         call(9, backward=False)
         if rank == 0:
-            plain.norm.running_mean.add_(1.0)
+            plain.norm.get_buffer("running_mean").add_(1.0)
         call(10, backward=False)
     model.train()
     call(11)
@@ -83,7 +86,7 @@ def _compared(rank: int, world_size: int, **options: Any) -> None:
     expected = _losses(rank, lambda m: DistributedDataParallel(m, **options))
     found = _losses(rank, lambda m: embrace_fx.compile(m, **options))
     for k, (one, other) in enumerate(zip(found, expected, strict=True)):
-        torch.testing.assert_close(one, other, msg=lambda text, k=k: f"value {k % 3} of call {k // 3}: {text}")
+        torch.testing.assert_close(one, other, msg=partial("value {} of call {}: {}".format, k % 3, k // 3))
 
 
 def test_forwards_read_the_buffers_of_rank_0() -> None:

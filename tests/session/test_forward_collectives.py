@@ -185,7 +185,8 @@ def weighed_by_function(x: Tensor) -> Tensor:
     y = Weighed.apply(x)  # type: ignore[no-untyped-call]
     least = y.detach().mean(0)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return (y * least).mean()
+    found: Tensor = (y * least).mean()
+    return found
 
 
 COMMON = (reduced_in_place, gathered_with_gradient, weighed_by_function)
@@ -263,7 +264,8 @@ class Neighbours(nn.Module):
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         everyones = functional.all_gather_single(ids_BT, 0, _group())
-        return self.words(everyones).mean(1).square().sum() + self.words(ids_BT).sum()
+        found: Tensor = self.words(everyones).mean(1).square().sum() + self.words(ids_BT).sum()
+        return found
 
 
 # ---- refused ----
@@ -284,7 +286,8 @@ def barrier(x: Tensor) -> Tensor:
 def objects(x: Tensor) -> Tensor:
     found: list[Any] = [None, None]
     dist.all_gather_object(found, dist.get_rank())
-    return x.square().sum() * sum(found)
+    total: Tensor = x.square().sum() * sum(found)
+    return total
 
 
 def send(x: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def hooks(rank: int, model: Any, plain: nn.Module, step: Callable[[], None]) -> 
 
 def frozen_and_thawed(rank: int, model: Any, plain: nn.Module, step: Callable[[], None]) -> None:
     """From the beginning, or later; a layer, a table."""
-    plain.out.bias.requires_grad_(False)  # type: ignore[operator,union-attr]
+    plain.out.bias.requires_grad_(False)  # type: ignore[union-attr]
     for k in range(6):
         if k == 1:
             plain.hidden.requires_grad_(False)
@@ -99,7 +99,7 @@ def _compared(rank: int, world_size: int, loop: Loop, options: dict[str, Any]) -
     expected = _trained(rank, lambda m: DistributedDataParallel(m, find_unused_parameters=True), loop)
     found = _trained(rank, lambda m: embrace_fx.compile(m, **options), loop)
     for k, (one, other) in enumerate(zip(found, expected, strict=True)):
-        torch.testing.assert_close(one, other, msg=lambda text, k=k: f"step {k}: {text}")
+        torch.testing.assert_close(one, other, msg=partial("step {}: {}".format, k))
 
 
 @pytest.mark.parametrize("options", [{"schedule": "none"}, {"strategy": {"ids.weight": "alltoall"}}])
@@ -124,7 +124,7 @@ def _freezes(rank: int, world_size: int, options: dict[str, Any]) -> None:
     expected = _trained(rank, lambda m: m, _averaging)
     found = _trained(rank, lambda m: embrace_fx.compile(m, **options), frozen_and_thawed)
     for k, (one, other) in enumerate(zip(found, expected, strict=True)):
-        torch.testing.assert_close(one, other, msg=lambda text, k=k: f"step {k}: {text}")
+        torch.testing.assert_close(one, other, msg=partial("step {}: {}".format, k))
 
 
 @pytest.mark.parametrize("options", [{"schedule": "none"}, {"strategy": {"ids.weight": "alltoall"}}])

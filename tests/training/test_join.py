@@ -21,6 +21,8 @@ NUM_IDS, DIM = 12, 4
 
 
 class Normed(nn.Module):
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.ids = nn.Embedding(NUM_IDS, DIM)

@@ -103,7 +103,7 @@ class ClipText(nn.Module):
         self.tower = transformers.CLIPTextModelWithProjection(config)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> CLIPTextModelOutput:
-        found = self.tower(input_ids, attention_mask=attention_mask)
+        found: CLIPTextModelOutput = self.tower(input_ids, attention_mask=attention_mask)
         texts = F.normalize(found.text_embeds, dim=-1)
         found["loss"] = F.cross_entropy(texts @ texts.t() / 0.1, torch.arange(len(texts)))
         return found

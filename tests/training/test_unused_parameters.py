@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ def _compared(rank: int, world_size: int, loop: Loop, make: Callable[[], nn.Modu
         for name, gradient in expected.items():
             assert (gradient is None) == (found[name] is None), (step, name, gradient, found[name])
             if gradient is not None and found[name].shape == gradient.shape:
-                torch.testing.assert_close(found[name], gradient, msg=lambda text, at=(step, name): f"{at}: {text}")
+                torch.testing.assert_close(found[name], gradient, msg=partial("{}: {}".format, (step, name)))
     torch.testing.assert_close(ours[1], with_ddp[1])
 
 
