@@ -17,7 +17,6 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-
 LateModule = _LazyGraphModule
 """A graph module whose Python code is made where it is called or read."""
 
