@@ -15,7 +15,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _LazyGraphModule as LateModule
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+LateModule = _LazyGraphModule
+"""A graph module whose Python code is made where it is called or read."""
 
 
 @dataclass(frozen=True)
