@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _LazyGraphModule as LateModule
 
 from embrace_fx.vocabulary.graph import (
     Gradient,
     GradientOfRows,
+    LateModule,
     Mutation,
     OutputRole,
     Result,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd import descriptors as aot
-from torch.fx._lazy_graph_module import _LazyGraphModule as LateModule
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.errors import CaptureError
@@ -19,6 +18,7 @@ from embrace_fx.vocabulary.graph import (
     Buffer,
     Gradient,
     InputRole,
+    LateModule,
     Mutation,
     OutputRole,
     Parameter,

@@ -64,12 +64,12 @@ def _scale(by: float, parameter: Tensor) -> None:
 def hooks(rank: int, model: Any, plain: nn.Module, step: Callable[[], None]) -> None:
     """Of all kinds, before and after the first call, of a table too; each sees this rank's own gradient."""
     seen: list[float] = []
-    plain.hidden.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))  # type: ignore[union-attr]
-    plain.out.weight.register_post_accumulate_grad_hook(partial(_scale, rank + 1.0))  # type: ignore[union-attr]
+    plain.get_parameter("hidden.weight").register_hook(lambda g: g.clamp(-0.01, 0.01))
+    plain.get_parameter("out.weight").register_post_accumulate_grad_hook(partial(_scale, rank + 1.0))
     for k in range(5):
         if k == 2:
-            plain.ids.weight.register_hook(lambda g: g * (3.0 - rank))  # type: ignore[union-attr]
-            handle = plain.out.bias.register_hook(lambda g: seen.append(float(g)))  # type: ignore[union-attr]
+            plain.get_parameter("ids.weight").register_hook(lambda g: g * (3.0 - rank))
+            handle = plain.get_parameter("out.bias").register_hook(lambda g: seen.append(float(g)))
         if k == 4:
             handle.remove()
         if k % 2:

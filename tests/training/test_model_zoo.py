@@ -104,6 +104,7 @@ class ClipText(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> CLIPTextModelOutput:
         found: CLIPTextModelOutput = self.tower(input_ids, attention_mask=attention_mask)
+        assert found.text_embeds is not None
         texts = F.normalize(found.text_embeds, dim=-1)
         found["loss"] = F.cross_entropy(texts @ texts.t() / 0.1, torch.arange(len(texts)))
         return found

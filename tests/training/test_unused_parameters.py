@@ -42,7 +42,8 @@ class Branches(nn.Module):
             found = found + self.b(torch.tanh(x * self.b_ids(ids))).square().mean()
         if extra is not None:
             found = found + self.b(extra).mean()
-        return found
+        loss: Tensor = found
+        return loss
 
 
 class Apart(nn.Module):
@@ -109,7 +110,8 @@ def one_loss_of_two(rank: int, model: Any, step: Callable[[], None]) -> None:
 def no_gradient_arrives(rank: int, model: Any, step: Callable[[], None]) -> None:
     for k in range(3):
         loss = model(_ids(rank, k), "ab")
-        (torch._C._functions.UndefinedGrad()(loss) if k == 1 else loss).backward()
+        arriving: Any = torch._C._functions.UndefinedGrad()(loss) if k == 1 else loss
+        arriving.backward()
         step()
 
 
@@ -144,7 +146,7 @@ def accumulated(rank: int, model: Any, step: Callable[[], None]) -> None:
 
 
 LOOPS = (other_branches_on_each_rank, branches_one_by_one, an_input_on_one_rank, accumulated)
-SHARDED = {branches_one_by_one: "trunk.weight", an_input_on_one_rank: "trunk.weight"}
+SHARDED: dict[Loop, str] = {branches_one_by_one: "trunk.weight", an_input_on_one_rank: "trunk.weight"}
 """The tables that the first step reads, where those are not all."""
 
 
