@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from embrace_fx.runtime import kernels
 from embrace_fx.runtime.lower.lower import lower
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from tests.support.golden import check_golden
 from tests.support.graphs import IDS, analysed, classifier, sharding
@@ -30,7 +31,9 @@ def test_golden() -> None:
     """Kernels and launches as plain functions, and an end to every value's life: forward and backward in one."""
     module = sharding("words.weight")(analysed(classifier(), IDS)).module
 
-    phase = lower(module, Communicator(None).launches())
+    communicator = Communicator(None)
+    announced = {"embrace::all_gather_ids": Announcements(communicator).all_gather_ids}
+    phase = lower(module, {**communicator.launches(), **announced})
 
     check_golden("lowered", phase.__self__.code.strip())  # type: ignore[attr-defined]
 
