@@ -102,6 +102,8 @@ def simulate(model: str, ratio: float, forecast: Forecast, measured: Mapping[str
     compute = forecast.links.compute
 
     def ms(node: fx.Node) -> float:
+        if node.op != "call_function":  # a value that the forward has saved bears its name
+            return 0.0
         return measured[node.name] if node.name in measured else node_ms(node, compute)
 
     graph, setting = forecast._graph, forecast._setting

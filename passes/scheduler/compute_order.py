@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from embrace_fx.passes.collectives import is_submission
 from embrace_fx.passes.relax.order import BackwardUnits
 from embrace_fx.passes.scheduler.launch_order import quick_ms, schedule
 from embrace_fx.passes.scheduler.node_cost import NodeMs
@@ -61,7 +62,7 @@ class Atoms:
         """
         ms: dict[int, float] = {}
         for node, mask in found.needed_by.items():
-            if mask:
+            if mask and not is_submission(node):  # what is submitted is the launcher's work
                 ms[mask] = ms.get(mask, 0.0) + node_ms(node)
         first = found.first_of(found.units)
         estimated = [0.0] * len(found.units)

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+import embrace_fx.vocabulary.ops
 import embrace_fx.vocabulary.rnn_ops  # noqa: F401  (declares the ops)
 from embrace_fx import cost
 from embrace_fx.vocabulary.in_place import SHARES_MEMORY
@@ -47,7 +48,9 @@ def node_ms(node: fx.Node, compute: cost.Compute) -> float:
 def _is_view(op: torch._ops.OpOverload) -> bool:
     returns = op._schema.returns
     alias = returns[0].alias_info if returns else None
-    return op in SHARES_MEMORY or (alias is not None and not alias.is_write)
+    return (
+        op in SHARES_MEMORY or op is torch.ops.embrace.hand_over.default or (alias is not None and not alias.is_write)
+    )
 
 
 def flops(node: fx.Node) -> float:

@@ -67,42 +67,27 @@ def _train_all(rank: int, world_size: int, group: Group) -> dict[tuple[str, RowU
     return results
 
 
-@dataclass(frozen=True)
-class Run:
-    """A group and what its ranks have made of every case."""
-
-    group: Group
-    by_rank: list[dict[tuple[str, RowUpdates], Trained]]
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(g, id=str(g), marks=() if g in DEFAULT else pytest.mark.long) for g in GROUPS],
+@pytest.mark.parametrize(
+    "group", [pytest.param(g, id=str(g), marks=() if g in DEFAULT else pytest.mark.long) for g in GROUPS]
 )
-def run(request: pytest.FixtureRequest) -> Run:
-    group: Group = request.param
-    return Run(group, run_ranks(group.world_size, _train_all, group, timeout_s=TIMEOUT_S))
-
-
-@pytest.mark.parametrize(("optimizer", "row_updates"), CASES)
-def test_parameters_equal_the_reference(run: Run, optimizer: str, row_updates: RowUpdates) -> None:
-    group = run.group
-    expected = expected_parameters(group.world_size, group.workload, group.dtype, optimizer, row_updates)
-
-    for results in run.by_rank:
-        assert_same(results[optimizer, row_updates].parameters, expected, group.dtype)
-
-
-@pytest.mark.parametrize(("optimizer", "row_updates"), CASES)
-def test_a_table_is_sharded_or_its_reason_named(run: Run, optimizer: str, row_updates: RowUpdates) -> None:
-    if run.group.model == "tied_lm":
+def test_parameters_equal_the_reference_and_tables_are_where_they_should_be(group: Group) -> None:
+    """All optimizers in one visit: two tests would have two workers train them."""
+    by_rank = run_ranks(group.world_size, _train_all, group, timeout_s=TIMEOUT_S)
+    if group.model == "tied_lm":
         strategy, reason = "allreduce", "also read densely"
     else:
         strategy, reason = "alltoall", "asked for"
-
-    for results in run.by_rank:
-        decisions = [each for each in results[optimizer, row_updates].plan.values() if each.is_table]
-        assert decisions
-        for decision in decisions:
-            assert decision.strategy == strategy, decision
-            assert reason in decision.reason
+    for optimizer, row_updates in CASES:
+        expected = expected_parameters(group.world_size, group.workload, group.dtype, optimizer, row_updates)
+        for results in by_rank:
+            found = results[optimizer, row_updates]
+            try:
+                assert_same(found.parameters, expected, group.dtype)
+            except AssertionError as error:
+                error.add_note(f"after training with {optimizer}, {row_updates}")
+                raise
+            decisions = [each for each in found.plan.values() if each.is_table]
+            assert decisions
+            for decision in decisions:
+                assert decision.strategy == strategy, (decision, optimizer, row_updates)
+                assert reason in decision.reason
