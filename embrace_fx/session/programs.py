@@ -18,8 +18,8 @@ from embrace_fx.planning.replanning import TrainingCalls
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.step.program import Program
-from embrace_fx.scheduling.alone import Alone
 from embrace_fx.scheduling.scheduling import Scheduling, cuts
+from embrace_fx.scheduling.solo_schedule import SoloSchedule
 from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Variant
@@ -58,7 +58,7 @@ class ProgramBuilder:
     ) -> None:
         self.flow: Flow | None = None
         self.scheduling: Scheduling | None = None
-        self.alone: Alone | None = None
+        self.alone: SoloSchedule | None = None
         self.graphs = Graphs()
         self._setting = setting
         self._plan = plan
@@ -177,7 +177,7 @@ class ProgramBuilder:
         """Makes the flow, at the first training program. Collective then."""
         if self._communicator.world_size == 1 and self.alone is None:
             name, compute = self._setting.options.schedule, self._plan.links.compute
-            self.alone = Alone.of(compiled.graph, name, compute, next(self._setting.model.parameters()).device)
+            self.alone = SoloSchedule.of(compiled.graph, name, compute, next(self._setting.model.parameters()).device)
         if self.flow is not None or self._communicator.world_size == 1:
             return
         if not self._launches():

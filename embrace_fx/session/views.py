@@ -48,11 +48,9 @@ class Views:
         tables = setting.state.tables
         if tables:
             told += f"\n\n{tables_report(tables, setting.communicator.world_size)}"
-        return (
-            told
-            if held is None
-            else f"{told}\n\n{memory_report(held, setting.model, setting.stepping.holders.optimizers)}"
-        )
+        if held is not None:
+            told += f"\n\n{memory_report(held, setting.model, setting.stepping.holders.optimizers)}"
+        return told
 
     def summary(self) -> str:
         """What was decided, in a line."""
@@ -110,7 +108,7 @@ class Views:
 
     @property
     def graphs_of_training(self) -> Graphs:
-        """None before the first training call."""
+        """Without any before the first training call."""
         return Graphs() if self._planned.builder is None else self._planned.builder.graphs
 
 

@@ -24,7 +24,7 @@ from embrace_fx.vocabulary.schedule import (
 
 
 @dataclass(frozen=True)
-class Alone:
+class SoloSchedule:
     """What one process shows of its steps.
 
     Attributes:
@@ -36,7 +36,7 @@ class Alone:
     recorder: Recorder
 
     @classmethod
-    def of(cls, graph: TrainingGraph, name: str, compute: cost.Compute, device: torch.device) -> Alone:
+    def of(cls, graph: TrainingGraph, name: str, compute: cost.Compute, device: torch.device) -> SoloSchedule:
         """What a process shows of a training graph.
 
         Args:
