@@ -87,6 +87,20 @@ class BackwardUnits:
                     needed[value] |= needed[node]
         return cls(units, needed)
 
+    def standing(self) -> dict[fx.Node, str]:
+        """Node -> the unit whose submission it stands before; those behind all submissions are left out."""
+        found: dict[fx.Node, str] = {}
+        among: list[fx.Node] = []
+        last = None
+        for node in self.needed_by:
+            unit = _unit(node) if is_submission(node) else None
+            if unit is None:
+                among.append(node)
+            elif unit != last:
+                found |= dict.fromkeys(among, unit)
+                among, last = [], unit
+        return found
+
     def complete(self, order: Sequence[str]) -> tuple[str, ...]:
         """All units: those of an order, then the others."""
         known = [unit for unit in order if unit in self.units]

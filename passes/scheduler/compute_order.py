@@ -9,7 +9,8 @@ Contract
     starts   as it stands; tables first; tables first but for the first k buckets
     moves    one unit to another place, while that shortens the step
 
-What each atom of compute takes is estimated (`node_cost`), scaled so that each unit takes what was measured of it.
+What each atom of compute takes is estimated (`node_cost`), scaled so that what stands before each submission takes what
+was measured there.
 
 Source: out-of-order back-propagation (Oh et al., EuroSys 2022) defers gradients of weights; here gradients of tables
 are moved as well, and the simulated step decides.
@@ -60,25 +61,19 @@ class Atoms:
             node_ms: estimated milliseconds of a node.
             measured: unit -> what its compute takes, as the backward stands; of others the estimates hold.
         """
+        standing = found.standing()
+        estimated = dict.fromkeys(found.units, 0.0)
+        for node, unit in standing.items():
+            estimated[unit] += node_ms(node)
+        scale = {unit: measured[unit] / each for unit, each in estimated.items() if unit in measured and each}
         ms: dict[int, float] = {}
         for node, mask in found.needed_by.items():
             if mask and not is_submission(node):  # what is submitted is the launcher's work
-                ms[mask] = ms.get(mask, 0.0) + node_ms(node)
-        first = found.first_of(found.units)
-        estimated = [0.0] * len(found.units)
-        for mask, each in ms.items():
-            estimated[first(mask)] += each
+                ms[mask] = ms.get(mask, 0.0) + node_ms(node) * scale.get(standing.get(node, ""), 1.0)
         for place, unit in enumerate(found.units):
-            if unit not in measured:
-                continue
-            if estimated[place] == 0.0:
+            if unit in measured and not estimated[unit]:
                 ms[1 << place] = ms.get(1 << place, 0.0) + measured[unit]
-                estimated[place] = measured[unit]
-        scale = [
-            measured[unit] / estimate if unit in measured and estimate else 1.0
-            for unit, estimate in zip(found.units, estimated, strict=True)
-        ]
-        return cls(found, {mask: each * scale[first(mask)] for mask, each in ms.items()})
+        return cls(found, ms)
 
     def durations(self, order: Sequence[str]) -> dict[str, float]:
         """Unit -> milliseconds of the compute that stands with it in an order."""

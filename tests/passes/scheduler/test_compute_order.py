@@ -26,13 +26,14 @@ from embrace_fx.vocabulary.schedule import (
 
 
 def backward(values: list[list[int]], sent: list[OperationId], reads: list[int]) -> fx.GraphModule:
-    """Node k reads the nodes `values[k]`, or what comes in; then `sent`, each of the value that `reads` says."""
+    """Node k reads the nodes `values[k]`, or what comes in; `sent`, each behind the value that `reads` says."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     nodes: list[fx.Node] = []
     for inputs in values:
         nodes.append(graph.call_function(torch.ops.aten.stack.default, ([nodes[i] for i in inputs] or [x],)))
     submitted = []
+    last: dict[int, fx.Node] = {}
     for launch, value in zip(sent, reads, strict=True):
         if launch.kind == "all_reduce":
             node = graph.call_function(torch.ops.embrace.submit_chunk.default, (nodes[value], 0, 1, str(launch)))
@@ -40,6 +41,8 @@ def backward(values: list[list[int]], sent: list[OperationId], reads: list[int])
             rest = (nodes[value], nodes[value], nodes[value], launch.what, -1, 1.0, str(launch))
             node = graph.call_function(torch.ops.embrace.submit_gradients.default, rest)
         node.meta["launch"] = launch
+        last.get(value, nodes[value]).append(node)
+        last[value] = node
         submitted.append(node)
     graph.output(tuple(submitted))
     return fx.GraphModule(nn.Module(), graph)
@@ -98,7 +101,7 @@ CHAIN = backward([[], [0], [0], [2]], [chunk_id(0, 0), gradients_id("words", "wh
 
 def of_chain(weights_ms: float = 6.0) -> tuple[StepGraph, Atoms]:
     found = BackwardUnits.of(CHAIN)
-    by_name = dict(zip(found.needed_by, (1.0, weights_ms, 1.0, 1.0, 0.0, 0.0), strict=True))
+    by_name = dict(zip(found.needed_by, (1.0, weights_ms, 0.0, 1.0, 1.0, 0.0), strict=True))
     atoms = Atoms.of(found, by_name.__getitem__, {})
     durations = atoms.durations(found.units)
     table, bucket = gradients_id("words", "whole"), chunk_id(0, 0)
@@ -152,6 +155,15 @@ def test_what_was_measured_is_spread_over_a_units_compute() -> None:
 
     assert atoms.durations(("bucket 0", "words")) == {"bucket 0": 10.0, "words": 4.0}
     assert atoms.durations(("words", "bucket 0")) == {"words": 9.0, "bucket 0": 5.0}
+
+
+def test_what_was_measured_is_of_what_stood_there_whoever_needs_it() -> None:
+    """Node 1, which the table alone needs, stands before the bucket's submission."""
+    found = BackwardUnits.of(backward([[], [0], [0], [1]], [chunk_id(0, 0), gradients_id("words", "whole")], [2, 3]))
+    atoms = Atoms.of(found, lambda node: 1.0 if "stack" in node.name else 0.0, {"bucket 0": 9.0, "words": 4.0})
+
+    assert atoms.durations(("bucket 0", "words")) == {"bucket 0": 6.0, "words": 7.0}
+    assert atoms.durations(("words", "bucket 0")) == {"words": 10.0, "bucket 0": 3.0}
 
 
 def test_what_was_measured_of_a_unit_without_compute_stays_with_it() -> None:
