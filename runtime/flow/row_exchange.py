@@ -21,11 +21,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.flow.bucket_updates import WRITTEN
+from embrace_fx.runtime.flow.bucket_updates import GONE, WRITTEN
 from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, Split
 from embrace_fx.runtime.kernels import (
     coalesce,
@@ -75,7 +76,7 @@ class _Late:
     """One step's row gradient, for `.grad` of its tables: waited for when someone looks at it."""
 
     def __init__(self, exchange: RowExchange, gradient: _Gradient) -> None:
-        self._exchange = exchange
+        self._exchange = ref(exchange)  # what `.grad` keeps, nothing would ever free: C++ owns it
         self._parts = list(gradient.parts)  # a step takes them out of the gradient
         self.gradient = gradient
         self._of_tables: list[list[RowsOfTable]] | None = None
@@ -83,7 +84,10 @@ class _Late:
     def rows(self, k: int) -> list[RowsOfTable]:
         """Those of the k-th table."""
         if self._of_tables is None:
-            split = [self._exchange.table.split(*rows) for rows in self._exchange.arrive(self.gradient, self._parts)]
+            exchange = self._exchange()
+            if exchange is None:
+                raise RuntimeError(GONE)
+            split = [exchange.table.split(*rows) for rows in exchange.arrive(self.gradient, self._parts)]
             self._of_tables = [list(rows) for rows in zip(*split, strict=True)]
         return self._of_tables[k]
 
