@@ -190,7 +190,9 @@ def trace_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     context = gm.meta.get("tracing_context") or TracingContext(gm.meta["fake_mode"])
     # For guards, which are made. C++ owns what a fake tensor's sizes refer to, these sizes among it: they would keep
     # their own tensors, and all else of the capture, for ever.
-    context.fake_mode.shape_env.tracked_fakes = []
+    sizes: Any = context.fake_mode and context.fake_mode.shape_env
+    if sizes is not None:
+        sizes.tracked_fakes = []
     if not effects:
         return _trace_joint(OpenResults(gm), args, kwargs, context, "dynamo", {}, conditions)
     itself, values = name_of_model(model), conditions.values
