@@ -100,6 +100,11 @@ def _unknown_size() -> torch.SymInt:
     return torch.library.get_ctx().new_dynamic_size()
 
 
+def _empty_as(like: Tensor, shape: Sequence[int | torch.SymInt], dtype: torch.dtype | None = None) -> Tensor:
+    """A fake tensor of a shape, else as another. `new_empty` takes twice as long where a size is unknown."""
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)  # type: ignore[arg-type]
+
+
 define("embrace::unique_ids", "(Tensor[] ids, int num_rows, int padding_idx) -> Tensor[]")
 
 
@@ -114,7 +119,7 @@ def _(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
 
     Example, one rank: ids [[5, 2, 5]], padding_idx -1 -> [2, 5], [1, 0, 1]; padding_idx 5 -> [5, 2], [0, 1, 0].
     """
-    unique = ids[0].new_empty((_unknown_size(),), dtype=torch.int64)
+    unique = _empty_as(ids[0], (_unknown_size(),), dtype=torch.int64)
     return [unique, *(torch.empty_like(i, dtype=torch.int64) for i in ids)]
 
 
@@ -129,7 +134,7 @@ def _(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size:
     failure a rank has to report) raises on *every* rank and no collective is left waiting.
     The value awaited is opaque int64; `unpack_ids` reads it.
     """
-    return unique[0].new_empty((_unknown_size(),), dtype=torch.int64)
+    return _empty_as(unique[0], (_unknown_size(),), dtype=torch.int64)
 
 
 define("embrace::unpack_ids", "(Tensor packed, int tables, int group_size) -> Tensor[]")
@@ -146,7 +151,7 @@ def _(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
     """
     out: list[Tensor] = []
     for _ in range(tables):
-        out += [packed.new_empty((_unknown_size(),)), packed.new_empty((group_size,), device="cpu")]
+        out += [_empty_as(packed, (_unknown_size(),)), torch.empty((group_size,), dtype=packed.dtype, device="cpu")]
     return out
 
 
@@ -163,7 +168,7 @@ def _(ids: Sequence[Tensor], counts: Sequence[Tensor], first_rows: Sequence[int]
     Example, two ranks, tables of 10 and 5 rows, `first_rows` [0, 10]: of the first table rank 0 reads [2, 5], rank 1
     reads [5]; of the second one [0] and [3, 4] -> [2, 5, 10, 5, 13, 14], [3, 3].
     """
-    return [ids[0].new_empty((_unknown_size(),)), torch.empty_like(counts[0])]
+    return [_empty_as(ids[0], (_unknown_size(),)), torch.empty_like(counts[0])]
 
 
 define("embrace::unstack_rows", "(Tensor flat, Tensor[] counts, int rank) -> Tensor[]")
@@ -175,7 +180,7 @@ def _(flat: Tensor, counts: Sequence[Tensor], rank: int) -> list[Tensor]:
 
     Example, `counts` [2, 1] of the first table and [1, 2] of the second one, D = 1: rank 0's [a, b, c] -> [a, b], [c].
     """
-    return [flat.new_empty((_unknown_size(),)) for _ in counts]
+    return [_empty_as(flat, (_unknown_size(),)) for _ in counts]
 
 
 define("embrace::route_grid", "(Tensor ids, Tensor counts, int rank, int grid_rows, int grid_columns) -> Tensor[]")
@@ -193,8 +198,8 @@ def _(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int)
     [3, 2]. Rank 0 has the even ids, in rows [1, 2, 3] of its shard; rank 1 the odd ones, in rows [2, 2]. Counts are
     [[2, 1], [1, 1]] on both; order is [0, 1, 2] on rank 0, [1, 0] on rank 1.
     """
-    unknown = [ids.new_empty((_unknown_size(),)) for _ in range(2)]
-    return [unknown[0], counts.new_empty((counts.shape[0], grid_rows)), unknown[1]]
+    unknown = [_empty_as(ids, (_unknown_size(),)) for _ in range(2)]
+    return [unknown[0], _empty_as(counts, (counts.shape[0], grid_rows)), unknown[1]]
 
 
 define("embrace::lookup", "(Tensor shard, Tensor ids) -> Tensor")
@@ -203,7 +208,7 @@ define("embrace::lookup", "(Tensor shard, Tensor ids) -> Tensor")
 @register_fake("embrace::lookup")
 def _(shard: Tensor, ids: Tensor) -> Tensor:
     """Rows `ids` (R,) of the own columns (V, d) -> (R, d), already packed by the rank that asked for them."""
-    return shard.new_empty((ids.shape[0], shard.shape[1]))
+    return _empty_as(shard, (ids.shape[0], shard.shape[1]))
 
 
 define(
@@ -225,7 +230,7 @@ def _(columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_siz
     On a grid of several rows, `columns` (M, d) and `counts` (N, grid_rows) are those of `route_grid`, and a rank gets
     from each other one what that one has: `join_grid` makes rows of the flat value.
     """
-    return columns.new_empty((_unknown_size(),))
+    return _empty_as(columns, (_unknown_size(),))
 
 
 define("embrace::join_columns", "(Tensor flat, int embedding_dim, int group_size) -> Tensor")
@@ -237,7 +242,7 @@ def _(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
 
     Example: a0 a1 b0 b1 | a2 a3 b2 b3 -> [[a0 a1 a2 a3], [b0 b1 b2 b3]].
     """
-    return flat.new_empty((flat.shape[0] // embedding_dim, embedding_dim))
+    return _empty_as(flat, (flat.shape[0] // embedding_dim, embedding_dim))
 
 
 define("embrace::split_columns", "(Tensor rows, int group_size) -> Tensor")
@@ -246,7 +251,7 @@ define("embrace::split_columns", "(Tensor rows, int group_size) -> Tensor")
 @register_fake("embrace::split_columns")
 def _(rows: Tensor, group_size: int) -> Tensor:
     """The inverse of `join_columns`: rows (U, D) -> flat (U * D,), blocks by the rank they go to."""
-    return rows.new_empty((rows.shape[0] * rows.shape[1],))
+    return _empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
 define("embrace::join_grid", "(Tensor flat, Tensor order, Tensor counts, int embedding_dim, int rank) -> Tensor")
@@ -259,7 +264,7 @@ def _(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int
     Example, a grid of 2 x 2, D = 2; rank 0 reads rows 4 and 5, order is [0, 1]. Columns are written a0 a1 for row 4,
     b0 b1 for row 5: a0 | a1 | b0 | b1 -> [[a0 a1], [b0 b1]].
     """
-    return flat.new_empty((flat.shape[0] // embedding_dim, embedding_dim))
+    return _empty_as(flat, (flat.shape[0] // embedding_dim, embedding_dim))
 
 
 define("embrace::split_grid", "(Tensor rows, Tensor order, Tensor counts, int rank) -> Tensor")
@@ -268,7 +273,7 @@ define("embrace::split_grid", "(Tensor rows, Tensor order, Tensor counts, int ra
 @register_fake("embrace::split_grid")
 def _(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
     """The inverse of `join_grid`: rows (U, D) -> flat (U * D,), blocks by the rank they go to."""
-    return rows.new_empty((rows.shape[0] * rows.shape[1],))
+    return _empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
 define(
@@ -284,7 +289,7 @@ def _(flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: 
     Reading it as (R, d) needs no copy: the blocks arrive in rank order, as `ids` of `unpack_ids` are ordered. On a grid
     likewise, with (M, d) and the rows of `route_grid`.
     """
-    return flat.new_empty((_unknown_size(),))
+    return _empty_as(flat, (_unknown_size(),))
 
 
 define("embrace::coalesce", "(Tensor ids, Tensor flat, int columns, int padding_idx, float scale) -> Tensor[]")
@@ -299,7 +304,7 @@ def _(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -
     Example, scale 1/2: ids [2, 5, 5], rows [[1], [2], [3]] -> [2, 5], [[0.5], [2.5]].
     """
     k = _unknown_size()
-    return [ids.new_empty((k,)), flat.new_empty((k, columns))]
+    return [_empty_as(ids, (k,)), _empty_as(flat, (k, columns))]
 
 
 define("embrace::pack_bucket", "(Tensor[] gradients, float scale) -> Tensor")
@@ -308,7 +313,7 @@ define("embrace::pack_bucket", "(Tensor[] gradients, float scale) -> Tensor")
 @register_fake("embrace::pack_bucket")
 def _(gradients: Sequence[Tensor], scale: float) -> Tensor:
     """Gradients, each times `scale`, one behind the other in one flat tensor."""
-    return gradients[0].new_empty((sum(g.numel() for g in gradients),))
+    return _empty_as(gradients[0], (sum(g.numel() for g in gradients),))
 
 
 define("embrace::unpack_bucket", "(Tensor(a -> *) flat, Tensor[] like) -> Tensor(a)[]")
@@ -346,7 +351,7 @@ define("embrace::submit_ids", "(Tensor[] ids, str launch) -> Tensor")
 @register_fake("embrace::submit_ids")
 def _(ids: Sequence[Tensor], launch: str) -> Tensor:
     """Submits the AllGather of the next batch's ids. `ids` (R,) are this batch's, by table, with which they are cut."""
-    return ids[0].new_empty((0,))
+    return _empty_as(ids[0], (0,))
 
 
 define("embrace::await_ids", "(Tensor[] ids, str launch) -> Tensor")
@@ -361,7 +366,7 @@ def _(ids: Sequence[Tensor], launch: str) -> Tensor:
     5 is prior: each rank sends its gradient at once, and its owners update it before they look it up for the next
     batch, as a late row. Row 2 is delayed. Row 9 is early.
     """
-    return ids[0].new_empty((0,))
+    return _empty_as(ids[0], (0,))
 
 
 define(
@@ -377,7 +382,7 @@ def _(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype
     `ids` (R,) and `counts` (N,) are those of `unpack_ids`: of the batch whose forward it is, or, of early rows in a
     backward, of the batch before. The result is an empty tensor.
     """
-    return shard.new_empty((0,))
+    return _empty_as(shard, (0,))
 
 
 define("embrace::await_rows", "(Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
@@ -386,7 +391,7 @@ define("embrace::await_rows", "(Tensor ids, Tensor counts, str table, ScalarType
 @register_fake("embrace::await_rows")
 def _(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
     """A part of the rows this rank reads, once it has arrived: flat (k * D,), blocks by the rank they came from."""
-    return ids.new_empty((_unknown_size(),), dtype=dtype)
+    return _empty_as(ids, (_unknown_size(),), dtype=dtype)
 
 
 define("embrace::join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str table) -> Tensor")
@@ -395,7 +400,7 @@ define("embrace::join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str ta
 @register_fake("embrace::join_rows")
 def _(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tensor:
     """All columns of the rows this rank reads, flat (U * D,), row after row, from the parts that arrived."""
-    return parts[0].new_empty((_unknown_size(),))
+    return _empty_as(parts[0], (_unknown_size(),))
 
 
 define(
@@ -411,7 +416,7 @@ def _(rows: Tensor, ids: Tensor, counts: Tensor, table: str, padding_idx: int, s
     `ids` (R,) and `counts` (N,) are those of `unpack_ids`, `padding_idx` and `scale` those of `coalesce`. The result is
     an empty tensor: what stands for the gradient in flight in the outputs of the backward.
     """
-    return rows.new_empty((0,))
+    return _empty_as(rows, (0,))
 
 
 define("embrace::update_rows", "(Tensor(a) shard, str table, str launch) -> Tensor(a)")
@@ -451,7 +456,7 @@ def _(flat: Tensor, bucket: int) -> Tensor:
 
     The result is an empty tensor: what stands for the gradients in the outputs of the backward.
     """
-    return flat.new_empty((0,))
+    return _empty_as(flat, (0,))
 
 
 define("embrace::update_bucket", "(Tensor(a -> *)[] parameters, int bucket) -> Tensor(a)[]")
