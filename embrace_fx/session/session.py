@@ -180,6 +180,12 @@ class Session:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # inside of torch.compile it runs as it is
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.planned.plan is None:  # one silence may follow another: they are told of as one
+            with stage("beginning", self.communicator.rank):
+                return self._begin_or_go_on(args, kwargs)
+        return self._begin_or_go_on(args, kwargs)
+
+    def _begin_or_go_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._begun:
             self._begin()
         elif self.communicator.group is None:
