@@ -44,7 +44,7 @@ class Placed:
 
     def note(self, session: Session) -> None:
         """Remembers where a session has placed its tables."""
-        self.group, self.places = session.group, session.places
+        self.group, self.places = session.group, session.state.places
         if self.places and self.copies and session.rank == 0:
             tell(_MADE_BEFORE, ", ".join(self.places))
         self.copies.clear()
@@ -80,7 +80,7 @@ class _Hook:
     @property
     def places(self) -> Mapping[str, Place]:
         """Where the parts of sharded tables lie."""
-        return self._placed.places if self.session is None else self.session.places
+        return self._placed.places if self.session is None else self.session.state.places
 
     @property
     def taken(self) -> str | None:

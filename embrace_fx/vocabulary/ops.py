@@ -12,7 +12,7 @@ Groups are named by communication class ("ids", "embedding", "dense"): lowering 
 graphs print the same everywhere and can be tested without processes.
 
 A launch and its wait stand in one phase. Communication that a step leaves to the next one is *submitted* instead: the
-launcher sends it when its turn comes in the schedule, and a later phase *awaits* it, or its update.
+launcher sends it when its turn comes in the schedule, and a later phase *awaits* it, or its update: see `flow_ops`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, fx
 from torch.library import define, register_fake
 
-from embrace_fx.vocabulary.schedule import LANES, OperationId
+from embrace_fx.vocabulary import flow_ops  # noqa: F401  (declares the ops)
+from embrace_fx.vocabulary.fake_results import empty_as, unknown_size
+from embrace_fx.vocabulary.operation_id import LANES, OperationId
 
 LAUNCHES: frozenset[str] = frozenset(
     {
@@ -96,15 +98,6 @@ def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, in
     return min(rank * width, embedding_dim), min((rank + 1) * width, embedding_dim)
 
 
-def _unknown_size() -> torch.SymInt:
-    return torch.library.get_ctx().new_dynamic_size()
-
-
-def _empty_as(like: Tensor, shape: Sequence[int | torch.SymInt], dtype: torch.dtype | None = None) -> Tensor:
-    """A fake tensor of a shape, else as another. `new_empty` takes twice as long where a size is unknown."""
-    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)  # type: ignore[arg-type]
-
-
 define("embrace::unique_ids", "(Tensor[] ids, int num_rows, int padding_idx) -> Tensor[]")
 
 
@@ -119,7 +112,7 @@ def _(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
 
     Example, one rank: ids [[5, 2, 5]], padding_idx -1 -> [2, 5], [1, 0, 1]; padding_idx 5 -> [5, 2], [0, 1, 0].
     """
-    unique = _empty_as(ids[0], (_unknown_size(),), dtype=torch.int64)
+    unique = empty_as(ids[0], (unknown_size(),), dtype=torch.int64)
     return [unique, *(torch.empty_like(i, dtype=torch.int64) for i in ids)]
 
 
@@ -134,7 +127,7 @@ def _(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size:
     failure a rank has to report) raises on *every* rank and no collective is left waiting.
     The value awaited is opaque int64; `unpack_ids` reads it.
     """
-    return _empty_as(unique[0], (_unknown_size(),), dtype=torch.int64)
+    return empty_as(unique[0], (unknown_size(),), dtype=torch.int64)
 
 
 define("embrace::unpack_ids", "(Tensor packed, int tables, int group_size) -> Tensor[]")
@@ -151,7 +144,7 @@ def _(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
     """
     out: list[Tensor] = []
     for _ in range(tables):
-        out += [_empty_as(packed, (_unknown_size(),)), torch.empty((group_size,), dtype=packed.dtype, device="cpu")]
+        out += [empty_as(packed, (unknown_size(),)), torch.empty((group_size,), dtype=packed.dtype, device="cpu")]
     return out
 
 
@@ -168,7 +161,7 @@ def _(ids: Sequence[Tensor], counts: Sequence[Tensor], first_rows: Sequence[int]
     Example, two ranks, tables of 10 and 5 rows, `first_rows` [0, 10]: of the first table rank 0 reads [2, 5], rank 1
     reads [5]; of the second one [0] and [3, 4] -> [2, 5, 10, 5, 13, 14], [3, 3].
     """
-    return [_empty_as(ids[0], (_unknown_size(),)), torch.empty_like(counts[0])]
+    return [empty_as(ids[0], (unknown_size(),)), torch.empty_like(counts[0])]
 
 
 define("embrace::unstack_rows", "(Tensor flat, Tensor[] counts, int rank) -> Tensor[]")
@@ -180,7 +173,7 @@ def _(flat: Tensor, counts: Sequence[Tensor], rank: int) -> list[Tensor]:
 
     Example, `counts` [2, 1] of the first table and [1, 2] of the second one, D = 1: rank 0's [a, b, c] -> [a, b], [c].
     """
-    return [_empty_as(flat, (_unknown_size(),)) for _ in counts]
+    return [empty_as(flat, (unknown_size(),)) for _ in counts]
 
 
 define("embrace::route_grid", "(Tensor ids, Tensor counts, int rank, int grid_rows, int grid_columns) -> Tensor[]")
@@ -198,8 +191,8 @@ def _(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int)
     [3, 2]. Rank 0 has the even ids, in rows [1, 2, 3] of its shard; rank 1 the odd ones, in rows [2, 2]. Counts are
     [[2, 1], [1, 1]] on both; order is [0, 1, 2] on rank 0, [1, 0] on rank 1.
     """
-    unknown = [_empty_as(ids, (_unknown_size(),)) for _ in range(2)]
-    return [unknown[0], _empty_as(counts, (counts.shape[0], grid_rows)), unknown[1]]
+    unknown = [empty_as(ids, (unknown_size(),)) for _ in range(2)]
+    return [unknown[0], empty_as(counts, (counts.shape[0], grid_rows)), unknown[1]]
 
 
 define("embrace::lookup", "(Tensor shard, Tensor ids) -> Tensor")
@@ -208,7 +201,7 @@ define("embrace::lookup", "(Tensor shard, Tensor ids) -> Tensor")
 @register_fake("embrace::lookup")
 def _(shard: Tensor, ids: Tensor) -> Tensor:
     """Rows `ids` (R,) of the own columns (V, d) -> (R, d), already packed by the rank that asked for them."""
-    return _empty_as(shard, (ids.shape[0], shard.shape[1]))
+    return empty_as(shard, (ids.shape[0], shard.shape[1]))
 
 
 define(
@@ -230,7 +223,7 @@ def _(columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_siz
     On a grid of several rows, `columns` (M, d) and `counts` (N, grid_rows) are those of `route_grid`, and a rank gets
     from each other one what that one has: `join_grid` makes rows of the flat value.
     """
-    return _empty_as(columns, (_unknown_size(),))
+    return empty_as(columns, (unknown_size(),))
 
 
 define("embrace::join_columns", "(Tensor flat, int embedding_dim, int group_size) -> Tensor")
@@ -242,7 +235,7 @@ def _(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
 
     Example: a0 a1 b0 b1 | a2 a3 b2 b3 -> [[a0 a1 a2 a3], [b0 b1 b2 b3]].
     """
-    return _empty_as(flat, (flat.shape[0] // embedding_dim, embedding_dim))
+    return empty_as(flat, (flat.shape[0] // embedding_dim, embedding_dim))
 
 
 define("embrace::split_columns", "(Tensor rows, int group_size) -> Tensor")
@@ -251,7 +244,7 @@ define("embrace::split_columns", "(Tensor rows, int group_size) -> Tensor")
 @register_fake("embrace::split_columns")
 def _(rows: Tensor, group_size: int) -> Tensor:
     """The inverse of `join_columns`: rows (U, D) -> flat (U * D,), blocks by the rank they go to."""
-    return _empty_as(rows, (rows.shape[0] * rows.shape[1],))
+    return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
 define("embrace::join_grid", "(Tensor flat, Tensor order, Tensor counts, int embedding_dim, int rank) -> Tensor")
@@ -264,7 +257,7 @@ def _(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int
     Example, a grid of 2 x 2, D = 2; rank 0 reads rows 4 and 5, order is [0, 1]. Columns are written a0 a1 for row 4,
     b0 b1 for row 5: a0 | a1 | b0 | b1 -> [[a0 a1], [b0 b1]].
     """
-    return _empty_as(flat, (flat.shape[0] // embedding_dim, embedding_dim))
+    return empty_as(flat, (flat.shape[0] // embedding_dim, embedding_dim))
 
 
 define("embrace::split_grid", "(Tensor rows, Tensor order, Tensor counts, int rank) -> Tensor")
@@ -273,7 +266,7 @@ define("embrace::split_grid", "(Tensor rows, Tensor order, Tensor counts, int ra
 @register_fake("embrace::split_grid")
 def _(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
     """The inverse of `join_grid`: rows (U, D) -> flat (U * D,), blocks by the rank they go to."""
-    return _empty_as(rows, (rows.shape[0] * rows.shape[1],))
+    return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
 define(
@@ -289,7 +282,7 @@ def _(flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: 
     Reading it as (R, d) needs no copy: the blocks arrive in rank order, as `ids` of `unpack_ids` are ordered. On a grid
     likewise, with (M, d) and the rows of `route_grid`.
     """
-    return _empty_as(flat, (_unknown_size(),))
+    return empty_as(flat, (unknown_size(),))
 
 
 define("embrace::coalesce", "(Tensor ids, Tensor flat, int columns, int padding_idx, float scale) -> Tensor[]")
@@ -303,8 +296,8 @@ def _(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -
 
     Example, scale 1/2: ids [2, 5, 5], rows [[1], [2], [3]] -> [2, 5], [[0.5], [2.5]].
     """
-    k = _unknown_size()
-    return [_empty_as(ids, (k,)), _empty_as(flat, (k, columns))]
+    k = unknown_size()
+    return [empty_as(ids, (k,)), empty_as(flat, (k, columns))]
 
 
 define("embrace::pack_bucket", "(Tensor[] gradients, float scale) -> Tensor")
@@ -313,7 +306,7 @@ define("embrace::pack_bucket", "(Tensor[] gradients, float scale) -> Tensor")
 @register_fake("embrace::pack_bucket")
 def _(gradients: Sequence[Tensor], scale: float) -> Tensor:
     """Gradients, each times `scale`, one behind the other in one flat tensor."""
-    return _empty_as(gradients[0], (sum(g.numel() for g in gradients),))
+    return empty_as(gradients[0], (sum(g.numel() for g in gradients),))
 
 
 define("embrace::unpack_bucket", "(Tensor(a -> *) flat, Tensor[] like) -> Tensor(a)[]")
@@ -340,129 +333,3 @@ def _(flat: Tensor, rows: int, strategy: str, scheme: str, group: str, group_siz
     Example, two ranks, rows of one element: [0, 2, 0, 4] and [0, 6, 0, 0] -> [0, 4, 0, 2]; of four rows, two travel.
     """
     return flat
-
-
-# Communication that runs from one step into the next. `launch` is how the id of a launch is spelled
-# (`embrace_fx.vocabulary.schedule.OperationId`), for whoever reads the graph; the id itself is `node.meta["launch"]`.
-
-define("embrace::submit_ids", "(Tensor[] ids, str launch) -> Tensor")
-
-
-@register_fake("embrace::submit_ids")
-def _(ids: Sequence[Tensor], launch: str) -> Tensor:
-    """Submits the AllGather of the next batch's ids. `ids` (R,) are this batch's, by table, with which they are cut."""
-    return _empty_as(ids[0], (0,))
-
-
-define("embrace::await_ids", "(Tensor[] ids, str launch) -> Tensor")
-
-
-@register_fake("embrace::await_ids")
-def _(ids: Sequence[Tensor], launch: str) -> Tensor:
-    """The next batch's ids have arrived: this batch's rows are cut into prior and delayed ones, the next one's into
-    early and late ones.
-
-    Example, two ranks: this batch reads rows [2, 5] on rank 0 and [5] on rank 1, the next one rows [5, 9] on both. Row
-    5 is prior: each rank sends its gradient at once, and its owners update it before they look it up for the next
-    batch, as a late row. Row 2 is delayed. Row 9 is early.
-    """
-    return _empty_as(ids[0], (0,))
-
-
-define(
-    "embrace::submit_rows",
-    "(Tensor shard, Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor",
-)
-
-
-@register_fake("embrace::submit_rows")
-def _(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
-    """Looks own columns of a part of a batch's rows up and submits their AlltoAll, in `dtype`.
-
-    `ids` (R,) and `counts` (N,) are those of `unpack_ids`: of the batch whose forward it is, or, of early rows in a
-    backward, of the batch before. The result is an empty tensor.
-    """
-    return _empty_as(shard, (0,))
-
-
-define("embrace::await_rows", "(Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
-
-
-@register_fake("embrace::await_rows")
-def _(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
-    """A part of the rows this rank reads, once it has arrived: flat (k * D,), blocks by the rank they came from."""
-    return _empty_as(ids, (_unknown_size(),), dtype=dtype)
-
-
-define("embrace::join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str table) -> Tensor")
-
-
-@register_fake("embrace::join_rows")
-def _(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tensor:
-    """All columns of the rows this rank reads, flat (U * D,), row after row, from the parts that arrived."""
-    return _empty_as(parts[0], (_unknown_size(),))
-
-
-define(
-    "embrace::submit_gradients",
-    "(Tensor rows, Tensor ids, Tensor counts, str table, int padding_idx, float scale, str launch) -> Tensor",
-)
-
-
-@register_fake("embrace::submit_gradients")
-def _(rows: Tensor, ids: Tensor, counts: Tensor, table: str, padding_idx: int, scale: float, launch: str) -> Tensor:
-    """Submits a part of the gradients (U, D) of the rows this rank reads, on their way to the columns' owners.
-
-    `ids` (R,) and `counts` (N,) are those of `unpack_ids`, `padding_idx` and `scale` those of `coalesce`. The result is
-    an empty tensor: what stands for the gradient in flight in the outputs of the backward.
-    """
-    return _empty_as(rows, (0,))
-
-
-define("embrace::update_rows", "(Tensor(a) shard, str table, str launch) -> Tensor(a)")
-
-
-@register_fake("embrace::update_rows")
-def _(shard: Tensor, table: str, launch: str) -> Tensor:
-    """The same shard, once a part of its row gradients has arrived and the last step's update of them is applied."""
-    return shard.view(shard.shape)
-
-
-define("embrace::submit_chunk", "(Tensor(a!) flat, int start, int length, str launch) -> Tensor(a!)")
-
-
-@register_fake("embrace::submit_chunk")
-def _(flat: Tensor, start: int, length: int, launch: str) -> Tensor:
-    """Submits the AllReduce of elements `start` to `start + length` of a packed bucket, in place, or the sparse
-    exchange of a whole one, as the plan says. The result is the same memory, in flight."""
-    return flat
-
-
-define("embrace::await_chunk", "(Tensor(a) value, str launch) -> Tensor(a)")
-
-
-@register_fake("embrace::await_chunk")
-def _(value: Tensor, launch: str) -> Tensor:
-    """The same value, once a chunk has arrived: the bucket itself, or a parameter that is to be updated from it."""
-    return value.view(value.shape)
-
-
-define("embrace::hand_over", "(Tensor flat, int bucket) -> Tensor")
-
-
-@register_fake("embrace::hand_over")
-def _(flat: Tensor, bucket: int) -> Tensor:
-    """Leaves a bucket in flight to the optimizer, and to the next forward; nothing reads `flat` afterwards.
-
-    The result is an empty tensor: what stands for the gradients in the outputs of the backward.
-    """
-    return _empty_as(flat, (0,))
-
-
-define("embrace::update_bucket", "(Tensor(a -> *)[] parameters, int bucket) -> Tensor(a)[]")
-
-
-@register_fake("embrace::update_bucket")
-def _(parameters: Sequence[Tensor], bucket: int) -> list[Tensor]:
-    """The same parameters, once the last step's update of their bucket has been applied, in place."""
-    return [p.view(p.shape) for p in parameters]

@@ -24,7 +24,7 @@ from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.optimizer.own_step import hyperparameters, step_groups
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.vocabulary.schedule import OperationId, bucket_name
+from embrace_fx.vocabulary.operation_id import OperationId, bucket_name
 
 WRITTEN = (
     "expected parameters to be written only through the compiled model, between optimizer.step() and the next call, "

@@ -20,6 +20,7 @@ from tests.support.ranks import run_ranks
 from tests.support.words import words_batch, words_model
 
 MODELS = 3
+KINDS = ("Session", "Communicator", "Flow", "Words", "Parameter")
 
 
 def taken() -> dict[str, int]:
@@ -33,7 +34,7 @@ def taken() -> dict[str, int]:
         "threads": threads,
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "groups": len(dist.distributed_c10d._world.pg_map),
-        "models": sum(type(each).__name__ in ("Session", "Communicator", "Flow", "Words", "Parameter") for each in gc.get_objects()),
+        "models": sum(type(each).__name__ in KINDS for each in gc.get_objects()),
     }
 
 
