@@ -45,6 +45,6 @@ def test_a_compiled_model_inside_of_torch_compile_trains_as_it_does_outside() ->
 
 
 def test_as_a_backend_of_dynamo_it_is_refused_in_a_line() -> None:
-    backend = "embrace_fx" if "embrace_fx" in torch.compiler.list_backends() else refuse
+    backend: Any = "embrace_fx" if "embrace_fx" in torch.compiler.list_backends() else refuse
     with pytest.raises(RuntimeError, match=r"expected embrace_fx\.compile\(model\), found torch\.compile"):
-        torch.compile(Words(), backend=backend)(torch.arange(6))  # type: ignore[arg-type]
+        torch.compile(Words(), backend=backend)(torch.arange(6))
