@@ -26,6 +26,7 @@ from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.scheduling.background import background_of
 from embrace_fx.scheduling.scheduling import Scheduling, cuts
 from embrace_fx.session.pipeline import analyse, relaxing_passes, run_passes, training_passes
 from embrace_fx.setup.options import Optimizers, Options
@@ -80,7 +81,8 @@ class Forecast(Plan):
         found = cuts(self._setting, self)
         passes = relaxing_passes(self, self._setting.options.schedule, 0, found)
         compiled = run_passes(self._graph, passes, compiled)
-        return drawn(Scheduling(self._setting, self, compiled.graph, found).schedule)
+        schedule = Scheduling(self._setting, self, compiled.graph, found).schedule
+        return drawn(schedule, background=lambda: background_of(self, schedule))
 
 
 class _Imagined(Communicator):

@@ -95,7 +95,7 @@ class ProgramBuilder:
         if train:
             self._start(compiled)
             self.graphs = Graphs(compiled.graphs, compiled.phases)
-            log_text("pass_times", compiled.times())
+            log_text("pass_times", compiled.times)
             self._joint = compiled.graph
             for name, module in compiled.graphs.items():
                 log_graph(name, module)

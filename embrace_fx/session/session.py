@@ -172,19 +172,21 @@ class Session:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # inside of torch.compile it runs as it is
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._begun:
-            self._begin()
-        elif self.communicator.group is None:
-            check_still_alone(default_group())
-        leaves, spec = flatten_arguments(args, kwargs)
-        calls = self.planned.calls
-        count = calls.count
-        while True:
-            try:
-                return self._call(args, kwargs, leaves, spec)
-            except PlanDoesNotFit:
-                calls.count = count
-                self.planned.fit()
+        first = stage("beginning", self.communicator.rank) if self.planned.plan is None else contextlib.nullcontext()
+        with first:  # what it is made of may be short each, and long together
+            if not self._begun:
+                self._begin()
+            elif self.communicator.group is None:
+                check_still_alone(default_group())
+            leaves, spec = flatten_arguments(args, kwargs)
+            calls = self.planned.calls
+            count = calls.count
+            while True:
+                try:
+                    return self._call(args, kwargs, leaves, spec)
+                except PlanDoesNotFit:
+                    calls.count = count
+                    self.planned.fit()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec) -> Any:
         """Runs the model on a batch.
