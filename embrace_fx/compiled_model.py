@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ class CompiledModel(nn.Module, Joinable):
         Joinable.__init__(self)
         model = session.model
         self.__dict__["_session"] = session
+        session.compiled = weakref.ref(self)
         self.__dict__["_single"] = single
         # The same dicts, not copies: a parameter replaced by its shard is replaced in both.
         self._parameters = model._parameters

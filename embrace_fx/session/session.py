@@ -99,6 +99,8 @@ class Session:
         )
         self.views = Views(self._setting, self.planned)
         self.idling = Idling(self)
+        self.compiled: weakref.ref[nn.Module] | None = None
+        """What the user calls."""
 
     @property
     def plan(self) -> Plan:
@@ -129,6 +131,11 @@ class Session:
     def is_training(self) -> bool:
         """Whether the model has been called, and is open."""
         return self._begun and self.communicator.is_open
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the compiled model has gone, and nobody has closed it."""
+        return self.compiled is not None and self.compiled() is None
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Tells of a rank that dies in a collective inside."""
@@ -392,6 +399,7 @@ class Session:
         self.state.settle_tables()
         self._kinds.clear()
         self.communicator.close()
+        self._placed.kept = None
 
     def clear_gradients(self) -> None:
         """What backwards under `no_sync` left is gone with the gradients."""

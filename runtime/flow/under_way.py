@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakMethod, ref
 
 from torch import Tensor
 
+from embrace_fx.runtime.flow.bucket_updates import GONE
 from embrace_fx.runtime.flow.routing import Routing, Selection
 from embrace_fx.runtime.launch.launcher import Ticket
 from embrace_fx.runtime.tables.held_gradient import Rows as RowsOfTable
@@ -50,7 +52,8 @@ class LateRows:
     """One step's row gradient, for `.grad` of its tables: waited for when someone looks at it."""
 
     def __init__(self, table: RowTable | StackedTable, arrive: Arrive, gradient: StepGradient) -> None:
-        self._table, self._arrive = table, arrive
+        # What `.grad` keeps, nothing would ever free, for C++ owns it: the method and the table are the exchange's.
+        self._table, self._arrive = ref(table), WeakMethod(arrive)
         self._parts = list(gradient.parts)  # a step takes them out of the gradient
         self.gradient = gradient
         self._of_tables: list[list[RowsOfTable]] | None = None
@@ -58,7 +61,10 @@ class LateRows:
     def rows(self, k: int) -> list[RowsOfTable]:
         """Those of the k-th table."""
         if self._of_tables is None:
-            split = [self._table.split(*rows) for rows in self._arrive(self.gradient, self._parts)]
+            table, arrive = self._table(), self._arrive()
+            if table is None or arrive is None:
+                raise RuntimeError(GONE)
+            split = [table.split(*rows) for rows in arrive(self.gradient, self._parts)]
             self._of_tables = [list(rows) for rows in zip(*split, strict=True)]
         return self._of_tables[k]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch import Tensor, nn
 
@@ -43,6 +43,11 @@ class ModelState:
     def gradients(self) -> list[HeldGradient]:
         """Those that wait at tables, in the order of the plan."""
         return [held for table in self.tables.values() if (held := table.held) is not None]
+
+    def gradients_reader(self) -> Callable[[], list[HeldGradient]]:
+        """Reads `gradients`, without keeping the tables: a `.grad` that did would keep its own parameter for ever."""
+        itself = ref(self)
+        return lambda: [] if (state := itself()) is None else state.gradients()
 
     @property
     def places(self) -> dict[str, Place]:
