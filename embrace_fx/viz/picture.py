@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from embrace_fx.vocabulary.schedule import LANES, Diagnostics, Lane, Operation, Schedule, Span, Timeline, Wait
+from embrace_fx.vocabulary.schedule import (
+    CLASS_LANES,
+    COPIES,
+    LANES,
+    Diagnostics,
+    Lane,
+    Operation,
+    Schedule,
+    Span,
+    Timeline,
+    Wait,
+)
 
 MIB = 2**20
 SHOWN_WINDOWS = 2
@@ -89,7 +100,7 @@ class Panel:
         """By rank, then in time."""
         by_window: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         for span in self.timeline.spans:
-            if not span.operation.is_communication:
+            if span.operation.is_compute:
                 by_window[span.rank, span.window].append(span)
         starts = {key: min(s.start_ms for s in spans) for key, spans in by_window.items()}
         return tuple(
@@ -139,7 +150,8 @@ class Panel:
     def figures(self) -> tuple[Figure, ...]:
         """The diagnostics, in the order in which they are read."""
         d = self.diagnostics
-        classes = LANES[1:]
+        copies = tuple(lane for lane in COPIES if d.communication_ms.get(lane))  # most steps copy nothing
+        classes = (*CLASS_LANES, *copies)
         return (
             Figure("step", d.step_ms, "ms"),
             Figure("compute", d.compute_ms, "ms", "compute"),
@@ -165,7 +177,7 @@ class Picture:
         if self.schedule is None and self.timeline is None:
             raise ValueError("expected a schedule or a timeline to draw, found neither. Give one of them.")
         for status, timeline in self._timelines():
-            if all(span.operation.is_communication for span in timeline.spans):
+            if not any(span.operation.is_compute for span in timeline.spans):
                 raise ValueError(
                     f"expected a {status} timeline with compute, found {len(timeline.spans)} spans without. "
                     "Measure one with `record()` around whole training steps."

@@ -155,8 +155,8 @@ def _bar(span: Span, axis: _Axis, y: float) -> str:
     operation = span.operation
     left, width = _extent(span, axis)
     about = f"{operation.name}: {span.end_ms - span.start_ms:.3f} ms"
-    if operation.is_communication:
-        about += f", sends {operation.sent_bytes / MIB:.2f} MiB"
+    if not operation.is_compute:
+        about += f", {'sends' if operation.is_communication else 'copies'} {operation.sent_bytes / MIB:.2f} MiB"
     if operation.serves:
         about += f", for {', '.join(operation.serves)}"
     name = next((name for name in labels(operation) if len(name) <= (width - 4) / _CHARACTER), "")

@@ -180,12 +180,14 @@ class TrainingGraph:
     `module` is the joint forward and backward; after `Partition` it is kept for reading, and `phases` holds what runs:
     "unique" (batch -> rows read), "ids" (their exchange -> routing), "forward" (-> results, mutations, saved),
     "backward" (tangents, saved -> gradients). `results_behind`: parameter -> the results that its gradient comes from.
+    `memory_limit`: the most that a step may hold, bytes; None: no limit.
     """
 
     module: fx.GraphModule
     tables: tuple[Table, ...] = ()
     phases: dict[str, fx.GraphModule] = field(default_factory=dict)
     results_behind: dict[str, frozenset[int]] = field(default_factory=dict)
+    memory_limit: int | None = None
 
     @property
     def graph(self) -> fx.Graph:

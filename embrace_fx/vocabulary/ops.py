@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.library import define, register_fake
 
-from embrace_fx.vocabulary.schedule import LANES, OperationId
+from embrace_fx.vocabulary.schedule import CLASS_LANES, OperationId
 
 LAUNCHES: frozenset[str] = frozenset(
     {
@@ -37,7 +37,7 @@ LAUNCHES: frozenset[str] = frozenset(
 )
 """Ops whose result is in flight: only `wait_tensor` yields the value."""
 
-OWN_GROUPS: frozenset[str] = frozenset(LANES) - {"compute"}
+OWN_GROUPS: frozenset[str] = frozenset(CLASS_LANES)
 """What the groups of a program's own launches are called: communication classes."""
 
 USERS_LAUNCHES: frozenset[str] = frozenset(

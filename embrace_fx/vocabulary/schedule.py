@@ -23,9 +23,13 @@ from typing import Literal
 
 import networkx as nx
 
-Lane = Literal["compute", "ids", "embedding", "dense", "delayed"]
-LANES: tuple[Lane, ...] = ("compute", "ids", "embedding", "dense", "delayed")
-"""Where an operation runs: on the rank's processor, or on the wire as one of the four communication classes."""
+Lane = Literal["compute", "ids", "embedding", "dense", "delayed", "offload", "reload"]
+CLASS_LANES: tuple[Lane, ...] = ("ids", "embedding", "dense", "delayed")
+"""The communication classes, which share the wire."""
+COPIES: tuple[Lane, ...] = ("offload", "reload")
+"""Copies of saved values out of a step's memory and back, each in a lane of its own."""
+LANES: tuple[Lane, ...] = ("compute", *CLASS_LANES, *COPIES)
+"""Where an operation runs: on the rank's processor, on the wire, or out of its memory and back."""
 
 Kind = Literal[
     "backward",  # compute of a block's gradients
@@ -37,6 +41,8 @@ Kind = Literal[
     "lookups",  # looked-up rows, AlltoAll: all of them, late ones or early ones
     "all_reduce",  # a chunk of a bucket
     "delayed",  # a piece of a table's delayed row gradients, AlltoAll
+    "offload",  # a saved value leaves memory
+    "reload",  # it comes back
 ]
 
 Part = Literal["whole", "early", "late", "prior", "delayed", "chunk"]
@@ -49,6 +55,8 @@ _SPELLED: dict[Kind, dict[Part, str]] = {
     "all_reduce": {"chunk": "{what} [{number}]"},
     "update": {"whole": "update {what}"},
     "rows": {"whole": "rows {what}"},
+    "offload": {"whole": "offload {what}"},
+    "reload": {"whole": "reload {what}"},
     "backward": {"whole": "backward {what}"},
     "forward": {"whole": "forward {what}"},
 }
@@ -79,7 +87,7 @@ class OperationId:
 
     @property
     def is_communication(self) -> bool:
-        return self.lane != "compute"
+        return self.lane in CLASS_LANES
 
     @property
     def needs_lookahead(self) -> bool:
@@ -184,8 +192,12 @@ class Operation:
         return Operation(str(what), what.kind, what.lane, duration_ms, sent_bytes, serves, held_bytes, what)
 
     @property
+    def is_compute(self) -> bool:
+        return self.lane == "compute"
+
+    @property
     def is_communication(self) -> bool:
-        return self.lane != "compute"
+        return self.lane in CLASS_LANES
 
 
 @dataclass(frozen=True)
@@ -216,6 +228,10 @@ class StepGraph:
             if operation.name == name:
                 return operation
         raise KeyError(f"expected an operation of the step, found {name!r}; it has {[o.name for o in self.operations]}")
+
+    @property
+    def copies(self) -> tuple[Operation, ...]:
+        return tuple(o for o in self.operations if o.lane in COPIES)
 
     @property
     def communications(self) -> tuple[Operation, ...]:
@@ -277,9 +293,9 @@ class Diagnostics:
     Attributes:
         step_ms: from one window to the next.
         compute_ms: of it, in compute.
-        exposed_ms: of it, waiting, by communication class; every class has an entry.
-        communication_ms: busy time of the link, by communication class; every class has an entry.
-        overlap_ratio: share of the communication's time that compute hides, from 0 to 1; 1 where there is none.
+        exposed_ms: of it, waiting, by lane; every lane but compute has an entry.
+        communication_ms: busy time of the link, and of what copies; every lane but compute has an entry.
+        overlap_ratio: share of the time of communication and copies that compute hides, from 0 to 1; 1 of none.
         held_bytes: largest sum of `Operation.held_bytes` at any moment, on any rank.
         critical_path: (window, name) of operations, in order; of a measurement empty.
     """

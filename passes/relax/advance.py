@@ -21,6 +21,7 @@ from torch import fx
 
 from embrace_fx.passes.relax.launches import Phases, nodes_of, rewrite_phases
 from embrace_fx.passes.rewriter import first_after_placeholders
+from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIONS, op_name
 from embrace_fx.vocabulary.schedule import OperationId
@@ -92,6 +93,6 @@ def may_move(node: fx.Node) -> bool:
     return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
-_COMMUNICATE = LAUNCHES | SUBMISSIONS | AWAITS | LOCAL_OF_FLOW | {"embrace::copy_unwritten"}
+_COMMUNICATE = LAUNCHES | SUBMISSIONS | AWAITS | LOCAL_OF_FLOW | COPY_OPS | {"embrace::copy_unwritten"}
 _OTHERS = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "profiler")
 """Namespaces of ops that have effects beside their results, whatever their schemas say."""

@@ -35,6 +35,7 @@ from embrace_fx.passes.collectives import (
     running_modules,
 )
 from embrace_fx.passes.verifier.again import computed_again_alike, drawn_again_alike
+from embrace_fx.passes.verifier.copies import copies_in_pairs, freed_values_unread, within_memory_limit
 from embrace_fx.passes.verifier.fake_values import disagreement, fake_mode_of, is_derived, nothing_recorded, unchanged
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.passes.verifier.windows import INVARIANTS as WINDOW_INVARIANTS
@@ -304,6 +305,9 @@ _OF_THE_GRAPH: tuple[Callable[[TrainingGraph, TrainingGraph], Iterator[Violation
     *WINDOW_INVARIANTS,
     computed_again_alike,
     drawn_again_alike,
+    copies_in_pairs,
+    freed_values_unread,
+    within_memory_limit,
 )
 
 

@@ -12,6 +12,7 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.delivery import Delivery, delivered
@@ -51,6 +52,7 @@ class Program:
         launched: what it launches, as a number that is the same where the same is launched.
         links: those that exchanges are cut for.
         regions: what compiles the compute between communications; None: every op is called by itself.
+        copies: what copies saved values out of memory and back, where the graph does.
 
     Attributes:
         unique, ids, forward, backward: the phases; an evaluation has no backward.
@@ -79,7 +81,9 @@ class Program:
         recorder: Recorder | None = None,
         links: Cluster,
         regions: RegionCompiler | None = None,
+        copies: Copies | None = None,
     ) -> None:
+        self.copies = copies
         self.state = state
         self.announcements = announcements
         self.communicator = announcements.communicator
@@ -112,7 +116,8 @@ class Program:
         )
 
     def _bound(self, graph: TrainingGraph) -> Bindings:
-        return Bindings(graph, self.state, self.announcements, self._buckets, self.flow, self._links)
+        flow, links = self.flow, self._links
+        return Bindings(graph, self.state, self.announcements, self._buckets, flow, links, self.copies, self.recorder)
 
     def _lowered_backward(self, graph: TrainingGraph, bound: Bindings) -> Runnable:
         return runnable(graph.phases["backward"], self.state, bound.by_op, bound.backward, self.regions, last=True)
