@@ -12,8 +12,9 @@ from importlib import import_module, metadata, util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from embrace_fx.api import CompiledModel, compile, full_state_dict, save_full_state_dict
+    from embrace_fx.api import compile, full_state_dict, save_full_state_dict
     from embrace_fx.capture.errors import CaptureError
+    from embrace_fx.compiled_model import CompiledModel
     from embrace_fx.cost.devices import DEVICES, Device
     from embrace_fx.cost.links import Cluster, Link
     from embrace_fx.runtime.ranks.failure import DeadRank, DivergedReplicas, PeerFailure, StuckRank
@@ -51,7 +52,7 @@ _MODULES = {
     "Candidate": "vocabulary.plan",
     "CaptureError": "capture.errors",
     "Cluster": "cost.links",
-    "CompiledModel": "api",
+    "CompiledModel": "compiled_model",
     "DeadRank": "runtime.ranks.failure",
     "Decision": "vocabulary.plan",
     "Device": "cost.devices",

@@ -193,6 +193,9 @@ def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         dynamo_timed("fullgraph_capture"),
     ):
         out = fullgraph_capture(model, args, kwargs)
+    # A compiled frame's end takes this name out again; a capture has no frame, and the graph would stay for ever.
+    if out.backend_input is not None:
+        out.graph_capture_output.f_globals.pop(out.backend_input.backend_id, None)
     return create_fx_graph_from_captured_output(out, model, args, kwargs), out
 
 

@@ -14,12 +14,8 @@ from embrace_fx.passes.scheduler.step_graph import Block, build_alone, cut_at_co
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.schedule import (
-    BETWEEN,
-    WHOLE_BACKWARD,
-    WHOLE_FORWARD,
-    Schedule,
-)
+from embrace_fx.vocabulary.operation_id import BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
+from embrace_fx.vocabulary.schedule import Schedule
 
 
 @dataclass(frozen=True)

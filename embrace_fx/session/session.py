@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +26,6 @@ from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.outside_uses import OutsideUses
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
-from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Kinds, Variant, kind_key
@@ -41,7 +39,7 @@ from embrace_fx.session.parameter_watch import CONVERTED, ParameterWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.session.programs import ProgramBuilder
-from embrace_fx.session.replica_check import checksums_of_replicas
+from embrace_fx.session.replica_check import checksums_of_replicas, is_due
 from embrace_fx.session.state_hooks import add_state_hooks
 from embrace_fx.session.views import Views
 from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up
@@ -68,7 +66,6 @@ class Session:
         self.optimizers = optimizers
         self.options = options
         self.lookahead = Lookahead(at_end=self._end_lookahead)
-        self._warned = False
         self._given_group = group
         dump_to = options.dump_to if isinstance(options.dump_to, Path | None) else Path(options.dump_to)
         self.communicator = Communicator(group if group is not None else default_group(), dump_to)
@@ -97,9 +94,13 @@ class Session:
         self._outside = OutsideUses(self.state, self.communicator)
         self._kinds = Kinds()
         buffers = BufferSharing(self.state, self.announcements, on=options.shares_buffers)
-        self.planned = PlanInUse(self._setting, self._kinds, buffers, self._warn_of_other_batch, self._note_places)
+        self.planned = PlanInUse(
+            self._setting, self._kinds, buffers, self.lookahead.warn_of_other_batch, self._note_places
+        )
         self.views = Views(self._setting, self.planned)
         self.idling = Idling(self)
+        self.compiled: weakref.ref[nn.Module] | None = None
+        """What the user calls."""
 
     @property
     def plan(self) -> Plan:
@@ -119,13 +120,6 @@ class Session:
         return () if self.planned.plan is None or self.communicator.world_size == 1 else self.planned.plan.sharded
 
     @property
-    def places(self) -> dict[str, Place]:
-        """Where the parts of sharded tables lie, by each of their names."""
-        tables = {table.parameter: table.place for table in self.state.tables.values() if table.place.mesh is not None}
-        named = ((name, self.state.parameter(name)) for name in self.state.names)
-        return {name: tables[parameter] for name, parameter in named if parameter in tables}
-
-    @property
     def group(self) -> dist.ProcessGroup | None:
         return self.communicator.group
 
@@ -137,6 +131,11 @@ class Session:
     def is_training(self) -> bool:
         """Whether the model has been called, and is open."""
         return self._begun and self.communicator.is_open
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the compiled model has gone, and nobody has closed it."""
+        return self.compiled is not None and self.compiled() is None
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Tells of a rank that dies in a collective inside."""
@@ -224,8 +223,7 @@ class Session:
 
     def _check_replicas(self) -> None:
         """Has the coming announcement compare them, where it is time."""
-        every = self.options.check_replicas
-        if every is not None and self.announcements.made % every == 0 and self.communicator.world_size > 1:
+        if is_due(self._setting):
             self.synchronize()  # ranks may have applied more or less of the last step
             self.announcements.checksums = checksums_of_replicas(self._setting)
 
@@ -284,7 +282,7 @@ class Session:
         """The next batch, where it is known and a program for it exists."""
         coming = self.lookahead.following(leaves)
         if coming is None and self.lookahead.known and program.flow is not None and program.flow.looks_ahead:
-            self._warn_of_other_batch()
+            self.lookahead.warn_of_other_batch()
         if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
@@ -300,16 +298,6 @@ class Session:
         if self._flow is not None:
             self._flow.expect_no_batch()
         self.synchronize()
-
-    def _warn_of_other_batch(self) -> None:
-        if not self._warned:
-            warnings.warn(
-                "expected the batch that lookahead() yielded, as it was, in the model's call, found another one, or "
-                "one that was moved or written since. The step is exact, but its communication is not hidden. Let the "
-                "loader itself move and prepare batches.",
-                stacklevel=2,
-            )
-        self._warned = True
 
     def _evaluate_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the first training call there is no plan, and no table is sharded: the user's own forward runs."""
@@ -411,6 +399,7 @@ class Session:
         self.state.settle_tables()
         self._kinds.clear()
         self.communicator.close()
+        self._placed.kept = None
 
     def clear_gradients(self) -> None:
         """What backwards under `no_sync` left is gone with the gradients."""

@@ -31,7 +31,11 @@ class Placed:
         group: the ranks that they are spread over.
         places: where they lie, by each of their names.
         copies: hooks of the model's copies that have been made while its tables were whole.
+        kept: the session until it is closed. The model keeps it: an update that waits for a next call is applied when
+            the model is read, whether or not the compiled model is still there.
     """
+
+    kept: Session | None = None
 
     def __init__(self, group: dist.ProcessGroup | None = None, places: Mapping[str, Place] | None = None) -> None:
         self.group = group
@@ -40,7 +44,7 @@ class Placed:
 
     def note(self, session: Session) -> None:
         """Remembers where a session has placed its tables."""
-        self.group, self.places = session.group, session.places
+        self.group, self.places = session.group, session.state.places
         if self.places and self.copies and session.rank == 0:
             tell(_MADE_BEFORE, ", ".join(self.places))
         self.copies.clear()
@@ -53,7 +57,7 @@ _MADE_BEFORE = (
 
 
 class _Hook:
-    """A hook that does not keep its session alive.
+    """A hook.
 
     Args:
         session: whose it is; None: nobody's, of a model that was copied.
@@ -76,14 +80,19 @@ class _Hook:
     @property
     def places(self) -> Mapping[str, Place]:
         """Where the parts of sharded tables lie."""
-        return self._placed.places if self.session is None else self.session.places
+        return self._placed.places if self.session is None else self.session.state.places
 
     @property
     def taken(self) -> str | None:
-        """Why the model cannot be compiled again, in words; None: it can."""
+        """Why the model cannot be compiled again, in words; None: it can, and what nobody can call has been closed."""
         if self.places:
             return f"of whose tables {', '.join(self.places)} an earlier compile() has left each rank its part"
-        return "which another compiled model trains" if self.session is not None and self.session.is_training else None
+        if self.session is None or not self.session.is_training:
+            return None
+        if self.session.is_dropped:
+            self.session.close()
+            return None
+        return "which another compiled model trains"
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Tells of a rank that dies in a collective inside."""
@@ -153,6 +162,7 @@ class OwnPartsAreNoTables(_Hook):
 def add_state_hooks(session: Session) -> Placed:
     """Has the model's state dicts show what a session has made of it, and calls of the plain model refused."""
     placed, model = Placed(), session.model
+    placed.kept = session
     model.register_state_dict_pre_hook(ParametersMayChange(session, placed))
     model.register_state_dict_post_hook(ShowShards(session, placed))
     model.register_load_state_dict_pre_hook(TakeOwnPart(session, placed))

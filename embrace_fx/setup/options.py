@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy, check_strategy
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+"""What may be given as the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -114,3 +121,9 @@ class Options:
                 f"expected cluster to be an embrace_fx.Cluster, in {where}, found {self.cluster!r}. Give its "
                 "links' bandwidth in bytes per millisecond and latency in milliseconds: Cluster(3.1e6, 0.05), 25 Gb/s."
             )
+
+
+def as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
+    """What was given as an optimizer, or as several; whether it is any is checked with all ranks."""
+    given: Any = () if optimizer is None else optimizer
+    return tuple(given) if isinstance(given, list | tuple) else (given,)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch.library import define, register_fake
 
+from embrace_fx.vocabulary.operation_id import Kind, OperationId
 from embrace_fx.vocabulary.ops import launch_of, op_name
-from embrace_fx.vocabulary.schedule import Kind, OperationId
 
 OFFLOAD, AWAIT_OFFLOAD = "embrace::offload", "embrace::await_offload"
 RELOAD, AWAIT_RELOAD = "embrace::reload", "embrace::await_reload"

@@ -24,8 +24,8 @@ from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary import copy_ops
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.in_place import SHARES_MEMORY
+from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import op_name
-from embrace_fx.vocabulary.schedule import OperationId
 
 embrace = torch.ops.embrace
 

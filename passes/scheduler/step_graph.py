@@ -30,20 +30,9 @@ from embrace_fx.passes.memory.held import nbytes
 from embrace_fx.passes.scheduler.node_cost import NodeMs, estimate
 from embrace_fx.vocabulary.copy_ops import COPY_OPS, OFFLOAD, RELOAD, compute_up_to, offload_id
 from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.operation_id import BETWEEN, COPIES, EARLY, END, IDS, START, OperationId, compute_id
 from embrace_fx.vocabulary.ops import launch_of, op_name
-from embrace_fx.vocabulary.schedule import (
-    BETWEEN,
-    COPIES,
-    EARLY,
-    END,
-    IDS,
-    START,
-    Dependence,
-    Operation,
-    OperationId,
-    StepGraph,
-    compute_id,
-)
+from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 
 
 @dataclass(frozen=True)

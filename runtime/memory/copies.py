@@ -26,7 +26,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Streams
-from embrace_fx.vocabulary.schedule import Lane, OperationId
+from embrace_fx.vocabulary.operation_id import Lane, OperationId
 
 PROBED_BYTES = 32 * 2**20
 """Copied out and back to learn how fast that is: the caches of a core are smaller."""
