@@ -197,6 +197,19 @@ class Diagnostics:
 
 
 @dataclass(frozen=True)
+class MemoryAt:
+    """What a rank holds from a moment on.
+
+    Predicted: what forward and backward have made. Measured: by how much the memory in use (of a device's allocator, of
+    the process) has grown since the first moment shown; less where it has become less.
+    """
+
+    rank: int
+    at_ms: float
+    held_bytes: int
+
+
+@dataclass(frozen=True)
 class Timeline:
     """What ran when on each rank: measured under `record()`, or predicted.
 
@@ -205,12 +218,14 @@ class Timeline:
         waits: in no order that matters.
         world_size: ranks that took part, whether or not they are all shown.
         dependences: of the step, which tell how long memory is held; without them none is.
+        memory: what ranks hold, by time; of those of which that is known.
     """
 
     spans: tuple[Span, ...]
     waits: tuple[Wait, ...]
     world_size: int
     dependences: tuple[Dependence, ...] = ()
+    memory: tuple[MemoryAt, ...] = ()
 
     def diagnostics(self) -> Diagnostics:
         """The figures of what is shown, medians over windows and ranks."""

@@ -4,8 +4,8 @@ AOTAutograd decides by a minimum cut what its forward saves (`torch._functorch.p
 between storages, and only as far as it is free: all that runs again takes at most `AT_MOST` of the step, as predicted.
 
 Contract
-    Same values, bit for bit; fewer bytes saved, none where a model has checkpointed regions of its own: these are
-    decisions already taken.
+    Same values, bit for bit; fewer bytes saved, and no more held at any time. A model with checkpointed regions of its
+    own is left as it is: these are decisions already taken.
 
     rewrite:  h = a + b; y = relu(h); z = y @ w; ...; gh = threshold_backward(g, y, 0); gw = y.t() @ gz
     ->        h = a + b; y = relu(h); z = y @ w; ...; y_again = relu(a + b); ...          where a and b are saved anyway
@@ -13,7 +13,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -81,13 +81,7 @@ class RecomputeCheap:
         compute_again(result)
         result.graph.lint()
         result.module.recompile()
-        return result
-
-
-_Vertex = tuple[int, str]
-"""A storage, by `id`, and whether it is what goes in or what comes out; the two ends of a flow."""
-
-_FORWARD, _BACKWARD = (0, "forward"), (0, "backward")
+        return result if held(result).peak_bytes <= found.peak_bytes else graph  # what comes again may come at once
 
 
 @dataclass(frozen=True)
@@ -164,35 +158,27 @@ class _Cuts:
         return list(read.values())
 
     def _pieces(self) -> Iterator[_Piece]:
-        flow: nx.DiGraph[_Vertex] = nx.DiGraph()
-        for storage in self._storages:
-            key = id(storage)
-            sources = self._sources.get(key)
-            outlives = storage.dies == len(self._held.nodes)
-            flow.add_edge((key, "in"), (key, "out"), capacity=0 if outlives else storage.nbytes)
-            for source in sources or ():
-                flow.add_edge((id(source), "out"), (key, "in"))
+        """The parts that share no storage that may be computed again, each cut by itself."""
+        reads: nx.Graph[int] = nx.Graph()
+        reads.add_nodes_from(id(s) for s in self._storages)
+        reads.add_edges_from((id(source), key) for key, sources in self._sources.items() for source in sources)
         by_id = {id(s): s for s in self._storages}
-        for part in list(nx.weakly_connected_components(flow)):
-            keys = {key for key, _ in part}
-            if any(key in self._sources and by_id[key].first_backward is not None for key in keys):
-                piece = self._cut(flow.subgraph(part).copy(), [by_id[key] for key in keys])
+        for part in nx.connected_components(reads):
+            if any(key in self._sources and by_id[key].first_backward is not None for key in part):
+                piece = self._cut([by_id[key] for key in part])
                 if piece is not None:
                     yield piece
 
-    def _cut(self, flow: nx.DiGraph[_Vertex], storages: Iterable[Storage]) -> _Piece | None:
+    def _cut(self, storages: Sequence[Storage]) -> _Piece | None:
+        position = {id(s): k for k, s in enumerate(storages)}
+        outlives = [s.dies == len(self._held.nodes) for s in storages]
+        sizes = [0 if stays else s.nbytes for s, stays in zip(storages, outlives, strict=True)]
+        sources = {position[key]: [position[id(s)] for s in of] for key, of in self._sources.items() if key in position}
         needed = [s for s in storages if s.first_backward is not None]
-        flow.add_node(_FORWARD)
-        for storage in storages:
-            if id(storage) not in self._sources:
-                flow.add_edge(_FORWARD, (id(storage), "in"))
-        for storage in needed:
-            flow.add_edge((id(storage), "out"), _BACKWARD)
-        _, (reached, _) = nx.minimum_cut(flow, _FORWARD, _BACKWARD)
-        saved = {id(s) for s in storages if (id(s), "in") in reached and (id(s), "out") not in reached}
+        cut = least_saved(sizes, sources, [position[id(s)] for s in needed])
+        saved = {id(storages[k]) for k in cut}
         again = self._again(needed, saved)
-        before = sum(s.nbytes for s in needed)
-        less = before - sum(s.nbytes for s in storages if id(s) in saved and s.dies < len(self._held.nodes))
+        less = sum(sizes[position[id(s)]] for s in needed) - sum(sizes[k] for k in cut)
         kernels = sum(len(self._makers[id(s)]) for s in again)
         if not again or less < WORTH_BYTES * max(kernels, 1):
             return None
@@ -207,8 +193,29 @@ class _Cuts:
             storage = waiting.pop()
             if id(storage) in saved or id(storage) in found:
                 continue
-            if id(storage) not in self._sources:
-                continue  # it outlives the step
             found[id(storage)] = storage
             waiting += self._sources[id(storage)]
         return sorted(found.values(), key=lambda s: s.born)
+
+
+def least_saved(sizes: Sequence[int], sources: Mapping[int, Sequence[int]], needed: Iterable[int]) -> set[int]:
+    """The storages to save, the fewest bytes from which all that is needed can be had: a minimum cut.
+
+    Args:
+        sizes: bytes of each storage.
+        sources: a storage that may be made again -> those that this reads.
+    """
+    flow: nx.DiGraph[tuple[int, bool]] = (
+        nx.DiGraph()
+    )  # a storage, and whether it is there: what comes out of its making
+    begin, end = (-1, False), (-1, True)
+    for k, size in enumerate(sizes):
+        flow.add_edge((k, False), (k, True), capacity=size)
+        if k not in sources:
+            flow.add_edge(begin, (k, False))
+        flow.add_edges_from(((source, True), (k, False)) for source in sources.get(k, ()))
+    flow.add_edges_from(((k, True), end) for k in needed)
+    if begin not in flow or end not in flow:
+        return set()
+    _, (reached, _) = nx.minimum_cut(flow, begin, end)
+    return {k for k in range(len(sizes)) if (k, False) in reached and (k, True) not in reached}

@@ -39,6 +39,7 @@ class Storage:
     Attributes:
         born, dies: the positions, among the step's nodes, of the node that makes it and of the last that reads it; the
             number of nodes where it outlives the step.
+        known: whether its size is; else it is `UNKNOWN_SIZE` that stands for a size that only the data knows.
         last_forward, first_backward: the last reader in the forward; the first one in the backward, None where none is.
     """
 
@@ -48,6 +49,7 @@ class Storage:
     dies: int = 0
     last_forward: int = 0
     first_backward: int | None = None
+    known: bool = True
     names: list[fx.Node] = field(default_factory=list)
 
 
@@ -74,6 +76,11 @@ class Held:
         return max(self.by_time, default=0)
 
     @property
+    def known_peak_bytes(self) -> int:
+        """The most at a time of storages whose sizes are known: what can be proved."""
+        return max(_by_time([s for s in self.storages if s.known], len(self.nodes)), default=0)
+
+    @property
     def saved(self) -> list[Storage]:
         """What the forward leaves to the backward, in the forward's order."""
         return [s for s in self.storages if s.born < self.backward and s.first_backward is not None]
@@ -90,15 +97,15 @@ def held(graph: TrainingGraph) -> Held:
     backward = len(nodes) - len(in_order[-1])
     memory = _memory(nodes, backward, outputs, saved)
     storages = list({id(storage): storage for node in nodes for storage in memory[node]}.values())
-    by_time = [0] * (len(nodes) + 1)
+    return Held(nodes, backward, storages, _by_time(storages, len(nodes)), memory)
+
+
+def _by_time(storages: Sequence[Storage], count: int) -> list[int]:
+    change = [0] * (count + 1)
     for storage in storages:
-        by_time[storage.born] += storage.nbytes
-        by_time[min(storage.dies + 1, len(nodes))] -= storage.nbytes
-    total = 0
-    for position, change in enumerate(by_time):
-        total += change
-        by_time[position] = total
-    return Held(nodes, backward, storages, by_time[: len(nodes)], memory)
+        change[storage.born] += storage.nbytes
+        change[min(storage.dies + 1, count)] -= storage.nbytes
+    return list(accumulate(change[:count]))
 
 
 _Ordered = tuple[list[list[fx.Node]], set[fx.Node], dict[fx.Node, fx.Node]]
@@ -189,7 +196,8 @@ def _memory(
         elif _is_item(node):
             of[node] = _item(lies_in(node.all_input_nodes[0]), node)
         else:
-            of[node] = [Storage(node, size, k, dies=k, last_forward=k) for size in _sizes(node) if size]
+            known = _is_known(node)
+            of[node] = [Storage(node, size, k, k, k, known=known) for size in _sizes(node) if size]
         for storage in of[node]:
             storage.names.append(node)
         for value in node.all_input_nodes:
@@ -209,6 +217,13 @@ def _sizes(node: fx.Node) -> list[int]:
         wide = max(_hint(input_TBI.shape[-1]), _hint(output_TBH.shape[-1])) / _hint(output_TBH.shape[-1])
         sizes[-1] = round(nbytes(output_TBH) * (6.1 * wide + 9.4))
     return sizes
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether the sizes of a node's results are those of the capture, not of the data."""
+    tensors = [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+    sizes = [size for tensor in tensors for size in tuple(tensor.shape) if isinstance(size, torch.SymInt)]
+    return all(getattr(size.node, "hint", None) is not None for size in sizes)
 
 
 def _read(storage: Storage, position: int, backward: int) -> None:

@@ -76,14 +76,15 @@ def freed_values_unread(graph: TrainingGraph, captured: TrainingGraph) -> Iterat
 
 
 def within_memory_limit(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """What the step holds, with its copies where they stand, is never more than it may."""
+    """What the step holds, with its copies where they stand, is never more than it may; of what has a size that is
+    known before the data is."""
     if graph.memory_limit is None:
         return
     found = held(graph)
-    if found.peak_bytes > graph.memory_limit:
+    if found.known_peak_bytes > graph.memory_limit:
         node = found.nodes[list(found.by_time).index(found.peak_bytes)]
         remedy = "give up more, offload earlier, or reload later"
-        yield Violation(node, f"at most {graph.memory_limit:,} bytes held", f"{found.peak_bytes:,}", remedy)
+        yield Violation(node, f"at most {graph.memory_limit:,} bytes held", f"{found.known_peak_bytes:,}", remedy)
 
 
 def _called(node: fx.Node, saved: dict[fx.Node, str]) -> str:

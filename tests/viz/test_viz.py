@@ -17,12 +17,14 @@ import pytest
 from embrace_fx import viz
 from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, paint
 from embrace_fx.viz.picture import Panel, Picture, labels
-from embrace_fx.vocabulary.operation_id import LANES
+from embrace_fx.vocabulary.operation_id import CLASS_LANES, LANES
 from embrace_fx.vocabulary.schedule import Dependence, Operation, Schedule, Span, StepGraph, Timeline, Wait
 from tests.support import timelines
 from tests.support.pictures import compute, saved
 
 SVG = "{http://www.w3.org/2000/svg}"
+SENT = ("compute", *CLASS_LANES)
+"""The lanes of steps that copy nothing."""
 
 
 # ------------------------------------------------------------------------------------------- what there is to draw
@@ -136,7 +138,7 @@ def test_labels_get_shorter(name: str, serves: str, short: str) -> None:
 
 
 def test_a_lane_without_operations_is_left_out(schedule: Schedule) -> None:
-    assert Picture(schedule, None).lanes == LANES
+    assert Picture(schedule, None).lanes == SENT
     assert panel_of(compute("backward a", 0, 1)).lanes == ("compute",)
 
 
@@ -193,7 +195,7 @@ def test_trace_has_a_process_per_rank_and_a_thread_per_lane(
     assert list(processes.values()) == ["predicted, rank 0", *(f"measured, rank {rank}" for rank in range(4))]
     for pid in processes:
         threads = {e["tid"]: e["args"]["name"] for e in events["M"] if e["name"] == "thread_name" and e["pid"] == pid}
-        assert tuple(threads[tid] for tid in sorted(threads)) == LANES
+        assert tuple(threads[tid] for tid in sorted(threads)) == SENT
 
 
 def test_trace_has_every_span_and_wait(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:

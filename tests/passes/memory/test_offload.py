@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import signal
@@ -47,9 +48,10 @@ FAST = CopyRate(1e9)
 """So fast that offloading is always the better choice."""
 
 
-def offloading(budget: float = 0.6, blocks: Callable[[], nn.Module] = Block) -> TrainingGraph:
+@functools.cache
+def offloading() -> TrainingGraph:
     """The joint graph of a step that offloads."""
-    return run_passes(analysed(make(blocks), IDS), (EagerDropout(), Memory(budget, CORE, FAST))).graph
+    return run_passes(analysed(make(Block), IDS), (EagerDropout(), Memory(0.6, CORE, FAST))).graph
 
 
 def names_of(graph: TrainingGraph, op: str) -> list[str]:
@@ -101,6 +103,7 @@ def test_copies_are_lanes_of_schedule_and_timeline() -> None:
     assert {"offload", "reload"} <= {s.operation.lane for s in shown.predicted.spans}
 
 
+@pytest.mark.long
 def test_a_timeline_has_the_copies_of_its_steps(tmp_path: Path) -> None:
     compiled = embrace_fx.compile(make(Block), memory_budget=0.5, offload_to=tmp_path)
     gradients(compiled.module, compiled, IDS)
