@@ -22,6 +22,8 @@ from benchmarks.memory.cells import BUDGETS, PAPER, QUICK, WORKLOADS, Cell, cell
 from benchmarks.memory.report import table
 
 RESULT = "RESULT "
+DEVICE_BYTES = 24 * 2**30
+"""What a step may hold where the largest batch is asked for: a device of 40 GB, less parameters and their state."""
 
 
 @click.command(help=__doc__)
@@ -72,7 +74,7 @@ def _measured(cell: Cell) -> dict[str, object]:
 
 
 def _predict(output: Path) -> None:
-    from benchmarks.memory.predict import graph_of, under  # noqa: PLC0415
+    from benchmarks.memory.predict import graph_of, largest_batch, under  # noqa: PLC0415
 
     file = output / "paper.json"
     known = json.loads(file.read_text()) if file.exists() else {}
@@ -84,7 +86,12 @@ def _predict(output: Path) -> None:
                 continue
             graph = graph or graph_of(workload)
             try:
-                known[key] = under(graph, budget)
+                found = under(graph, budget)
+                for what in ("everything", "peak"):
+                    found[f"largest_batch_{what}"] = largest_batch(
+                        workload.batch_size, found[f"{what}_bytes"], DEVICE_BYTES
+                    )
+                known[key] = found
             except ValueError as error:
                 known[key] = {"error": str(error)}
             file.write_text(json.dumps(known, indent=1))

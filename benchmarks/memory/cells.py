@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ BUDGETS = (0.9, 0.7, 0.5, 0.4)
 
 class Sized(Protocol):
     """A model at one size, with its data."""
+
+    @property
+    def batch_size(self) -> int: ...
 
     def make(self) -> nn.Module: ...
 
@@ -71,8 +74,3 @@ def cells(models: tuple[str, ...], budgets: tuple[float, ...]) -> list[Cell]:
         found += [Cell(model, "everything"), Cell(model, "checkpointing"), Cell(model, "embrace_fx")]
         found += [Cell(model, system, budget) for system in ("knapsack", "embrace_fx") for budget in budgets]
     return found
-
-
-def with_batch(workload: Sized, batch_size: int) -> Sized:
-    """The same model on a batch of another size."""
-    return replace(workload, batch_size=batch_size)  # type: ignore[type-var]

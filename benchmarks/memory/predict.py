@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.memory.cells import Sized, with_batch
+from benchmarks.memory.cells import Sized
 from embrace_fx.capture import capture
-from embrace_fx.cost.links import CORE, Compute
+from embrace_fx.cost.links import Compute
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.held import held
@@ -39,17 +39,6 @@ def under(graph: TrainingGraph, budget: float) -> dict[str, float]:
     return {"peak_bytes": found.peak_bytes, "everything_bytes": held(graph).peak_bytes, "again": again_ms / plain_ms}
 
 
-def largest_batch(workload: Sized, most_bytes: int, share: float) -> tuple[int, int]:
-    """The largest batches, in powers of two and halves between, of saving everything and of a share of that.
-
-    Args:
-        most_bytes: what a step may hold.
-        share: of what saving everything takes, which the budget has been shown to reach.
-    """
-    per_example = (
-        held(graph_of(with_batch(workload, 2))).peak_bytes - held(graph_of(with_batch(workload, 1))).peak_bytes
-    )
-    return most_bytes // per_example, int(most_bytes / share) // per_example
-
-
-__all__ = ["CORE", "graph_of", "largest_batch", "under"]
+def largest_batch(batch_size: int, held_bytes: float, most_bytes: int) -> int:
+    """Examples that fit where a batch holds so much: what a step makes grows with its batch."""
+    return int(batch_size * most_bytes / held_bytes)
