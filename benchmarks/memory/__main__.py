@@ -49,7 +49,7 @@ def main(quick: bool, paper: bool, one: str | None, output: Path) -> None:
         if cell.key not in known:
             known[cell.key] = _measured(cell)
             file.write_text(json.dumps(known, indent=1))
-    page = table(wanted, known)
+    page = table([cell for cell in wanted if cell.key in known], known)
     (output / "memory.md").write_text(page)
     click.echo(page)
 

@@ -20,9 +20,6 @@ BUDGETS = (0.9, 0.7, 0.5, 0.4)
 class Sized(Protocol):
     """A model at one size, with its data."""
 
-    @property
-    def batch_size(self) -> int: ...
-
     def make(self) -> nn.Module: ...
 
     def batch(self, step: int, rank: int, seed: int) -> tuple[Tensor, ...]: ...
@@ -37,10 +34,10 @@ WORKLOADS: Mapping[str, Sized] = {
 }
 """Model -> the size at which it is measured."""
 
-QUICK = ("resnet-50", "bert", "gpt-2")
+QUICK = ("bert", "gpt-2", "resnet-50")
 """Models of the quick form."""
 
-PAPER: Mapping[str, Sized] = {
+PAPER: Mapping[str, ResidualWorkload | BertWorkload | DecoderWorkload] = {
     "resnet-50, 256 images of 224": ResidualWorkload((3, 4, 6, 3), batch_size=256, pixels=224),
     "BERT-large, 32 x 384": BertWorkload(30_522, 1024, 16, 24, 512, batch_size=32, length=384),
     "GPT-2-large, 8 x 1024": DecoderWorkload(50_257, 1280, 20, 36, batch_size=8, length=1024),

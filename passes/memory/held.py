@@ -222,8 +222,8 @@ def _sizes(node: fx.Node) -> list[int]:
 def _is_known(node: fx.Node) -> bool:
     """Whether the sizes of a node's results are those of the capture, not of the data."""
     tensors = [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
-    sizes = [size for tensor in tensors for size in tuple(tensor.shape) if isinstance(size, torch.SymInt)]
-    return all(getattr(size.node, "hint", None) is not None for size in sizes)
+    sizes: list[int | torch.SymInt] = [size for tensor in tensors for size in tuple(tensor.shape)]
+    return all(getattr(size.node, "hint", None) is not None for size in sizes if isinstance(size, torch.SymInt))
 
 
 def _read(storage: Storage, position: int, backward: int) -> None:

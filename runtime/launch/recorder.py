@@ -79,8 +79,8 @@ class Recording:
     marks: list[tuple[OperationId | None, int, float]] = field(default_factory=list)
     waits: list[tuple[OperationId, int, float, float]] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
-    memory: list[tuple[float, int]] = field(default_factory=list)
     window: int = -1
+    memory: list[tuple[float, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

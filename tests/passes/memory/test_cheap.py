@@ -42,7 +42,8 @@ class FeedForward(nn.Module):
         x = self.table(ids)
         for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
             x = x + down(F.dropout(self.activation(up(norm(x))), 0.1))
-        return x.square().mean()
+        loss: Tensor = x.square().mean()
+        return loss
 
 
 WORDS = torch.randint(100, (16, 64), generator=torch.Generator().manual_seed(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import embrace_fx
@@ -18,7 +19,8 @@ def test_the_line_stands_above_schedule_and_timeline(tmp_path: Path) -> None:
         for _ in range(3):
             gradients(compiled.module, compiled, IDS)
 
-    predicted, found = compiled.schedule.predicted, compiled._session.planned.builder.held()  # type: ignore[union-attr]
+    found: Any = compiled._session.planned.builder.held()  # type: ignore[union-attr]
+    predicted = compiled.schedule.predicted
     assert max(point.held_bytes for point in predicted.memory) == found.peak_bytes
     assert [p.at_ms for p in predicted.memory] == sorted(p.at_ms for p in predicted.memory)
     assert max(p.at_ms for p in predicted.memory) <= max(s.end_ms for s in predicted.spans)
