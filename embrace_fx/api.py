@@ -39,6 +39,7 @@ def compile(
     broadcast_buffers: bool = True,
     forward_sync_buffers: bool = True,
     dump_to: str | Path | None = None,
+    offload_to: str | Path | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
@@ -69,8 +70,8 @@ def compile(
             made at the first call.
         memory_budget: the most that forward and backward may hold at a time, in bytes, or, below 1, as a fraction of
             what they hold where everything is saved; parameters, optimizer state and the batch come on top. What does
-            not fit is computed again in the backward, at the least predicted cost (docs/memory.md). None: everything
-            is saved that the model does not checkpoint itself.
+            not fit is computed again in the backward, or offloaded, at the least predicted cost (docs/memory.md).
+            None: everything is saved that the model does not checkpoint itself.
         check_replicas: every so many calls, ranks compare checksums of what all of them hold: a rank whose parameters,
             optimizer state or learning rate have become other ones is named (docs/operations.md). None: never.
         broadcast_buffers: as of DDP: buffers are rank 0's from compile() on. False: each rank keeps its own.
@@ -78,6 +79,8 @@ def compile(
             been made equal in compile().
         dump_to: a folder into which each living rank writes, when a rank is dead or stuck, what it was doing: its last
             launches, and where its threads stood. None: nothing is written.
+        offload_to: with a memory budget, for a model on the CPU: a directory in which saved values may lie, in a file,
+            between forward and backward. None: nothing is offloaded. A model on a GPU offloads to its host's memory.
 
     Raises:
         ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
@@ -86,7 +89,7 @@ def compile(
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
-    more = check_replicas, broadcast_buffers, forward_sync_buffers, dump_to
+    more = check_replicas, broadcast_buffers, forward_sync_buffers, dump_to, offload_to
     options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, *more)
     optimizers = as_tuple(optimizer)
     session = Session(model, optimizers, process_group, options)

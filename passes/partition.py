@@ -40,9 +40,13 @@ from embrace_fx.vocabulary.ops import is_users_wait, op_name
 _LAUNCH = "embrace::all_gather_ids"
 _IDS = frozenset({"embrace::unique_ids", _LAUNCH, "embrace::unpack_ids"})
 _OF_FORWARD = frozenset(
-    {"embrace::random_state", "embrace::copy_unwritten", "embrace::join_columns", "embrace::join_grid"}
+    {
+        *("embrace::random_state", "embrace::copy_unwritten", "embrace::join_columns", "embrace::join_grid"),
+        "embrace::await_offload",
+    }
 )
-"""What the backward wants to know of a moment of the forward; rows that arrive, whether a result reads them or not."""
+"""What the backward wants to know of a moment of the forward; what leaves memory in it; rows that arrive, whether a
+result reads them or not."""
 
 
 @dataclass(frozen=True)

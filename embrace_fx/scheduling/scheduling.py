@@ -7,7 +7,7 @@ with durations profiled on every rank, rank 0 computes the order that is kept, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from statistics import mean, median
@@ -15,7 +15,8 @@ from statistics import mean, median
 from torch import Tensor
 
 from embrace_fx import cost
-from embrace_fx.passes.memory.held import backward_peak
+from embrace_fx.passes.memory.held import backward_peak, held
+from embrace_fx.passes.memory.line import memory_line
 from embrace_fx.passes.relax.order import BackwardUnits
 from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
@@ -32,11 +33,14 @@ from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder, Recording, compute_spans
 from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
+from embrace_fx.runtime.memory.resident import bytes_in_use
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.setup.setting import Setting
+from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
 from embrace_fx.vocabulary.operation_id import IDS, OperationId, chunk_id
+from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import Cuts, Schedule, StepGraph
 
@@ -100,7 +104,7 @@ class Scheduling:
         order = launches(self.schedule, self.looks_ahead)
         communicator.open_lanes(device, {launch.lane for launch in order})
         on = streams.streams_of(device)
-        recorder = Recorder(on.clock() if on is not None else None)
+        recorder = Recorder(on.clock() if on is not None else None, partial(bytes_in_use, device))
         of_forward = [each for each in order if each == IDS or (each.kind == "lookups" and each.part != "early")]
         launcher = (
             Launcher(order, of_forward, recorder) if on is None else StreamLauncher(order, of_forward, recorder, on)
@@ -186,7 +190,8 @@ class Scheduling:
         sent = {each.id: each.sent_bytes for each in agreed.steps.communications if each.id is not None}
         # Nothing is on its way twice: a window never holds more than it sends.
         check_launches(self._graph, launches(agreed, self.looks_ahead), sent, sum(sent.values()))
-        return agreed
+        line = memory_line(agreed.predicted, held(self._graph), estimate(self._cluster.compute))
+        return replace(agreed, predicted=replace(agreed.predicted, memory=line))
 
     def _search(self, profiled: Profile | None) -> _Ordered:
         steps, name = self._step_graph(profiled), self._setting.options.schedule
@@ -206,8 +211,12 @@ class Scheduling:
         return _Ordered(found, () if order == units.units else order)
 
     def _may_reorder(self) -> bool:
-        """Whether a backward can be put in another order at no cost: regions would have to be compiled anew."""
-        return self._compute_in_order is not None and self._setting.options.backend == "eager"
+        """Whether a backward can be put in another order at no cost.
+
+        Regions would have to be compiled anew, and copies placed anew.
+        """
+        copies = any(op_name(node) in COPY_OPS for node in self._graph.phases["backward"].graph.nodes)
+        return self._compute_in_order is not None and self._setting.options.backend == "eager" and not copies
 
     def _expected_bytes(self) -> dict[OperationId, int]:
         """What a rank sends in the launches whose bytes do not follow from their sizes."""

@@ -1,20 +1,25 @@
-"""One process's schedule and timeline: compute alone, for nothing is sent."""
+"""One process's schedule and timeline: compute, and copies out of memory and back; nothing is sent."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
 
 from embrace_fx import cost
+from embrace_fx.passes.memory.held import held
+from embrace_fx.passes.memory.line import memory_line
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.node_cost import estimate
+from embrace_fx.passes.scheduler.step_graph import Block, build_alone, cut_at_copies
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.memory.resident import bytes_in_use
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
-from embrace_fx.vocabulary.schedule import Operation, Schedule, StepGraph
+from embrace_fx.vocabulary.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,15 @@ class SoloSchedule:
             return sum(node_ms(node) for phase in phases for node in phase.graph.nodes)
 
         phases = graph.phases
-        operations = (
-            Operation.of(WHOLE_BACKWARD, ms(phases["backward"])),
-            Operation.of(BETWEEN, 0.0),
-            Operation.of(WHOLE_FORWARD, ms(phases["unique"], phases["ids"], phases["forward"])),
+        steps = build_alone(
+            [
+                *cut_at_copies(phases["backward"], WHOLE_BACKWARD, node_ms),
+                Block(BETWEEN),
+                *cut_at_copies(phases["forward"], WHOLE_FORWARD, node_ms, ms(phases["unique"], phases["ids"])),
+            ]
         )
-        steps = StepGraph(operations, (), tuple(operation.name for operation in operations))
         on = streams.streams_of(device)
-        return cls(schedule(steps, name), Recorder(on.clock() if on is not None else None))
+        found = schedule(steps, name)
+        line = memory_line(found.predicted, held(graph), node_ms)
+        recorder = Recorder(on.clock() if on is not None else None, partial(bytes_in_use, device))
+        return cls(replace(found, predicted=replace(found.predicted, memory=line)), recorder)

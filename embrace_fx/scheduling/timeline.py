@@ -7,7 +7,7 @@ from statistics import median
 
 from embrace_fx.runtime.launch.recorder import Recording, compute_spans
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.vocabulary.schedule import Operation, Span, StepGraph, Timeline, Wait
+from embrace_fx.vocabulary.schedule import MemoryAt, Operation, Span, StepGraph, Timeline, Wait
 
 ROUNDS = 9
 """Exchanges of clocks: a median of nine outlives a few that were held up."""
@@ -25,11 +25,18 @@ def gather_timeline(communicator: Communicator, recording: Recording, steps: Ste
     zero_s = next((when for mark, window, when in marks if mark is None and window == 0), 0.0) - everyone[0][1]
     spans: list[Span] = []
     waits: list[Wait] = []
+    memory: list[MemoryAt] = []
     for rank, (each, offset) in enumerate(everyone):
         found, stood = _of_rank(rank, each, steps, zero_s + offset)
         spans += [span for span in found if span.window < complete]
         waits += [wait for wait in stood if wait.window < complete]
-    return Timeline(tuple(spans), tuple(waits), communicator.world_size, steps.dependences)
+        memory += _memory_of(rank, each, zero_s + offset)
+    return Timeline(tuple(spans), tuple(waits), communicator.world_size, steps.dependences, tuple(memory))
+
+
+def _memory_of(rank: int, recording: Recording, zero_s: float) -> list[MemoryAt]:
+    """By how much the memory in use has grown since the recording's first mark."""
+    return [MemoryAt(rank, (at - zero_s) * 1e3, nbytes - recording.memory[0][1]) for at, nbytes in recording.memory]
 
 
 def _of_rank(rank: int, recording: Recording, steps: StepGraph, zero_s: float) -> tuple[list[Span], list[Wait]]:

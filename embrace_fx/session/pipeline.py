@@ -11,6 +11,7 @@ from torch import fx
 from embrace_fx.capture import Captured
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory
+from embrace_fx.passes.memory.cheap import RecomputeCheap
 from embrace_fx.passes.memory.regions import RecomputeRegions
 from embrace_fx.passes.narrow import NarrowExchange
 from embrace_fx.passes.partition import Partition
@@ -89,7 +90,8 @@ def training_passes(
             {name: (plan[name].strategy, plan[name].scheme) for name in plan.exchanged},
         ),
         RecomputeRegions(),  # checkpointed regions run again in the backward
-        *((memory,) if memory is not None else ()),  # as much more as a memory budget asks for
+        # what costs next to nothing is not saved; of the rest, as much as a memory budget asks for
+        memory if memory is not None else RecomputeCheap(plan.links.compute),
         Partition(),  # one graph -> unique, ids, forward, backward
     )
 

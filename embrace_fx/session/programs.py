@@ -26,6 +26,7 @@ from embrace_fx.scheduling.solo_schedule import SoloSchedule
 from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Variant
+from embrace_fx.session.offloading import Offloading
 from embrace_fx.session.pipeline import Compiled, relaxing_passes, run_passes, training_passes
 from embrace_fx.session.step_graphs import StepGraphs
 from embrace_fx.setup.agreement import agree_on_build, give_up
@@ -69,6 +70,7 @@ class ProgramBuilder:
         self._calls = calls
         self._buffers = buffers
         self._on_other_batch = on_other_batch
+        self._offloading = Offloading.of(setting)
         self._communicator = setting.communicator
         self._announcements = setting.announcements
         self._shown: Compiled | None = None  # the last training program
@@ -165,7 +167,7 @@ class ProgramBuilder:
     def _compile(self, analysed: TrainingGraph, *, train: bool, reduce: bool) -> Compiled:
         present = {table.parameter for table in analysed.tables}
         budget = self._setting.options.memory_budget
-        memory = Memory(budget, self._plan.links.compute) if budget is not None else None
+        memory = None if budget is None else Memory(budget, self._plan.links.compute, self._offloading.rate)
         rank = self._communicator.rank
         part = TakePart(self._exchanged(), self._plan.renormed) if train else None
         passes = training_passes(self._plan, present, rank, reduce=reduce, take_part=part, memory=memory)
@@ -268,6 +270,7 @@ class ProgramBuilder:
             links=self._plan.links,
             regions=self._region_compiler(),
             variants=of_steps.graph if of_steps is not None else None,
+            copies=self._offloading.copies,
         )
 
     def _assigned(self, variant: Variant) -> frozenset[str]:

@@ -36,6 +36,7 @@ class Options:
     broadcast_buffers: bool = True
     forward_sync_buffers: bool = True
     dump_to: str | Path | None = None
+    offload_to: str | Path | None = None
 
     @property
     def shares_buffers(self) -> bool:
@@ -52,9 +53,11 @@ class Options:
         return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
 
     def agreed(self) -> str:
-        """What must be the same on all ranks: of a plan not where it lies, but what it says; not where dumps go."""
+        """What must be the same on all ranks: of a plan what it says, not where it lies; not where dumps go;
+        whether anything is offloaded, not where to."""
         plan = self.given_plan
-        return repr(replace(self, plan=None, dump_to=None)) + (
+        offloads = None if self.offload_to is None else "somewhere"
+        return repr(replace(self, plan=None, dump_to=None, offload_to=offloads)) + (
             f" and a plan of digest {plan.digest()}" if plan is not None else ""
         )
 
@@ -91,6 +94,16 @@ class Options:
         if not isinstance(self.dump_to, str | Path | None):
             raise ValueError(
                 f"expected dump_to to be None or the path of a folder, in {where}, found {self.dump_to!r}. Pass a path."
+            )
+        if not isinstance(self.offload_to, str | Path | None):
+            raise ValueError(
+                f"expected offload_to to be None or the path of a directory, in {where}, found {self.offload_to!r}. "
+                "Pass a path."
+            )
+        if self.offload_to is not None and budget is None:
+            raise ValueError(
+                f"expected memory_budget with offload_to, in {where}, found none: nothing is offloaded without a "
+                "budget. Pass memory_budget, or leave out offload_to."
             )
         check_strategy(self.strategy, where)
         if not isinstance(self.plan, Plan | str | Path | None):

@@ -46,7 +46,7 @@ def _edge(before: str, after: str, attributes: str = "") -> str:
 
 def _node(operation: Operation, place: int | None, is_critical: bool) -> str:
     lines = [operation.name, f"{operation.duration_ms:.2f} ms"]
-    if operation.is_communication:
+    if not operation.is_compute:
         lines[1] += f", {operation.sent_bytes / MIB:.2f} MiB"
     if place is not None:
         lines[0] = f"{place}. {operation.name}"
@@ -54,10 +54,10 @@ def _node(operation: Operation, place: int | None, is_critical: bool) -> str:
         "label": "\n".join(lines),
         "fillcolor": LIGHT.fill[paint(operation)],
         "fontcolor": LIGHT.ink[paint(operation)],
-        "shape": "ellipse" if operation.is_communication else "box",
+        "shape": "box" if operation.is_compute else "ellipse",
         "tooltip": f"{operation.lane}: {', '.join(operation.serves)}",
     }
-    if not operation.is_communication:
+    if operation.is_compute:
         attributes["group"] = "compute"
     if is_critical:
         attributes["penwidth"] = "2.5"

@@ -38,8 +38,10 @@ PAINTS: Mapping[str, str] = {
     "embedding": "embedding",
     "dense": "dense",
     "delayed": "delayed",
+    "offload": "offload",
+    "reload": "reload",
 }
-"""What has a colour of its own, and its name in a legend: the kinds of compute, then the communication classes."""
+"""What has a colour of its own, and its name in a legend: the kinds of compute, communication classes, copies."""
 
 LIGHT = Theme(
     page="#ffffff",
@@ -57,6 +59,8 @@ LIGHT = Theme(
         "embedding": "#e69f00",
         "dense": "#005a9c",
         "delayed": "#12a078",
+        "offload": "#b5483a",
+        "reload": "#f2b5a7",
     },
     ink={
         "backward": "#0b0d10",
@@ -67,6 +71,8 @@ LIGHT = Theme(
         "embedding": "#0b0d10",
         "dense": "#ffffff",
         "delayed": "#0b0d10",
+        "offload": "#ffffff",
+        "reload": "#0b0d10",
     },
 )
 
@@ -86,6 +92,8 @@ DARK = Theme(
         "embedding": "#eaa91a",
         "dense": "#2877c0",
         "delayed": "#4fd1a5",
+        "offload": "#d8705f",
+        "reload": "#f7cdc3",
     },
     ink={
         "backward": "#ffffff",
@@ -96,13 +104,15 @@ DARK = Theme(
         "embedding": "#0b0d10",
         "dense": "#ffffff",
         "delayed": "#0b0d10",
+        "offload": "#0b0d10",
+        "reload": "#0b0d10",
     },
 )
 
 
 def paint(operation: Operation) -> str:
-    """Which of `PAINTS` an operation has: the kind of a computation, the class of a communication."""
-    return operation.lane if operation.is_communication else operation.kind
+    """Which of `PAINTS` an operation has: the kind of a computation, the lane of everything else."""
+    return operation.kind if operation.is_compute else operation.lane
 
 
 def lane_paint(lane: Lane) -> str:

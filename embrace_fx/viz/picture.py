@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from embrace_fx.vocabulary.background import Background
-from embrace_fx.vocabulary.operation_id import LANES, Lane
+from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, LANES, Lane
 from embrace_fx.vocabulary.schedule import Diagnostics, Operation, Schedule, Span, Timeline, Wait
 
 MIB = 2**20
@@ -91,7 +91,7 @@ class Panel:
         """By rank, then in time."""
         by_window: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         for span in self.timeline.spans:
-            if not span.operation.is_communication:
+            if span.operation.is_compute:
                 by_window[span.rank, span.window].append(span)
         starts = {key: min(s.start_ms for s in spans) for key, spans in by_window.items()}
         return tuple(
@@ -141,7 +141,8 @@ class Panel:
     def figures(self) -> tuple[Figure, ...]:
         """The diagnostics, in the order in which they are read."""
         d = self.diagnostics
-        classes = LANES[1:]
+        copies = tuple(lane for lane in COPIES if d.communication_ms.get(lane))  # most steps copy nothing
+        classes = (*CLASS_LANES, *copies)
         return (
             Figure("step", d.step_ms, "ms"),
             Figure("compute", d.compute_ms, "ms", "compute"),
@@ -181,7 +182,7 @@ class Picture:
         if self.schedule is None and self.timeline is None:
             raise ValueError("expected a schedule or a timeline to draw, found neither. Give one of them.")
         for status, timeline in self._timelines():
-            if all(span.operation.is_communication for span in timeline.spans):
+            if not any(span.operation.is_compute for span in timeline.spans):
                 raise ValueError(
                     f"expected a {status} timeline with compute, found {len(timeline.spans)} spans without. "
                     "Measure one with `record()` around whole training steps."

@@ -74,6 +74,6 @@ def _timeline(events: Iterable[Any], ranks: dict[int, re.Match[str] | None], sta
 def _schedule(predicted: Timeline, other: dict[str, Any]) -> Schedule:
     first = sorted((span for span in predicted.spans if span.window == 0), key=lambda span: span.start_ms)
     operations = tuple({span.operation.name: span.operation for span in first}.values())
-    compute = tuple(operation.name for operation in operations if not operation.is_communication)
+    compute = tuple(operation.name for operation in operations if operation.is_compute)
     steps = StepGraph(operations, (), compute)
     return Schedule(other["schedule"], tuple(other["launch_order"]), steps, predicted, (), other["source"])

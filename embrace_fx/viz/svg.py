@@ -21,6 +21,8 @@ WIDTH = 900
 MOST_RANKS = 4
 _LEFT, _RIGHT = 128, 14
 _ROW, _GAP, _RANK_GAP = 15, 2, 9
+_MEMORY = 26
+"""Height of the line of held memory."""
 _CHARACTER = 6.0
 """Mean width of a character at the size of the labels, 10 px."""
 
@@ -117,7 +119,9 @@ def _panel(panel: Panel, axis: _Axis, top: float) -> _Part:
         _text(14, top + 12, f"{panel.status.capitalize()}{some}", "heading"),
         _text(14, top + 28, _summary(panel), "faint"),
     ]
-    y = top + 52
+    line = _memory(panel, ranks[0], axis, top + 38)
+    lines += line.lines
+    y = line.bottom + 14
     place: dict[int, float] = {}
     for number, rank in enumerate(ranks):
         phases = [phase for phase in panel.phases if phase.rank == rank and axis.shows(phase)]
@@ -130,6 +134,29 @@ def _panel(panel: Panel, axis: _Axis, top: float) -> _Part:
     lines += _critical(panel, axis, place)
     lines += _ticks(axis, y - _RANK_GAP + 5)
     return _Part(lines, y - _RANK_GAP + 22)
+
+
+def _memory(panel: Panel, rank: int, axis: _Axis, top: float) -> _Part:
+    """What a rank holds, as a line above its lanes; nothing where that is not known."""
+    points = [p for p in panel.timeline.memory if p.rank == rank]
+    if not points:
+        return _Part([], top)
+    shown = [p for p in points if axis(p.at_ms) > _LEFT] or points
+    low, high = min(p.held_bytes for p in shown), max(p.held_bytes for p in shown)
+    base = min(low, 0) if panel.status == "predicted" else low
+    at, corners = top, []
+    for point, following in pairwise([*points, points[-1]]):
+        height = top + _MEMORY - (max(point.held_bytes, base) - base) / max(high - base, 1) * _MEMORY
+        corners += [f"{axis(point.at_ms)},{height:.1f}", f"{axis(following.at_ms)},{height:.1f}"]
+    name = f"memory: from {base / MIB:,.1f} to {high / MIB:,.1f} MiB"
+    return _Part(
+        [
+            _text(_LEFT - 18, at + _MEMORY / 2 + 4, "memory", "lane"),
+            f'<g><title>{escape(name)}</title><polyline class="memory" points="{" ".join(corners)}"/></g>',
+            _text(_LEFT + 3, at + 9, f"{high / MIB:,.1f} MiB", "tick"),
+        ],
+        top + _MEMORY + 8,
+    )
 
 
 def _rank(panel: Panel, rank: int, axis: _Axis, top: float, place: dict[int, float]) -> _Part:
@@ -156,8 +183,8 @@ def _bar(span: Span, axis: _Axis, y: float) -> str:
     operation = span.operation
     left, width = _extent(span, axis)
     about = f"{operation.name}: {span.end_ms - span.start_ms:.3f} ms"
-    if operation.is_communication:
-        about += f", sends {operation.sent_bytes / MIB:.2f} MiB"
+    if not operation.is_compute:
+        about += f", {'sends' if operation.is_communication else 'copies'} {operation.sent_bytes / MIB:.2f} MiB"
     if operation.serves:
         about += f", for {', '.join(operation.serves)}"
     name = next((name for name in labels(operation) if len(name) <= (width - 4) / _CHARACTER), "")
@@ -253,7 +280,7 @@ def _style() -> str:
         "text{font:10px Helvetica,Arial,'DejaVu Sans',sans-serif}"
         ".title{font-size:15px;font-weight:bold}.heading{font-size:12px;font-weight:bold}.rank{font-weight:bold}"
         ".lane{text-anchor:end}.tick{text-anchor:middle}"
-        ".critical,.arrow{fill:none;stroke-width:1.5;stroke-linejoin:round}.phase{stroke-dasharray:3 3}"
+        ".critical,.arrow,.memory{fill:none;stroke-width:1.5;stroke-linejoin:round}.phase{stroke-dasharray:3 3}"
         ".window{stroke-width:1.5}"
     )
     return f"{fixed}{_colours(LIGHT)}@media (prefers-color-scheme:dark){{{_colours(DARK)}}}"
@@ -264,6 +291,7 @@ def _colours(theme: Theme) -> str:
         f"text{{fill:{theme.text}}}.faint,.tick,.lane{{fill:{theme.faint}}}",
         f".page{{fill:{theme.page}}}.strip{{fill:{theme.strip}}}.axis,.phase{{stroke:{theme.faint}}}",
         f".window{{stroke:{theme.text}}}.critical,.arrow{{stroke:{theme.critical}}}.head{{fill:{theme.critical}}}",
+        f".memory{{stroke:{theme.faint}}}",
         *(f".f-{p}{{fill:{theme.fill[p]}}}.s-{p}{{stroke:{theme.fill[p]}}}" for p in PAINTS),
         *(f".i-{p}{{fill:{theme.ink[p]}}}" for p in PAINTS),
     ]

@@ -13,7 +13,7 @@ from itertools import count, pairwise
 from typing import Any
 
 from embrace_fx.viz.palette import paint
-from embrace_fx.viz.picture import Panel, Picture
+from embrace_fx.viz.picture import MIB, Panel, Picture
 from embrace_fx.vocabulary.operation_id import LANES, Lane
 from embrace_fx.vocabulary.schedule import Span, Wait
 
@@ -59,6 +59,10 @@ def _rank_events(panel: Panel, rank: int, pid: int) -> Iterator[Event]:
                     "status": panel.status,
                 }
                 yield _complete(operation.name, paint(operation), pid, tid, span, args)
+    for point in panel.timeline.memory:
+        if point.rank == rank:
+            mib = round(point.held_bytes / MIB, 3)
+            yield {"ph": "C", "name": "memory", "pid": pid, "tid": 0, "ts": _us(point.at_ms), "args": {"MiB": mib}}
     for wait in panel.waits_of(rank):
         args = {"window": wait.window, "launch": wait.launch, "class": wait.lane, "status": panel.status}
         yield _complete(f"wait for {wait.launch}", "wait", pid, _tid(panel, "compute", 0), wait, args)

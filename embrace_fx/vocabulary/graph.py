@@ -183,6 +183,7 @@ class TrainingGraph:
     "unique" (batch -> rows read), "ids" (their exchange -> routing), "forward" (-> results, mutations, saved),
     "backward" (tangents, saved -> gradients). `results_behind`: parameter -> the results that its gradient comes from.
     `varied`: the phase that is of another variant than the steady one; None: no phase is.
+    `memory_limit`: the most that a step may hold, bytes; None: no limit.
     """
 
     module: fx.GraphModule
@@ -190,6 +191,7 @@ class TrainingGraph:
     phases: dict[str, fx.GraphModule] = field(default_factory=dict)
     results_behind: dict[str, frozenset[int]] = field(default_factory=dict)
     varied: Varied | None = None
+    memory_limit: int | None = None
 
     @property
     def graph(self) -> fx.Graph:

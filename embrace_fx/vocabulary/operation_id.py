@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Lane = Literal["compute", "ids", "embedding", "dense", "delayed"]
-LANES: tuple[Lane, ...] = ("compute", "ids", "embedding", "dense", "delayed")
-"""Where an operation runs: on the rank's processor, or on the wire as one of the four communication classes."""
+Lane = Literal["compute", "ids", "embedding", "dense", "delayed", "offload", "reload"]
+CLASS_LANES: tuple[Lane, ...] = ("ids", "embedding", "dense", "delayed")
+"""The communication classes, which share the wire."""
+COPIES: tuple[Lane, ...] = ("offload", "reload")
+"""Copies of saved values out of a step's memory and back, each in a lane of its own."""
+LANES: tuple[Lane, ...] = ("compute", *CLASS_LANES, *COPIES)
+"""Where an operation runs: on the rank's processor, on the wire, or out of its memory and back."""
 
 Kind = Literal[
     "backward",  # compute of a block's gradients
@@ -19,6 +23,8 @@ Kind = Literal[
     "lookups",  # looked-up rows, AlltoAll: all of them, late ones or early ones
     "all_reduce",  # a chunk of a bucket
     "delayed",  # a piece of a table's delayed row gradients, AlltoAll
+    "offload",  # a saved value leaves memory
+    "reload",  # it comes back
 ]
 
 Part = Literal["whole", "early", "late", "prior", "delayed", "chunk"]
@@ -31,6 +37,8 @@ _SPELLED: dict[Kind, dict[Part, str]] = {
     "all_reduce": {"chunk": "{what} [{number}]"},
     "update": {"whole": "update {what}"},
     "rows": {"whole": "rows {what}"},
+    "offload": {"whole": "offload {what}"},
+    "reload": {"whole": "reload {what}"},
     "backward": {"whole": "backward {what}"},
     "forward": {"whole": "forward {what}"},
 }
@@ -61,7 +69,7 @@ class OperationId:
 
     @property
     def is_communication(self) -> bool:
-        return self.lane != "compute"
+        return self.lane in CLASS_LANES
 
     @property
     def needs_lookahead(self) -> bool:

@@ -25,7 +25,7 @@ from torch.library import define, register_fake
 
 from embrace_fx.vocabulary import flow_ops  # noqa: F401  (declares the ops)
 from embrace_fx.vocabulary.fake_results import empty_as, unknown_size
-from embrace_fx.vocabulary.operation_id import LANES, OperationId
+from embrace_fx.vocabulary.operation_id import CLASS_LANES, OperationId
 
 LAUNCHES: frozenset[str] = frozenset(
     {
@@ -39,7 +39,7 @@ LAUNCHES: frozenset[str] = frozenset(
 )
 """Ops whose result is in flight: only `wait_tensor` yields the value."""
 
-OWN_GROUPS: frozenset[str] = frozenset(LANES) - {"compute"}
+OWN_GROUPS: frozenset[str] = frozenset(CLASS_LANES)
 """What the groups of a program's own launches are called: communication classes."""
 
 USERS_LAUNCHES: frozenset[str] = frozenset(

@@ -23,7 +23,7 @@ from typing import Literal
 
 import networkx as nx
 
-from embrace_fx.vocabulary.operation_id import LANES, Kind, Lane, OperationId
+from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, LANES, Kind, Lane, OperationId
 
 IN_FLIGHT = 2
 """Launches on the way at once: one on the wire, and one ready behind it."""
@@ -79,8 +79,12 @@ class Operation:
         return Operation(str(what), what.kind, what.lane, duration_ms, sent_bytes, serves, held_bytes, what)
 
     @property
+    def is_compute(self) -> bool:
+        return self.lane == "compute"
+
+    @property
     def is_communication(self) -> bool:
-        return self.lane != "compute"
+        return self.lane in CLASS_LANES
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,10 @@ class StepGraph:
             if operation.name == name:
                 return operation
         raise KeyError(f"expected an operation of the step, found {name!r}; it has {[o.name for o in self.operations]}")
+
+    @property
+    def copies(self) -> tuple[Operation, ...]:
+        return tuple(o for o in self.operations if o.lane in COPIES)
 
     @property
     def communications(self) -> tuple[Operation, ...]:
@@ -172,9 +180,9 @@ class Diagnostics:
     Attributes:
         step_ms: from one window to the next.
         compute_ms: of it, in compute.
-        exposed_ms: of it, waiting, by communication class; every class has an entry.
-        communication_ms: busy time of the link, by communication class; every class has an entry.
-        overlap_ratio: share of the communication's time that compute hides, from 0 to 1; 1 where there is none.
+        exposed_ms: of it, waiting, by lane; every lane but compute has an entry.
+        communication_ms: busy time of the link, and of what copies; every lane but compute has an entry.
+        overlap_ratio: share of the time of communication and copies that compute hides, from 0 to 1; 1 of none.
         held_bytes: largest sum of `Operation.held_bytes` at any moment, on any rank.
         critical_path: (window, name) of operations, in order; of a measurement empty.
     """
@@ -189,6 +197,19 @@ class Diagnostics:
 
 
 @dataclass(frozen=True)
+class MemoryAt:
+    """What a rank holds from a moment on.
+
+    Predicted: what forward and backward have made. Measured: by how much the memory in use (of a device's allocator, of
+    the process) has grown since the first moment shown; less where it has become less.
+    """
+
+    rank: int
+    at_ms: float
+    held_bytes: int
+
+
+@dataclass(frozen=True)
 class Timeline:
     """What ran when on each rank: measured under `record()`, or predicted.
 
@@ -197,12 +218,14 @@ class Timeline:
         waits: in no order that matters.
         world_size: ranks that took part, whether or not they are all shown.
         dependences: of the step, which tell how long memory is held; without them none is.
+        memory: what ranks hold, by time; of those of which that is known.
     """
 
     spans: tuple[Span, ...]
     waits: tuple[Wait, ...]
     world_size: int
     dependences: tuple[Dependence, ...] = ()
+    memory: tuple[MemoryAt, ...] = ()
 
     def diagnostics(self) -> Diagnostics:
         """The figures of what is shown, medians over windows and ranks."""

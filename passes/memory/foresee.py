@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import fx
 
-from embrace_fx.passes.memory.choose import Choice
+from embrace_fx.passes.memory.choose import Choice, Costs
 from embrace_fx.passes.memory.held import Held, Storage
+from embrace_fx.passes.memory.place import place
 
 
 @dataclass(frozen=True)
@@ -20,25 +22,43 @@ class Foreseen:
     added_ms: float
 
 
-def foresee(held: Held, choice: Choice, node_ms: Callable[[fx.Node], float]) -> Foreseen:
+def foresee(held: Held, choice: Choice, limit: int, costs: Costs) -> Foreseen:
     """Simulates a choice. What `held` says of the graph that comes of it may differ in what random draws save."""
     again = _computed_again(held, choice)
-    backward = held.nodes[held.backward :]
-    order: list[tuple[fx.Node, bool]] = [(node, False) for node in held.nodes[: held.backward]]  # node, is it a copy
+    order = _order(held, choice, again)
+    lives = _lives(held, choice, order, again)
+    by_time = _by_time(lives.values(), len(order))
+    recomputed_ms = sum(map(costs.node_ms, again))
+    offloaded = [lives[id(s), False] for s in choice.offloaded if lives[id(s), False].first_backward is not None]
+    if not offloaded:
+        return Foreseen(choice, max(by_time, default=0), recomputed_ms)
+    starts_ms = list(accumulate((costs.node_ms(node) for node, _ in order), initial=0.0))
+    placed = place(offloaded, by_time, starts_ms, held.backward, limit, costs.copies)
+    return Foreseen(choice, placed.peak_bytes, recomputed_ms + placed.added_ms)
+
+
+_Order = Sequence[tuple[fx.Node, bool]]
+"""Nodes, and whether each is a copy that runs again."""
+
+_Key = tuple[int, bool]
+"""A storage, and whether it is a copy's."""
+
+
+def _order(held: Held, choice: Choice, again: set[fx.Node]) -> _Order:
+    order: list[tuple[fx.Node, bool]] = [(node, False) for node in held.nodes[: held.backward]]
     placed: set[int] = set()
     copies: dict[int, list[fx.Node]] = {}
     for node in held.nodes:
         if node in again:
             copies.setdefault(choice.segment[node], []).append(node)
-    for node in backward:
+    for node in held.nodes[held.backward :]:
         for value in node.all_input_nodes:
             number = choice.segment.get(value)
             if number is not None and value in again and number not in placed:
                 placed.add(number)
                 order += [(copied, True) for copied in copies[number]]
         order.append((node, False))
-    peak = _peak(held, choice, order, again)
-    return Foreseen(choice, peak, sum(map(node_ms, again)))
+    return order
 
 
 def _computed_again(held: Held, choice: Choice) -> set[fx.Node]:
@@ -57,16 +77,20 @@ def _computed_again(held: Held, choice: Choice) -> set[fx.Node]:
     return found
 
 
-def _peak(held: Held, choice: Choice, order: list[tuple[fx.Node, bool]], again: set[fx.Node]) -> int:
-    born: dict[tuple[int, bool], tuple[int, int]] = {}  # storage, is it a copy's -> when, bytes
-    dies: dict[tuple[int, bool], int] = {}
+def _lives(held: Held, choice: Choice, order: _Order, again: set[fx.Node]) -> dict[_Key, Storage]:
+    """Storages and their copies, at their places in an order."""
+    lives = {  # the forward is what it was
+        (id(s), False): Storage(s.node, s.nbytes, s.born, s.last_forward, s.last_forward)
+        for s in held.storages
+        if s.born < held.backward
+    }
     in_backward = set(held.nodes[held.backward :])
-    for position, (node, is_copy) in enumerate(order):
+    for position, (node, is_copy) in enumerate(order[held.backward :], held.backward):
         for storage in held.memory[node]:  # a view that the backward makes is one of the copy
             key = _key(storage, is_copy or node in in_backward, again)
-            if key not in born:
-                born[key] = position, storage.nbytes
-            dies[key] = position
+            if key not in lives:
+                lives[key] = Storage(storage.node, storage.nbytes, position, position, position)
+            lives[key].dies = position
         for value in node.all_input_nodes:
             if value not in held.memory:
                 continue
@@ -74,20 +98,24 @@ def _peak(held: Held, choice: Choice, order: list[tuple[fx.Node, bool]], again: 
             if is_copy:
                 of_copy = value in again and choice.segment[node] == choice.segment[value]
             for storage in held.memory[value]:
-                dies[_key(storage, of_copy, again)] = position
-    changes = [0] * (len(order) + 1)
-    lasting = {id(s) for s in held.storages if s.dies == len(held.nodes)}
-    for key, (position, size) in born.items():
-        changes[position] += size
-        last = len(order) if key[0] in lasting and not key[1] else dies[key] + 1
-        changes[last] -= size
-    peak = total = 0
-    for change in changes[:-1]:
-        total += change
-        peak = max(peak, total)
-    return peak
+                life = lives[_key(storage, of_copy, again)]
+                life.dies = position
+                if life.born < held.backward and life.first_backward is None:
+                    life.first_backward = position
+    for storage in held.storages:
+        if storage.dies == len(held.nodes):
+            lives[id(storage), False].dies = len(order)
+    return lives
 
 
-def _key(storage: Storage, of_copy: bool, again: set[fx.Node]) -> tuple[int, bool]:
+def _by_time(lives: Iterable[Storage], count: int) -> list[int]:
+    changes = [0] * (count + 2)
+    for life in lives:
+        changes[life.born] += life.nbytes
+        changes[min(life.dies + 1, count)] -= life.nbytes
+    return list(accumulate(changes[:count]))
+
+
+def _key(storage: Storage, of_copy: bool, again: set[fx.Node]) -> _Key:
     """A storage, or its copy's: a copied view of what is not copied is a view of the original."""
     return id(storage), of_copy and storage.node in again

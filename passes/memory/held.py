@@ -2,7 +2,8 @@
 
 Counted is what a step makes: values saved for the backward, values on their way through a phase, gradients and the
 buckets that they are packed into, results. What is there before it and after it (parameters, the optimizer's state, the
-batch) is not. Views cost nothing; an op that may write into an input that dies makes nothing new.
+batch) is not. Views cost nothing; an op that may write into an input that dies makes nothing new. A value that is
+offloaded is held until that has been awaited, and again from where its reload begins.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.passes.collectives import aliased_inputs
 from embrace_fx.passes.partition import members_of
-from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, AWAIT_RELOAD, OFFLOAD
+from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of, outputs_of
 from embrace_fx.vocabulary.in_place import SHARES_MEMORY, written_into
 from embrace_fx.vocabulary.ops import op_name
 
@@ -37,6 +39,7 @@ class Storage:
     Attributes:
         born, dies: the positions, among the step's nodes, of the node that makes it and of the last that reads it; the
             number of nodes where it outlives the step.
+        known: whether its size is; else it is `UNKNOWN_SIZE` that stands for a size that only the data knows.
         last_forward, first_backward: the last reader in the forward; the first one in the backward, None where none is.
     """
 
@@ -46,6 +49,7 @@ class Storage:
     dies: int = 0
     last_forward: int = 0
     first_backward: int | None = None
+    known: bool = True
     names: list[fx.Node] = field(default_factory=list)
 
 
@@ -72,6 +76,11 @@ class Held:
         return max(self.by_time, default=0)
 
     @property
+    def known_peak_bytes(self) -> int:
+        """The most at a time of storages whose sizes are known: what can be proved."""
+        return max(_by_time([s for s in self.storages if s.known], len(self.nodes)), default=0)
+
+    @property
     def saved(self) -> list[Storage]:
         """What the forward leaves to the backward, in the forward's order."""
         return [s for s in self.storages if s.born < self.backward and s.first_backward is not None]
@@ -82,23 +91,54 @@ class Held:
 
 
 def held(graph: TrainingGraph) -> Held:
-    """The memory of a joint graph's step, as its phases will run it."""
+    """The memory of a step, as its phases run it; of a graph that is not cut yet, as they will."""
+    in_order, outputs, saved = _phases(graph) if graph.phases else _phases_to_be(graph)
+    nodes = [node for phase in in_order for node in phase]
+    backward = len(nodes) - len(in_order[-1])
+    memory = _memory(nodes, backward, outputs, saved)
+    storages = list({id(storage): storage for node in nodes for storage in memory[node]}.values())
+    return Held(nodes, backward, storages, _by_time(storages, len(nodes)), memory)
+
+
+def _by_time(storages: Sequence[Storage], count: int) -> list[int]:
+    change = [0] * (count + 1)
+    for storage in storages:
+        change[storage.born] += storage.nbytes
+        change[min(storage.dies + 1, count)] -= storage.nbytes
+    return list(accumulate(change[:count]))
+
+
+_Ordered = tuple[list[list[fx.Node]], set[fx.Node], dict[fx.Node, fx.Node]]
+"""The nodes of each phase, the values that outlive the step, and what placeholders of saved values stand for."""
+
+
+def _phases_to_be(graph: TrainingGraph) -> _Ordered:
     members = members_of(graph)
     phases = (members.unique, members.ids, members.forward, members.backward)
     in_order = [[node for node in graph.graph.nodes if node in phase] for phase in phases]
-    nodes = [node for phase in in_order for node in phase]
-    backward = len(nodes) - len(in_order[-1])
-    memory = _memory(nodes, backward, {value for value, _ in graph.outputs() if value is not None})
-    storages = list({id(storage): storage for node in nodes for storage in memory[node]}.values())
-    by_time = [0] * (len(nodes) + 1)
-    for storage in storages:
-        by_time[storage.born] += storage.nbytes
-        by_time[min(storage.dies + 1, len(nodes))] -= storage.nbytes
-    total = 0
-    for position, change in enumerate(by_time):
-        total += change
-        by_time[position] = total
-    return Held(nodes, backward, storages, by_time[: len(nodes)], memory)
+    return in_order, {value for value, _ in graph.outputs() if value is not None}, {}
+
+
+def _phases(graph: TrainingGraph) -> _Ordered:
+    in_order, outputs, saved = [], set(), {}
+    made: dict[str, fx.Node] = {}
+    for name in ("unique", "ids", "forward", "backward"):
+        module = graph.phases.get(name)
+        nodes = list(module.graph.nodes) if module is not None else []
+        in_order.append([node for node in nodes if node.op not in ("placeholder", "output")])
+        if module is None:
+            continue
+        for placeholder, role in inputs_of(module):
+            if isinstance(role, Saved) and role.name in made:
+                saved[placeholder] = made[role.name]
+        for value, output in outputs_of(module):
+            if value is None:
+                continue
+            if isinstance(output, Saved):
+                made[output.name] = saved.get(value, value)
+            else:
+                outputs.add(value)
+    return in_order, outputs, saved
 
 
 def backward_peak(nodes: Sequence[fx.Node], saved: Collection[fx.Node]) -> int:
@@ -110,7 +150,7 @@ def backward_peak(nodes: Sequence[fx.Node], saved: Collection[fx.Node]) -> int:
     """
     in_order = [*saved, *nodes]
     outputs = {node for node in nodes if any(user.op == "output" for user in node.users)}
-    memory = _memory(in_order, 0, outputs)
+    memory = _memory(in_order, 0, outputs, {})
     change = [0] * (len(in_order) + 1)
     for storage in {id(storage): storage for node in in_order for storage in memory[node]}.values():
         change[storage.born] += storage.nbytes
@@ -137,24 +177,34 @@ def _hint(size: int | torch.SymInt) -> int:
     return int(hint) if hint is not None else UNKNOWN_SIZE
 
 
-def _memory(nodes: Sequence[fx.Node], backward: int, outputs: set[fx.Node]) -> dict[fx.Node, list[Storage]]:
+def _memory(
+    nodes: Sequence[fx.Node], backward: int, outputs: set[fx.Node], saved: Mapping[fx.Node, fx.Node]
+) -> dict[fx.Node, list[Storage]]:
+    """Args: `saved`: what placeholders stand for."""
     position = {node: k for k, node in enumerate(nodes)}
     of: dict[fx.Node, list[Storage]] = {}
+
+    def lies_in(value: fx.Node) -> list[Storage]:
+        return of.get(saved.get(value, value), [])
+
     for k, node in enumerate(nodes):
         shared = list(_shared(node, position, backward))
-        if shared:
-            of[node] = [storage for source in shared for storage in of.get(source, [])]
+        if op_name(node) == AWAIT_OFFLOAD:
+            of[node] = []
+        elif shared:
+            of[node] = [storage for source in shared for storage in lies_in(source)]
         elif _is_item(node):
-            of[node] = _item(of.get(node.all_input_nodes[0], []), node)
+            of[node] = _item(lies_in(node.all_input_nodes[0]), node)
         else:
-            of[node] = [Storage(node, size, k, dies=k, last_forward=k) for size in _sizes(node) if size]
+            known = _is_known(node)
+            of[node] = [Storage(node, size, k, k, k, known=known) for size in _sizes(node) if size]
         for storage in of[node]:
             storage.names.append(node)
         for value in node.all_input_nodes:
-            for storage in of.get(value, []):
+            for storage in lies_in(value):
                 _read(storage, k, backward)
     for value in outputs:
-        for storage in of.get(value, []):
+        for storage in lies_in(value):
             storage.dies = len(nodes)
     return of
 
@@ -169,6 +219,13 @@ def _sizes(node: fx.Node) -> list[int]:
     return sizes
 
 
+def _is_known(node: fx.Node) -> bool:
+    """Whether the sizes of a node's results are those of the capture, not of the data."""
+    tensors = [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+    sizes: list[int | torch.SymInt] = [size for tensor in tensors for size in tuple(tensor.shape)]
+    return all(getattr(size.node, "hint", None) is not None for size in sizes if isinstance(size, torch.SymInt))
+
+
 def _read(storage: Storage, position: int, backward: int) -> None:
     storage.dies = max(storage.dies, position)
     if position < backward:
@@ -181,7 +238,7 @@ def _shared(node: fx.Node, position: dict[fx.Node, int], backward: int) -> Itera
     """The inputs whose memory a node's result is."""
     if node.op != "call_function" or _is_item(node):
         return
-    if node.target in SHARES_MEMORY:
+    if node.target in SHARES_MEMORY or op_name(node) in (OFFLOAD, AWAIT_RELOAD):
         yield node.all_input_nodes[0]
         return
     written = written_into(node)

@@ -6,7 +6,7 @@ at the end of the backward, though the one that is read next to the loss could b
 Contract
     Same nodes, same values. What is computed for a row gradient alone is moved up, with its submissions, right behind
     the last of its inputs; everything else keeps its order. Random draws, communication, and what is computed again
-    stay where they are.
+    stay where they are; all of it does where a memory budget leaves no room for gradients that come earlier.
 
     rewrite:  g = mul(...); ...; mm(...); ...; rows = embedding_dense_backward(g, ...); submit_gradients(rows, ...)
     ->        g = mul(...); rows = embedding_dense_backward(g, ...); submit_gradients(rows, ...); ...; mm(...); ...
@@ -19,8 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from embrace_fx.passes.memory.held import held
 from embrace_fx.passes.relax.launches import Phases, nodes_of, rewrite_phases
 from embrace_fx.passes.rewriter import first_after_placeholders
+from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIONS, op_name
@@ -31,7 +33,9 @@ class AdvanceGradients:
     """Moves row gradients to where their inputs are complete."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        return rewrite_phases(graph, _rewrite)
+        advanced = rewrite_phases(graph, _rewrite)
+        limit = graph.memory_limit
+        return graph if limit is not None and held(advanced).known_peak_bytes > limit else advanced
 
 
 def _rewrite(phases: Phases) -> None:
@@ -92,6 +96,6 @@ def may_move(node: fx.Node) -> bool:
     return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
-_COMMUNICATE = LAUNCHES | SUBMISSIONS | AWAITS | LOCAL_OF_FLOW | {"embrace::copy_unwritten"}
+_COMMUNICATE = LAUNCHES | SUBMISSIONS | AWAITS | LOCAL_OF_FLOW | COPY_OPS | {"embrace::copy_unwritten"}
 _OTHERS = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "profiler")
 """Namespaces of ops that have effects beside their results, whatever their schemas say."""

@@ -126,17 +126,21 @@ def story(schedule: Schedule, times: bool = True) -> str:
     Args:
         times: with start and length in milliseconds.
     """
-    rank = {name: k for k, name in enumerate((*schedule.steps.compute_order, *schedule.launch_order))}
+    steps = schedule.steps
+    rank = {
+        name: k
+        for k, name in enumerate((*steps.compute_order, *schedule.launch_order, *(o.name for o in steps.copies)))
+    }
     spans = [s for s in schedule.predicted.spans if s.window == 0]
     waits = [w for w in schedule.predicted.waits if w.window == 0]
     # What starts together: the wait, then compute, then launches.
     rows = [((w.start_ms, 0, rank[w.launch]), w.end_ms, "wait", w.launch) for w in waits]
     for span in spans:
-        on_link, sent = span.operation.is_communication, f"  {span.operation.sent_bytes:,} bytes"
+        beside, sent = not span.operation.is_compute, f"  {span.operation.sent_bytes:,} bytes"
         name = span.operation.name
-        place = (span.start_ms, 1 + on_link, rank[name])
-        rows.append((place, span.end_ms, span.operation.lane, name + sent if on_link else name))
-    computed = [s.end_ms for s in spans if not s.operation.is_communication]
+        place = (span.start_ms, 1 + beside, rank[name])
+        rows.append((place, span.end_ms, span.operation.lane, name + sent if beside else name))
+    computed = [s.end_ms for s in spans if s.operation.is_compute]
     lines = [f"schedule {schedule.name}, from {schedule.source}: {len(schedule.launch_order)} launches"]
     inside = bool(computed)
     for (start, *_), end, lane, text in sorted(rows):
@@ -160,10 +164,13 @@ def _queue(machine: LinkMachine, key: Key) -> list[int]:
     for _ in range(_WARM_UP_WINDOWS):
         ends: list[float | None] = [None] * len(machine.operations)
         ran, order = 0, []
-        waiting = list(range(machine.count, len(machine.operations)))
+        waiting, copies = list(range(machine.count, machine.copying)), machine.copies_in_order
         begun = processor
         while True:
             while ran < machine.count:
+                while copies and (ready := _ready(machine, copies[0], ends, finished)) is not None:
+                    ends[copies[0]] = ready + machine.durations[copies[0]]
+                    copies = copies[1:]
                 ready = _ready(machine, ran, ends, finished)
                 if ready is None:
                     break
@@ -186,6 +193,10 @@ def _queue(machine: LinkMachine, key: Key) -> list[int]:
             ends[chosen] = link = link + machine.durations[chosen]
             waiting.remove(chosen)
             order.append(chosen)
+        for copy in copies:
+            ready = _ready(machine, copy, ends, finished)
+            assert ready is not None  # all compute has ended
+            ends[copy] = ready + machine.durations[copy]
         finished.append([end for end in ends if end is not None])
     return order
 

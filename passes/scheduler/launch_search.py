@@ -42,7 +42,7 @@ class _Search:
     def __init__(self, machine: LinkMachine) -> None:
         self.machine = machine
         self.starts_left = SEARCH_STARTS
-        lanes = (machine.durations[: machine.count], machine.durations[machine.count :])
+        lanes = (machine.durations[: machine.count], machine.durations[machine.count : machine.copying])
         self.bound_ms = max(map(sum, lanes)) * (1 + TOLERANCE)  # neither lane can be faster than without any gap
         self._draw = random.Random(0).random  # the same numbers on every machine and version, which its others are not
 

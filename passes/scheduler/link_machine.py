@@ -4,9 +4,10 @@ Contract
     One processor runs the compute operations in the program's order; one link carries the communications strictly in
     launch order, so that the head of the line, until its dependences have ended, blocks those behind it. Windows follow
     each other; all launches of one leave before those of the next. An order in which the head of the line would wait
-    for one behind it is refused, never simulated.
+    for one behind it is refused, never simulated. Offloads and reloads run on lanes of their own, each in the order in
+    which the program submits them.
 
-    Operations are numbers: compute is 0 to C - 1 in the program's order, communications follow, by name.
+    Operations are numbers: compute is 0 to C - 1 in the program's order, communications follow, by name, then copies.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class LinkMachine:
         self.steps = steps
         self.compute = _compute_operations(steps, by_name)
         self.launches = sorted(steps.communications, key=lambda o: o.name)
-        self.operations = [*self.compute, *self.launches]
-        self.count = len(self.compute)
+        self.operations = [*self.compute, *self.launches, *steps.copies]
+        self.count, self.copying = len(self.compute), len(self.compute) + len(self.launches)
         self.durations = [o.duration_ms for o in self.operations]
         self.index = {o.name: k for k, o in enumerate(self.operations)}
         self.reach = max((d.distance for d in steps.dependences), default=0)
@@ -79,6 +80,21 @@ class LinkMachine:
             elif self.count and -later <= self.reach:
                 self.needs_earlier[launch].append((-later, before))
         self._put_backward_first(released)
+        self._order_copies()
+
+    def _order_copies(self) -> None:
+        """A copy starts once the program has submitted it, and the one before it on its lane has ended."""
+        self._copies_behind: dict[int, list[int]] = {}  # the last compute operation that it needs -> copies
+        lanes: dict[str, list[int]] = {}
+        last_need = {k: max(self.needs[k], default=-1) for k in range(self.copying, len(self.operations))}
+        self.copies_in_order = sorted(last_need, key=lambda k: (last_need[k], k))
+        for k in self.copies_in_order:
+            self._copies_behind.setdefault(last_need[k], []).append(k)
+            lanes.setdefault(self.operations[k].lane, []).append(k)
+        for line in lanes.values():
+            for before, after in pairwise(line):
+                self.needs[after].append(before)
+            self.needs_earlier[line[0]].append((1, line[-1]))
 
     def _put_backward_first(self, released: list[int]) -> None:
         """Within a class, launches of the forward come after all of the backward.
@@ -90,7 +106,7 @@ class LinkMachine:
         between = self.index.get(str(BETWEEN))
         if between is None:
             return
-        launches = range(self.count, len(self.operations))
+        launches = range(self.count, self.copying)
         for later in (k for k in launches if released[k] >= between):
             lane = self.operations[later].lane
             earlier = (k for k in launches if released[k] < between and self.operations[k].lane == lane)
@@ -114,7 +130,7 @@ class LinkMachine:
                 )
         elif first < self.count:
             released[second] = max(released[second], first - distance * self.count)
-        elif second >= self.count:
+        elif self.count <= second < self.copying:
             self.needs_launches[second].append((distance, first))
         elif distance == 0:
             self.needs[second].append(first)
@@ -170,7 +186,9 @@ class LinkMachine:
 
     def _sequence(self, order: Sequence[int]) -> list[int] | tuple[int, int]:
         done = [False] * len(self.operations)
-        sequence: list[int] = []
+        sequence = self._copies_behind.get(-1, [])[:]
+        for copy in sequence:
+            done[copy] = True
         ran = 0
         for launch in order:
             for distance, before in self.needs_launches[launch]:
@@ -182,10 +200,14 @@ class LinkMachine:
                         if not done[before]:
                             return launch, before
                     sequence.append(ran)
+                    for copy in self._copies_behind.get(ran, ()):
+                        done[copy] = True
+                        sequence.append(copy)
                     ran += 1
             done[launch] = True
             sequence.append(launch)
-        sequence.extend(range(ran, self.count))
+        for left in range(ran, self.count):
+            sequence += [left, *self._copies_behind.get(left, ())]
         return sequence
 
     def run(self, order: Sequence[int], windows: int) -> WindowTimes:
@@ -198,6 +220,7 @@ class LinkMachine:
 
     def _time(self, sequence: list[int], windows: int) -> WindowTimes:
         count, durations, needs, needs_earlier = self.count, self.durations, self.needs, self.needs_earlier
+        copying = self.copying
         starts: list[list[float]] = []
         ends: list[list[float]] = []
         clocks = [(0.0, 0.0)]
@@ -208,7 +231,7 @@ class LinkMachine:
             ends.append(ended)
             starts.append(started)
             for k in sequence:
-                start = processor if k < count else link
+                start = processor if k < count else link if k < copying else 0.0
                 for before in needs[k]:
                     end = ended[before]
                     start = end if end > start else start
@@ -220,7 +243,7 @@ class LinkMachine:
                 ended[k] = end = start + durations[k]
                 if k < count:
                     processor = end
-                else:
+                elif k < copying:
                     link = end
             clocks.append((processor, link))
             if window and _shifted(ends[-2], ended):
@@ -249,7 +272,11 @@ class LinkMachine:
             path.append((window, k))
             start = run.starts[window][k]
             # The lane itself comes first: had the others been earlier, it would have started no sooner.
-            causes = [previous[k], *((0, p) for p in self.needs[k]), *self.needs_earlier[k]]
+            causes = [
+                *([previous[k]] if k in previous else []),
+                *((0, p) for p in self.needs[k]),
+                *self.needs_earlier[k],
+            ]
             decisive = [(d, p) for d, p in causes if d <= window and run.ends[window - d][p] == start]
             if not decisive:
                 break
@@ -324,7 +351,7 @@ def _compute_operations(steps: StepGraph, by_name: dict[str, Operation]) -> list
             f"expected each operation's name once in a step, found {sorted({n for n in names if names.count(n) > 1})} "
             "more often."
         )
-    expected = sorted(o.name for o in steps.operations if not o.is_communication)
+    expected = sorted(o.name for o in steps.operations if o.is_compute)
     if sorted(steps.compute_order) != expected:
         raise ValueError(
             f"expected compute_order to hold each compute operation of the step once, {expected}, found "

@@ -7,11 +7,13 @@ Contract
 
     backward   early rows                what is left of the step before, and the next batch's early rows
                backward <table, bucket>  what ends with the submission of its gradients
+               backward up to <copy>     what ends where a value is reloaded, or its reload awaited
                end of backward
     between    optimizer step, next batch
     forward    update <table>            what ends with the submission of its rows
                start of forward
                rows <table>, update <bucket>: what follows on an await; then forward <table, bucket>
+               forward up to <copy>: what ends where a value is offloaded, or its offload awaited
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from torch import fx
 
 from embrace_fx import cost
 from embrace_fx.passes.collectives import awaited, is_submission
+from embrace_fx.passes.memory.held import nbytes
 from embrace_fx.passes.scheduler.node_cost import NodeMs, estimate
+from embrace_fx.vocabulary.copy_ops import COPY_OPS, OFFLOAD, RELOAD, compute_up_to, offload_id
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, IDS, START, OperationId, compute_id
+from embrace_fx.vocabulary.operation_id import BETWEEN, COPIES, EARLY, END, IDS, START, OperationId, compute_id
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 
@@ -52,14 +56,16 @@ class Block:
 
     Attributes:
         ms: estimated milliseconds, from the sizes of what its nodes read and write.
-        awaits: launches that it waits for, with how many windows before they were submitted.
+        awaits: launches and copies that it waits for, with how many windows before they were submitted.
         submits: nodes that submit something behind it.
+        copies: nodes that begin a copy behind it.
     """
 
     id: OperationId
     ms: float = 0.0
     awaits: list[tuple[OperationId, int]] = field(default_factory=list)
     submits: list[fx.Node] = field(default_factory=list)
+    copies: list[fx.Node] = field(default_factory=list)
 
 
 def blocks(graph: TrainingGraph, node_ms: NodeMs) -> list[Block]:
@@ -89,7 +95,9 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: No
     block = early
     for node in backward.graph.nodes:
         launch = awaited(node)
-        if launch is not None and launch.needs_lookahead:
+        if op_name(node) in COPY_OPS:
+            yield _up_to(node, end)
+        elif launch is not None and launch.needs_lookahead:
             early.awaits.append((launch, 1))
         elif launch is not None:
             end.awaits.append((launch, 0))
@@ -98,7 +106,7 @@ def _of_backward(backward: fx.GraphModule, early: Block, end: Block, node_ms: No
         elif is_submission(node):
             what = compute_id("backward", _launch(node).what)
             if block.id != what:
-                block = Block(what, end.ms)
+                block = Block(what, end.ms, _copies_taken(end))
                 end.ms = 0.0
                 yield block
             block.submits.append(node)
@@ -110,12 +118,16 @@ def _of_forward(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Ite
     segment: Block | None = Block(START)
     waiting = Block(START)  # for what is awaited
     for node in forward.graph.nodes:
+        if op_name(node) in COPY_OPS:
+            yield _up_to(node, segment or waiting)
+            continue
         launch, of_rows = awaited(node), op_name(node) == "_c10d_functional::wait_tensor"
         if is_submission(node) and launch_of(node) == IDS:
             between.submits.append(node)
         elif is_submission(node):
             spent = segment.ms if segment is not None else 0.0
-            yield Block(compute_id("update", _launch(node).what), spent + waiting.ms, waiting.awaits, [node])
+            awaits = (segment.awaits if segment is not None else []) + waiting.awaits
+            yield Block(compute_id("update", _launch(node).what), spent + waiting.ms, awaits, [node])
             waiting = Block(START)
             segment = Block(segment.id) if segment is not None else None
         elif launch is not None:
@@ -131,6 +143,56 @@ def _of_forward(forward: fx.GraphModule, between: Block, node_ms: NodeMs) -> Ite
             yield waiting
             segment, waiting = Block(compute_id("forward", ends.what)), Block(START)
     yield segment or waiting
+
+
+def cut_at_copies(
+    module: fx.GraphModule, what: OperationId, node_ms: NodeMs, before_ms: float = 0.0
+) -> Iterator[Block]:
+    """A phase in which nothing is launched, cut where copies begin and end; the last piece is `what`.
+
+    Args:
+        before_ms: of what is computed before it.
+    """
+    block = Block(what, before_ms)
+    for node in module.graph.nodes:
+        if op_name(node) in COPY_OPS:
+            yield _up_to(node, block)
+        else:
+            block.ms += node_ms(node)
+    yield block
+
+
+def build_alone(found: Sequence[Block]) -> StepGraph:
+    """The window of one process: its compute, in order, and its copies."""
+    operations: list[Operation] = []
+    dependences: list[Dependence] = []
+    for block in found:
+        name = str(block.id)
+        operations.append(Operation.of(block.id, block.ms))
+        dependences += [Dependence(str(launch), name, distance) for launch, distance in block.awaits]
+        for node in block.copies:
+            copied, needed = copy_operation(node)
+            operations.append(copied)
+            dependences += [Dependence(name, copied.name), *needed]
+    return StepGraph(tuple(operations), tuple(dependences), tuple(str(block.id) for block in found))
+
+
+def _up_to(node: fx.Node, block: Block) -> Block:
+    """What a block has computed up to a node that begins or awaits a copy; the block goes on behind it."""
+    ended = Block(compute_up_to(node), block.ms, _copies_taken(block))
+    block.ms = 0.0
+    if op_name(node) in (OFFLOAD, RELOAD):
+        ended.copies.append(node)
+    else:
+        block.awaits.append((_launch(node), 0))
+    return ended
+
+
+def _copies_taken(block: Block) -> list[tuple[OperationId, int]]:
+    """The copies that a block waits for, which the part of it that ends here has waited for."""
+    found = [each for each in block.awaits if each[0].lane in COPIES]
+    block.awaits = [each for each in block.awaits if each[0].lane not in COPIES]
+    return found
 
 
 def _what_awaits_lead_to(node: fx.Node) -> OperationId | None:
@@ -182,6 +244,10 @@ def build(
         operations.append(Operation.of(block.id, durations.get(block.id, 0.0), serves=served))
         order.append(name)
         dependences += [Dependence(str(launch), name, distance) for launch, distance in block.awaits]
+        for node in block.copies:
+            copied, needed = copy_operation(node)
+            operations.append(copied)
+            dependences += [Dependence(name, copied.name), *needed]
         for node in block.submits:
             launch = _launch(node)
             sent = sizes.sent.get(launch, _sent_bytes(node, launch, sizes, pieces, world_size))
@@ -192,6 +258,15 @@ def build(
             operations.append(Operation.of(launch, duration, sent, serves, held_bytes=sent))
             dependences.append(Dependence(name, str(launch)))
     return StepGraph(tuple(operations), tuple(dependences), tuple(order))
+
+
+def copy_operation(node: fx.Node) -> tuple[Operation, list[Dependence]]:
+    """The operation of a copy that a node begins, and what of the window before it needs."""
+    launch = _launch(node)
+    operation = Operation.of(launch, node.meta["copy_ms"], nbytes(node.meta["val"]), (launch.what,))
+    if op_name(node) == OFFLOAD:
+        return operation, []
+    return operation, [Dependence(str(offload_id(launch.what)), str(launch), 1)]
 
 
 def _pieces(found: Sequence[Block]) -> dict[str, int]:

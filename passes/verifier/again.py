@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.passes.collectives import is_launch, is_wait, running_modules
 from embrace_fx.passes.verifier.violation import Violation
+from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import Mutation, TrainingGraph
 from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, op_name
 
@@ -96,6 +97,8 @@ def _call(node: fx.Node) -> tuple[Any, ...]:
 
 def _origin(node: fx.Node) -> str:
     if op_name(node) == "embrace::copy_unwritten":
+        node = node.all_input_nodes[0]
+    while op_name(node) in COPY_OPS:  # out of memory and back
         node = node.all_input_nodes[0]
     return str(node.meta.get("again", node.name))
 

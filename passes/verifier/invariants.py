@@ -26,6 +26,7 @@ from embrace_fx.passes.collectives import (
     is_wait,
 )
 from embrace_fx.passes.verifier.again import computed_again_alike, drawn_again_alike
+from embrace_fx.passes.verifier.copies import copies_in_pairs, freed_values_unread, within_memory_limit
 from embrace_fx.passes.verifier.fake_values import disagreement, fake_mode_of, is_derived, nothing_recorded, unchanged
 from embrace_fx.passes.verifier.under_way import under_way_agrees
 from embrace_fx.passes.verifier.violation import Violation
@@ -247,6 +248,9 @@ _OF_THE_GRAPH: tuple[Callable[[TrainingGraph, TrainingGraph], Iterator[Violation
     under_way_agrees,
     computed_again_alike,
     drawn_again_alike,
+    copies_in_pairs,
+    freed_values_unread,
+    within_memory_limit,
 )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -73,12 +73,14 @@ class Recording:
         marks: (operation, window, when): what was done by then; None: the window begins.
         waits: (launch, window, from, to).
         transfers: what was launched and completed meanwhile.
+        memory: (when, bytes in use) at each mark.
     """
 
     marks: list[tuple[OperationId | None, int, float]] = field(default_factory=list)
     waits: list[tuple[OperationId, int, float, float]] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     window: int = -1
+    memory: list[tuple[float, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,11 @@ class Recorder:
 
     Args:
         clock: takes the moments.
+        bytes_in_use: asked at each mark.
     """
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, clock: Clock | None = None, bytes_in_use: Callable[[], int] | None = None) -> None:
+        self._bytes_in_use = bytes_in_use
         self.clock: Clock = clock or HostClock()
         self.recording: Recording | None = None
 
@@ -132,7 +136,10 @@ class Recorder:
         if recording is not None:
             if recording.marks and recording.marks[-1][:2] == (operation, recording.window):
                 recording.marks.pop()
-            recording.marks.append((operation, recording.window, self.clock.now()))
+            now = self.clock.now()
+            recording.marks.append((operation, recording.window, now))
+            if self._bytes_in_use is not None:
+                recording.memory.append((now, self._bytes_in_use()))
 
     @contextlib.contextmanager
     def waiting(self, launch: OperationId) -> Iterator[None]:
@@ -167,6 +174,7 @@ class Recorder:
         recording.waits = [
             (launch, window, seconds(start), seconds(end)) for launch, window, start, end in recording.waits
         ]
+        recording.memory = [(seconds(at), nbytes) for at, nbytes in recording.memory]
         recording.transfers = [
             replace(each, started_s=seconds(each.started_s), ended_s=seconds(each.ended_s))
             for each in recording.transfers

@@ -24,17 +24,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.ranks.failure import LaunchLog, PeerFailure, RollCall, failure_text
-from embrace_fx.vocabulary.operation_id import LANES, Lane
+from embrace_fx.vocabulary.operation_id import CLASS_LANES, Lane
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 from embrace_fx.vocabulary.stream_program import URGENT
 
 CLASSES = ("ids", "embedding", "dense")
 """Communication classes of a program's own launches: set-up, evaluation, and what no launcher sends."""
 
-LANE_GROUPS = tuple(f"{lane} lane" for lane in LANES if lane != "compute")
+LANE_GROUPS = tuple(f"{lane} lane" for lane in CLASS_LANES)
 """The groups of the launcher's thread."""
 
-LANE_GROUP: Mapping[Lane, str] = dict(zip(LANES[1:], LANE_GROUPS, strict=True))
+LANE_GROUP: Mapping[Lane, str] = dict(zip(CLASS_LANES, LANE_GROUPS, strict=True))
 """The group on which a class of communication travels."""
 
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ class Groups:
                 "Compile a model anew."
             )
 
-    def open_lanes(self, device: torch.device = CPU, lanes: Collection[Lane] = LANES) -> None:
+    def open_lanes(self, device: torch.device = CPU, lanes: Collection[Lane] = CLASS_LANES) -> None:
         """Makes the launcher's own groups, one for each class: a group has one thread launching on it. Collective.
 
         Args:
@@ -137,7 +137,7 @@ class Groups:
         """
         if self.world_size == 1:
             return
-        for lane, name in zip(LANES[1:], LANE_GROUPS, strict=True):
+        for lane, name in zip(CLASS_LANES, LANE_GROUPS, strict=True):
             if name in self._groups or lane not in lanes:
                 continue
             if self.uses_nccl(device):

@@ -17,12 +17,15 @@ from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.node_calls import NodeCalls
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.launch import streams
+from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import Streams
+from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.step.gradient_hooks import accumulated, hooked
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.owed import Owed
+from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, COPY_OPS, OFFLOAD, RELOAD, compute_up_to
 from embrace_fx.vocabulary.graph import Shard, TrainingGraph
 from embrace_fx.vocabulary.ops import is_users_launch, is_users_wait, launch_of, op_name
 
@@ -34,6 +37,8 @@ class Bindings:
         buckets: what the graph reduces, in launch order; None: nothing.
         flow: launches the exchanges; None: they are launched on the spot.
         links: those that exchanges are cut for.
+        copies: what copies saved values out of memory and back; None: nothing does.
+        recorder: told of them.
 
     Attributes:
         by_op: op name -> what every node of that op calls, unless a phase's method says otherwise.
@@ -48,8 +53,11 @@ class Bindings:
         buckets: tuple[tuple[str, ...], ...] | None,
         flow: Flow | None,
         links: Cluster,
+        copies: Copies | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._state = state
+        self._copies, self._recorder = copies, recorder if flow is None else flow.recorder
         self._announcements = announcements
         communicator = self._communicator = announcements.communicator
         self._buckets = buckets or ()
@@ -71,8 +79,14 @@ class Bindings:
         return self._alone.kernel(node) if self._alone is not None else self._with_table_names(node)
 
     def forward(self, node: fx.Node) -> Callable[..., Any] | None:
-        found = self._of_user(node) or self._lookup(node)
+        found = self._of_user(node) or self._lookup(node) or self._copied(node)
         return found or self._owed(self.owed_forward, node, self._in_flow(node))
+
+    def _copied(self, node: fx.Node) -> Callable[..., Any] | None:
+        if op_name(node) not in COPY_OPS:
+            return None
+        assert self._copies is not None
+        return _named(_copy(self._copies, self._recorder, node), node.name)
 
     def _lookup(self, node: fx.Node) -> Callable[..., Any] | None:
         """Rows of a table that may have skipped steps take them before they are read."""
@@ -91,7 +105,8 @@ class Bindings:
     def backward(self, node: fx.Node) -> Callable[..., Any] | None:
         if op_name(node) == "embrace::pack_bucket":
             return _Packer(self._state, self._buckets[node.meta["bucket"]])
-        return self._of_user(node) or self._owed(self.owed_backward, node, self._in_flow(node) or self.unique(node))
+        found = self._of_user(node) or self._copied(node)
+        return found or self._owed(self.owed_backward, node, self._in_flow(node) or self.unique(node))
 
     def _owed(self, owed: Owed, node: fx.Node, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
         call = call or self.by_op.get(op_name(node))
@@ -121,6 +136,27 @@ class Bindings:
             return announcements.all_gather_ids(unique, num_rows, group, group_size, names)
 
         return all_gather_ids
+
+
+def _copy(copies: Copies, recorder: Recorder | None, node: fx.Node) -> Callable[..., Any]:
+    """What a node calls that begins or awaits a copy."""
+    launch, until, name = launch_of(node), compute_up_to(node), op_name(node)
+    assert launch is not None
+
+    def begin(value: Any, _: str) -> Any:
+        if recorder is not None:
+            recorder.mark(until)
+        return (copies.offload if name == OFFLOAD else copies.reload)(value, launch, recorder)
+
+    def end(copied: Any, _: str) -> Any:
+        awaiting = copies.await_offload if name == AWAIT_OFFLOAD else copies.await_reload
+        if recorder is None:
+            return awaiting(copied)
+        recorder.mark(until)
+        with recorder.waiting(launch):
+            return awaiting(copied)
+
+    return begin if name in (OFFLOAD, RELOAD) else end
 
 
 def _named(call: Callable[..., Any], node: str) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.delivery import Delivery, delivered
@@ -70,6 +71,7 @@ class Program:
         links: those that exchanges are cut for.
         regions: what compiles the compute between communications; None: every op is called by itself.
         variants: variant of a step -> the graph with its phase; None: the graph serves every step.
+        copies: what copies saved values out of memory and back, where the graph does.
 
     Attributes:
         unique, ids: the phases that the others follow on.
@@ -99,8 +101,10 @@ class Program:
         links: Cluster,
         regions: RegionCompiler | None = None,
         variants: Callable[[StepVariant], TrainingGraph] | None = None,
+        copies: Copies | None = None,
     ) -> None:
         self.variants = variants
+        self.copies = copies
         self.state = state
         self.announcements = announcements
         self.communicator = announcements.communicator
@@ -135,7 +139,8 @@ class Program:
         )
 
     def _bound(self, graph: TrainingGraph) -> Bindings:
-        return Bindings(graph, self.state, self.announcements, self._buckets, self.flow, self._links)
+        flow, links = self.flow, self._links
+        return Bindings(graph, self.state, self.announcements, self._buckets, flow, links, self.copies, self.recorder)
 
     def _lowered_phase(self, phase: str, graph: TrainingGraph, bound: Bindings) -> LoweredPhase:
         module, is_last = graph.phases[phase], phase == "backward"

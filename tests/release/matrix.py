@@ -111,7 +111,7 @@ def _said(command: list[str]) -> str:
 
 def verdict(python: Path, pair: Pair) -> str:
     """What pytest says at the end, and the first failure where there is one."""
-    command = [python, "-m", "pytest", "-q", "-p", "no:xdist", *SUITE]
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:xdist", *SUITE]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )

@@ -37,6 +37,7 @@ NAMES = [
     "global_frequency",
     "reduce_gradients",
     "recompute_regions",
+    "recompute_cheap",
 ]
 
 

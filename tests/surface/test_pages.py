@@ -144,7 +144,7 @@ def test_what_a_page_quotes_runs(page: str, here: Path) -> None:
 @contextlib.contextmanager
 def alone() -> Iterator[dict[str, Any]]:
     """What the exchange of a gradient takes as known, on one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         known = {"STRATEGIES": STRATEGIES, "Channel": Channel, "ExchangeOptions": ExchangeOptions, "run": run}
         yield known | {"group": dist.group.WORLD, "gradient": torch.randn(8, 4)}

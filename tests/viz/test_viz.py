@@ -17,12 +17,14 @@ import pytest
 from embrace_fx import viz
 from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, paint
 from embrace_fx.viz.picture import Panel, Picture, labels
-from embrace_fx.vocabulary.operation_id import LANES
+from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, LANES
 from embrace_fx.vocabulary.schedule import Dependence, Operation, Schedule, Span, StepGraph, Timeline, Wait
 from tests.support import timelines
 from tests.support.pictures import compute, saved
 
 SVG = "{http://www.w3.org/2000/svg}"
+SENT = ("compute", *CLASS_LANES)
+"""The lanes of steps that copy nothing."""
 
 
 # ------------------------------------------------------------------------------------------- what there is to draw
@@ -136,7 +138,7 @@ def test_labels_get_shorter(name: str, serves: str, short: str) -> None:
 
 
 def test_a_lane_without_operations_is_left_out(schedule: Schedule) -> None:
-    assert Picture(schedule, None).lanes == LANES
+    assert Picture(schedule, None).lanes == SENT
     assert panel_of(compute("backward a", 0, 1)).lanes == ("compute",)
 
 
@@ -193,7 +195,7 @@ def test_trace_has_a_process_per_rank_and_a_thread_per_lane(
     assert list(processes.values()) == ["predicted, rank 0", *(f"measured, rank {rank}" for rank in range(4))]
     for pid in processes:
         threads = {e["tid"]: e["args"]["name"] for e in events["M"] if e["name"] == "thread_name" and e["pid"] == pid}
-        assert tuple(threads[tid] for tid in sorted(threads)) == LANES
+        assert tuple(threads[tid] for tid in sorted(threads)) == SENT
 
 
 def test_trace_has_every_span_and_wait(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
@@ -274,7 +276,8 @@ def test_svg_shows_every_span_where_it_belongs(tmp_path: Path, schedule: Schedul
 def test_svg_has_legend_axis_figures_and_path(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
     root = ET.fromstring(saved(tmp_path, ".svg", schedule, timeline))
     texts = [t.text for t in root.iterfind(f"{SVG}text")]
-    for expected in (*PAINTS.values(), "critical path", "ms", "10", "rank 3", "backward t", "forward t+1"):
+    drawn = [name for name in PAINTS.values() if name not in COPIES]
+    for expected in (*drawn, "critical path", "ms", "10", "rank 3", "backward t", "forward t+1"):
         assert expected in texts
     assert f"overlap ratio {timeline.diagnostics().overlap_ratio:.3f}" in " ".join(t or "" for t in texts)
     framed = [r for r in root.iterfind(f"{SVG}rect") if r.get("class") == "critical"]

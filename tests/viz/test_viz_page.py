@@ -11,9 +11,12 @@ import pytest
 
 from embrace_fx import viz
 from embrace_fx.vocabulary.background import Background, StepOn, TablePlace
-from embrace_fx.vocabulary.operation_id import LANES
+from embrace_fx.vocabulary.operation_id import CLASS_LANES
 from embrace_fx.vocabulary.schedule import Operation, Schedule, Span, Timeline, Wait
 from tests.support import timelines
+
+SENT = ("compute", *CLASS_LANES)
+"""The lanes of steps that copy nothing."""
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -79,8 +82,8 @@ def drawn_pixels(tab: Any, panel: str) -> bytes:
 
 def test_lanes_of_every_rank_and_the_figures(tab: Any, tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
     opened(tab, tmp_path, schedule, timeline)
-    assert tab.locator("#predicted .lane").all_inner_texts() == [*LANES]
-    assert tab.locator("#measured .lane").all_inner_texts() == [*LANES] * 4
+    assert tab.locator("#predicted .lane").all_inner_texts() == [*SENT]
+    assert tab.locator("#measured .lane").all_inner_texts() == [*SENT] * 4
     assert tab.locator("#measured .rank").all_inner_texts() == [f"rank {k}" for k in range(4)]
     step = tab.locator("#figures tbody tr").first.inner_text()
     assert f"{schedule.diagnostics().step_ms:.2f} ms" in step

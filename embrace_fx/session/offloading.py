@@ -1,0 +1,70 @@
+"""Where a model's values are offloaded to, and how fast: a directory that the user names, the host of a GPU."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+
+from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
+from embrace_fx.runtime.launch.streams import streams_of
+from embrace_fx.runtime.memory.copies import Copies, FileCopies, Measured, PinnedCopies
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
+from embrace_fx.setup.setting import Setting
+
+
+@dataclass(frozen=True)
+class Offloading:
+    """What copies values out of a model's memory and back; None: nothing does.
+
+    Attributes:
+        rate: of the slowest rank, so that all decide alike.
+    """
+
+    copies: Copies | None = None
+    rate: CopyRate = NO_COPIES
+
+    @classmethod
+    def of(cls, setting: Setting) -> Offloading:
+        """What a setting asks for, measured. Collective where it asks for any.
+
+        Raises:
+            PeerFailure: a rank cannot offload; on every rank.
+        """
+        options, devices = setting.options, {parameter.device for parameter in setting.model.parameters()}
+        device = next(iter(devices), torch.device("cpu"))
+        on = streams_of(device) if len(devices) == 1 else None
+        if options.memory_budget is None or (options.offload_to is None and on is None):
+            return cls()
+        copies: FileCopies | PinnedCopies | None = None
+        own: Measured | str
+        try:
+            if on is None:
+                assert options.offload_to is not None
+                copies = FileCopies(options.offload_to)
+            elif options.offload_to is not None:
+                raise ValueError(
+                    "expected no offload_to for a model on a GPU, in compile(), found one: what it offloads goes to "
+                    "its host's memory. Leave it out."
+                )
+            else:
+                copies = PinnedCopies(on)
+            own = copies.measure(device)
+        except (ValueError, RuntimeError, OSError) as error:  # whatever it is, the other ranks must hear of it
+            own = failure_text(error)
+        return cls(copies, _agreed(setting.communicator, own, on_host=on is None))
+
+
+def _agreed(communicator: Communicator, own: Measured | str, *, on_host: bool) -> CopyRate:
+    """One rate for all ranks. Collective."""
+    threads = torch.get_num_threads()
+    everyone = communicator.gather((own, socket.gethostname(), threads), tuple[Measured | str, str, int])
+    if failures := {rank: told for rank, (told, _, _) in enumerate(everyone) if isinstance(told, str)}:
+        raise PeerFailure(failures)
+    rates, starts = zip(*(told for told, _, _ in everyone if not isinstance(told, str)), strict=True)
+    computing = sum(each for _, host, each in everyone if host == socket.gethostname())
+    shares = on_host and computing >= len(os.sched_getaffinity(0))
+    return CopyRate(min(rates), max(starts), 1.0 / threads if shares else 0.0)

@@ -1,0 +1,221 @@
+"""What costs next to nothing to compute again is not saved: masks, casts, pointwise chains, norms along rows.
+
+AOTAutograd decides by a minimum cut what its forward saves (`torch._functorch.partitioners`); so does this pass,
+between storages, and only as far as it is free: all that runs again takes at most `AT_MOST` of the step, as predicted.
+
+Contract
+    Same values, bit for bit; fewer bytes saved, and no more held at any time. A model with checkpointed regions of its
+    own is left as it is: these are decisions already taken.
+
+    rewrite:  h = a + b; y = relu(h); z = y @ w; ...; gh = threshold_backward(g, y, 0); gw = y.t() @ gz
+    ->        h = a + b; y = relu(h); z = y @ w; ...; y_again = relu(a + b); ...          where a and b are saved anyway
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import networkx as nx
+import torch
+from torch import fx
+
+from embrace_fx import cost
+from embrace_fx.passes.memory.held import Held, Storage, held
+from embrace_fx.passes.memory.offload import view_of
+from embrace_fx.passes.memory.regions import can_run_again, compute_again, written_by
+from embrace_fx.passes.scheduler.node_cost import NodeMs, estimate
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.ops import op_name
+
+AT_MOST = 0.01
+"""Of a step's time, what runs again may take: less than steps differ among themselves."""
+
+WORTH_BYTES = 2**15
+"""Saved for each op that runs again: what is moved in the time in which an op is called, some 3 us at 10 GB/s."""
+
+LONGEST = 4
+"""Ops in a row that run again, at most: what a longer chain begins with would be held long before it is read."""
+
+_MOVES = (
+    *("add", "sub", "mul", "div", "neg", "relu", "abs", "sign", "clamp", "clamp_min", "clamp_max", "where"),
+    *("ge", "gt", "le", "lt", "eq", "ne", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or"),
+    *("bitwise_not", "masked_fill", "_to_copy", "clone", "square", "reciprocal"),
+)
+_COMPUTES = ["gelu", "silu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt", "leaky_relu", "hardtanh", "hardswish"]
+_OF_ROWS = ("native_layer_norm",)
+
+TIMES: dict[str, float] = (
+    {f"aten::{name}": 1.0 for name in _MOVES}
+    | {f"aten::{name}": 4.0 for name in _COMPUTES}
+    | {f"aten::{name}": 2.0 for name in _OF_ROWS}
+)
+"""Ops that may run again -> how many times as long they are taken to need as moving their bytes does."""
+
+
+@dataclass(frozen=True)
+class RecomputeCheap:
+    """Puts copies of cheap nodes into the backward of a joint graph.
+
+    Attributes:
+        compute: how fast nodes run.
+    """
+
+    compute: cost.Compute
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        if any("again" in node.meta for node in graph.graph.nodes):
+            return graph
+        found = held(graph)
+        if found.backward == len(found.nodes):
+            return graph
+        chosen = _Cuts(graph, found, estimate(self.compute)).chosen()
+        if not chosen:
+            return graph
+        result = graph.edit()
+        numbers = {node.name: number for number, nodes in enumerate(chosen) for node in nodes}
+        for node in result.graph.nodes:
+            if node.name in numbers:
+                node.meta["region"], node.meta["kept"] = (numbers[node.name],), False
+        compute_again(result)
+        result.graph.lint()
+        result.module.recompile()
+        return result if held(result).peak_bytes <= found.peak_bytes else graph  # what comes again may come at once
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of the forward that a cut has decided on.
+
+    Attributes:
+        again: storages that are computed again instead of saved.
+        bytes: by which less is saved.
+        ms: of what runs again.
+    """
+
+    again: tuple[Storage, ...]
+    bytes: int
+    ms: float
+
+
+class _Cuts:
+    """The minimum cuts of one graph, part by part."""
+
+    def __init__(self, graph: TrainingGraph, found: Held, node_ms: NodeMs) -> None:
+        self._held = found
+        self._node_ms = node_ms
+        self._written = written_by(graph)
+        self._forward = {node: k for k, node in enumerate(found.nodes[: found.backward])}
+        self._storages = [s for s in found.storages if s.born < found.backward]
+        self._makers = {id(s): self._made_by(s) for s in self._storages}
+
+    def chosen(self) -> list[list[fx.Node]]:
+        """Nodes that run again, those of each part by themselves."""
+        allowed_ms = AT_MOST * sum(map(self._node_ms, self._held.nodes))
+        regions = []
+        for piece in sorted(self._pieces(), key=lambda p: p.ms / p.bytes):
+            if piece.ms <= allowed_ms:
+                allowed_ms -= piece.ms
+                regions.append([name for s in piece.again for name in s.names if name in self._forward])
+        return regions
+
+    def _made_by(self, storage: Storage) -> list[fx.Node]:
+        """The nodes of the forward that make a storage, and write into it."""
+        nodes = (storage.node, *storage.names)
+        return list(dict.fromkeys(n for n in nodes if n in self._forward and op_name(n) and view_of(n) is None))
+
+    @cached_property
+    def _sources(self) -> dict[int, list[Storage]]:
+        """Storages that may be computed again, by `id` -> those that this reads."""
+        found: dict[int, list[Storage]] = {}
+        depth: dict[int, int] = {}
+        for storage in self._storages:
+            sources = self._read_by(storage)
+            if sources is None:
+                continue
+            deep = 1 + max((depth.get(id(s), 0) for s in sources), default=0)
+            if deep <= LONGEST:
+                found[id(storage)], depth[id(storage)] = sources, deep
+        return found
+
+    def _read_by(self, storage: Storage) -> list[Storage] | None:
+        """The storages that making one reads; None: it is not cheap to make."""
+        if storage.dies == len(self._held.nodes):
+            return None
+        nodes = [storage.node, *(n for n in storage.names if n in self._forward)]
+        read: dict[int, Storage] = {}
+        for node in nodes:
+            is_op = isinstance(node.target, torch._ops.OpOverload)
+            if node not in self._forward or not can_run_again(node, self._written):
+                return None
+            if is_op and view_of(node) is None and op_name(node) not in TIMES:
+                return None
+            for value in node.all_input_nodes:
+                if value.meta.get("role") in self._written:
+                    return None
+                read |= {id(s): s for s in self._held.memory.get(value, ()) if s is not storage}
+        return list(read.values())
+
+    def _pieces(self) -> Iterator[_Piece]:
+        """The parts that share no storage that may be computed again, each cut by itself."""
+        reads: nx.Graph[int] = nx.Graph()
+        reads.add_nodes_from(id(s) for s in self._storages)
+        reads.add_edges_from((id(source), key) for key, sources in self._sources.items() for source in sources)
+        by_id = {id(s): s for s in self._storages}
+        for part in nx.connected_components(reads):
+            if any(key in self._sources and by_id[key].first_backward is not None for key in part):
+                piece = self._cut([by_id[key] for key in part])
+                if piece is not None:
+                    yield piece
+
+    def _cut(self, storages: Sequence[Storage]) -> _Piece | None:
+        position = {id(s): k for k, s in enumerate(storages)}
+        outlives = [s.dies == len(self._held.nodes) for s in storages]
+        sizes = [0 if stays else s.nbytes for s, stays in zip(storages, outlives, strict=True)]
+        sources = {position[key]: [position[id(s)] for s in of] for key, of in self._sources.items() if key in position}
+        needed = [s for s in storages if s.first_backward is not None]
+        cut = least_saved(sizes, sources, [position[id(s)] for s in needed])
+        saved = {id(storages[k]) for k in cut}
+        again = self._again(needed, saved)
+        less = sum(sizes[position[id(s)]] for s in needed) - sum(sizes[k] for k in cut)
+        kernels = sum(len(self._makers[id(s)]) for s in again)
+        if not again or less < WORTH_BYTES * max(kernels, 1):
+            return None
+        nodes = {node for s in again for node in self._makers[id(s)]}
+        return _Piece(tuple(again), less, sum(self._node_ms(n) * TIMES.get(op_name(n), 0.0) for n in nodes))
+
+    def _again(self, needed: Iterable[Storage], saved: set[int]) -> list[Storage]:
+        """What is computed again so that what is needed is there."""
+        found: dict[int, Storage] = {}
+        waiting = list(needed)
+        while waiting:
+            storage = waiting.pop()
+            if id(storage) in saved or id(storage) in found:
+                continue
+            found[id(storage)] = storage
+            waiting += self._sources[id(storage)]
+        return sorted(found.values(), key=lambda s: s.born)
+
+
+def least_saved(sizes: Sequence[int], sources: Mapping[int, Sequence[int]], needed: Iterable[int]) -> set[int]:
+    """The storages to save, the fewest bytes from which all that is needed can be had: a minimum cut.
+
+    Args:
+        sizes: bytes of each storage.
+        sources: a storage that may be made again -> those that this reads.
+    """
+    flow: nx.DiGraph[tuple[int, bool]] = (
+        nx.DiGraph()
+    )  # a storage, and whether it is there: what comes out of its making
+    begin, end = (-1, False), (-1, True)
+    for k, size in enumerate(sizes):
+        flow.add_edge((k, False), (k, True), capacity=size)
+        if k not in sources:
+            flow.add_edge(begin, (k, False))
+        flow.add_edges_from(((source, True), (k, False)) for source in sources.get(k, ()))
+    flow.add_edges_from(((k, True), end) for k in needed)
+    if begin not in flow or end not in flow:
+        return set()
+    _, (reached, _) = nx.minimum_cut(flow, begin, end)
+    return {k for k in range(len(sizes)) if (k, False) in reached and (k, True) not in reached}

@@ -1,0 +1,53 @@
+"""What a step is predicted to hold, by time: the line above a schedule's picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from embrace_fx.passes.memory.held import Held
+from embrace_fx.passes.scheduler.node_cost import NodeMs
+from embrace_fx.vocabulary.operation_id import BETWEEN
+from embrace_fx.vocabulary.schedule import MemoryAt, Span, Timeline
+
+
+def memory_line(predicted: Timeline, found: Held, node_ms: NodeMs) -> tuple[MemoryAt, ...]:
+    """The line of a prediction, of one rank.
+
+    A backward's nodes run in the compute of its spans, one after the other, each as long as its share of all of them;
+    so do a forward's. Where compute waits, as much is held as before.
+    """
+    backward, forward = slice(found.backward, None), slice(0, found.backward)
+    points: list[MemoryAt] = []
+    for window in sorted({span.window for span in predicted.spans}):
+        compute = sorted(
+            (s for s in predicted.spans if s.window == window and s.operation.is_compute), key=lambda s: s.start_ms
+        )
+        cut = next((k for k, s in enumerate(compute) if s.operation.name == str(BETWEEN)), len(compute))
+        for spans, part in ((compute[:cut], backward), (compute[cut + 1 :], forward)):
+            times = _starts(spans, [node_ms(node) for node in found.nodes[part]])
+            points += [MemoryAt(0, at, nbytes) for at, nbytes in zip(times, found.by_time[part], strict=False)]
+    return tuple(_changes(points))
+
+
+def _starts(spans: Sequence[Span], durations_ms: Sequence[float]) -> Iterator[float]:
+    """When nodes begin that run within spans, in as much of their time as they have of all nodes'."""
+    total, offered = sum(durations_ms), sum(s.end_ms - s.start_ms for s in spans)
+    if not spans:
+        return
+    k, passed = 0, 0.0
+    for done in accumulate(durations_ms[:-1], initial=0.0):
+        at = done * offered / total if total else 0.0
+        while k < len(spans) - 1 and passed + spans[k].end_ms - spans[k].start_ms <= at:
+            passed += spans[k].end_ms - spans[k].start_ms
+            k += 1
+        yield spans[k].start_ms + at - passed
+
+
+def _changes(points: Sequence[MemoryAt]) -> Iterator[MemoryAt]:
+    """Those that differ from the one before."""
+    before = -1
+    for point in points:
+        if point.held_bytes != before:
+            yield point
+        before = point.held_bytes

@@ -1,0 +1,190 @@
+"""Saved values leave memory behind their last reader in the forward, and are back before their first in the backward.
+
+Contract
+    Same values, bit for bit. What leaves is the whole of a storage; what else of it the backward reads, views, it makes
+    again of what has come back. Nothing reads a value whose memory has gone.
+
+    rewrite:  h = relu(x); y = h @ v; ...;               gv = h.t() @ g
+    ->        h = relu(x); t = offload(h); y = h @ v; ...; s = await_offload(t); ...
+              c = reload(s); ...; h_back = await_reload(c); gv = h_back.t() @ g
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from embrace_fx.passes.collectives import aliased_inputs
+from embrace_fx.passes.memory.held import Held, Storage
+from embrace_fx.passes.memory.place import CopyRate, Placed
+from embrace_fx.passes.rewriter import Rewriter
+from embrace_fx.vocabulary import copy_ops
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.in_place import SHARES_MEMORY
+from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.vocabulary.ops import op_name
+
+embrace = torch.ops.embrace
+
+
+# ---- what can leave ----
+
+
+def values_that_leave(found: Held) -> dict[int, fx.Node]:
+    """Storages (by `id`) that can be copied out and back -> the value that is all of what each holds.
+
+    What a result or a launch lies in stays, and what nothing but compute's own ops have made.
+    """
+    backward = set(found.nodes[found.backward :])
+    values = {}
+    for storage in found.saved:
+        value = _value_of(storage, backward)
+        if value is not None and storage.dies < len(found.nodes):
+            values[id(storage)] = value
+    return values
+
+
+def _value_of(storage: Storage, backward: set[fx.Node]) -> fx.Node | None:
+    if not _is_made_by_compute(storage.node):
+        return None
+    names = set(storage.names)
+    whole = [n for n in storage.names if n not in backward and _is_tensor(n) and view_of(n) not in names]
+    if not whole or not _is_dense(whole[-1]):
+        return None
+    read = [node for node in storage.names if node not in backward and not backward.isdisjoint(node.users)]
+    return whole[-1] if all(_leads_to(node, whole[-1]) for node in read) else None
+
+
+def view_of(node: fx.Node) -> fx.Node | None:
+    """What a node is a view of; None: it is none."""
+    if node.op != "call_function":
+        return None
+    if node.target in SHARES_MEMORY:
+        return node.all_input_nodes[0]
+    if not isinstance(node.target, OpOverload):
+        tuples = node.all_input_nodes
+        return tuples[0] if tuples and view_of(tuples[0]) is not None else None
+    returns = node.target._schema.returns
+    if not returns or returns[0].alias_info is None or returns[0].alias_info.is_write:
+        return None
+    aliased = aliased_inputs(node)
+    return aliased[0] if aliased else None
+
+
+def _leads_to(node: fx.Node | None, value: fx.Node) -> bool:
+    while node is not None and node is not value:
+        node = view_of(node)
+    return node is value
+
+
+def _is_made_by_compute(node: fx.Node) -> bool:
+    while node.op == "call_function" and not isinstance(node.target, OpOverload):
+        node = node.all_input_nodes[0]
+    if not isinstance(node.target, OpOverload) or node.target.namespace == "_c10d_functional":
+        return False
+    return node.target.namespace != "embrace" or op_name(node) == "embrace::rnn_layer"
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_dense(node: fx.Node) -> bool:
+    """Whether another value made like it lies the same way. Compared as text: symbolic sizes stay without guards."""
+    value = node.meta["val"]
+    return value.layout == torch.strided and str(torch.empty_like(value).stride()) == str(value.stride())
+
+
+# ---- copies put in ----
+
+
+def insert_copies(graph: TrainingGraph, found: Held, copies: Sequence[Placed], rate: CopyRate) -> None:
+    """Puts offloads and reloads into a joint graph, in place.
+
+    Args:
+        found: what the graph holds without them.
+    """
+    _Copies(graph, found, rate).insert(copies)
+
+
+class _Copies:
+    def __init__(self, graph: TrainingGraph, found: Held, rate: CopyRate) -> None:
+        self._graph = graph.graph
+        self._rewriter = Rewriter(graph.module)
+        self._held = found
+        self._rate = rate
+        self._values = values_that_leave(found)
+        self._position = {node: k for k, node in enumerate(found.nodes)}
+        self._end_of_forward = _next(found.nodes[found.backward - 1])
+
+    def insert(self, copies: Sequence[Placed]) -> None:
+        stored = self._offload(copies)
+        coming: dict[int, fx.Node] = {}
+        for copy in sorted(copies, key=lambda c: (c.comes, c.back, c.storage.born)):
+            value = self._values[id(copy.storage)]
+            launch = copy_ops.reload_id(value.name)
+            node = self._insert(self._held.nodes[copy.comes], embrace.reload, stored[id(copy.storage)], launch)
+            node.meta["copy_ms"] = self._rate.ms(copy.storage.nbytes)
+            coming[id(copy.storage)] = node
+        for copy in sorted(copies, key=lambda c: (c.back, c.storage.born)):
+            value = self._values[id(copy.storage)]
+            launch = copy_ops.reload_id(value.name)
+            back = self._insert(self._held.nodes[copy.back], embrace.await_reload, coming[id(copy.storage)], launch)
+            self._read_back(copy.storage, value, back)
+
+    def _offload(self, copies: Sequence[Placed]) -> dict[int, fx.Node]:
+        leaving: dict[int, fx.Node] = {}
+        for copy in sorted(copies, key=lambda c: c.storage.born, reverse=True):
+            value = self._values[id(copy.storage)]
+            launch = copy_ops.offload_id(value.name)
+            node = self._insert(_next(value), embrace.offload, value, launch)
+            node.meta["copy_ms"] = self._rate.ms(copy.storage.nbytes)
+            leaving[id(copy.storage)] = node
+        stored = {}
+        for copy in sorted(copies, key=lambda c: (c.left, c.storage.born)):
+            value = self._values[id(copy.storage)]
+            at_end = copy.left == self._held.backward
+            before = self._end_of_forward if at_end else self._held.nodes[copy.left]
+            launch = copy_ops.offload_id(value.name)
+            stored[id(copy.storage)] = self._insert(before, embrace.await_offload, leaving[id(copy.storage)], launch)
+        return stored
+
+    def _insert(self, before: fx.Node, op: torch._ops.OpOverloadPacket, value: fx.Node, launch: OperationId) -> fx.Node:
+        with self._rewriter.before(before):
+            kind = op.__name__
+            node = self._rewriter.call(op.default, value, str(launch), name=f"{launch.what}_{kind}")
+        node.meta["launch"] = launch
+        return node
+
+    def _read_back(self, storage: Storage, value: fx.Node, back: fx.Node) -> None:
+        """Has the backward read what has come back, and views of that."""
+        for name in storage.names:
+            readers = [user for user in name.users if self._position.get(user, -1) >= self._held.backward]
+            if self._position[name] >= self._held.backward or not readers:
+                continue
+            made = self._made_of(name, value, back, min(readers, key=self._position.__getitem__))
+            for reader in readers:
+                reader.replace_input_with(name, made)
+
+    def _made_of(self, name: fx.Node, value: fx.Node, back: fx.Node, before: fx.Node) -> fx.Node:
+        """A view of a value, made again of what has come back."""
+        source = view_of(name)
+        if name is value:
+            return back
+        assert source is not None
+        own = self._made_of(source, value, back, before)
+        with self._graph.inserting_before(before):
+            copy = self._graph.node_copy(name, lambda n: own if n is source else n)
+        copy.name = f"{name.name}_back"
+        copy.meta = {**name.meta, "again": name.name}
+        return copy
+
+
+def _next(node: fx.Node) -> fx.Node:
+    following = node.next
+    while following.op == "placeholder":
+        following = following.next
+    return following

@@ -1,0 +1,146 @@
+"""Where copies out of memory and back stand in a step: where compute hides them, as near as the limit asks.
+
+An offload begins behind the node that makes its value. It is awaited where it is expected to have ended, or, where that
+would hold too much, as early as behind the value's last reader. A reload is begun so early that it is expected to have
+ended where its reader stands, or, where that would hold too much, as late as right before it. Each lane copies one
+value after the other. What the program waits for all the same is added to the step's time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from embrace_fx.passes.memory.held import Storage
+
+
+@dataclass(frozen=True)
+class CopyRate:
+    """How fast values are copied.
+
+    Attributes:
+        bytes_per_ms: one way; 0: nothing is.
+        start_ms: of a copy, however few its bytes.
+        share: how much of a copy's time compute loses, where both share cores.
+    """
+
+    bytes_per_ms: float = 0.0
+    start_ms: float = 0.0
+    share: float = 0.0
+
+    def ms(self, nbytes: int) -> float:
+        """One way."""
+        return self.start_ms + nbytes / self.bytes_per_ms
+
+
+NO_COPIES = CopyRate()
+"""Nothing is copied."""
+
+
+@dataclass
+class Placed:
+    """The places of one storage's copies, as positions of the nodes that they stand before.
+
+    Attributes:
+        left: where its offload is awaited; the position of the backward: at the forward's end.
+        comes: where its reload begins.
+    """
+
+    storage: Storage
+    left: int
+    comes: int
+
+    @property
+    def back(self) -> int:
+        """Where its reload is awaited."""
+        assert self.storage.first_backward is not None
+        return self.storage.first_backward
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All of a step's copies, what it holds with them at most, and the time that they add."""
+
+    copies: tuple[Placed, ...]
+    peak_bytes: int
+    added_ms: float
+
+
+def place(
+    storages: Sequence[Storage],
+    by_time: Sequence[int],
+    starts_ms: Sequence[float],
+    backward: int,
+    limit: int,
+    rate: CopyRate,
+) -> Placement:
+    """Places the copies of saved storages.
+
+    Args:
+        by_time: bytes while each node runs, were nothing offloaded.
+        starts_ms: when each node begins; one more: when the last ends.
+        backward: the position of the first node of the backward.
+    """
+    held = np.array(by_time, dtype=np.int64)
+    copies = _hidden(storages, starts_ms, backward, rate)
+    for copy in copies:
+        held[copy.left : copy.comes] -= copy.storage.nbytes
+    while held.size and held.max() > limit:
+        if not _nearer(copies, held, int(held.argmax()), backward):
+            break
+    peak = int(held.max()) if held.size else 0
+    return Placement(tuple(copies), peak, _added_ms(copies, starts_ms, rate))
+
+
+def _hidden(storages: Sequence[Storage], starts_ms: Sequence[float], backward: int, rate: CopyRate) -> list[Placed]:
+    """Each copied as early, or as late, as nothing waits for it."""
+    lane_ms = 0.0
+    copies = []
+    for storage in sorted(storages, key=lambda s: s.born):
+        lane_ms = max(lane_ms, starts_ms[storage.born + 1]) + rate.ms(storage.nbytes)
+        left = bisect_left(starts_ms, lane_ms, storage.last_forward + 1, backward)
+        copies.append(Placed(storage, min(left, backward), backward))
+    lane_ms = starts_ms[-1]
+    for copy in sorted(copies, key=lambda c: (c.back, c.storage.born), reverse=True):
+        lane_ms = min(lane_ms, starts_ms[copy.back]) - rate.ms(copy.storage.nbytes)
+        copy.comes = max(bisect_right(starts_ms, lane_ms, backward, copy.back + 1) - 1, backward)
+    return copies
+
+
+def _nearer(
+    copies: Sequence[Placed], held: np.ndarray[tuple[int], np.dtype[np.int64]], peak: int, backward: int
+) -> bool:
+    """Moves one copy so that less is held at the peak; whether there was one."""
+    if peak < backward:
+        late = [c for c in copies if c.storage.last_forward < peak < c.left]
+        if late:
+            copy = min(late, key=lambda c: (c.storage.born, c.left))  # it has had the most time to leave
+            held[peak : copy.left] -= copy.storage.nbytes
+            copy.left = peak
+        return bool(late)
+    early = [c for c in copies if c.comes <= peak < c.back]
+    if early:
+        copy = max(early, key=lambda c: (c.back, c.storage.born))  # it is read last
+        held[copy.comes : peak + 1] -= copy.storage.nbytes
+        copy.comes = peak + 1
+    return bool(early)
+
+
+def _added_ms(copies: Sequence[Placed], starts_ms: Sequence[float], rate: CopyRate) -> float:
+    """What the program waits for, and what copying takes of the cores that it computes on."""
+    events: list[tuple[int, int, int]] = []  # position, what happens there, which copy
+    for k, copy in enumerate(copies):
+        events += [(copy.storage.born + 1, 0, k), (copy.left, 1, k), (copy.comes, 2, k), (copy.back, 3, k)]
+    lanes = {0: 0.0, 2: 0.0}
+    ends: dict[tuple[int, int], float] = {}
+    waited = 0.0
+    for position, what, k in sorted(events):
+        now = starts_ms[position] + waited
+        if what in lanes:
+            lanes[what] = ends[what, k] = max(lanes[what], now) + rate.ms(copies[k].storage.nbytes)
+        else:
+            waited += max(ends[what - 1, k] - now, 0.0)
+    return waited + rate.share * sum(2 * rate.ms(copy.storage.nbytes) for copy in copies)

@@ -1,0 +1,310 @@
+"""Saved values that leave memory between forward and backward: to a file on the CPU, to pinned host memory on a device.
+
+Contract
+    What comes back has the bits, the sizes and the strides of what left. A value's memory is free once its offload has
+    been awaited; what it lies in outside is given back when it has been reloaded, or when nobody can ask for it any
+    more. Copies of one lane run in the order in which they are begun, besides compute and besides the other lane's.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.launch.recorder import Recorder, Transfer
+from embrace_fx.runtime.launch.streams import Streams
+from embrace_fx.vocabulary.operation_id import Lane, OperationId
+
+PROBED_BYTES = 32 * 2**20
+"""Copied out and back to learn how fast that is: the caches of a core are smaller."""
+
+Measured = tuple[float, float]
+"""Bytes per millisecond, and milliseconds of a copy of next to nothing."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a value lies in its storage."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, value: Tensor) -> Layout:
+        return cls(value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset()), value.device)
+
+    def over(self, data: Tensor) -> Tensor:
+        """The value whose storage has the bytes of `data`."""
+        found = torch.empty(0, dtype=self.dtype, device=self.device)
+        return found.set_(data.untyped_storage(), self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A value outside, or on its way there.
+
+    Attributes:
+        place: where its bytes are.
+        leaving: what ends with its offload; None: it has been awaited.
+    """
+
+    layout: Layout
+    nbytes: int
+    place: Any
+    leaving: Any = None
+
+
+@dataclass(frozen=True)
+class Coming:
+    """A value on its way back: its memory, and what ends with its reload."""
+
+    stored: Stored
+    data: Tensor
+    ending: Any
+
+
+class Copies(ABC):
+    """Begins copies, and awaits them."""
+
+    def offload(self, value: Tensor, launch: OperationId, recorder: Recorder | None) -> Stored:
+        """Begins to copy a value out."""
+        data = _bytes_of(value)
+        return self._leave(Stored(Layout.of(value), data.numel(), None), data, _Watch(launch, data.numel(), recorder))
+
+    def await_offload(self, stored: Stored) -> Stored:
+        """Stands still, or has the compute stream do so, until the value's memory can be used again."""
+        self._end(stored.leaving)
+        return replace(stored, leaving=None)
+
+    def reload(self, stored: Stored, launch: OperationId, recorder: Recorder | None) -> Coming:
+        """Takes memory for a value, and begins to copy it back."""
+        return self._come(stored, _Watch(launch, stored.nbytes, recorder))
+
+    def await_reload(self, coming: Coming) -> Tensor:
+        """The value, once it is back."""
+        self._end(coming.ending)
+        return coming.stored.layout.over(coming.data)
+
+    def measure(self, device: torch.device) -> Measured:
+        """How fast values are copied out and back, the slower of both."""
+        start_ms = self._slower_ms(1, device)
+        return PROBED_BYTES / max(self._slower_ms(PROBED_BYTES, device) - start_ms, 1e-3), start_ms
+
+    def _slower_ms(self, nbytes: int, device: torch.device) -> float:
+        launch = OperationId("offload", "probe", lane="offload")
+        value = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        slowest_ms = 0.0
+        for _ in range(3):  # what the first one claims of file and memory is there then
+            self._settle()
+            began = time.perf_counter()
+            stored = self.await_offload(self.offload(value, launch, None))
+            self._settle()
+            left = time.perf_counter()
+            self.await_reload(self.reload(stored, launch, None))
+            self._settle()
+            slowest_ms = max(left - began, time.perf_counter() - left) * 1e3
+        return slowest_ms
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Has the host wait for what has been awaited."""
+
+    @abstractmethod
+    def _leave(self, stored: Stored, data: Tensor, watch: _Watch) -> Stored: ...
+
+    @abstractmethod
+    def _come(self, stored: Stored, watch: _Watch) -> Coming: ...
+
+    @abstractmethod
+    def _end(self, copying: Any) -> None: ...
+
+
+class FileCopies(Copies):
+    """To a memory-mapped file of this process alone, which is gone with it; a thread copies out, another one back.
+
+    Args:
+        directory: in which the file lies.
+
+    Raises:
+        ValueError: no file can be made there.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self._directory = Path(directory)
+        try:
+            self._file = _File(self._directory)
+        except OSError as error:
+            raise ValueError(
+                f"expected a directory in which files can be made, as offload_to, found {str(directory)!r}: {error}. "
+                "Make it, or name another one."
+            ) from error
+        self._room = 0
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # bytes -> where slots of them begin
+        self._threads = {
+            lane: ThreadPoolExecutor(1, thread_name_prefix=f"embrace_fx {lane}") for lane in ("offload", "reload")
+        }
+
+    def _settle(self) -> None:
+        """The thread has waited already."""
+
+    def _leave(self, stored: Stored, data: Tensor, watch: _Watch) -> Stored:
+        slot = self._slot(stored.nbytes)
+        leaving = self._threads["offload"].submit(_write, slot, [data], watch)
+        return replace(stored, place=slot, leaving=leaving)
+
+    def _come(self, stored: Stored, watch: _Watch) -> Coming:
+        data = torch.empty(stored.nbytes, dtype=torch.uint8)
+        return Coming(stored, data, self._threads["reload"].submit(_read, stored.place, data, watch))
+
+    def _end(self, copying: Future[None]) -> None:
+        try:
+            copying.result()
+        except OSError as error:
+            raise RuntimeError(
+                f"expected values offloaded to a file in {self._directory} to come back as they left, in a step of the "
+                f"compiled model, found {error}. Nothing of this step is applied. Look after that directory, name "
+                "another one in offload_to, or raise memory_budget."
+            ) from error
+
+    def _slot(self, nbytes: int) -> Slot:
+        """Room in the file, its blocks reserved: a full disk is an error here, no signal while pages are written."""
+        length = max(-(-nbytes // mmap.ALLOCATIONGRANULARITY), 1) * mmap.ALLOCATIONGRANULARITY
+        if self._free[length]:
+            begin = self._free[length].pop()
+        else:
+            begin = self._room
+            try:
+                os.posix_fallocate(self._file.descriptor, begin, length)
+            except OSError as error:
+                raise RuntimeError(
+                    f"expected room for {nbytes:,} bytes more in {self._directory}, where values are offloaded to, in "
+                    f"the forward, found {begin:,} bytes there and {error}. Free some, name another directory in "
+                    "offload_to, or raise memory_budget."
+                ) from error
+            self._room += length
+        slot = Slot(self._file, begin, length, nbytes)
+        weakref.finalize(slot, self._free[length].append, begin)
+        return slot
+
+
+class _File:
+    """A file without a name, there as long as this object."""
+
+    def __init__(self, directory: Path) -> None:
+        self.descriptor, path = tempfile.mkstemp(dir=directory)
+        os.unlink(path)
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+class Slot:
+    """A part of a file, in which one value lies."""
+
+    def __init__(self, file: _File, begin: int, length: int, nbytes: int) -> None:
+        self._file, self._begin, self._length, self._nbytes = file, begin, length, nbytes
+
+    def write(self, data: np.ndarray[Any, Any]) -> None:
+        """Copies bytes into it, mapped into memory meanwhile. Other threads run."""
+        with self._mapped() as pages:
+            np.copyto(np.frombuffer(pages, np.uint8, self._nbytes), data)
+
+    def read(self, data: np.ndarray[Any, Any]) -> None:
+        """Copies its bytes out, likewise."""
+        with self._mapped() as pages:
+            np.copyto(data, np.frombuffer(pages, np.uint8, self._nbytes))
+
+    def _mapped(self) -> mmap.mmap:
+        there = os.fstat(self._file.descriptor).st_size
+        if there < self._begin + self._length:
+            raise OSError(f"a file of {there:,} bytes, cut off before byte {self._begin + self._length:,}")
+        return mmap.mmap(self._file.descriptor, self._length, offset=self._begin)
+
+
+class PinnedCopies(Copies):
+    """To pinned host memory, on the streams of both lanes.
+
+    torch's allocator keeps pinned memory, and hands it out again once the copies that use it have ended.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def _settle(self) -> None:
+        ended = torch.cuda.Event()
+        ended.record()
+        ended.synchronize()
+
+    def _leave(self, stored: Stored, data: Tensor, watch: _Watch) -> Stored:
+        host = torch.empty(stored.nbytes, dtype=torch.uint8, pin_memory=data.is_cuda)
+        return replace(stored, place=host, leaving=(self._copy("offload", host, data, watch), data))
+
+    def _come(self, stored: Stored, watch: _Watch) -> Coming:
+        data = torch.empty(stored.nbytes, dtype=torch.uint8, device=stored.layout.device)
+        return Coming(stored, data, (self._copy("reload", data, stored.place, watch), data))
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor, watch: _Watch) -> Any:
+        """An event that passes when the copy has ended."""
+        streams = self._streams
+        ready = streams.record(f"{watch.launch} ready")
+        with streams.on(lane, str(watch.launch)):
+            streams.wait(ready)
+            with watch:
+                target.copy_(source, non_blocking=True)
+            return streams.record(f"{watch.launch} done")
+
+    def _end(self, copying: tuple[Any, Tensor]) -> None:
+        """From here on the compute stream may write over what was read, and read what was written."""
+        self._streams.wait(copying[0])
+
+
+class _Watch:
+    """Tells a recorder of one copy."""
+
+    def __init__(self, launch: OperationId, nbytes: int, recorder: Recorder | None) -> None:
+        self.launch = launch
+        self._nbytes = nbytes
+        recording = recorder.recording if recorder is not None else None
+        self._window = -1 if recording is None else recording.window
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        self._started = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        if self._recorder is not None and self._window >= 0:
+            self._recorder.transferred(Transfer(self.launch, self._window, self._nbytes, self._started, self._now()))
+
+    def _now(self) -> Any:
+        return self._recorder.clock.now() if self._recorder is not None and self._window >= 0 else 0.0
+
+
+def _bytes_of(value: Tensor) -> Tensor:
+    """The storage of a value, as bytes."""
+    storage = value.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _write(slot: Slot, data: list[Tensor], watch: _Watch) -> None:
+    """Args: `data`: one tensor, which is let go of."""
+    with watch:
+        slot.write(data.pop().numpy())
+
+
+def _read(slot: Slot, data: Tensor, watch: _Watch) -> None:
+    with watch:
+        slot.read(data.numpy())

@@ -1,0 +1,333 @@
+"""Values that are offloaded: the same bits, no more held than allowed, and nothing reads what has gone."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+import embrace_fx
+from embrace_fx.cost.links import CORE
+from embrace_fx.passes.dropout import EagerDropout
+from embrace_fx.passes.memory.budget import Memory
+from embrace_fx.passes.memory.held import Storage, held
+from embrace_fx.passes.memory.place import CopyRate, place
+from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.verifier.invariants import VerificationError, verify
+from embrace_fx.runtime.launch.recorded_streams import RecordedStreams
+from embrace_fx.runtime.memory.copies import FileCopies, PinnedCopies
+from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.session.pipeline import run_passes
+from embrace_fx.vocabulary.copy_ops import AWAIT_RELOAD, COPY_OPS, OFFLOAD, offload_id, reload_id
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.ops import op_name
+from tests.passes.memory.test_budget import IDS, make, measured
+from tests.passes.memory.test_regions import (
+    Block,
+    Normalised,
+    Odd,
+    Recurrent,
+    assert_equal_gradients,
+    gradients,
+)
+from tests.support.graphs import analysed
+from tests.support.ranks import run_ranks
+from tests.support.training import whole
+
+FAST = CopyRate(1e9)
+"""So fast that offloading is always the better choice."""
+
+
+@functools.cache
+def offloading() -> TrainingGraph:
+    """The joint graph of a step that offloads."""
+    return run_passes(analysed(make(Block), IDS), (EagerDropout(), Memory(0.6, CORE, FAST))).graph
+
+
+def names_of(graph: TrainingGraph, op: str) -> list[str]:
+    return [node.name for node in graph.graph.nodes if op_name(node) == op]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "budgets"),
+    [
+        (Block, (0.7, 0.4)),
+        *(
+            pytest.param(blocks, budgets, marks=pytest.mark.long)
+            for blocks, budgets in ((Normalised, (0.7,)), (Odd, (0.7, 0.5)), (Recurrent, (0.7,)))
+        ),
+    ],
+)
+def test_the_same_bits_within_the_budget(
+    blocks: Callable[[], nn.Module], budgets: tuple[float, ...], tmp_path: Path
+) -> None:
+    model = make(blocks)
+    expected = gradients(model, model, IDS)
+    everything = held(run_passes(analysed(make(blocks), IDS), (EagerDropout(),)).graph)
+
+    for budget in budgets:
+        compiled = embrace_fx.compile(make(blocks), memory_budget=budget, offload_to=tmp_path)
+
+        for _ in range(2):
+            assert_equal_gradients(gradients(compiled.module, compiled, IDS), expected)
+        _, peak = measured(compiled.module, compiled)
+        assert peak <= budget * everything.peak_bytes
+
+
+def test_copies_are_lanes_of_schedule_and_timeline() -> None:
+    graph = run_passes(offloading(), (Partition(),)).graph
+    from embrace_fx.scheduling.solo_schedule import SoloSchedule  # noqa: PLC0415
+
+    shown = SoloSchedule.of(graph, "2d", CORE, torch.device("cpu")).schedule
+
+    values = [name.removesuffix("_offload") for name in names_of(graph, OFFLOAD)]
+    assert values
+    assert {str(o.id) for o in shown.steps.copies} == {str(i(v)) for v in values for i in (offload_id, reload_id)}
+    ends = {(s.window, s.operation.name): s.end_ms for s in shown.predicted.spans}
+    starts = {(s.window, s.operation.name): s.start_ms for s in shown.predicted.spans}
+    for value in values:  # what leaves in a window comes back in the next one
+        assert ends[0, str(offload_id(value))] <= starts[1, str(reload_id(value))]
+    reads = {d.before: d.after for d in shown.steps.dependences if d.before.startswith("reload")}
+    for reload, reader in reads.items():
+        assert ends[1, reload] <= starts[1, reader] + 1e-9
+    assert {"offload", "reload"} <= {s.operation.lane for s in shown.predicted.spans}
+
+
+@pytest.mark.long
+def test_a_timeline_has_the_copies_of_its_steps(tmp_path: Path) -> None:
+    compiled = embrace_fx.compile(make(Block), memory_budget=0.5, offload_to=tmp_path)
+    gradients(compiled.module, compiled, IDS)
+    with compiled.record():
+        for _ in range(3):
+            gradients(compiled.module, compiled, IDS)
+
+    scheduled = {operation.name for operation in compiled.schedule.steps.copies}
+    measured_ = {s.operation.name for s in compiled.timeline.spans if s.operation.lane in ("offload", "reload")}
+    assert measured_ == scheduled
+    compiled.schedule.save(tmp_path / "schedule.svg")
+    assert (">offload" in (tmp_path / "schedule.svg").read_text()) == bool(scheduled)
+
+
+# ---- several ranks ----
+
+
+# An RNN's kernel never runs again: what its blocks save can only be offloaded.
+
+
+def train(rank: int, world_size: int, budget: float | None, directory: str | None) -> dict[str, Tensor]:
+    compiled = embrace_fx.compile(
+        make(Recurrent), strategy={"table.weight": "alltoall"}, memory_budget=budget, offload_to=directory
+    )
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    for ids in compiled.lookahead([IDS[rank::world_size], IDS[: IDS.shape[0] // 2], IDS[1::2]]):
+        compiled(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if directory is not None:
+        backward = compiled.graphs["backward"].graph
+        assert any(op_name(node) in COPY_OPS for node in backward.nodes)
+    return whole(compiled.state_dict().items())
+
+
+def test_ranks_train_as_without_a_budget(tmp_path: Path) -> None:
+    expected, found = run_ranks(2, train, None, None), run_ranks(2, train, 0.4, str(tmp_path))
+
+    for own, wanted in zip(found, expected, strict=True):
+        assert_equal_gradients(own, wanted)
+
+
+def fails(rank: int, world_size: int, how: str, directory: str) -> tuple[bool, list[str]]:
+    """A step that works, then one that one rank cannot do; whether that has changed anything, and the errors."""
+    own = f"{directory}/{rank}"
+    if how != "directory missing" or rank == 0:
+        os.mkdir(own)
+    told = []
+    compiled = embrace_fx.compile(
+        make(Recurrent), strategy={"table.weight": "alltoall"}, memory_budget=0.4, offload_to=own
+    )
+    before = {name: p.detach().clone() for name, p in compiled.named_parameters()}
+    ids = IDS[rank::world_size]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if how == "disk full" and rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (34 * 2**20, limits[1]))
+        loss = compiled(ids if how != "disk full" else ids.repeat(1, 200))
+        if how == "cut off" and rank == 1:
+            copies: Any = compiled._session.planned.builder._offloading.copies  # type: ignore[union-attr]
+            os.ftruncate(copies._file.descriptor, 0)
+        loss.backward()
+    except (RuntimeError, ValueError, PeerFailure) as error:
+        told.append(str(error))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    same = all(torch.equal(p, before[name]) for name, p in compiled.named_parameters() if p.shape == before[name].shape)
+    return same and all(p.grad is None for p in compiled.parameters()), told
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("directory missing", "expected a directory in which files can be made"),
+        ("cut off", "expected values offloaded to a file"),
+        ("disk full", "expected room for"),
+    ],
+)
+def test_what_one_rank_cannot_copy_is_an_error_on_every_rank(how: str, expected: str, tmp_path: Path) -> None:
+    for same, told in run_ranks(2, fails, how, str(tmp_path)):
+        assert same
+        assert len(told) == 1
+        assert expected in told[0]
+
+
+def test_options_that_contradict_each_other() -> None:
+    with pytest.raises(ValueError, match="expected memory_budget with offload_to"):
+        embrace_fx.compile(make(Block), offload_to="/tmp")
+
+
+# ---- what the verifier refuses ----
+
+
+def _reads_what_has_gone(nodes: dict[str, fx.Node]) -> None:
+    back = next(node for node in nodes.values() if op_name(node) == AWAIT_RELOAD)
+    back.replace_all_uses_with(nodes[back.name.removesuffix("_await_reload")])
+
+
+def _reads_on_its_way(nodes: dict[str, fx.Node]) -> None:
+    back = next(node for node in nodes.values() if op_name(node) == AWAIT_RELOAD)
+    back.replace_all_uses_with(back.all_input_nodes[0], delete_user_cb=lambda user: user is not back)
+
+
+def _another_copy(nodes: dict[str, fx.Node]) -> None:
+    first, second = [node for node in nodes.values() if op_name(node) == OFFLOAD][:2]
+    first.meta["launch"], first.args = second.meta["launch"], (first.args[0], second.args[1])
+
+
+def _freed_too_early(nodes: dict[str, fx.Node]) -> None:
+    """An offload is awaited before the forward has read the value for the last time."""
+    for node in nodes.values():
+        if op_name(node) != OFFLOAD:
+            continue
+        (end,) = node.users
+        readers = [u for u in node.all_input_nodes[0].users if u is not node]
+        if readers and readers[0].name in nodes:
+            node.append(end)
+            return
+
+
+@pytest.mark.parametrize(
+    ("change", "invariant"),
+    [
+        (_reads_what_has_gone, "copies_in_pairs|freed_values_unread"),
+        (_reads_on_its_way, "copies_in_pairs"),
+        (_another_copy, "copies_in_pairs"),
+        (_freed_too_early, "freed_values_unread"),
+    ],
+)
+def test_a_graph_that_reads_what_is_not_there_is_refused(
+    change: Callable[[dict[str, fx.Node]], None], invariant: str
+) -> None:
+    graph = offloading().edit()
+    verify(graph, after="nothing")
+
+    change({node.name: node for node in graph.graph.nodes})
+
+    with pytest.raises(VerificationError, match=invariant):
+        verify(graph, after="a broken pass")
+
+
+def test_a_graph_that_holds_more_than_it_may_is_refused() -> None:
+    """Everything reloaded where the backward begins."""
+    graph = offloading().edit()
+    assert graph.memory_limit is not None
+    reloads = [node for node in graph.graph.nodes if op_name(node) == "embrace::reload"]
+    for node in reloads[1:]:
+        reloads[0].append(node)
+
+    with pytest.raises(VerificationError, match="within_memory_limit: expected at most"):
+        verify(graph, after="a broken pass")
+
+
+def test_phases_are_proved_as_the_joint_graph_is() -> None:
+    graph = run_passes(offloading(), (Partition(),)).graph
+
+    assert held(graph).peak_bytes <= (graph.memory_limit or 0)
+    assert held(graph).peak_bytes == held(offloading()).peak_bytes
+
+
+# ---- places, by properties ----
+
+SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=6)
+
+
+@given(SIZES, st.floats(0.5, 50.0), st.integers(1, 150), st.lists(st.floats(0.1, 3.0), min_size=12, max_size=12))
+def test_copies_are_placed_within_the_limit_or_as_near_as_can_be(
+    sizes: list[int], rate: float, limit: int, durations: list[float]
+) -> None:
+    """A chain: value k is made at node k, read at k + 1, and again in the mirror image of the forward."""
+    count = 2 * len(sizes)
+    starts = [0.0]
+    for k in range(count):
+        starts.append(starts[-1] + durations[k])
+    storages = [
+        Storage(fx.Graph().placeholder("x"), size, k, count - 1 - k, min(k + 1, len(sizes) - 1), count - 1 - k)
+        for k, size in enumerate(sizes)
+    ]
+    by_time = [sum(s.nbytes for s in storages if s.born <= k <= s.dies) for k in range(count)]
+
+    found = place(storages, by_time, starts, len(sizes), limit, CopyRate(rate))
+
+    held_then = list(by_time)
+    for copy in found.copies:
+        s = copy.storage
+        assert s.last_forward < copy.left <= len(sizes) <= copy.comes <= copy.back == s.first_backward
+        for k in range(copy.left, copy.comes):
+            held_then[k] -= s.nbytes
+    assert max(held_then) == found.peak_bytes
+    nearest = [
+        sum(s.nbytes for s in storages if s.born <= k <= s.last_forward or (s.first_backward or 0) <= k <= s.dies)
+        for k in range(count)
+    ]
+    assert found.peak_bytes <= limit or found.peak_bytes == max(nearest)
+    assert found.added_ms >= 0.0
+
+
+# ---- the copies themselves ----
+
+
+@pytest.mark.parametrize("kind", ["file", "pinned"])
+def test_what_comes_back_is_what_left(kind: str, tmp_path: Path) -> None:
+    streams = RecordedStreams()
+    copies = FileCopies(tmp_path) if kind == "file" else PinnedCopies(streams)
+    values = [torch.randn(7, 5).t(), torch.arange(3), torch.randn(4, 4)[:, 1:3], torch.tensor(True), torch.empty(0)]
+    for _ in range(2):
+        out = [copies.offload(value, offload_id(f"v{k}"), None) for k, value in enumerate(values)]
+        stored = [copies.await_offload(each) for each in out]
+        coming = [copies.reload(each, reload_id(f"v{k}"), None) for k, each in enumerate(stored)]
+        for value, each in zip(values, coming, strict=True):
+            back = copies.await_reload(each)
+            assert torch.equal(back, value)
+            assert back.stride() == value.stride()
+            assert back.dtype == value.dtype
+
+
+def test_room_in_the_file_is_used_again(tmp_path: Path) -> None:
+    copies = FileCopies(tmp_path)
+    for _ in range(3):
+        stored = copies.await_offload(copies.offload(torch.randn(5000), offload_id("v"), None))
+        copies.await_reload(copies.reload(stored, reload_id("v"), None))
+        del stored
+    assert copies._room <= 2 * 20480
+    assert not list(tmp_path.iterdir())
