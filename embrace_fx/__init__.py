@@ -12,14 +12,16 @@ from importlib import import_module, metadata, util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from embrace_fx.api import CompiledModel, compile, full_state_dict, save_full_state_dict
+    from embrace_fx.api import CompiledModel, compile
     from embrace_fx.capture.errors import CaptureError
     from embrace_fx.cost.devices import DEVICES, Device
     from embrace_fx.cost.links import Cluster, Link
     from embrace_fx.runtime.ranks.failure import DeadRank, DivergedReplicas, PeerFailure, StuckRank
+    from embrace_fx.setup.agreement import SetUpError
     from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan
     from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
     from embrace_fx.what_if import plan
+    from embrace_fx.whole_states import full_state_dict, save_full_state_dict
 
     __version__: str
 
@@ -38,6 +40,7 @@ __all__ = [
     "PeerFailure",
     "Plan",
     "RowWiseAdagrad",
+    "SetUpError",
     "StuckRank",
     "__version__",
     "compile",
@@ -61,11 +64,12 @@ _MODULES = {
     "PeerFailure": "runtime.ranks.failure",
     "Plan": "vocabulary.plan",
     "RowWiseAdagrad": "vocabulary.row_wise",
+    "SetUpError": "setup.agreement",
     "StuckRank": "runtime.ranks.failure",
     "compile": "api",
-    "full_state_dict": "api",
+    "full_state_dict": "whole_states",
     "plan": "what_if",
-    "save_full_state_dict": "api",
+    "save_full_state_dict": "whole_states",
 }
 
 # In a source tree, passes and runtime lie beside this folder; installing makes them parts of the package.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from embrace_fx.session.session import Session
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -47,10 +50,14 @@ def compile(
     broadcast_buffers: bool = True,
     forward_sync_buffers: bool = True,
     dump_to: str | Path | None = None,
+    device_mesh: DeviceMesh | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
-    The graph is captured at the first call of the result, with that call's batch; parameters are then those of rank 0.
+    The graph is captured at the first call of the result, with that call's batch. Parameters and buffers are those of
+    rank 0 from here on, of embedding layers from the first call on.
+    A model that is compiled already leaves the earlier `compile`, whose result is closed; the result of `compile`
+    itself is returned as it is where nothing else is asked of it.
 
     Args:
         model: any `nn.Module`; on the meta device too, if its modules have `reset_parameters`.
@@ -86,47 +93,22 @@ def compile(
             been made equal in compile().
         dump_to: a folder into which each living rank writes, when a rank is dead or stuck, what it was doing: its last
             launches, and where its threads stood. None: nothing is written.
+        device_mesh: as of DDP: a mesh of one dimension, in place of the process group.
 
     Raises:
-        ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
-            optimizer or option that differs between ranks. On every rank.
+        SetUpError: a ValueError and a RuntimeError: an option that does not exist; no trainable parameter; no compiler
+            for "inductor"; a model, optimizer or option that differs between ranks. On every rank.
     """
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
-    more = check_replicas, broadcast_buffers, forward_sync_buffers, dump_to
+    more = check_replicas, broadcast_buffers, forward_sync_buffers, dump_to, device_mesh
     options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, *more)
     optimizers = _as_tuple(optimizer)
+    if isinstance(model, CompiledModel) and model._is_as_asked(options, optimizers, process_group):
+        return model
     session = Session(model, optimizers, process_group, options)
     return CompiledModel(session, single=not isinstance(optimizer, list | tuple))
-
-
-class HasState(Protocol):
-    """What has a state dict: a module, an optimizer."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-
-def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
-    """`stateful.state_dict()` with every sharded tensor whole, on every rank: what `torch.save` on one rank wants.
-
-    Collective. For an optimizer, a model that contains a compiled one, an average of its weights; or a state dict.
-    """
-    from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
-
-    found: dict[str, Any] = whole_state(stateful if isinstance(stateful, dict) else stateful.state_dict())
-    return found
-
-
-def save_full_state_dict(stateful: HasState | dict[str, Any], path: str | Path) -> None:
-    """The file that `torch.save(full_state_dict(stateful), path)` would write, without any rank holding a table whole.
-
-    Collective; rank 0 writes. `torch.load(path, mmap=True)` reads it back so that each rank takes its own columns only:
-    `model.load_state_dict` and `optimizer.load_state_dict` take what it returns.
-    """
-    from embrace_fx.runtime.tables.whole_files import write_whole  # noqa: PLC0415  (DTensor takes a while to import)
-
-    write_whole(stateful if isinstance(stateful, dict) else stateful.state_dict(), Path(path))
 
 
 def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
@@ -177,6 +159,15 @@ class CompiledModel(nn.Module, Joinable):
             self._session.parameters_may_change()
         return found
 
+    def _is_as_asked(
+        self, options: Options, optimizers: tuple[Optimizer, ...], group: dist.ProcessGroup | None
+    ) -> bool:
+        """Whether `compile` with these arguments would make the same of the model that this is."""
+        session = self._session
+        of_group = group is None or group is session.group
+        of_optimizers = all(any(each is own for own in session.optimizers) for each in optimizers)
+        return options == session.options and of_group and of_optimizers
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For `copy.deepcopy` and pickle: the model and the options, compiled again, over the default group, where they
         are put together. As with DDP that is collective, and the optimizer is not part of it.
@@ -192,7 +183,7 @@ class CompiledModel(nn.Module, Joinable):
                 f"expected a model with whole tables, in copy or pickle, found a compiled {name} whose {sharded} are "
                 "sharded. Save full_state_dict(), or copy model.module."
             )
-        return _compiled_again, (session.model, session.options)
+        return _compiled_again, (session.model, replace(session.options, device_mesh=None))
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -244,14 +235,17 @@ class CompiledModel(nn.Module, Joinable):
             self._session.synchronised = before
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Has gradients travel as one of DDP's hooks says, before the first call, on every rank.
+        """Has a hook reduce gradients, as of DDP, before the first call, on every rank; one rank alone calls none.
 
-        Those of `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`: `allreduce_hook`, `fp16_compress_hook` and
-        `bf16_compress_hook`. The latter two round what is sent, rows of tables included, to 16 bits: `report()` tells.
+        `allreduce_hook`, `fp16_compress_hook` and `bf16_compress_hook` of
+        `torch.distributed.algorithms.ddp_comm_hooks.default_hooks` say how gradients travel, rows of tables included;
+        the latter two round what is sent to 16 bits: `report()` tells. Any other one, PowerSGD's say, is called as
+        `hook(state, bucket) -> Future[Tensor]` with each bucket in the backward; all tables stay whole.
 
         Raises:
-            ValueError: another hook, or a state for these.
-            RuntimeError: the model has been called.
+            TypeError: it is not callable.
+            ValueError: shards are asked for, or sparse exchanges, which a hook would not see.
+            RuntimeError: the model has been called, or has a hook.
         """
         self._session.register_comm_hook(state, hook)
 
@@ -301,6 +295,11 @@ class CompiledModel(nn.Module, Joinable):
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that train together, as of DDP; None: a single process."""
         return self._session.group
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh that was given to `compile`, as of DDP."""
+        return self._session.options.device_mesh
 
     def synchronize(self) -> None:
         """Applies every pending update and waits for it. Called by itself wherever parameters are to be read."""

@@ -23,6 +23,7 @@ from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
+from embrace_fx.runtime.step.hooked_buckets import CommHook
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.outside_uses import OutsideUses
 from embrace_fx.runtime.step.program import Program
@@ -32,7 +33,7 @@ from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Kinds, Variant, kind_key
 from embrace_fx.session.captures import Captures
-from embrace_fx.session.comm_hooks import dtype_of_hook
+from embrace_fx.session.comm_hooks import register_hook
 from embrace_fx.session.garbage import not_collecting
 from embrace_fx.session.idling import Idling, Joined
 from embrace_fx.session.lookahead import Lookahead
@@ -42,10 +43,17 @@ from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.session.programs import ProgramBuilder
 from embrace_fx.session.replica_check import checksums_of_replicas
-from embrace_fx.session.state_hooks import add_state_hooks
+from embrace_fx.session.state_hooks import add_state_hooks, take_over
 from embrace_fx.session.views import Views
 from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up
-from embrace_fx.setup.group import check_group, check_still_alone, default_group
+from embrace_fx.setup.first_state import send_first_state
+from embrace_fx.setup.group import (
+    check_group,
+    check_still_alone,
+    default_group,
+    group_of_mesh,
+    refuse_distributed_autograd,
+)
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage, tell
@@ -69,14 +77,17 @@ class Session:
         self.options = options
         self.lookahead = Lookahead(at_end=self._end_lookahead)
         self._warned = False
+        given, group = group, group or group_of_mesh(options.device_mesh)
         self._given_group = group
         dump_to = options.dump_to if isinstance(options.dump_to, Path | None) else Path(options.dump_to)
         self.communicator = Communicator(group if group is not None else default_group(), dump_to)
         self._begun = False
+        self._hook = ""
         self.announcements = Announcements(self.communicator)
         with stage("agreeing with the other ranks", self.communicator.rank):
-            agree_on_set_up(self.communicator, model, optimizers, options)
-        self._send_buffers()
+            agree_on_set_up(self.communicator, model, optimizers, options, given)
+        take_over(model)
+        send_first_state(self.model, self.communicator, self.options)
         self.state = ModelState(model)
         self._parameters = ParameterWatch(self.state)
         self._watch = ModelWatch(model)
@@ -143,12 +154,7 @@ class Session:
         return self.communicator.watching()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        if self.planned.plan is not None:
-            raise RuntimeError(
-                "expected a hook before the model's first call, in register_comm_hook(), found that it has been called "
-                "and gradients travel already. Register it after compile()."
-            )
-        self.communicator.gradient_dtype = dtype_of_hook(state, hook, self.group)
+        self._hook = register_hook(self.communicator, CommHook(state, hook), self.options, self._begun, self._hook)
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
@@ -159,20 +165,20 @@ class Session:
             check_group(group, self.communicator.group)
             if self.communicator.group is None and group is not None:
                 self.communicator.join(group)
-                self._send_buffers()
-        agree_on_set_up(self.communicator, self.model, self.optimizers, self.options)  # it may have changed since
+                send_first_state(self.model, self.communicator, self.options)
+        own = self.model, self.optimizers, self.options
+        agree_on_set_up(self.communicator, *own, hook=self._hook)  # they may have changed since
         self.state.refresh(self.model)
         self._watch.note()
         self._parameters.note()
         self._begun = True
 
-    def _send_buffers(self) -> None:
-        """Rank 0's to every rank, as when DDP is made. Collective."""
-        if self.options.broadcast_buffers:
-            self.communicator.broadcast([each for each in self.model.buffers() if each.device.type != "meta"])
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # inside of torch.compile it runs as it is
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first = self.state.any_parameter()
+        if not isinstance(first, nn.Parameter) and self._watch.all_stand_ins(self.options.shares_buffers):
+            return self.model(*args, **kwargs)  # `functional_call`: nothing is this model's own, and nothing is reduced
+        refuse_distributed_autograd()
         if not self._begun:
             self._begin()
         elif self.communicator.group is None:
@@ -288,7 +294,11 @@ class Session:
         if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
-        if variant is None or variant.program is None or (variant.captured.replay and variant.captured.replay.states):
+        if (
+            variant is None
+            or variant.program is None
+            or (variant.captured.replay and variant.captured.replay.decides_next)
+        ):
             return None  # what the next batch is computed with, this step is still to make
         try:
             return variant.program.ahead(variant.captured.inputs(coming))
@@ -321,7 +331,7 @@ class Session:
                 "enabled."
             )
         if not self._replicated and self.communicator.group is not None:
-            broadcast_state(self.model, frozenset(), self.communicator, buffers=self.options.shares_buffers)
+            broadcast_state(self.model, self.state.ignored, self.communicator, buffers=self.options.shares_buffers)
         self._replicated = True
         return self.model(*args, **kwargs)
 
@@ -364,8 +374,8 @@ class Session:
 
     def send_state(self, source: int) -> None:
         """One rank's parameters, but those in shards, and buffers to every rank. Collective."""
-        sharded, buffers = frozenset(self.plan.sharded), self.options.shares_buffers
-        broadcast_state(self.model, sharded, self.communicator, buffers=buffers, source=source)
+        apart, buffers = self.state.ignored.union(self.plan.sharded), self.options.shares_buffers
+        broadcast_state(self.model, apart, self.communicator, buffers=buffers, source=source)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -411,6 +421,23 @@ class Session:
         self.state.settle_tables()
         self._kinds.clear()
         self.communicator.close()
+
+    def release(self) -> None:
+        """Leaves the model to another `compile`: as it is on one rank, every update applied. Collective.
+
+        Raises:
+            RuntimeError: gradients wait that nobody would reduce.
+        """
+        if self.state.unreduced:
+            raise RuntimeError(
+                "expected no gradients that wait, in compile() of a model that is compiled already, found some that "
+                "were summed up under no_sync(). Step and zero them first."
+            )
+        self.synchronize()
+        self.planned.leave_model()
+        self._outside.stop()
+        self._placed.remove_hooks()
+        self.close()
 
     def clear_gradients(self) -> None:
         """What backwards under `no_sync` left is gone with the gradients."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.state_dicts import REFUSAL, show_shards, take_own_parts
@@ -37,6 +38,16 @@ class Placed:
         self.group = group
         self.places = dict(places or {})
         self.copies: weakref.WeakSet[_Hook] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
+
+    def hook(self, *handles: RemovableHandle) -> None:
+        """Takes charge of hooks."""
+        self._handles += handles
+
+    def remove_hooks(self) -> None:
+        """The model forgets its session."""
+        for handle in self._handles:
+            handle.remove()
 
     def note(self, session: Session) -> None:
         """Remembers where a session has placed its tables."""
@@ -79,11 +90,16 @@ class _Hook:
         return self._placed.places if self.session is None else self.session.places
 
     @property
+    def trainer(self) -> Session | None:
+        """The session that trains the model, and can put it together again; None: there is none."""
+        return self.session if self.session is not None and self.session.is_training else None
+
+    @property
     def taken(self) -> str | None:
         """Why the model cannot be compiled again, in words; None: it can."""
-        if self.places:
+        if self.places and self.trainer is None:
             return f"of whose tables {', '.join(self.places)} an earlier compile() has left each rank its part"
-        return "which another compiled model trains" if self.session is not None and self.session.is_training else None
+        return None
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Tells of a rank that dies in a collective inside."""
@@ -142,7 +158,7 @@ class OwnPartsAreNoTables(_Hook):
     """Before a table's module is called, as Python: by the plain model, or a copy of it."""
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and self.places:
+        if not torch.compiler.is_compiling() and self.places and isinstance(module.weight, nn.Parameter):
             raise RuntimeError(
                 f"expected the compiled model in a call, found the {type(module).__name__} of the plain one, or of a "
                 f"copy, whose tables {', '.join(self.places)} hold this rank's part alone. Call the compiled model on "
@@ -153,11 +169,21 @@ class OwnPartsAreNoTables(_Hook):
 def add_state_hooks(session: Session) -> Placed:
     """Has the model's state dicts show what a session has made of it, and calls of the plain model refused."""
     placed, model = Placed(), session.model
-    model.register_state_dict_pre_hook(ParametersMayChange(session, placed))
-    model.register_state_dict_post_hook(ShowShards(session, placed))
-    model.register_load_state_dict_pre_hook(TakeOwnPart(session, placed))
-    model.register_load_state_dict_post_hook(ParametersWereLoaded(session, placed))
+    placed.hook(
+        model.register_state_dict_pre_hook(ParametersMayChange(session, placed)),
+        model.register_state_dict_post_hook(ShowShards(session, placed)),
+        model.register_load_state_dict_pre_hook(TakeOwnPart(session, placed)),
+        model.register_load_state_dict_post_hook(ParametersWereLoaded(session, placed)),
+    )
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module is not model:
-            module.register_forward_pre_hook(OwnPartsAreNoTables(session, placed))
+            placed.hook(module.register_forward_pre_hook(OwnPartsAreNoTables(session, placed)))
     return placed
+
+
+def take_over(model: nn.Module) -> None:
+    """Has the session that has compiled a model before, if there is one, leave it. Collective."""
+    hooks: list[Any] = list(model._state_dict_pre_hooks.values())
+    for hook in hooks:
+        if isinstance(hook, _Hook) and hook.session is not None:
+            hook.session.release()

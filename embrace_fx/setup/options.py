@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy, check_strategy
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Options:
     broadcast_buffers: bool = True
     forward_sync_buffers: bool = True
     dump_to: str | Path | None = None
+    device_mesh: DeviceMesh | None = None
 
     @property
     def shares_buffers(self) -> bool:
@@ -45,9 +50,10 @@ class Options:
         return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
 
     def agreed(self) -> str:
-        """What must be the same on all ranks: of a plan not where it lies, but what it says; not where dumps go."""
+        """What must be the same on all ranks: of a plan not where it lies, but what it says; not where dumps go,
+        nor how a rank sees the ranks."""
         plan = self.given_plan
-        return repr(replace(self, plan=None, dump_to=None)) + (
+        return repr(replace(self, plan=None, dump_to=None, device_mesh=None)) + (
             f" and a plan of digest {plan.digest()}" if plan is not None else ""
         )
 
