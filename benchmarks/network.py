@@ -210,6 +210,17 @@ class Network:
                 _kill(processes)
             return tuple(output.read_text() for output in outputs)
 
+    def set_rate(self, rank: int, rate_mbit: float) -> None:
+        """Limits what a rank can send from now on to another rate; what waits for the old one goes on waiting.
+
+        Raises:
+            RuntimeError: the ranks have no limits here.
+        """
+        if not self.reached.shaped:
+            raise RuntimeError(f"expected ranks with hosts of their own, in set_rate(), found {self.reached.reason}.")
+        host, links = self._hosts[rank], Links(self.reached.links.ranks, rate_mbit)
+        host.configure(f"tc qdisc change dev {host.interface} {_shape(links)}")
+
     def sent_bytes(self) -> tuple[int, ...]:
         """Bytes that each interface has sent so far, read from its counter: one per rank, or the loopback's alone.
 
@@ -276,11 +287,16 @@ class _Host:
                 raise _Obstacle(f"expected `{line}` to work, found: {done.stderr.strip()}")
 
 
+def _shape(links: Links) -> str:
+    """The limit, as `tc` is told."""
+    return f"root tbf rate {round(links.rate_mbit * 1e6)}bit burst {links.burst_bytes} latency {QUEUE_MS}ms"
+
+
 def _cabled_hosts(links: Links, stack: ExitStack) -> list[_Host]:
     """A bridge and, on a cable each, the hosts of all ranks; leaving `stack` removes them."""
     if reason := obstacle():
         raise _Obstacle(reason)
-    shape = f"root tbf rate {round(links.rate_mbit * 1e6)}bit burst {links.burst_bytes} latency {QUEUE_MS}ms"
+    shape = _shape(links)
     bridge = stack.enter_context(_Host("bridge", ""))
     bridge.call(_enter_new_namespace)
     bridge.configure("ip link add bridge type bridge", "ip link set bridge up")

@@ -12,8 +12,9 @@ from importlib import import_module, metadata, util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from embrace_fx.api import CompiledModel, compile
+    from embrace_fx.api import compile, full_state_dict, save_full_state_dict
     from embrace_fx.capture.errors import CaptureError
+    from embrace_fx.compiled_model import CompiledModel
     from embrace_fx.cost.devices import DEVICES, Device
     from embrace_fx.cost.links import Cluster, Link
     from embrace_fx.runtime.ranks.failure import DeadRank, DivergedReplicas, PeerFailure, StuckRank
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan
     from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
     from embrace_fx.what_if import plan
-    from embrace_fx.whole_states import full_state_dict, save_full_state_dict
 
     __version__: str
 
@@ -54,7 +54,7 @@ _MODULES = {
     "Candidate": "vocabulary.plan",
     "CaptureError": "capture.errors",
     "Cluster": "cost.links",
-    "CompiledModel": "api",
+    "CompiledModel": "compiled_model",
     "DeadRank": "runtime.ranks.failure",
     "Decision": "vocabulary.plan",
     "Device": "cost.devices",
@@ -67,9 +67,9 @@ _MODULES = {
     "SetUpError": "setup.agreement",
     "StuckRank": "runtime.ranks.failure",
     "compile": "api",
-    "full_state_dict": "whole_states",
+    "full_state_dict": "api",
     "plan": "what_if",
-    "save_full_state_dict": "whole_states",
+    "save_full_state_dict": "api",
 }
 
 # In a source tree, passes and runtime lie beside this folder; installing makes them parts of the package.

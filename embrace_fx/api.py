@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.optim import Optimizer
+from torch import nn
 
+from embrace_fx.compiled_model import CompiledModel
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.setup.options import Options
+from embrace_fx.setup.options import Optimizers, Options, as_tuple
 from embrace_fx.setup.telling import stage
-from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
-from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from embrace_fx.session.session import Session
-
-Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 def compile(
@@ -104,324 +93,36 @@ def compile(
 
     more = check_replicas, broadcast_buffers, forward_sync_buffers, dump_to, device_mesh
     options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, *more)
-    optimizers = _as_tuple(optimizer)
+    optimizers = as_tuple(optimizer)
     if isinstance(model, CompiledModel) and model._is_as_asked(options, optimizers, process_group):
         return model
     session = Session(model, optimizers, process_group, options)
     return CompiledModel(session, single=not isinstance(optimizer, list | tuple))
 
 
-def _compiled_again(model: nn.Module, options: Options) -> CompiledModel:
-    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    from embrace_fx.session.session import Session  # noqa: PLC0415  (torch's compiler takes seconds to import)
+class HasState(Protocol):
+    """What has a state dict: a module, an optimizer."""
 
-    return CompiledModel(Session(model, (), group, options), single=True)
-
-
-def _as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
-    """What was given as an optimizer, or as several; whether it is any is checked with all ranks."""
-    given: Any = () if optimizer is None else optimizer
-    return tuple(given) if isinstance(given, list | tuple) else (given,)
+    def state_dict(self) -> dict[str, Any]: ...
 
 
-class CompiledModel(nn.Module, Joinable):
-    """A model that trains data-parallel: `compile` makes it.
+def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
+    """`stateful.state_dict()` with every sharded tensor whole, on every rank: what `torch.save` on one rank wants.
 
-    It shares parameters, buffers and submodules with the model it was made of: their names, `train()`, `parameters()`
-    and attributes are the model's own.
+    Collective. For an optimizer, a model that contains a compiled one, an average of its weights; or a state dict.
     """
+    from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
 
-    _session: Session
-    _wraps_a_model = True
+    found: dict[str, Any] = whole_state(stateful if isinstance(stateful, dict) else stateful.state_dict())
+    return found
 
-    def __init__(self, session: Session, *, single: bool) -> None:
-        super().__init__()
-        Joinable.__init__(self)
-        model = session.model
-        self.__dict__["_session"] = session
-        self.__dict__["_single"] = single
-        # The same dicts, not copies: a parameter replaced by its shard is replaced in both.
-        self._parameters = model._parameters
-        self._buffers = model._buffers
-        self._modules = model._modules
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self._load_state_dict_pre_hooks = model._load_state_dict_pre_hooks  # where it is part of another module
-        self.__dict__["training"] = model.training
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            found = super().__getattr__(name)
-        except AttributeError:
-            if "_session" not in self.__dict__:
-                raise
-            found = getattr(self._session.model, name)
-        if isinstance(found, nn.Module | nn.Parameter):
-            self._session.parameters_may_change()
-        return found
+def save_full_state_dict(stateful: HasState | dict[str, Any], path: str | Path) -> None:
+    """The file that `torch.save(full_state_dict(stateful), path)` would write, without any rank holding a table whole.
 
-    def _is_as_asked(
-        self, options: Options, optimizers: tuple[Optimizer, ...], group: dist.ProcessGroup | None
-    ) -> bool:
-        """Whether `compile` with these arguments would make the same of the model that this is."""
-        session = self._session
-        of_group = group is None or group is session.group
-        of_optimizers = all(any(each is own for own in session.optimizers) for each in optimizers)
-        return options == session.options and of_group and of_optimizers
+    Collective; rank 0 writes. `torch.load(path, mmap=True)` reads it back so that each rank takes its own columns only:
+    `model.load_state_dict` and `optimizer.load_state_dict` take what it returns.
+    """
+    from embrace_fx.runtime.tables.whole_files import write_whole  # noqa: PLC0415  (DTensor takes a while to import)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """For `copy.deepcopy` and pickle: the model and the options, compiled again, over the default group, where they
-        are put together. As with DDP that is collective, and the optimizer is not part of it.
-
-        Raises:
-            TypeError: tables are sharded.
-        """
-        session = self._session
-        session.parameters_may_change()
-        if session.shards:
-            name, sharded = type(session.model).__name__, ", ".join(session.shards)
-            raise TypeError(
-                f"expected a model with whole tables, in copy or pickle, found a compiled {name} whose {sharded} are "
-                "sharded. Save full_state_dict(), or copy model.module."
-            )
-        return _compiled_again, (session.model, replace(session.options, device_mesh=None))
-
-    # -- running -------------------------------------------------------------------------------------------------------
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward on one batch, called exactly as the model would be.
-
-        Collective: every rank calls it, in training and in evaluation alike.
-        Before the first training call there is no plan: an evaluation then runs the model as it is, with rank 0's
-        parameters.
-
-        Raises:
-            CaptureError: the forward cannot be captured.
-            PeerFailure: any rank could not go on (an id outside its table, a capture that failed), on every rank.
-            DeadRank: a rank is gone.
-        """
-        if self._join_config.enable:
-            told = Join.notify_join_context(self)
-            self._session.meet_joined()
-            if told is not None:
-                told.wait()
-        return self._session.call(args, kwargs)
-
-    def lookahead(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The same batches in the same order, read one ahead.
-
-        With `schedule` "vertical" or "2d", the next batch's rows are fetched during this step. Call the model with the
-        batches as they come: a batch that is moved or changed first is not the one that was looked ahead to.
-
-        Raises:
-            RuntimeError: another `lookahead` of this model is still being read.
-        """
-        return self._session.lookahead.over(loader)
-
-    def train(self, mode: bool = True) -> CompiledModel:
-        self._session.model.train(mode)
-        self.training = mode
-        return self
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside leave each rank's own gradients in `.grad`; the first one outside reduces the sum, as DDP.
-
-        Gradients of sharded tables go to their owners at once and wait there.
-        """
-        before, self._session.synchronised = self._session.synchronised, False
-        try:
-            yield
-        finally:
-            self._session.synchronised = before
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Has a hook reduce gradients, as of DDP, before the first call, on every rank; one rank alone calls none.
-
-        `allreduce_hook`, `fp16_compress_hook` and `bf16_compress_hook` of
-        `torch.distributed.algorithms.ddp_comm_hooks.default_hooks` say how gradients travel, rows of tables included;
-        the latter two round what is sent to 16 bits: `report()` tells. Any other one, PowerSGD's say, is called as
-        `hook(state, bucket) -> Future[Tensor]` with each bucket in the backward; all tables stay whole.
-
-        Raises:
-            TypeError: it is not callable.
-            ValueError: shards are asked for, or sparse exchanges, which a hook would not see.
-            RuntimeError: the model has been called, or has a hook.
-        """
-        self._session.register_comm_hook(state, hook)
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> contextlib.AbstractContextManager[Any]:
-        """For loaders of unequal length, as of DDP: ranks that leave the context early take part until the last does.
-
-        Args:
-            divide_by_initial_world_size: whether gradients are divided by the number of all ranks, or of those that
-                still have batches.
-            enable: false: the context does nothing.
-            throw_on_early_termination: raise on every rank once one has run out of batches.
-        """
-        if self._session.group is None:
-            return contextlib.nullcontext()
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What `torch.distributed.algorithms.Join` calls on a rank that has run out of batches."""
-        return self._session.join_hook(divides_by_all=kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where `Join` counts ranks."""
-        return next(self._session.model.parameters()).device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The ranks that train together, as `Join` wants them."""
-        return self._session.group
-
-    @property
-    def forward_sync_buffers(self) -> bool:
-        """Whether forwards read rank 0's buffers, as of DDP."""
-        return self._session.options.shares_buffers
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that train together, as of DDP; None: a single process."""
-        return self._session.group
-
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """The mesh that was given to `compile`, as of DDP."""
-        return self._session.options.device_mesh
-
-    def synchronize(self) -> None:
-        """Applies every pending update and waits for it. Called by itself wherever parameters are to be read."""
-        self._session.synchronize()
-
-    def close(self) -> None:
-        """Ends the model: applies every pending update, and ends its threads and process groups. Call it on every rank.
-
-        Parameters, their state in the optimizer and `state_dict()` stay as they are; calling the model raises. A model
-        that is no longer referenced is closed by itself; of a process group of fewer ranks than the job's, the groups
-        made for the model stay until the job ends.
-        """
-        self._session.close()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._session.model.zero_grad(set_to_none)  # the model's own: it hands no parameters out
-        self._session.clear_gradients()
-
-    # What hands parameters out does so after every pending update; they may be written, so that what was fetched ahead
-    # is not used.
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        self._session.parameters_may_change()
-        return super().named_parameters(*args, **kwargs)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        self._session.parameters_may_change()
-        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
-        return found
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        self._session.parameters_may_change()
-        return super().named_children()
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over all parameters, which does the same.
-
-        Collective. Returns the total norm before clipping, the same on all ranks.
-        """
-        return nn.utils.clip_grad_norm_(self._session.model.parameters(), max_norm, norm_type)
-
-    # -- state ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def module(self) -> nn.Module:
-        """The model that was compiled, as `DDP.module`, after every pending update."""
-        self._session.parameters_may_change()
-        return self._session.model
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer given to `compile` (a tuple where several were given)."""
-        optimizers = self._session.optimizers
-        if self.__dict__["_single"]:
-            return optimizers[0] if optimizers else None
-        return optimizers
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own names; a sharded table is a DTensor, which `torch.distributed.checkpoint` re-shards.
-
-        `torch.save` of a shard is refused: `full_state_dict` is what it wants. Collective where a table lies on a grid,
-        to put it by columns.
-        """
-        self._session.parameters_may_change()
-        return self._session.model.state_dict(*args, **kwargs)
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """`state_dict()` with every table whole, as a plain tensor, on every rank: what `torch.save` on one rank wants.
-
-        Collective: every rank calls it, and then one may save.
-        """
-        from embrace_fx.runtime.tables.state_dicts import whole_state  # noqa: PLC0415  (DTensor takes a while to import)
-
-        found: dict[str, Any] = whole_state(self.state_dict())
-        return found
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads whole tensors or shards, before the first call or after; a sharded table takes its own part.
-
-        Names may begin with "module.", as in a state dict of DistributedDataParallel. Collective where values are
-        shards of a table that is not sharded here, or that lies on a grid.
-        """
-        model = self._session.model
-        named_by_ddp = state_dict and all(name.startswith("module.") for name in state_dict)
-        if named_by_ddp and "module" not in model._modules:
-            state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
-        return model.load_state_dict(state_dict, strict, assign)
-
-    # -- seeing --------------------------------------------------------------------------------------------------------
-
-    @property
-    def graphs(self) -> Graphs:
-        """Pass name -> the graph after it: "captured" first, and "ids", "forward", "backward", which run, last.
-
-        `graphs.diff(first, second)` compares two as text, `graphs.save("graphs.svg")` draws what runs.
-        """
-        return self._session.views.graphs
-
-    @property
-    def plan(self) -> Plan:
-        """The strategy of every parameter, from the first call on."""
-        return self._session.plan
-
-    @property
-    def schedule(self) -> DrawnSchedule:
-        """The launch order, and when everything is predicted to run; `.save(path)` draws it. From the first step on.
-
-        One process has compute alone to show.
-
-        From the cost model at first; after some ten steps, from what has been measured of compute and links.
-        """
-        return drawn(self._session.views.schedule)
-
-    @property
-    def timeline(self) -> DrawnTimeline:
-        """What ran when under the last `record()`, on all ranks; `.save(path)` draws it beside the prediction."""
-        return drawn(self._session.views.timeline, self._session.views.schedule)
-
-    def record(self) -> contextlib.AbstractContextManager[None]:
-        """Measures the training steps inside, the first ones too: see `timeline`. Collective."""
-        return self._session.views.record()
-
-    def report(self) -> str:
-        """The plan as a table: strategy, reason, bytes per step against DDP."""
-        return self._session.views.report()
+    write_whole(stateful if isinstance(stateful, dict) else stateful.state_dict(), Path(path))

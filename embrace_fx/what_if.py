@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from embrace_fx.api import CompiledModel, Optimizers
 from embrace_fx.capture import capture
 from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.capture.meta_models import as_on_cpu, is_on_meta
+from embrace_fx.compiled_model import CompiledModel
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, extrapolate, measure
 from embrace_fx.passes.planner.asked_strategies import Strategy
@@ -28,7 +28,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.scheduling.scheduling import Scheduling, cuts
 from embrace_fx.session.pipeline import analyse, relaxing_passes, run_passes, training_passes
-from embrace_fx.setup.options import Options
+from embrace_fx.setup.options import Optimizers, Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.viz import DrawnSchedule, drawn
 from embrace_fx.vocabulary.exactness import RowUpdatesOption

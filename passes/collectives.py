@@ -29,6 +29,7 @@ from embrace_fx.vocabulary.graph import (
     inputs_of,
     outputs_of,
 )
+from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import (
     AWAITS,
     LAUNCHES,
@@ -38,7 +39,6 @@ from embrace_fx.vocabulary.ops import (
     launch_of,
     op_name,
 )
-from embrace_fx.vocabulary.schedule import OperationId
 
 EQUAL_SHAPES: frozenset[str] = frozenset(
     {"_c10d_functional::all_reduce", "_c10d_functional::all_reduce_", "embrace::exchange_gradient_"}

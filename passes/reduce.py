@@ -26,7 +26,7 @@ from torch import fx
 import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders, latest
 from embrace_fx.vocabulary.graph import Gradient, OutputRole, Parameter, TrainingGraph, set_outputs
-from embrace_fx.vocabulary.schedule import chunk_id
+from embrace_fx.vocabulary.operation_id import chunk_id
 
 embrace = torch.ops.embrace
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce_.default

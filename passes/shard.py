@@ -58,9 +58,9 @@ from embrace_fx.vocabulary.graph import (
     TrainingGraph,
     set_outputs,
 )
+from embrace_fx.vocabulary.operation_id import IDS, gradients_id, rows_id
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
-from embrace_fx.vocabulary.schedule import IDS, gradients_id, rows_id
 
 aten = torch.ops.aten
 embrace = torch.ops.embrace

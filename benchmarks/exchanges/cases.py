@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import embrace_fx
-from embrace_fx.cost.exchanges import Prediction, Scheme, cheapest_block, paired_ranks, predict
+from embrace_fx.cost.blocks import cheapest_block
+from embrace_fx.cost.exchanges import Prediction, Scheme, paired_ranks, predict
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, in_blocks, measure
 

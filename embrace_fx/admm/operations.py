@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from embrace_fx.vocabulary.schedule import Kind, OperationId
+from embrace_fx.vocabulary.operation_id import Kind, OperationId
 
 
 def _computes(kind: Kind, name: str) -> OperationId:

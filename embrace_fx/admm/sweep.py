@@ -30,7 +30,7 @@ from embrace_fx.admm.bounds import squared_norm_bound
 from embrace_fx.admm.lagrangian import Penalties, Residuals, Variables, less_last, residual_a, residual_o, step_weights
 from embrace_fx.admm.model import Data, Weights
 from embrace_fx.admm.operations import BACKWARD_SWEEP, FORWARD_SWEEP, MULTIPLIERS
-from embrace_fx.vocabulary.schedule import OperationId
+from embrace_fx.vocabulary.operation_id import OperationId
 
 REPEATS = 5
 """The paper takes one step. More cost little, as they do not read the data; with many the loss turns up earlier."""

@@ -114,13 +114,27 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> DynamoGuards:
 
     output.skip_guards_check = True  # of a frame with the batch
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
-        checks = CheckFunctionManager(code, output, guard_filter_fn=select)
+        checks = _Checks(code, output, guard_filter_fn=select)
     manager = checks.guard_manager
     values = _values(output, function, model, itself, cells)
-    # Torch keeps both for as long as what they guard on exists, modules and functions of a library among it.
-    vars(checks).clear()
     output.local_scope = {}
-    return DynamoGuards(manager, frame, cells, kept, values.of_tensors(), values)
+    return DynamoGuards(manager, frame, cells, [kept, checks.guarded], values.of_tensors(), values)
+
+
+class _Checks(CheckFunctionManager):
+    """Guards that live as long as who asks them.
+
+    Torch's own are told when a guarded object ends: they would be kept by every class and module of a library that they
+    guard on, for ever. These keep what they guard on instead.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.guarded: list[object] = []
+        super().__init__(*args, **kwargs)
+
+    def id_ref(self, obj: object, obj_str: str) -> int:
+        self.guarded.append(obj)
+        return id(obj)
 
 
 def _values(

@@ -74,7 +74,7 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
         communicator,
         semantics(asked),
         resting=("always" if asked == "replay" else "while it pays") if plan[name].rests else "never",
-        gradients=setting.state.gradients,
+        gradients=setting.state.gradients_reader(),
     )
     for optimizer in setting.stepping.holders.optimizers:
         if any(p is parameter for group in optimizer.param_groups for p in group["params"]):

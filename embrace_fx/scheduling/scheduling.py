@@ -36,8 +36,9 @@ from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
+from embrace_fx.vocabulary.operation_id import IDS, OperationId, chunk_id
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.schedule import IDS, Cuts, OperationId, Schedule, StepGraph, chunk_id
+from embrace_fx.vocabulary.schedule import Cuts, Schedule, StepGraph
 
 PROFILED_AFTER, PROFILED = 5, 6
 """Steps that warm up, and steps that are measured. A median of six outlives a disturbed one or two."""

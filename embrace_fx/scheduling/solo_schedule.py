@@ -13,14 +13,8 @@ from embrace_fx.passes.scheduler.node_cost import estimate
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.schedule import (
-    BETWEEN,
-    WHOLE_BACKWARD,
-    WHOLE_FORWARD,
-    Operation,
-    Schedule,
-    StepGraph,
-)
+from embrace_fx.vocabulary.operation_id import BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
+from embrace_fx.vocabulary.schedule import Operation, Schedule, StepGraph
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ class Lookahead:
         self._current: Any = None
         self._coming: Any = None
         self._known = False
+        self._warned = False
 
     @property
     def known(self) -> bool:
@@ -35,6 +37,17 @@ class Lookahead:
         """Whether a loop is reading."""
         active = self._active()
         return active is not None and active.gi_frame is not None
+
+    def warn_of_other_batch(self) -> None:
+        """Once: a call was not given the batch that it was to be given."""
+        if not self._warned:
+            warnings.warn(
+                "expected the batch that lookahead() yielded, as it was, in the model's call, found another one, or "
+                "one that was moved or written since. The step is exact, but its communication is not hidden. Let the "
+                "loader itself move and prepare batches.",
+                stacklevel=2,
+            )
+        self._warned = True
 
     def over(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The same batches in the same order, one ahead.

@@ -45,7 +45,7 @@ class ModelWatch:
         self._ids = [*map(id, self._held)]
         self._names = self._named()
 
-    def all_stand_ins(self, buffers: bool) -> bool:
+    def all_stand_ins(self, *, buffers: bool) -> bool:
         """Whether tensors stand in the places of all parameters for the time of a call, as of `functional_call`.
 
         Args:

@@ -19,6 +19,12 @@ from embrace_fx.setup.agreement import settings_of
 from embrace_fx.setup.setting import Setting
 
 
+def is_due(setting: Setting) -> bool:
+    """Whether the coming step is one of those whose replicas are compared."""
+    every, announcements = setting.options.check_replicas, setting.announcements
+    return every is not None and announcements.made % every == 0 and announcements.communicator.world_size > 1
+
+
 def checksums_of_replicas(setting: Setting) -> dict[str, int]:
     """What every rank should have alike, in words -> its checksum. Reads every replica once."""
     found: dict[str, int] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.outside_uses import OutsideUses
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
-from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Kinds, Variant, kind_key
@@ -40,20 +38,15 @@ from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import OTHER_PARAMETERS, ModelWatch
 from embrace_fx.session.parameter_watch import CONVERTED, ParameterWatch
 from embrace_fx.session.pipeline import analyse
+from embrace_fx.session.plain_calls import PlainCalls
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.session.programs import ProgramBuilder
-from embrace_fx.session.replica_check import checksums_of_replicas
+from embrace_fx.session.replica_check import checksums_of_replicas, is_due
 from embrace_fx.session.state_hooks import add_state_hooks, take_over
 from embrace_fx.session.views import Views
 from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up
 from embrace_fx.setup.first_state import send_first_state
-from embrace_fx.setup.group import (
-    check_group,
-    check_still_alone,
-    default_group,
-    group_of_mesh,
-    refuse_distributed_autograd,
-)
+from embrace_fx.setup.group import check_call, check_group, default_group, group_of_mesh
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage, tell
@@ -76,7 +69,6 @@ class Session:
         self.optimizers = optimizers
         self.options = options
         self.lookahead = Lookahead(at_end=self._end_lookahead)
-        self._warned = False
         given, group = group, group or group_of_mesh(options.device_mesh)
         self._given_group = group
         dump_to = options.dump_to if isinstance(options.dump_to, Path | None) else Path(options.dump_to)
@@ -103,14 +95,17 @@ class Session:
             stepping.adopt(optimizer)
         self._setting = Setting(model, stepping, self.state, self.announcements, options)
         self._captures = Captures(self._setting)
-        self._replicated = False
+        self._plainly = PlainCalls(self._setting, self._watch)
         self._placed = add_state_hooks(self)
         self._outside = OutsideUses(self.state, self.communicator)
         self._kinds = Kinds()
         buffers = BufferSharing(self.state, self.announcements, on=options.shares_buffers)
-        self.planned = PlanInUse(self._setting, self._kinds, buffers, self._warn_of_other_batch, self._note_places)
+        self.planned = PlanInUse(
+            self._setting, self._kinds, buffers, self.lookahead.warn_of_other_batch, self._note_places
+        )
         self.views = Views(self._setting, self.planned)
         self.idling = Idling(self)
+        """What the user calls."""
 
     @property
     def plan(self) -> Plan:
@@ -128,13 +123,6 @@ class Session:
     def shards(self) -> tuple[str, ...]:
         """The tables of which this rank holds a part."""
         return () if self.planned.plan is None or self.communicator.world_size == 1 else self.planned.plan.sharded
-
-    @property
-    def places(self) -> dict[str, Place]:
-        """Where the parts of sharded tables lie, by each of their names."""
-        tables = {table.parameter: table.place for table in self.state.tables.values() if table.place.mesh is not None}
-        named = ((name, self.state.parameter(name)) for name in self.state.names)
-        return {name: tables[parameter] for name, parameter in named if parameter in tables}
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -175,14 +163,11 @@ class Session:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # inside of torch.compile it runs as it is
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        first = self.state.any_parameter()
-        if not isinstance(first, nn.Parameter) and self._watch.all_stand_ins(self.options.shares_buffers):
-            return self.model(*args, **kwargs)  # `functional_call`: nothing is this model's own, and nothing is reduced
-        refuse_distributed_autograd()
+        if self._plainly.is_stateless():
+            return self.model(*args, **kwargs)
+        check_call(self.communicator.group, begun=self._begun)
         if not self._begun:
             self._begin()
-        elif self.communicator.group is None:
-            check_still_alone(default_group())
         leaves, spec = flatten_arguments(args, kwargs)
         calls = self.planned.calls
         count = calls.count
@@ -205,7 +190,7 @@ class Session:
         self._look_at_model()
         kind = self._kinds[kind_key(self._modes(), leaves, spec, train)]
         if self.planned.plan is None and not train:
-            return self._evaluate_plainly(args, kwargs)
+            return self._plainly.evaluate(args, kwargs)
         variant = self._variant(kind, leaves, args, kwargs, train)
         if announcements.asked_to_plan:
             self.planned.make_again(variant, leaves)
@@ -230,8 +215,7 @@ class Session:
 
     def _check_replicas(self) -> None:
         """Has the coming announcement compare them, where it is time."""
-        every = self.options.check_replicas
-        if every is not None and self.announcements.made % every == 0 and self.communicator.world_size > 1:
+        if is_due(self._setting):
             self.synchronize()  # ranks may have applied more or less of the last step
             self.announcements.checksums = checksums_of_replicas(self._setting)
 
@@ -290,7 +274,7 @@ class Session:
         """The next batch, where it is known and a program for it exists."""
         coming = self.lookahead.following(leaves)
         if coming is None and self.lookahead.known and program.flow is not None and program.flow.looks_ahead:
-            self._warn_of_other_batch()
+            self.lookahead.warn_of_other_batch()
         if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
@@ -310,30 +294,6 @@ class Session:
         if self._flow is not None:
             self._flow.expect_no_batch()
         self.synchronize()
-
-    def _warn_of_other_batch(self) -> None:
-        if not self._warned:
-            warnings.warn(
-                "expected the batch that lookahead() yielded, as it was, in the model's call, found another one, or "
-                "one that was moved or written since. The step is exact, but its communication is not hidden. Let the "
-                "loader itself move and prepare batches.",
-                stacklevel=2,
-            )
-        self._warned = True
-
-    def _evaluate_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before the first training call there is no plan, and no table is sharded: the user's own forward runs."""
-        agree_on_first_call(self.announcements, None)
-        if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
-            raise RuntimeError(
-                "expected a training call before the first evaluation, in forward(), found a model on the meta device, "
-                "and how its tables are sharded is decided with the first training batch. Call it once with gradients "
-                "enabled."
-            )
-        if not self._replicated and self.communicator.group is not None:
-            broadcast_state(self.model, self.state.ignored, self.communicator, buffers=self.options.shares_buffers)
-        self._replicated = True
-        return self.model(*args, **kwargs)
 
     def _capture(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
@@ -421,18 +381,10 @@ class Session:
         self.state.settle_tables()
         self._kinds.clear()
         self.communicator.close()
+        self._placed.kept = None
 
     def release(self) -> None:
-        """Leaves the model to another `compile`: as it is on one rank, every update applied. Collective.
-
-        Raises:
-            RuntimeError: gradients wait that nobody would reduce.
-        """
-        if self.state.unreduced:
-            raise RuntimeError(
-                "expected no gradients that wait, in compile() of a model that is compiled already, found some that "
-                "were summed up under no_sync(). Step and zero them first."
-            )
+        """Leaves the model to another `compile`: as it is on one rank, every update applied. Collective."""
         self.synchronize()
         self.planned.leave_model()
         self._outside.stop()

@@ -32,7 +32,11 @@ class Placed:
         group: the ranks that they are spread over.
         places: where they lie, by each of their names.
         copies: hooks of the model's copies that have been made while its tables were whole.
+        kept: the session until it is closed. The model keeps it: an update that waits for a next call is applied when
+            the model is read, whether or not the compiled model is still there.
     """
+
+    kept: Session | None = None
 
     def __init__(self, group: dist.ProcessGroup | None = None, places: Mapping[str, Place] | None = None) -> None:
         self.group = group
@@ -51,7 +55,7 @@ class Placed:
 
     def note(self, session: Session) -> None:
         """Remembers where a session has placed its tables."""
-        self.group, self.places = session.group, session.places
+        self.group, self.places = session.group, session.state.places
         if self.places and self.copies and session.rank == 0:
             tell(_MADE_BEFORE, ", ".join(self.places))
         self.copies.clear()
@@ -64,7 +68,7 @@ _MADE_BEFORE = (
 
 
 class _Hook:
-    """A hook that does not keep its session alive.
+    """A hook.
 
     Args:
         session: whose it is; None: nobody's, of a model that was copied.
@@ -87,7 +91,7 @@ class _Hook:
     @property
     def places(self) -> Mapping[str, Place]:
         """Where the parts of sharded tables lie."""
-        return self._placed.places if self.session is None else self.session.places
+        return self._placed.places if self.session is None else self.session.state.places
 
     @property
     def trainer(self) -> Session | None:
@@ -169,6 +173,7 @@ class OwnPartsAreNoTables(_Hook):
 def add_state_hooks(session: Session) -> Placed:
     """Has the model's state dicts show what a session has made of it, and calls of the plain model refused."""
     placed, model = Placed(), session.model
+    placed.kept = session
     placed.hook(
         model.register_state_dict_pre_hook(ParametersMayChange(session, placed)),
         model.register_state_dict_post_hook(ShowShards(session, placed)),
@@ -182,8 +187,17 @@ def add_state_hooks(session: Session) -> Placed:
 
 
 def take_over(model: nn.Module) -> None:
-    """Has the session that has compiled a model before, if there is one, leave it. Collective."""
+    """Has the session that has compiled a model before, if there is one, leave it. Collective.
+
+    Raises:
+        RuntimeError: gradients wait that nobody would reduce.
+    """
     hooks: list[Any] = list(model._state_dict_pre_hooks.values())
     for hook in hooks:
-        if isinstance(hook, _Hook) and hook.session is not None:
-            hook.session.release()
+        if isinstance(hook, _Hook) and (session := hook.session) is not None:
+            if session.state.unreduced:
+                raise RuntimeError(
+                    "expected no gradients that wait, in compile() of a model that is compiled already, found some "
+                    "that were summed up under no_sync(). Step and zero them first."
+                )
+            session.release()

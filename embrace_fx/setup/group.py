@@ -65,7 +65,7 @@ def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | 
         )
 
 
-def check_still_alone(now: dist.ProcessGroup | None) -> None:
+def _check_still_alone(now: dist.ProcessGroup | None) -> None:
     """Raises where a model that was first called in a single process has got other ranks since.
 
     Raises:
@@ -79,7 +79,22 @@ def check_still_alone(now: dist.ProcessGroup | None) -> None:
         )
 
 
-def refuse_distributed_autograd() -> None:
+def check_call(group: dist.ProcessGroup | None, *, begun: bool) -> None:
+    """Raises where a call cannot be one of this model's.
+
+    Args:
+        group: the ranks that train together.
+        begun: the model has been called before.
+
+    Raises:
+        RuntimeError: it is in a context of RPC's autograd, or other ranks have come after the first call.
+    """
+    _refuse_distributed_autograd()
+    if begun and group is None:
+        _check_still_alone(default_group())
+
+
+def _refuse_distributed_autograd() -> None:
     """Raises where RPC's autograd would look for gradients in a context of its own, in which none arrive.
 
     Raises:

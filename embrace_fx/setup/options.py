@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.passes.planner.asked_strategies import Strategy, check_strategy
@@ -15,6 +18,9 @@ from embrace_fx.vocabulary.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+"""What may be given as the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -107,3 +113,9 @@ class Options:
                 f"expected cluster to be an embrace_fx.Cluster, in {where}, found {self.cluster!r}. Give its "
                 "links' bandwidth in bytes per millisecond and latency in milliseconds: Cluster(3.1e6, 0.05), 25 Gb/s."
             )
+
+
+def as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
+    """What was given as an optimizer, or as several; whether it is any is checked with all ranks."""
+    given: Any = () if optimizer is None else optimizer
+    return tuple(given) if isinstance(given, list | tuple) else (given,)

@@ -14,8 +14,8 @@ from html import escape
 from torch import fx
 
 from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, Theme
+from embrace_fx.vocabulary.operation_id import LANES, Lane
 from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, op_name
-from embrace_fx.vocabulary.schedule import LANES, Lane
 
 _NAMED_OPS = 3
 """So many kinds of a block's ops are told by name."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from embrace_fx.vocabulary.schedule import Lane, Operation
+from embrace_fx.vocabulary.operation_id import Lane
+from embrace_fx.vocabulary.schedule import Operation
 
 
 @dataclass(frozen=True)

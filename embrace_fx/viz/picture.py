@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from embrace_fx.vocabulary.schedule import LANES, Diagnostics, Lane, Operation, Schedule, Span, Timeline, Wait
+from embrace_fx.vocabulary.operation_id import LANES, Lane
+from embrace_fx.vocabulary.schedule import Diagnostics, Operation, Schedule, Span, Timeline, Wait
 
 MIB = 2**20
 SHOWN_WINDOWS = 2

@@ -14,7 +14,8 @@ from itertools import pairwise
 
 from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, Theme, lane_paint, paint
 from embrace_fx.viz.picture import MIB, Panel, Phase, Picture, labels
-from embrace_fx.vocabulary.schedule import Lane, Span, Wait
+from embrace_fx.vocabulary.operation_id import Lane
+from embrace_fx.vocabulary.schedule import Span, Wait
 
 WIDTH = 900
 MOST_RANKS = 4

@@ -14,7 +14,8 @@ from typing import Any
 
 from embrace_fx.viz.palette import paint
 from embrace_fx.viz.picture import Panel, Picture
-from embrace_fx.vocabulary.schedule import LANES, Lane, Span, Wait
+from embrace_fx.vocabulary.operation_id import LANES, Lane
+from embrace_fx.vocabulary.schedule import Span, Wait
 
 Event = dict[str, Any]
 _NANOSECOND_US = 0.001

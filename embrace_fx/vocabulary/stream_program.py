@@ -21,7 +21,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from embrace_fx.vocabulary.schedule import LANES
+from embrace_fx.vocabulary.operation_id import LANES
 
 STREAMS = LANES
 """The stream of the model's compute, and one for each communication class."""

@@ -12,7 +12,8 @@ from math import prod
 from typing import Literal
 
 from embrace_fx import cost
-from embrace_fx.cost.exchanges import Scheme, cheaper_scheme, cheapest_block, predict
+from embrace_fx.cost.blocks import cheapest_block
+from embrace_fx.cost.exchanges import Scheme, cheaper_scheme, predict
 from embrace_fx.cost.sparsity import Sparsity, in_blocks, independent
 from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.planner.shard_cost import (

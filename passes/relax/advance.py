@@ -22,8 +22,8 @@ from torch import fx
 from embrace_fx.passes.relax.launches import Phases, nodes_of, rewrite_phases
 from embrace_fx.passes.rewriter import first_after_placeholders
 from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIONS, op_name
-from embrace_fx.vocabulary.schedule import OperationId
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from embrace_fx.vocabulary.graph import (
     outputs_of,
     set_outputs,
 )
-from embrace_fx.vocabulary.schedule import chunk_id
+from embrace_fx.vocabulary.operation_id import chunk_id
 
 embrace = torch.ops.embrace
 

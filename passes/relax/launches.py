@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary.graph import Parameter, Saved, Shard, TrainingGraph, copy_module, inputs_of
-from embrace_fx.vocabulary.schedule import OperationId
+from embrace_fx.vocabulary.operation_id import OperationId
 
 
 class Phases:

@@ -34,7 +34,7 @@ from embrace_fx.vocabulary.graph import (
     outputs_of,
     set_outputs,
 )
-from embrace_fx.vocabulary.schedule import gradients_id, rows_id
+from embrace_fx.vocabulary.operation_id import gradients_id, rows_id
 
 embrace = torch.ops.embrace
 

@@ -23,8 +23,8 @@ from torch import fx
 from embrace_fx.passes.relax.launches import Phases, by_table, drop_unread_saved, launch_node, rewrite_phases
 from embrace_fx.passes.rewriter import Rewriter, latest
 from embrace_fx.vocabulary.graph import PendingRows, Saved, TrainingGraph, outputs_of, set_outputs
+from embrace_fx.vocabulary.operation_id import gradients_id, rows_id
 from embrace_fx.vocabulary.plan import Stack
-from embrace_fx.vocabulary.schedule import gradients_id, rows_id
 
 aten = torch.ops.aten
 embrace = torch.ops.embrace

@@ -25,7 +25,8 @@ from embrace_fx.passes.collectives import is_submission
 from embrace_fx.passes.relax.order import BackwardUnits
 from embrace_fx.passes.scheduler.launch_order import quick_ms, schedule
 from embrace_fx.passes.scheduler.node_cost import NodeMs
-from embrace_fx.vocabulary.schedule import Schedule, StepGraph, compute_id
+from embrace_fx.vocabulary.operation_id import compute_id
+from embrace_fx.vocabulary.schedule import Schedule, StepGraph
 
 TRIED = 200
 """So many orders may a search simulate."""

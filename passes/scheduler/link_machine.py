@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from embrace_fx.vocabulary.schedule import BETWEEN, Operation, Span, StepGraph, Timeline, Wait
+from embrace_fx.vocabulary.operation_id import BETWEEN
+from embrace_fx.vocabulary.schedule import Operation, Span, StepGraph, Timeline, Wait
 
 WINDOWS = 8
 """At most so many are simulated in a row until one repeats the one before it."""

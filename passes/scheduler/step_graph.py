@@ -26,19 +26,9 @@ from embrace_fx import cost
 from embrace_fx.passes.collectives import awaited, is_submission
 from embrace_fx.passes.scheduler.node_cost import NodeMs, estimate
 from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, IDS, START, OperationId, compute_id
 from embrace_fx.vocabulary.ops import launch_of, op_name
-from embrace_fx.vocabulary.schedule import (
-    BETWEEN,
-    EARLY,
-    END,
-    IDS,
-    START,
-    Dependence,
-    Operation,
-    OperationId,
-    StepGraph,
-    compute_id,
-)
+from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 from collections import deque
 
-from embrace_fx.vocabulary import schedule as schedule_ids
+from embrace_fx.vocabulary import operation_id
 from embrace_fx.vocabulary.schedule import IN_FLIGHT, Operation, Schedule
 from embrace_fx.vocabulary.stream_program import HostRead, Kernels, Launch, Record, Step, StreamProgram, WaitEvent
 
 UNIQUE = "unique rows of the next batch"
 """What the ids' stream computes before it gathers them, where the next batch is known."""
 
-IDS, SIZES = str(schedule_ids.IDS), "sizes"
+IDS, SIZES = str(operation_id.IDS), "sizes"
 
 
 def stream_program(schedule: Schedule, windows: int = 2) -> StreamProgram:

@@ -19,8 +19,8 @@ from torch import fx
 from embrace_fx.passes.collectives import awaited, is_relaxed, is_submission
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.graph import Parameter, PendingGradients, PendingRows, TrainingGraph, inputs_of, outputs_of
+from embrace_fx.vocabulary.operation_id import IDS, OperationId, bucket_name
 from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, launch_of, op_name
-from embrace_fx.vocabulary.schedule import IDS, OperationId, bucket_name
 
 
 @dataclass

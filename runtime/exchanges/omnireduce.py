@@ -26,14 +26,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from embrace_fx.cost.exchanges import (
-    STREAMS,
-    cheapest_block,
-    place_bytes,
-    places_of_lane,
-    record_bytes,
-    streaming_of,
-)
+from embrace_fx.cost.blocks import STREAMS, cheapest_block, place_bytes, places_of_lane, record_bytes, streaming_of
 from embrace_fx.cost.sparsity import even_ranges
 from embrace_fx.runtime.exchanges.blocks import cut_blocks, cut_row_blocks, join_blocks, join_row_blocks
 from embrace_fx.runtime.exchanges.channel import Channel

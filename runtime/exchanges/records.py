@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embrace_fx.cost.exchanges import index_bytes, record_bytes
+from embrace_fx.cost.blocks import index_bytes, record_bytes
 
 
 def index_dtype(limit: int) -> torch.dtype:

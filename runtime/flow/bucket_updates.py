@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,16 @@ from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.optimizer.own_step import hyperparameters, step_groups
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.vocabulary.schedule import OperationId, bucket_name
+from embrace_fx.vocabulary.operation_id import OperationId, bucket_name
 
 WRITTEN = (
     "expected parameters to be written only through the compiled model, between optimizer.step() and the next call, "
     "found {} that was written before its pending update. Take it from model.parameters() or model.named_parameters() "
     "at that moment, or call model.synchronize() before."
+)
+GONE = (
+    "expected the compiled model to be there still, where a gradient of its last backward is read, found that it has "
+    "gone while the gradient was on its way. Keep the model, or read the gradient before."
 )
 
 
@@ -110,6 +115,10 @@ class _Bucket:
         stand_in = self.stand_ins[parameter]() if parameter in self.stand_ins else None
         return isinstance(stand_in, PendingGradient) and parameter.grad is stand_in and stand_in.landed is None
 
+    def is_held(self) -> bool:
+        """Whether someone holds what was put into `.grad`."""
+        return any(stand_in() is not None for stand_in in self.stand_ins.values())
+
     def arrived(self, gradients: Sequence[Tensor]) -> None:
         """Tells whoever still holds a stand-in."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -145,6 +154,7 @@ class BucketUpdates:
         self._launcher = launcher
         self._wait = wait
         self._waiting: dict[int, _Bucket] = {}
+        self._dropped: list[_Bucket] = []  # before they were waited for, and of which someone may hold a gradient
         self._submitted: dict[OperationId, Ticket] = {}  # of this window, and of no bucket yet
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -216,11 +226,14 @@ class BucketUpdates:
 
     def _stand_in(self, parameter: nn.Parameter, k: int) -> PendingGradient:
         bucket = self._waiting[k]
-        made = PendingGradient(parameter, lambda: self._wanted(k, bucket))
+        # Weakly: autograd's owner of `.grad` is nothing that the garbage collector sees, so that a gradient that kept
+        # all this, and with it its own parameter, would keep it for ever.
+        itself, of_bucket = ref(self), ref(bucket)
+        made = PendingGradient(parameter, lambda: _land_for(itself(), k, of_bucket()))
         bucket.stand_ins[parameter] = TensorWeakRef(made)
         return made
 
-    def _wanted(self, k: int, bucket: _Bucket) -> None:
+    def wanted(self, k: int, bucket: _Bucket) -> None:
         """Someone uses a gradient of a bucket."""
         with self._launcher.hurrying():  # rows of a forward to come may stand before it
             if self._waiting.get(k) is not bucket:  # dropped since
@@ -319,8 +332,20 @@ class BucketUpdates:
             for parameter in bucket.parameters:
                 if bucket.stands_in(parameter):
                     parameter.grad = None
+            self._dropped = [each for each in (*self._dropped, bucket) if each.is_held()]
 
     def _land(self, bucket: _Bucket) -> list[Tensor]:
         for ticket in bucket.tickets:
             self._wait(ticket)
         return unpack_bucket(bucket.flat, bucket.parameters)
+
+
+def _land_for(updates: BucketUpdates | None, k: int, bucket: _Bucket | None) -> None:
+    """Has a gradient that someone uses land.
+
+    Raises:
+        RuntimeError: the compiled model is gone, and with it what would have brought the gradient.
+    """
+    if updates is None or bucket is None:
+        raise RuntimeError(GONE)
+    updates.wanted(k, bucket)

@@ -12,31 +12,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from embrace_fx import cost
 from embrace_fx.runtime.flow.ahead import Ahead, AheadOfDevice, IdsProgram
 from embrace_fx.runtime.flow.bucket_updates import WRITTEN, BucketUpdates
+from embrace_fx.runtime.flow.forward_segments import ForwardSegments
 from embrace_fx.runtime.flow.routing import Routing
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.announcement import Announcements, bad_id_report, unreadable
-from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.runtime.step.phases import Values
-from embrace_fx.vocabulary.schedule import (
-    BETWEEN,
-    EARLY,
-    END,
-    IDS,
-    START,
-    OperationId,
-    bucket_name,
-    compute_id,
-)
+from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, IDS, START, OperationId
 
 ANNOUNCEMENT = OperationId("ids", "announcement", "early", lane="ids")
 """What a recording shows of the wait for the slowest rank."""
@@ -73,6 +63,7 @@ class Flow:
         exchanges: by table, or by stack.
         of_table: likewise, but by table alone: those of a stack have one exchange.
         buckets: those of the plan.
+        segments: what the forward computes, for the recorder.
         has_cut: whether `await_ids` has been called in the backward that runs.
     """
 
@@ -104,8 +95,7 @@ class Flow:
         self._read_now: dict[str, Tensor] = {}  # table -> ids of the batch whose backward runs
         self._valid = True  # what was prefetched may be used
         self._handed_out = False  # parameters were, and anyone may have written them
-        self._segment: OperationId | None = None  # of the forward's compute, for the recorder; None: no forward runs
-        self._stands = False
+        self.segments = ForwardSegments(recorder)
         self.has_cut = False
 
     def look_at(self, program: IdsProgram, leaves: Sequence[Any]) -> Ahead:
@@ -129,9 +119,9 @@ class Flow:
         if ahead is not None and self.streams is not None:
             ahead = self._route(ahead)  # a batch that holds a bad id is not what was looked ahead to, on any rank
         failure = self._look_for_writes()
-        fresh = self._valid and not any(exchange.early_rows_stale for exchange in self.exchanges.values())
+        fresh = self._valid and all(exchange.early.usable for exchange in self.exchanges.values())
         if fresh and ahead is not None and self._handed_out:
-            fresh = all(exchange.early_rows_hold() for exchange in self.exchanges.values())
+            fresh = all(exchange.early.hold(stepped=exchange.stepped) for exchange in self.exchanges.values())
         found = ahead is not None and ahead.is_batch(leaves) and ahead.program is program and fresh
         expected = ahead is not None and fresh
         if found:
@@ -176,7 +166,7 @@ class Flow:
 
     def _begin_compute(self) -> None:
         self.recorder.mark(BETWEEN)
-        self._begin_segment(START)
+        self.segments.begin(START)
 
     def _read(self, program: IdsProgram, leaves: Sequence[Any]) -> tuple[Values, str | None]:
         """The values of a batch's unique phase, and what is wrong with its ids.
@@ -199,7 +189,7 @@ class Flow:
         for exchange in self.exchanges.values():
             if exchange.was_written():
                 failure = failure or (WRITTEN.format(f"table {exchange.table.name}") if exchange.stepped else None)
-                exchange.early_rows_stale = True
+                exchange.early.stale = True
         return failure
 
     def _bring_forward(self, *, stepped: bool) -> None:
@@ -230,8 +220,7 @@ class Flow:
         return ahead if ahead.usable else None
 
     def end_forward(self) -> None:
-        self._end_segment()
-        self._segment = None
+        self.segments.end()
 
     def open_window(self, gate: Gate | None) -> None:
         """At the head of a backward.
@@ -267,7 +256,8 @@ class Flow:
 
     def give_up_forward(self) -> None:
         """Forgets a forward that has failed, all of whose launches have been submitted."""
-        self._segment = self._coming = self._ahead = None
+        self._coming = self._ahead = None
+        self.segments.forget()
         self._forget_rows()
 
     def give_up_backward(self) -> None:
@@ -279,7 +269,7 @@ class Flow:
         self.discard()
         self.launcher.open_window()
 
-    # -- what the nodes of a relaxed program call ----------------------------------------------------------------------
+    # -- the next batch, as nodes of a relaxed program call for it ---------------------------------------------------
 
     def submit_ids(self) -> None:
         """Submits the exchange of the next batch's ids, if it is known on all ranks."""
@@ -307,60 +297,6 @@ class Flow:
             else:
                 exchange.do_not_cut(self.launcher.order)
         self.recorder.mark(EARLY)
-
-    def update_rows(self, launch: OperationId) -> None:
-        """Applies a part of a table's gradients."""
-        self.exchanges[launch.what].update(launch)
-        if self._segment is None:
-            self.recorder.mark(EARLY)
-
-    def submit_rows(self, launch: OperationId, ids: Tensor, counts: Tensor, dtype: torch.dtype) -> None:
-        self.exchanges[launch.what].submit_rows(launch, ids, counts, dtype)
-        self.recorder.mark(EARLY if self._segment is None else compute_id("update", launch.what))
-
-    def await_rows(self, launch: OperationId, like: Tensor, dtype: torch.dtype) -> Tensor:
-        self._end_segment()
-        return self.exchanges[launch.what].await_rows(launch, like, dtype)
-
-    def join_rows(self, table: str) -> Tensor:
-        rows = self.exchanges[table].rows()
-        self.recorder.mark(compute_id("rows", table))
-        self._begin_segment(compute_id("forward", table))
-        return rows
-
-    def submit_gradients(
-        self,
-        launch: OperationId,
-        rows: Tensor,
-        ids: Tensor,
-        counts: Tensor,
-        padding_idx: int,
-        scale: float,
-    ) -> None:
-        self.recorder.mark(compute_id("backward", launch.what))
-        self.exchanges[launch.what].submit_gradient(launch, rows, ids, counts, padding_idx, scale)
-
-    def submit_chunk(self, launch: OperationId, flat: Tensor, start: int, length: int) -> None:
-        self.recorder.mark(compute_id("backward", launch.what))
-        self.buckets.submit_chunk(launch, flat, start, length)
-
-    def await_chunk(self, launch: OperationId) -> None:
-        self._end_segment()
-        self.buckets.await_chunk(launch)
-
-    def update_bucket(self, bucket: int) -> None:
-        self.buckets.await_update(bucket)
-        self.recorder.mark(compute_id("update", bucket_name(bucket)))
-        self._begin_segment(compute_id("forward", bucket_name(bucket)))
-
-    def _end_segment(self) -> None:
-        """The forward's compute stands still, until what is awaited is put to use."""
-        if self._segment is not None and not self._stands:
-            self.recorder.mark(self._segment)
-        self._stands = True
-
-    def _begin_segment(self, operation: OperationId) -> None:
-        self._segment, self._stands = operation, False
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
@@ -435,37 +371,6 @@ class Flow:
     def _forget_rows(self) -> None:
         for exchange in self.exchanges.values():
             exchange.forget_rows()
-
-    # -- exchanges that are waited for in the phase that launches them -------------------------------------------------
-
-    def launch_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
-        """`all_to_all_rows` of a table."""
-        ticket = self.exchanges[launch.what].send_rows(launch, columns, counts.tolist())
-        self.recorder.mark(compute_id("update", launch.what))
-        return ticket
-
-    def launch_gradients(
-        self, launch: OperationId, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object
-    ) -> Ticket:
-        """`all_to_all_gradients` of a table."""
-        self.recorder.mark(compute_id("backward", launch.what))
-        return self.exchanges[launch.what].send_gradients(launch, flat, counts.tolist(), embedding_dim)
-
-    def launch_bucket(self, launch: OperationId, flat: Tensor, *_: object) -> Ticket:
-        """`all_reduce_` or `exchange_gradient_` of a bucket."""
-        self.recorder.mark(compute_id("backward", launch.what))
-        return self.buckets.launch(launch, flat, 0, flat.numel())
-
-    def wait_for(self, launch: Ticket | InFlight) -> Tensor:
-        """The value of a launch: one that goes through the launcher, or one of the thread's own."""
-        if isinstance(launch, InFlight):
-            return self.communicator.wait(launch)
-        self._end_segment()
-        value = self.wait(launch)
-        if self._segment is not None:
-            self.recorder.mark(compute_id("rows", launch.id.what))
-            self._begin_segment(compute_id("forward", launch.id.what))
-        return value
 
     def wait(self, ticket: Ticket) -> Tensor:
         """A ticket's value; where that takes time, the recorder knows."""

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.flow.routing import Routing, Selection
-from embrace_fx.runtime.flow.row_exchange import Arriving, Part, RowExchange, Rows
+from embrace_fx.runtime.flow.row_exchange import RowExchange
+from embrace_fx.runtime.flow.under_way import Arriving, Part, Rows
 from embrace_fx.runtime.kernels.grid import join_grid_into, route_grid, split_selected_grid
 from embrace_fx.runtime.launch.launcher import Ticket
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
+from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.plan import Grid
-from embrace_fx.vocabulary.schedule import OperationId
 
 Counts = Sequence[Sequence[int]]
 """Rows of a part, by the rank that reads them, by the row of the grid that has them."""
@@ -64,7 +65,8 @@ class GridExchange(RowExchange):
             flat = self._wait(part.ticket)
             joined = flat.new_empty(shape) if joined is None else joined
             join_grid_into(joined, part.positions, flat, part.by_row, self._grid.columns)
-        self._arriving, self._early = Arriving(), None
+        self._arriving = Arriving()
+        self.early.arrived()
         assert joined is not None
         return joined.view(-1)
 

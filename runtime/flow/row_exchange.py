@@ -17,16 +17,16 @@ Shape legend: as in `embrace_fx/vocabulary/ops.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from embrace_fx.runtime.flow.bucket_updates import WRITTEN
+from embrace_fx.runtime.flow.early_rows import EarlyRows
 from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, Split
+from embrace_fx.runtime.flow.under_way import Arriving, LateRows, Part, Rows, StepGradient, Wait, waits_for
 from embrace_fx.runtime.kernels import (
     coalesce,
     join_columns,
@@ -39,82 +39,10 @@ from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.optimizer.own_step import hyperparameters
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.runtime.tables.row_gradient import Rows as RowsOfTable
-from embrace_fx.runtime.tables.row_table import RowTable, Supposed
+from embrace_fx.runtime.tables.held_gradient import Rows as RowsOfTable
+from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
-from embrace_fx.vocabulary.schedule import OperationId
-
-Wait = Callable[[Ticket], Tensor]
-
-
-@dataclass
-class Part:
-    """Gradients of some rows, from all ranks, on their way to this rank's columns."""
-
-    ids: Tensor
-    ticket: Ticket
-    selection: Selection | None  # None: all of the routing's
-
-
-@dataclass
-class _Gradient:
-    """One step's row gradient.
-
-    Attributes:
-        parts: prior first, then delayed ones.
-        options: the optimizer's options at its step; None before it.
-    """
-
-    padding_idx: int
-    scale: float
-    parts: list[Part]
-    options: dict[str, Any] | None = None
-
-
-class _Late:
-    """One step's row gradient, for `.grad` of its tables: waited for when someone looks at it."""
-
-    def __init__(self, exchange: RowExchange, gradient: _Gradient) -> None:
-        self._exchange = exchange
-        self._parts = list(gradient.parts)  # a step takes them out of the gradient
-        self.gradient = gradient
-        self._of_tables: list[list[RowsOfTable]] | None = None
-
-    def rows(self, k: int) -> list[RowsOfTable]:
-        """Those of the k-th table."""
-        if self._of_tables is None:
-            split = [self._exchange.table.split(*rows) for rows in self._exchange.arrive(self.gradient, self._parts)]
-            self._of_tables = [list(rows) for rows in zip(*split, strict=True)]
-        return self._of_tables[k]
-
-
-@dataclass
-class Rows:
-    """A part of a batch's rows on their way to this rank: which of its rows, and their columns from all ranks."""
-
-    positions: Tensor | None  # None: all
-    ticket: Ticket
-
-
-@dataclass
-class Arriving:
-    """The rows of a batch on their way."""
-
-    rows: list[Rows] = field(default_factory=list)
-    routing: Routing | None = None
-    late: Selection | None = None  # of the batch to come: what is still to be looked up; None: all of it
-
-
-@dataclass
-class _Early:
-    """Rows that were sent early: as the table had them, and as they left."""
-
-    ids: Tensor
-    before: Tensor
-    columns: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.columns = self.before
+from embrace_fx.vocabulary.operation_id import OperationId
 
 
 class RowExchange:
@@ -145,14 +73,12 @@ class RowExchange:
         self.delayed_chunks = delayed_chunks
         self._wait = wait
         self.splitter = RowSplitter(table.shape[0], table.local.device)
-        self._gradients: list[_Gradient] = []
+        self._gradients: list[StepGradient] = []
         self._arriving = Arriving()
         self._routing: Routing | None = None  # of the batch whose forward runs or ran last
         self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
         self._delayed: list[Selection] | None = None  # the pieces of its delayed rows, once they have been found
-        self._stale = False
-        self._early: _Early | None = None
-        self._supposed: Supposed | None = None  # the step without which the early rows are not what will be read
+        self.early = EarlyRows(table)
         self._version = 0  # of the table, as of the last lookup ahead, step or update of its own
 
     # -- rows ----------------------------------------------------------------------------------------------------------
@@ -203,7 +129,8 @@ class RowExchange:
                 assert self._routing is not None
                 joined = flat.new_empty((self._routing.counts[self._communicator.rank], width))
             join_columns_into(joined, part.positions, flat, world_size)
-        self._arriving, self._early = Arriving(), None
+        self._arriving = Arriving()
+        self.early.arrived()
         assert joined is not None
         return joined.view(-1)
 
@@ -222,19 +149,7 @@ class RowExchange:
             self.note_version()
         if launch.part != "early":
             return lookup_as(self.table.local, ids, dtype)
-        self._early = early = _Early(ids, self.table.local.index_select(0, ids))
-        if not self.table.may_move():
-            return early.columns.to(dtype)
-        early.columns, self._supposed = self.table.coming(ids)
-        return early.columns.to(dtype)
-
-    def early_rows_hold(self) -> bool:
-        """Whether rows that were sent early are still those of the table, by their values: anyone may have written."""
-        if self._early is None:
-            return True
-        rested = self.stepped or self.table.has_resting_rows  # the step they have left with is still to move them
-        expected = self._early.before if rested else self._early.columns
-        return torch.equal(self.table.local.index_select(0, self._early.ids), expected)
+        return self.early.look_up(ids).to(dtype)
 
     def settle_rows(self) -> None:
         """Has all rows of the table take the steps they have skipped."""
@@ -280,16 +195,6 @@ class RowExchange:
         self._split, self._delayed = split, None
         self._arriving = Arriving(routing=split.following, late=split.late)
 
-    @property
-    def early_rows_stale(self) -> bool:
-        """Whether rows that were sent early are not those of the table: it was written, or the step that they suppose
-        has not come."""
-        return self._stale or self._supposed is not None
-
-    @early_rows_stale.setter
-    def early_rows_stale(self, stale: bool) -> None:
-        self._stale = stale
-
     def do_not_cut(self, launches: Iterable[OperationId]) -> None:
         """Instead of `cut`: all gradients of this backward are prior, and no rows leave before their turn.
 
@@ -319,9 +224,11 @@ class RowExchange:
         routing = self._routing
         if routing is None or routing.ids is not ids:  # not the batch of the last forward
             routing, self._split = Routing.of(ids, counts), None
-            self.early_rows_stale = True  # they were chosen for not being among that one's rows
+            self.early.stale = True  # they were chosen for not being among that one's rows
         selection = None if self._split is None else self._split.prior
-        self._gradients.append(_Gradient(padding_idx, scale, [self._send_gradient(launch, rows, routing, selection)]))
+        self._gradients.append(
+            StepGradient(padding_idx, scale, [self._send_gradient(launch, rows, routing, selection)])
+        )
 
     def _send_gradient(self, launch: OperationId, rows: Tensor, routing: Routing, selection: Selection | None) -> Part:
         ids, counts = routing.ids, routing.counts
@@ -356,7 +263,7 @@ class RowExchange:
         if not self._gradients or self._gradients[-1].options is not None:
             return False
         latest = self._gradients[-1]
-        if any(_waits_for(table, latest) for table in self.table.members):
+        if any(waits_for(table, latest) for table in self.table.members):
             return True
         self._gradients.remove(latest)  # dropped, or someone has looked at it
         return False
@@ -368,7 +275,7 @@ class RowExchange:
             absent: names of tables that this backward gives no gradient, of those of a stack.
         """
         latest = self._gradients[-1]
-        late = _Late(self, latest)
+        late = LateRows(self.table, self.arrive, latest)
         for k, table in enumerate(self.table.members):
             if table.name in absent:
                 continue
@@ -383,7 +290,7 @@ class RowExchange:
         """Whether a step can take the gradient as it is, on its way, and leave the update to the next forward."""
         return (
             self.waiting
-            and all(_waits_for(table, self._gradients[-1]) for table in self.table.members)
+            and all(waits_for(table, self._gradients[-1]) for table in self.table.members)
             and self.table.steps_as_one()
             and self.table.steps_in_parts()
         )
@@ -391,7 +298,7 @@ class RowExchange:
     def begin_step(self) -> None:
         """An optimizer is about to step: what the last step has left is applied."""
         self.apply_delayed()
-        self._stale |= self.was_written()
+        self.early.stale |= self.was_written()
 
     def step(self) -> None:
         """The optimizer has stepped: its options of this moment are those of the gradient on its way."""
@@ -400,12 +307,7 @@ class RowExchange:
 
     def stepped_at_once(self, *, moved_all: bool) -> None:
         """A step has been taken; `moved_all`: of all rows, and not just of those with a gradient of their own."""
-        supposed, self._supposed = self._supposed, None
-        if self._arriving.rows:
-            if supposed is not None and supposed.optimizer is not None:  # the rows have left as moved
-                self._stale |= not self.table.is_as(supposed)
-            else:
-                self._stale |= moved_all
+        self.early.stepped(moved_all=moved_all, under_way=bool(self._arriving.rows))
         self.note_version()
 
     def update(self, launch: OperationId) -> None:
@@ -451,7 +353,7 @@ class RowExchange:
         """Waits for a gradient that no step has taken: it was asked for, or is summed up."""
         if self.waiting:
             for table in self.table.members:
-                if _waits_for(table, self._gradients[-1]):
+                if waits_for(table, self._gradients[-1]):
                     table.open_gradient().land()
         self.discard()
 
@@ -462,18 +364,18 @@ class RowExchange:
     def forget_rows(self) -> None:
         """What was looked up early is not read: parameters may have been written since."""
         self._arriving = Arriving()
-        self._stale, self._supposed, self._early = False, None, None
+        self.early.forget()
 
     def _check_unwritten(self) -> None:
         if self.was_written():
             raise RuntimeError(WRITTEN.format(f"table {self.table.name}"))
 
-    def arrive(self, gradient: _Gradient, parts: Sequence[Part]) -> list[RowsOfTable]:
+    def arrive(self, gradient: StepGradient, parts: Sequence[Part]) -> list[RowsOfTable]:
         """The rows of parts of a gradient, once they are here."""
         with self._launcher.hurrying():  # rows of a forward to come may stand before them
             return [self._arrive(gradient, part) for part in parts]
 
-    def _arrive(self, gradient: _Gradient, part: Part) -> RowsOfTable:
+    def _arrive(self, gradient: StepGradient, part: Part) -> RowsOfTable:
         local = self.table.local
         flat = self._wait(part.ticket).to(local.dtype)
         how = (part.ids, flat, local.shape[1], gradient.padding_idx, gradient.scale)
@@ -481,9 +383,3 @@ class RowExchange:
             return part.selection.coalesce(*how)
         ids, rows = coalesce(*how)
         return ids, rows
-
-
-def _waits_for(table: RowTable, gradient: _Gradient) -> bool:
-    """Whether what a table's `.grad` is, nobody having looked at it, is a gradient on its way."""
-    held = table.held
-    return held is not None and held.is_late and held.source is gradient

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.ranks.communicator import InFlight
-from embrace_fx.vocabulary.schedule import IN_FLIGHT, Lane, OperationId
+from embrace_fx.vocabulary.operation_id import Lane, OperationId
+from embrace_fx.vocabulary.schedule import IN_FLIGHT
 
 STANDSTILL_S = 0.5
 

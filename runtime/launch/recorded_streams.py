@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from embrace_fx.runtime.launch.recorder import Clock, HostClock
-from embrace_fx.vocabulary.schedule import Lane
+from embrace_fx.vocabulary.operation_id import Lane
 from embrace_fx.vocabulary.stream_program import (
     Free,
     HostRead,

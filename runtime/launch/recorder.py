@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
-from embrace_fx.vocabulary.schedule import OperationId
+from embrace_fx.vocabulary.operation_id import OperationId
 
 Moment = Any
 """What a clock hands out: seconds on the host, an event on a stream."""

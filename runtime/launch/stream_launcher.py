@@ -28,7 +28,8 @@ from embrace_fx.runtime.launch import launcher
 from embrace_fx.runtime.launch.launcher import Launch, Launcher, Ticket
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Event, Streams
-from embrace_fx.vocabulary.schedule import IN_FLIGHT, Lane, OperationId
+from embrace_fx.vocabulary.operation_id import Lane, OperationId
+from embrace_fx.vocabulary.schedule import IN_FLIGHT
 
 _REMEMBERED = 4 * IN_FLIGHT
 """Launches among which the one is looked up that a launch has to wait for."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Clock
-from embrace_fx.vocabulary.schedule import LANES, Lane
+from embrace_fx.vocabulary.operation_id import LANES, Lane
 from embrace_fx.vocabulary.stream_program import URGENT
 
 Event = Any

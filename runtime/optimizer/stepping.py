@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
@@ -30,12 +28,10 @@ from torch.optim.optimizer import (
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.optimizer.holders import Holders
+from embrace_fx.runtime.optimizer.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
-from embrace_fx.runtime.tables.layouts import whole_table
-from embrace_fx.runtime.tables.row_gradient import RowGradient
-from embrace_fx.runtime.tables.row_table import RowTable, own_state
-from embrace_fx.runtime.tables.state_dicts import Watch, as_table_shard, shard_by_columns
+from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.exactness import is_element_wise, not_element_wise
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
@@ -123,7 +119,7 @@ class Stepping:
             return
         for parameter, state in list(optimizer.state.items()):  # loaded before anyone knew of it
             if isinstance(parameter, nn.Parameter) and isinstance(state, dict):
-                optimizer.state[parameter] = self._own_state(parameter, state)
+                optimizer.state[parameter] = own_state_of(parameter, state, self._state, self._communicator)
         optimizer.register_step_pre_hook(_told(self, Stepping._before))
         optimizer.register_step_post_hook(_told(self, Stepping._after))
         optimizer.register_state_dict_pre_hook(_told(self, Stepping._settle))
@@ -333,63 +329,13 @@ class Stepping:
         self._state.settle_tables()
 
     def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The tables' state as DTensors by columns, which re-shard. Collective where a table lies on a grid."""
-        group, shown = self._communicator.group, dict(state_dict["state"])
-        watch = _watching(self._communicator)
-        for key, parameter in _numbered(optimizer, state_dict):
-            table = self._table_of(parameter)
-            if key not in shown or table is None or table.place.mesh is None:
-                continue
-            state, shape = _without_gradients(shown[key]), table.local.shape
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.shape == shape:
-                    with watch():
-                        shard = shard_by_columns(value, table.place, group)
-                    state[name] = as_table_shard(shard, f"{name} of parameter {key}", watch)
-            shown[key] = state
-        return {**state_dict, "state": shown}
+        return show_state(optimizer, state_dict, self._state, self._communicator)
 
     def _load_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Of state that comes whole or in DTensors, this rank's part. Collective as `_show_state` is."""
         self._settle()
         if self.flow is not None:
             self.flow.state_may_change()
-        loaded = dict(state_dict["state"])
-        with self._communicator.watching():
-            for key, parameter in _numbered(optimizer, state_dict):
-                if key in loaded:
-                    loaded[key] = self._own_state(parameter, loaded[key])
-        return {**state_dict, "state": loaded}
-
-    def _table_of(self, parameter: nn.Parameter) -> RowTable | None:
-        return next((table for table in self._state.tables.values() if table.parameter is parameter), None)
-
-    def _own_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-        """State of a parameter as it is here: this rank's part of a sharded table's, and of others all of it."""
-        table = self._table_of(parameter)
-        if table is not None:
-            return own_state(table, state, self._communicator.group)
-        return {
-            key: whole_table(v, v.device_mesh.get_group()) if isinstance(v, DTensor) else v for key, v in state.items()
-        }
-
-
-def _watching(communicator: Communicator) -> Watch:
-    """What state dicts keep of a communicator, which they do not keep alive."""
-    itself = weakref.ref(communicator)
-    return lambda: found.watching() if (found := itself()) is not None else nullcontext()
-
-
-def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, nn.Parameter]]:
-    """An optimizer's parameters, by their numbers in a state dict."""
-    numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return list(zip(numbers, parameters, strict=False))
-
-
-def _without_gradients(state: dict[str, Any]) -> dict[str, Any]:
-    """State whose values are plain: a class that keeps a gradient keeps what stands for it."""
-    return {key: v.held.dense() if isinstance(v, RowGradient) else v for key, v in state.items()}
+        return own_parts(optimizer, state_dict, self._state, self._communicator)
 
 
 def _update_replica(entry: DenseTable, gradient: Tensor) -> None:

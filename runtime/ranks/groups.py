@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.ranks.failure import LaunchLog, PeerFailure, RollCall, failure_text
+from embrace_fx.vocabulary.operation_id import LANES, Lane
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
-from embrace_fx.vocabulary.schedule import LANES, Lane
 from embrace_fx.vocabulary.stream_program import URGENT
 
 CLASSES = ("ids", "embedding", "dense")

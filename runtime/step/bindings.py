@@ -14,6 +14,7 @@ from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
 from embrace_fx.runtime.flow import solo
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.node_calls import NodeCalls
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.streams import Streams
@@ -53,14 +54,14 @@ class Bindings:
         self._announcements = announcements
         communicator = self._communicator = announcements.communicator
         self._buckets = buckets or ()
-        self._flow = flow
+        self._calls = NodeCalls(flow) if flow is not None else None
         on = _streams_alone(state, communicator)
         self._alone = solo.SoloRows(on) if on is not None and solo.fits(graph) else None
         self.owed_forward, self.owed_backward = Owed(communicator, flow), Owed(communicator, flow)
         self.by_op: dict[str, Callable[..., Any]] = {
             **communicator.launches(),
             "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
-            **({"_c10d_functional::wait_tensor": flow.wait_for} if flow is not None else {}),
+            **({"_c10d_functional::wait_tensor": self._calls.wait_for} if self._calls is not None else {}),
         }
 
     def unique(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -125,9 +126,9 @@ class Bindings:
         return None
 
     def _in_flow(self, node: fx.Node) -> Callable[..., Any] | None:
-        if self._flow is None:
+        if self._calls is None:
             return None
-        found = _of_relaxed(self._flow, node) or _through_launcher(self._flow, node)
+        found = _of_relaxed(self._calls, node) or _through_launcher(self._calls, node)
         return found and _named(found, node.name)
 
     def _with_table_names(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -155,36 +156,38 @@ def _streams_alone(state: ModelState, communicator: Communicator) -> Streams | N
     return streams.streams_of(parameter.device)
 
 
-def _of_relaxed(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
+def _of_relaxed(calls: NodeCalls, node: fx.Node) -> Callable[..., Any] | None:
     """What a node calls that leaves communication to the next step, or takes it over; None: it does neither."""
     launch = launch_of(node)
     match op_name(node):
         case "embrace::hand_over":
-            return lambda flat, bucket: flow.buckets.take_over(bucket, flat)
+            return lambda flat, bucket: calls.hand_over(bucket, flat)
         case "embrace::update_bucket":
-            return lambda parameters, bucket: _then(lambda: flow.update_bucket(bucket), parameters)
+            return lambda parameters, bucket: _then(lambda: calls.update_bucket(bucket), parameters)
         case "embrace::join_rows":
-            return lambda parts, ids, counts, table: flow.join_rows(table)
+            return lambda parts, ids, counts, table: calls.join_rows(table)
         case _ if launch is None:
             return None
         case "embrace::submit_ids":
-            return lambda ids, name: flow.submit_ids()
+            return lambda ids, name: calls.submit_ids()
         case "embrace::await_ids":
-            return lambda ids, name: flow.await_ids()
+            return lambda ids, name: calls.await_ids()
         case "embrace::update_rows":
-            return lambda shard, table, name: _then(lambda: flow.update_rows(launch), shard)
+            return lambda shard, table, name: _then(lambda: calls.update_rows(launch), shard)
         case "embrace::submit_rows":
-            return lambda shard, ids, counts, table, dtype, name: flow.submit_rows(launch, ids, counts, dtype)
+            return lambda shard, ids, counts, table, dtype, name: calls.submit_rows(launch, ids, counts, dtype)
         case "embrace::await_rows":
-            return lambda ids, counts, table, dtype, name: flow.await_rows(launch, ids, dtype)
+            return lambda ids, counts, table, dtype, name: calls.await_rows(launch, ids, dtype)
         case "embrace::submit_gradients":
-            return lambda rows, ids, counts, table, padding_idx, scale, name: flow.submit_gradients(
+            return lambda rows, ids, counts, table, padding_idx, scale, name: calls.submit_gradients(
                 launch, rows, ids, counts, padding_idx, scale
             )
         case "embrace::submit_chunk":
-            return lambda flat, start, length, name: _then(lambda: flow.submit_chunk(launch, flat, start, length), flat)
+            return lambda flat, start, length, name: _then(
+                lambda: calls.submit_chunk(launch, flat, start, length), flat
+            )
         case "embrace::await_chunk":
-            return lambda value, name: _then(lambda: flow.await_chunk(launch), value)
+            return lambda value, name: _then(lambda: calls.await_chunk(launch), value)
     return None
 
 
@@ -222,18 +225,18 @@ def _exchange_gradient_(
     return InFlight(flat, None)
 
 
-def _through_launcher(flow: Flow, node: fx.Node) -> Callable[..., Any] | None:
+def _through_launcher(calls: NodeCalls, node: fx.Node) -> Callable[..., Any] | None:
     """How the launcher launches an exchange that is waited for in the phase that launches it."""
     launch = launch_of(node)
     if launch is None:
         return None
     match op_name(node):
         case "embrace::all_to_all_rows":
-            return partial(flow.launch_rows, launch)
+            return partial(calls.launch_rows, launch)
         case "embrace::all_to_all_gradients":
-            return partial(flow.launch_gradients, launch)
+            return partial(calls.launch_gradients, launch)
         case "_c10d_functional::all_reduce_" | "embrace::exchange_gradient_":
-            return partial(flow.launch_bucket, launch)
+            return partial(calls.launch_bucket, launch)
     return None
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch import Tensor, nn
 
-from embrace_fx.runtime.tables.row_gradient import HeldGradient
+from embrace_fx.runtime.tables.held_gradient import HeldGradient
+from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.row_table import RowTable
 
 
@@ -49,6 +50,18 @@ class ModelState:
     def gradients(self) -> list[HeldGradient]:
         """Those that wait at tables, in the order of the plan."""
         return [held for table in self.tables.values() if (held := table.held) is not None]
+
+    def gradients_reader(self) -> Callable[[], list[HeldGradient]]:
+        """Reads `gradients`, without keeping the tables: a `.grad` that did would keep its own parameter for ever."""
+        itself = ref(self)
+        return lambda: [] if (state := itself()) is None else state.gradients()
+
+    @property
+    def places(self) -> dict[str, Place]:
+        """Where the parts of sharded tables lie, by each of their names."""
+        tables = {table.parameter: table.place for table in self.tables.values() if table.place.mesh is not None}
+        named = ((name, self.parameter(name)) for name in self.names)
+        return {name: tables[parameter] for name, parameter in named if parameter in tables}
 
     def settle_tables(self) -> None:
         """Has all rows of tables take the steps they have skipped."""

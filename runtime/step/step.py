@@ -27,7 +27,7 @@ from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
 from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result
-from embrace_fx.vocabulary.schedule import BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
+from embrace_fx.vocabulary.operation_id import BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
 
 
 def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following: Ahead | None = None) -> list[Any]:

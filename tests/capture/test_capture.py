@@ -2,105 +2,21 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from embrace_fx.capture import Captured, capture
+from embrace_fx.capture import capture
 from embrace_fx.capture.errors import CaptureError
 from embrace_fx.vocabulary.graph import BatchInput, Buffer, Gradient, Mutation, Parameter, Result, Tangent, source_of
+from tests.support.captures import ROUTES, Model, captured, check_values, inputs, model_of, outputs, plain
 from tests.support.golden import check_golden
-from tests.support.graphs import IDS, D, Outputs, V, classifier, run_graph, tangent, targets, text
-
-
-class Model(nn.Module):
-    """A tied table and head, a normalisation, a recurrent layer, under a forward of the test's own."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.table = nn.Embedding(V, D)
-        self.linear = nn.Linear(D, D)
-        self.norm = nn.BatchNorm1d(D)
-        self.rnn = nn.LSTM(D, D, num_layers=2, batch_first=True)
-        self.head = nn.Linear(D, V, bias=False)
-        self.head.weight = self.table.weight
-        self.own_forward = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.own_forward(self, *args, **kwargs)
-
-
-def model_of(forward: Callable[..., Any]) -> Model:
-    torch.manual_seed(0)
-    return Model(forward).double()
-
-
-def captured(forward: Callable[..., Any], *args: Any, train: bool = True, **kwargs: Any) -> Captured:
-    return capture(model_of(forward), args, kwargs, train=train)
-
-
-def plain(model: Model, ids: Tensor) -> Tensor:
-    vectors: Tensor = model.linear(model.table(ids))
-    return vectors
-
-
-def unread(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same forward with something in it that Dynamo cannot read."""
-
-    def flushing(model: Model, ids: Tensor) -> Any:
-        sys.stdout.flush()
-        return forward(model, ids)
-
-    return flushing
-
-
-ROUTES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {"dynamo": lambda f: f, "direct": unread}
-"""How a forward is changed so that the capture takes this route."""
-
-
-def inputs(found: Captured) -> set[Any]:
-    return {role for _, role in found.graph.inputs()}
-
-
-def outputs(found: Captured) -> list[Any]:
-    return [role for _, role in found.graph.outputs()]
-
-
-def check_values(forward: Callable[..., Any], *args: Any) -> Captured:
-    """Captures a call: results, their structure, and gradients are eager's."""
-    model = model_of(forward)
-    found = capture(model, args, {}, train=True)
-    values = run_graph(found.graph, model, *args)
-
-    made = pytree.tree_unflatten([v for role, v in values.items() if isinstance(role, Result)], found.result_spec)
-    eager = model(*args)
-    results = leaves_of(eager)
-    assert type(made) is type(eager)
-    torch.testing.assert_close(leaves_of(made), [result.detach() for result in results], rtol=1e-12, atol=1e-12)
-
-    differentiable = [k for k, result in enumerate(results) if result.requires_grad]
-    assert sorted(role.index for role in inputs(found) if isinstance(role, Tangent)) == differentiable
-    torch.autograd.backward([results[k] for k in differentiable], [tangent(results[k], k) for k in differentiable])
-    expected = {Gradient(Parameter(n)): p.grad for n, p in model.named_parameters() if p.grad is not None}
-    gradients: Outputs = {role: value for role, value in values.items() if isinstance(role, Gradient)}
-    assert gradients.keys() == expected.keys()
-    for role, value in expected.items():
-        torch.testing.assert_close(gradients[role], value, rtol=1e-12, atol=1e-12)
-    return found
-
-
-def leaves_of(results: Any) -> list[Any]:
-    """The flattened results; pytree alone would not look into a dataclass."""
-    return pytree.tree_leaves(vars(results) if isinstance(results, Output) else results)
-
+from tests.support.graphs import IDS, V, classifier, run_graph, targets, text
 
 # ---- the graph ----
 
@@ -145,7 +61,7 @@ def test_nodes_remember_the_users_line_forward_and_backward() -> None:
 
     line = plain.__code__.co_firstlineno + 1
     for name in ("embedding", "embedding_dense_backward"):
-        assert source_of(graph.node(name)).endswith(f"test_capture.py:{line} in plain")
+        assert source_of(graph.node(name)).endswith(f"captures.py:{line} in plain")
 
 
 # ---- parameters and buffers ----
@@ -293,84 +209,6 @@ def test_a_batch_tensor_that_requires_grad_gets_one() -> None:
     found = captured(lambda m, x, y: m.table(x) * y, IDS, torch.ones(4, dtype=torch.float64, requires_grad=True))
 
     assert Gradient(BatchInput(1)) in outputs(found)
-
-
-# ---- results ----
-
-
-class Pair(NamedTuple):
-    loss: Tensor
-    scores: Tensor
-
-
-@dataclasses.dataclass
-class Output:
-    """As the models of `transformers` return, but plain."""
-
-    loss: Tensor
-    scores: Tensor | None = None
-
-
-def two_views(model: Model, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scores = plain(model, ids)
-    return scores, scores.flatten(), scores.transpose(0, 1)
-
-
-def halves(model: Model, ids: Tensor) -> tuple[Tensor, ...]:
-    return plain(model, ids).chunk(2, -1)
-
-
-def same_twice(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
-    scores = plain(model, ids)
-    return scores, scores
-
-
-def detached_too(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
-    scores = plain(model, ids)
-    return scores, scores.detach()
-
-
-RESULTS: dict[str, Callable[[Model, Tensor], Any]] = {
-    "a tuple": lambda m, x: (plain(m, x), m.table(x)),
-    "a list in a dict": lambda m, x: {"scores": [plain(m, x)], "loss": plain(m, x).sum()},
-    "an ordered dict": lambda m, x: collections.OrderedDict(loss=plain(m, x).sum(), scores=plain(m, x)),
-    "a named tuple": lambda m, x: Pair(plain(m, x).sum(), plain(m, x)),
-    "a dataclass": lambda m, x: Output(plain(m, x).sum(), plain(m, x)),
-    "an argument itself": lambda m, x: (plain(m, x), x),
-    "a part of an argument": lambda m, x: (plain(m, x), x[0]),
-    "views of one tensor": two_views,
-    "the halves of one tensor": halves,
-    "the same tensor twice": same_twice,
-    "a detached twin": detached_too,
-    "a parameter": lambda m, x: (plain(m, x), m.linear.weight),
-    "a part of a parameter": lambda m, x: (plain(m, x), m.linear.weight[0]),
-    "a parameter that nothing else reads": lambda m, x: (plain(m, x), m.norm.weight),
-    "a constant tensor": lambda m, x: (plain(m, x), torch.ones(3)),
-}
-
-
-@pytest.mark.parametrize("forward", RESULTS.values(), ids=RESULTS)
-def test_results_have_eagers_values_and_structure(forward: Callable[..., Any]) -> None:
-    check_values(forward, IDS)
-
-
-@pytest.mark.parametrize(
-    ("forward", "constants"),
-    [
-        (lambda m, x: (plain(m, x), None, "text", 3), {1: None, 2: "text", 3: 3}),
-        (lambda m, x: Output(plain(m, x).sum()), {1: None}),
-        (lambda m, x: (None, plain(m, x)), {0: None}),
-    ],
-    ids=["between", "in a dataclass", "first"],
-)
-def test_results_that_are_not_tensors(forward: Callable[..., Any], constants: dict[int, Any]) -> None:
-    assert captured(forward, IDS).result_constants == constants
-
-
-def test_nothing_but_none_is_a_result_too() -> None:
-    found = captured(lambda m, x: None, IDS)
-
-    assert (outputs(found), found.result_constants) == ([], {0: None})
 
 
 # ---- other batches ----

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from embrace_fx.cost.exchanges import Prediction, cheaper_scheme, cheapest_block
+from embrace_fx.cost.blocks import cheapest_block
+from embrace_fx.cost.exchanges import Prediction, cheaper_scheme
 from embrace_fx.cost.links import Cluster, Work, passes_over
 from embrace_fx.cost.sparsity import Sparsity, even_ranges, measure, random_sparsity
 from embrace_fx.runtime.exchanges.channel import Channel

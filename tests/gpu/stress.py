@@ -16,7 +16,7 @@ from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
 from embrace_fx.runtime.launch.streams import CudaStreams
 from embrace_fx.runtime.ranks.communicator import InFlight
-from tests.runtime.launch.test_launcher import ID, NAMES, OF_FORWARD, ORDER
+from tests.support.launches import ID, NAMES, OF_FORWARD, ORDER
 
 WINDOWS, CYCLES = 150, 200_000
 

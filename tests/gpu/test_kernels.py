@@ -11,7 +11,8 @@ from torch import Tensor
 from embrace_fx.runtime import kernels
 from embrace_fx.runtime.exchanges import hashing
 from embrace_fx.runtime.kernels import gpu
-from tests.support.kernel_cases import CASES, Put, kernels_called, random_ids
+from tests.support.kernel_cases import CASES, kernels_called
+from tests.support.kernel_values import Put, random_ids
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),

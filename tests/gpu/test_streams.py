@@ -6,7 +6,7 @@ import torch
 
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.streams import CudaStreams
-from embrace_fx.vocabulary.schedule import LANES, compute_id
+from embrace_fx.vocabulary.operation_id import LANES, compute_id
 from tests.gpu.needs import gpus
 
 CYCLES = 10_000_000

@@ -12,9 +12,10 @@ from embrace_fx.passes.scheduler.node_cost import estimate
 from embrace_fx.passes.scheduler.step_graph import blocks
 from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.operation_id import compute_id
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Decision, Plan
-from embrace_fx.vocabulary.schedule import Cuts, compute_id
+from embrace_fx.vocabulary.schedule import Cuts
 from tests.support.graphs import analysed
 
 WORDS, DIM, BATCH, LENGTH = 500, 32, 8, 16

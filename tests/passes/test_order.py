@@ -154,7 +154,7 @@ def backwards(draw: st.DrawFn) -> tuple[fx.GraphModule, int]:
         op = draw(st.sampled_from((torch.ops.aten.add.Tensor, torch.ops.aten.bernoulli.p)))
         values.append(graph.call_function(op, (a, b) if op is torch.ops.aten.add.Tensor else (a, 0.5)))
         values[-1].meta["val"] = torch.empty(2, device="meta")
-    from embrace_fx.vocabulary.schedule import chunk_id  # noqa: PLC0415
+    from embrace_fx.vocabulary.operation_id import chunk_id  # noqa: PLC0415
 
     sent = []
     for k in range(count):

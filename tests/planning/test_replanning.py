@@ -4,90 +4,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
 import embrace_fx
-from embrace_fx.api import CompiledModel
-from embrace_fx.cost.links import Cluster, Link
-from embrace_fx.cost.sparsity import measure, with_units
+from embrace_fx.compiled_model import CompiledModel
 from embrace_fx.passes.planner.asked_strategies import Strategy
-from embrace_fx.planning.findings import Findings, facts_of
-from embrace_fx.planning.reads import used_parameters
-from embrace_fx.planning.replanning import CONFIRMED_BY, LOOK_EVERY, Drift
-from embrace_fx.runtime.optimizer.holders import Holders
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session import batch_check, plan_in_use
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.support.cases import long_but
-from tests.support.graphs import analysed
+from tests.support.drifting import (
+    DENSE,
+    LINKS,
+    OTHER,
+    ROWS,
+    SPARSE_AGAIN,
+    TABLE,
+    WIDTH,
+    Batch,
+    Together,
+    Words,
+    batch,
+    make,
+)
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same, train_reference
 from tests.support.training import whole_parameters, whole_state
-
-ROWS, WIDTH = 120, 10
-FEW, MOST = 8, 400
-"""Ids of a batch: of 8, each row is read by few; of 400, nearly all are read by each rank."""
-LINKS = Cluster(50.0, 1e-3, links=(("all_to_all", Link(20.0, 1e-3)), ("all_reduce", Link(50.0, 1e-3))))
-"""So narrow that bytes alone count, and pairwise messages reach less than a ring, as they do on real networks."""
-PATIENCE = LOOK_EVERY * (CONFIRMED_BY + 1)
-"""Samples after a strong shift by which another plan is in place; here every call is one."""
-SPARSE, DENSE = range(8), range(8, 8 + PATIENCE + 8)
-SPARSE_AGAIN = range(DENSE.stop, DENSE.stop + PATIENCE + 20)
-TABLE, OTHER = "drifting.weight", "steady.weight"
-
-
-class Words(nn.Module):
-    """Two tables: one that batches read more or less of, and one of which they always read few rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drifting = nn.Embedding(ROWS, WIDTH, padding_idx=0)
-        self.steady = nn.Embedding(400, WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, ids: Tensor, steady_ids: Tensor) -> Tensor:
-        x = self.linear(self.drifting(ids)).tanh()
-        loss: Tensor = (x.mean(0) * self.steady(steady_ids)).sum(-1).square().mean() + x.square().mean()
-        return loss
-
-
-class Together(Words):
-    """Both tables are read at once and have no padding row: a stack, while both are sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drifting = nn.Embedding(ROWS, WIDTH)
-
-    def forward(self, ids: Tensor, steady_ids: Tensor) -> Tensor:
-        rows, steady = self.drifting(ids), self.steady(steady_ids)
-        x = self.linear(rows).tanh()
-        loss: Tensor = (x.mean(0) * steady).sum(-1).square().mean() + x.square().mean()
-        return loss
-
-
-Batch = tuple[Tensor, Tensor]
-
-
-def batch(step: int, rank: int) -> Batch:
-    random = torch.Generator().manual_seed(1000 * step + rank)
-    count = MOST if step in DENSE else FEW
-    return torch.randint(ROWS, (count,), generator=random), torch.randint(400, (6,), generator=random)
-
-
-def make(seed: int = 0, kind: type[Words] = Words) -> Words:
-    torch.manual_seed(seed)
-    return kind().double()
 
 
 def _both(kind: Callable[..., Optimizer], model: nn.Module) -> list[Optimizer]:
@@ -316,19 +267,6 @@ def test_no_gradient_is_lost(how: str) -> None:
 # -- when --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["alltoall", {"drifting.*": "zen"}])
-def test_what_was_asked_for_is_not_watched(strategy: Strategy) -> None:
-    model = make()
-
-    def watched(strategy: Strategy) -> tuple[str, ...]:
-        optimizer = SGD(model.parameters(), 0.1)
-        plan = embrace_fx.plan(model, [batch(0, 0), batch(0, 1)], optimizer=optimizer, cluster=LINKS, strategy=strategy)
-        return plan.watched
-
-    assert TABLE in watched("auto")
-    assert TABLE not in watched(strategy)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["alltoall", {"drifting.*": "zen"}])
 def test_what_was_asked_for_stays(strategy: Strategy) -> None:
@@ -339,79 +277,3 @@ def test_what_was_asked_for_stays(strategy: Strategy) -> None:
         assert len(_distinct(found.plans)) == 1
         assert TABLE not in found.plans[0].watched
         assert_same(found.parameters, reference, torch.float64)
-
-
-def _drift() -> Drift:
-    """Rank 0's, of the two tables as the first batches of two ranks read them."""
-    graph = analysed(make(), *batch(0, 0))
-    facts = facts_of(make(), Holders(), "exact", used_parameters(graph), {})
-    legal = tuple(replace(fact, row_update_blocker=None) for fact in facts)
-    rows = {TABLE: (8, 8), OTHER: (6, 6)}
-    findings = Findings(graph, legal, rows, {}, 2, "auto", "2d")
-    return Drift(findings.plan(LINKS, "given", None), findings)
-
-
-def _samples_until_wanted(drift: Drift, rows: Callable[[int], int], limit: int = 200) -> int | None:
-    for sample in range(limit):
-        drift.observe({TABLE: (rows(sample),) * 2, OTHER: (6, 6)})
-        if drift.wants_plan:
-            return sample + 1
-    return None
-
-
-def test_a_shift_that_stays_is_answered_soon() -> None:
-    found = _samples_until_wanted(_drift(), lambda sample: 115)
-
-    assert found is not None
-    assert found <= LOOK_EVERY * (CONFIRMED_BY + 1)
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        pytest.param(lambda sample: 8 + sample % 3, id="noise"),
-        pytest.param(lambda sample: 115 if sample % 40 == 0 else 8, id="a batch unlike the others now and then"),
-        pytest.param(lambda sample: 20, id="more rows, and the same strategy"),
-        pytest.param(lambda sample: 8 if sample < 100 else -1, id="a rank that does not know"),
-    ],
-)
-def test_what_changes_no_strategy_clearly_is_left_alone(rows: Callable[[int], int]) -> None:
-    assert _samples_until_wanted(_drift(), rows) is None
-
-
-def test_on_the_border_the_strategy_in_use_stays() -> None:
-    """Between the two densities at which one strategy gives way to the other, either stays."""
-    drift = _drift()
-    findings, plan = drift._findings, drift._plan
-    at = {
-        name: [
-            findings.with_rows({TABLE: (rows, rows)}).plan(LINKS, "given", current)[TABLE].strategy
-            for rows in range(1, ROWS + 1)
-        ]
-        for name, current in (
-            ("sharded", plan),
-            ("replicated", findings.with_rows({TABLE: (ROWS, ROWS)}).plan(LINKS, "given", None)),
-        )
-    }
-    leaves_shards = at["sharded"].index("allreduce")
-    leaves_replicas = ROWS - at["replicated"][::-1].index("alltoall")
-
-    assert leaves_shards > 1.3 * leaves_replicas
-    assert at["sharded"] == sorted(at["sharded"], reverse=True)  # once on each way
-    assert at["replicated"] == sorted(at["replicated"], reverse=True)
-
-
-@given(st.integers(2, 6), st.integers(1, 200), st.integers(1, 200), st.integers(0, 10**6))
-def test_ranks_have_as_much_in_common_with_other_numbers_of_rows(ranks: int, units: int, other: int, seed: int) -> None:
-    random = torch.Generator().manual_seed(seed)
-    ids = [torch.randperm(200, generator=random)[:units] for _ in range(ranks)]
-    found = measure(ids, 200, 4, 8)
-
-    same, moved = with_units(found, (units,) * ranks), with_units(found, (other,) * ranks)
-
-    assert same.unions == pytest.approx(found.unions)
-    assert moved.unions[0] == pytest.approx(other)
-    assert all(other <= union <= min(200, k * other) + 1e-6 for k, union in enumerate(moved.unions, start=1))
-    if units < 200:  # of a whole table, equal ranks and independent ones have the same union
-        alike = with_units(measure([ids[0]] * ranks, 200, 4, 8), (other,) * ranks)
-        assert alike.unions == pytest.approx((other,) * ranks)

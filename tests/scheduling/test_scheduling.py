@@ -6,7 +6,7 @@ import pytest
 
 from embrace_fx.runtime.launch.recorder import Recording, Transfer
 from embrace_fx.scheduling.scheduling import Profile, agree_on_profile, profile
-from embrace_fx.vocabulary.schedule import chunk_id, compute_id, rows_id
+from embrace_fx.vocabulary.operation_id import chunk_id, compute_id, rows_id
 
 A, B = compute_id("backward", "a"), compute_id("backward", "b")
 CHUNK, LATE, EARLY = chunk_id(0, 0), rows_id("t", "late"), rows_id("t", "early")

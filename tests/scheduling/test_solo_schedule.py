@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import embrace_fx
-from embrace_fx.vocabulary.schedule import BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
+from embrace_fx.vocabulary.operation_id import BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
 
 SUFFIXES = (".html", ".json", ".svg", ".dot")
 

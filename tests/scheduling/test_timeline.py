@@ -12,16 +12,8 @@ from embrace_fx.runtime.launch.recorder import ComputeSpan, Recorder, Recording,
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.scheduling import timeline as timeline_module
 from embrace_fx.scheduling.timeline import gather_timeline
-from embrace_fx.vocabulary.schedule import (
-    BETWEEN,
-    EARLY,
-    Dependence,
-    Operation,
-    StepGraph,
-    Timeline,
-    chunk_id,
-    compute_id,
-)
+from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, chunk_id, compute_id
+from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph, Timeline
 from tests.support.ranks import run_ranks
 
 A, B = compute_id("backward", "a"), compute_id("backward", "b")

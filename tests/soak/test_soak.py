@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.network import obstacle
 from tests.soak.faults import ENDING, SURVIVED, Fault, draw, table, try_fault
+from tests.soak.links import soak_on_links
 from tests.soak.plan import FAULTS, draw_round
 from tests.soak.rounds import soak
 from tests.support.ranks import fresh_ranks
@@ -44,3 +46,12 @@ def test_a_random_fault_ends_as_it_should(kind: str) -> None:
 
     assert not found.wrong, found
     assert f"| {kind} | 1 |" in table([found], 2)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(obstacle()), reason=obstacle())
+def test_links_that_slow_down_change_nothing_but_the_time() -> None:
+    told = soak_on_links(2, SEED, 10.0, 2, 3, timeout_s=200.0)
+
+    assert told.startswith("2 models, ")
+    assert "0 models differ" in told

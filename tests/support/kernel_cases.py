@@ -9,62 +9,24 @@ Shape legend
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
+from torch import Tensor
 
 from embrace_fx.runtime import kernels
 from embrace_fx.runtime.exchanges import hashing
 from embrace_fx.runtime.exchanges.blocks import block_bitmap, cut_blocks, join_blocks
 from embrace_fx.runtime.exchanges.gradient import accumulate, mean_by_id
 from embrace_fx.runtime.flow.routing import RowSplitter
-from embrace_fx.runtime.kernels import decay, gpu
-from embrace_fx.runtime.optimizer.row_optimizers import row_optimizer
+from embrace_fx.runtime.kernels import gpu
 from embrace_fx.vocabulary.ops import own_columns
-
-Put = Callable[[Tensor], Tensor]
-"""A tensor on the CPU -> a copy of it where the kernels run."""
-
-WIDTHS = (1, 3, 33, 192)
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 2**-7}
-"""Relative error of a few operations and one rounding. The interpreter cuts bfloat16 off instead of rounding it."""
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def random_ids(count: int, num_rows: int, seed: int = 0) -> Tensor:
-    """With repeated ids, and id 0 among them."""
-    ids = torch.randint(num_rows, (count,), generator=torch.Generator().manual_seed(seed))
-    ids[: min(count, 1)] = 0
-    return ids
-
-
-def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Both compared as float64; `dtype` is what the result was rounded to."""
-    assert found.dtype == dtype
-    tolerance = ROUNDING[dtype]
-    torch.testing.assert_close(plain(found).double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, of torch's own class."""
-    return tensor.cpu().as_subclass(Tensor)
-
-
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(plain(found), expected, rtol=0, atol=0, equal_nan=True)
-
+from tests.support.kernel_values import DTYPES, WIDTHS, Put, assert_near, assert_same, plain, random, random_ids
+from tests.support.update_cases import decay_rows, update_no_rows, update_rows, update_rows_of_bfloat16
 
 # -- lookup and columns ------------------------------------------------------------------------------------------------
 
@@ -205,141 +167,7 @@ def scatter_add(put: Put) -> None:
             assert_near(mean.rows, expected[ids.unique()] / 3, dtype)
 
 
-# -- row updates -------------------------------------------------------------------------------------------------------
-
-OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
-    (SGD, {"lr": 0.1}),
-    (SGD, {"lr": 0.1, "maximize": True}),
-    (SGD, {"lr": torch.tensor(0.125), "weight_decay": 0.01}),
-    (SGD, {"lr": 0.1, "momentum": 0.9}),
-    (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True, "maximize": True}),
-    (Adagrad, {"lr": 0.1}),
-    (Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-3, "weight_decay": 0.1}),
-    (Adagrad, {"lr": 0.1, "maximize": True}),
-    (Adam, {"lr": 0.01}),
-    (Adam, {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-3, "maximize": True}),
-    (Adam, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1}),
-    (AdamW, {"lr": 0.01}),
-    (AdamW, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1, "maximize": True}),
-    (SparseAdam, {"lr": 0.01}),
-    (SparseAdam, {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-3, "maximize": True}),
-]
-
-
-def update_rows(put: Put) -> None:
-    """Three steps of rows 0, 3, 4 and 9, against torch.optim in float64 on a model that has these rows only."""
-    ids = torch.tensor([0, 3, 4, 9])
-    for kind, options in OPTIMIZERS:
-        for dtype, widths in ((torch.float32, (3, 192)), (torch.float64, (1,))):
-            for width in widths:
-                table = random(11, width, dtype=dtype)
-                gradients = [random(4, width, dtype=dtype, seed=step + 1) for step in range(3)]
-                # Adam divides a gradient by its own size: one near zero makes noise of its rounding.
-                gradients = [gradient.sign() * (gradient.abs() + 0.1) for gradient in gradients]
-                shard, state = _train(put, kind, options, table, ids, gradients)
-                weight, expected = _train_torch(kind, options, table[ids].double(), gradients)
-                untouched = torch.ones(11, dtype=torch.bool).index_fill(0, ids, False)
-                assert_same(shard[put(untouched)], table[untouched])
-                for found, value in [(shard, weight), *((state[k], v) for k, v in expected.items())]:
-                    assert_near(found[put(ids)], value, dtype)
-
-
-def update_rows_of_bfloat16(put: Put) -> None:
-    """One step: computed widely, rounded once."""
-    ids = torch.tensor([8, 0])
-    for kind, options in OPTIMIZERS:
-        table, gradient = random(9, 33, dtype=torch.bfloat16), random(2, 33, dtype=torch.bfloat16, seed=1)
-        shard, _ = _train(put, kind, options, table, ids, [gradient])
-        weight, _ = _train_torch(kind, options, table[ids].double(), [gradient])
-        assert_near(shard[put(ids)], weight, torch.bfloat16)
-
-
-def update_no_rows(put: Put) -> None:
-    none = torch.empty(0, dtype=torch.int64)
-    for kind, options in OPTIMIZERS:
-        for width in (0, 3):
-            table = random(5, width)
-            shard, _ = _train(put, kind, options, table, none, [torch.empty(0, width)])
-            assert_same(shard, table)
-
-
-def _train(
-    put: Put, kind: type[Optimizer], options: dict[str, Any], table: Tensor, ids: Tensor, gradients: Sequence[Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    make: Any = kind
-    group = make([nn.Parameter(table)], **options).param_groups[0]
-    rows, shard = row_optimizer(kind), put(table)
-    state = rows.init_state(shard, group)
-    for gradient in gradients:
-        rows.advance(state)
-        rows.apply(shard, state, put(ids), put(gradient), group)
-    return shard, state
-
-
-def _train_torch(
-    kind: type[Optimizer], options: dict[str, Any], table: Tensor, gradients: Sequence[Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The table and its state but for the step counter, after dense steps."""
-    make: Any = kind
-    parameter = nn.Parameter(table.clone())
-    optimizer = make([parameter], **options)
-    for gradient in gradients:
-        parameter.grad = gradient.double()
-        if kind is SparseAdam:
-            every = torch.arange(table.shape[0])[None]
-            with torch.sparse.check_sparse_tensor_invariants():
-                parameter.grad = torch.sparse_coo_tensor(every, parameter.grad, table.shape, is_coalesced=True)
-        optimizer.step()
-    state = optimizer.state[parameter]
-    return parameter.detach(), {k: v for k, v in state.items() if isinstance(v, Tensor) and v.ndim}
-
-
 # -- steps that rows have skipped ------------------------------------------------------------------------------------
-
-
-def decay_rows(put: Put) -> None:
-    """Rows that have skipped 1 to 40 steps of an AdamW, one of them named twice; rows that have skipped none."""
-    taken = torch.tensor([0, 39, 40, 41, 20, 5, 0], dtype=torch.int32)
-    ids = torch.tensor([5, 1, 0, 5, 3, 2, 4])
-    for dtype in (torch.float32, torch.float64):
-        for width in (0, 1, 33, 1500):
-            weight, first = random(7, width, dtype=dtype), random(7, width, dtype=dtype, seed=1)
-            second = random(7, width, dtype=dtype, seed=2).square()
-            for greatest in (None, second + 0.1):
-                given = [put(each) for each in (weight, first, second)]
-                averages = decay.Averages(given[1], given[2], None if greatest is None else put(greatest))
-                history, counted = _decay_history(40), put(taken)
-                on_device = history._replace(coefficients=put(history.coefficients))
-                decay.decay_rows(given[0], averages, put(ids), counted, on_device)
-                assert plain(counted).tolist() == [40, 40, 40, 41, 40, 40, 0]
-                wide = [each.double() for each in (weight, first, second)]
-                for found, expected in zip(given, _decayed(wide, greatest, taken, history), strict=True):
-                    assert_near(found[:6], expected[:6], dtype)
-                assert_same(given[0][6:], weight[6:])
-
-
-def _decay_history(count: int) -> decay.History:
-    beta1, beta2, shrink, eps = 0.9, 0.99, 0.999, 1e-3
-    coefficients = torch.zeros(count + 1, decay.COLUMNS, dtype=torch.float64)
-    for step in range(1, count + 1):
-        logs = [step * math.log(factor) for factor in (beta1, beta2, shrink)]
-        coefficients[step] = torch.tensor([*logs, 0.01 * (1 + step % 3), 1 + 1 / step, eps], dtype=torch.float64)
-    return decay.History(coefficients, count, 0.03, eps, beta1 / math.sqrt(beta2))
-
-
-def _decayed(values: list[Tensor], greatest: Tensor | None, taken: Tensor, history: decay.History) -> list[Tensor]:
-    """One step after another, in float64."""
-    weight, first, second = (each.clone() for each in values)
-    for row, begun in enumerate(taken.tolist()):
-        for step in range(begun + 1, history.steps + 1):
-            before, now = history.coefficients[step - 1], history.coefficients[step]
-            beta1, beta2, shrink = (now[:3] - before[:3]).exp()
-            first[row] *= beta1
-            second[row] *= beta2
-            under = second[row] if greatest is None else greatest[row].double()
-            divisor = under.sqrt() * now[decay.CORRECTION] + now[decay.EPS]
-            weight[row] = weight[row] * shrink - now[decay.SIZE] * first[row] / divisor
-    return [weight, first, second]
 
 
 # -- hashing and bitmaps -----------------------------------------------------------------------------------------------

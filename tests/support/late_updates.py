@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.node_calls import NodeCalls
 from embrace_fx.runtime.kernels import pack_bucket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
@@ -23,7 +24,7 @@ from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
-from embrace_fx.vocabulary.schedule import chunk_id
+from embrace_fx.vocabulary.operation_id import chunk_id
 
 WORLD = 2
 STEPS = 4
@@ -100,6 +101,7 @@ class Deferred(Training):
             {},
         )
 
+        self.calls = NodeCalls(self.flow)
         state = ModelState(nn.ParameterDict(self.parameters))
         self.stepping = Stepping(state, communicator, lambda names, reason: None)
         self.stepping.flow = self.flow
@@ -110,7 +112,7 @@ class Deferred(Training):
     def backward(self) -> None:
         self.launcher.enter_forward()
         for number in reversed(range(len(BUCKETS))):
-            self.flow.update_bucket(number)
+            self.calls.update_bucket(number)
         trained = [name for bucket in BUCKETS for name in bucket]
         gradients = dict(
             zip(
@@ -124,7 +126,7 @@ class Deferred(Training):
         for k, bucket in enumerate(BUCKETS):
             flat, start = pack_bucket([gradients[name] for name in bucket], 1 / WORLD), 0
             for i, length in enumerate(self._chunks[k]):
-                self.flow.submit_chunk(chunk_id(k, i), flat, start, length)
+                self.calls.submit_chunk(chunk_id(k, i), flat, start, length)
                 start += length
             self.flow.buckets.take_over(k, flat)
         self.launcher.leave_backward()

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from embrace_fx.passes.scheduler.launch_order import schedule as schedule_steps
-from embrace_fx.vocabulary.schedule import Dependence, Kind, Lane, Operation, Schedule, Span, StepGraph, Timeline, Wait
+from embrace_fx.vocabulary.operation_id import Kind, Lane
+from embrace_fx.vocabulary.schedule import Dependence, Operation, Schedule, Span, StepGraph, Timeline, Wait
 
 BLOCKS = tuple(f"encoder.{i}" for i in range(6))
 KIB, MIB = 2**10, 2**20

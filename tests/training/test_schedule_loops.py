@@ -1,7 +1,7 @@
 """Every training loop that a user may write trains under "2d" with lookahead as it does without the compiler.
 
-The loops of `tests.support.loops` first, then two models that train together, two optimizers that share a bucket, and
-what is refused.
+The loops of `tests.support.loops` and `state_loops` first, then two models that train together, two optimizers that
+share a bucket, and what is refused.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from tests.support.loops import LOOPS, WARNED, Loop
 from tests.support.ranks import reset_torch_state, run_ranks
 from tests.support.reference import assert_same
 from tests.support.sides import DIM, DTYPE, CompiledSide, Matching, Side, draw_batch, draw_batches
+from tests.support.state_loops import STATE_LOOPS
 from tests.support.training import SEED, whole_parameters
 
+ALL_LOOPS = LOOPS | STATE_LOOPS
 TIMEOUT_S = 280.0
 
 pytestmark = pytest.mark.timeout(300)
@@ -72,8 +74,8 @@ def _run_both(rank: int, world_size: int, names: list[str], optimizer: str) -> d
         for name in names:
             reset_torch_state()
             try:
-                expected = _run_loop(Side(OPTIMIZERS[optimizer]), LOOPS[name], rank)
-                found[name] = expected, _run_loop(CompiledSide(OPTIMIZERS[optimizer]), LOOPS[name], rank)
+                expected = _run_loop(Side(OPTIMIZERS[optimizer]), ALL_LOOPS[name], rank)
+                found[name] = expected, _run_loop(CompiledSide(OPTIMIZERS[optimizer]), ALL_LOOPS[name], rank)
             except BaseException as error:
                 error.add_note(f"in the loop: {name}")
                 raise
@@ -126,13 +128,15 @@ RARE = frozenset(
 """Loops that another one, or the tests of one part, cover in large part: run with the `long` tests."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in RARE else ()) for name in LOOPS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in RARE else ()) for name in ALL_LOOPS]
+)
 def test_a_loop_trains_as_without_the_compiler(name: str) -> None:
     _check_loops(2, [name], "adagrad")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", ALL_LOOPS)
 @pytest.mark.parametrize(("world_size", "optimizer"), [(3, "sgd"), (4, "adagrad")])
 def test_a_loop_trains_as_without_the_compiler_on_more_ranks(name: str, world_size: int, optimizer: str) -> None:
     _check_loops(world_size, [name], optimizer)

@@ -18,8 +18,9 @@ from torch import fx
 
 import embrace_fx
 from embrace_fx.passes.collectives import is_submission
+from embrace_fx.vocabulary.operation_id import IDS, OperationId
 from embrace_fx.vocabulary.ops import launch_of
-from embrace_fx.vocabulary.schedule import IDS, SCHEDULES, OperationId, ScheduleName
+from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from tests.support.models import MODELS
 from tests.support.ranks import reset_torch_state, run_ranks
 from tests.support.training import SEED, make_optimizers

@@ -8,7 +8,6 @@ import subprocess
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,31 +17,12 @@ import pytest
 from embrace_fx import viz
 from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, paint
 from embrace_fx.viz.picture import Panel, Picture, labels
-from embrace_fx.vocabulary.schedule import LANES, Dependence, Operation, Schedule, Span, StepGraph, Timeline, Wait
+from embrace_fx.vocabulary.operation_id import LANES
+from embrace_fx.vocabulary.schedule import Dependence, Operation, Schedule, Span, StepGraph, Timeline, Wait
 from tests.support import timelines
+from tests.support.pictures import compute, saved
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-@pytest.fixture(scope="module")
-def schedule() -> Schedule:
-    return timelines.schedule()
-
-
-@pytest.fixture(scope="module")
-def timeline(schedule: Schedule) -> Timeline:
-    return timelines.timeline(schedule)
-
-
-def saved(folder: Path, suffix: str, schedule: Schedule | None = None, timeline: Timeline | None = None) -> str:
-    path = folder / f"picture{suffix}"
-    viz.save(path, schedule=schedule, timeline=timeline)
-    return path.read_text(encoding="utf-8")
-
-
-def compute(name: str, start: float, end: float, window: int = 0, rank: int = 0) -> Span:
-    kind = name.split(maxsplit=1)[0]
-    return Span(Operation(name, kind, "compute", end - start), window, rank, start, end)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------- what there is to draw
@@ -343,62 +323,3 @@ def test_graphviz_reads_any_name(tmp_path: Path) -> None:
     lines = [node["label"].partition("\\n")[0].replace("\\\\", "\\") for node in read["objects"]]
     assert lines == list(names)
     assert {(edge["tail"], edge["head"]) for edge in read["edges"]} == {(0, 1), (1, 2), (2, 0)}
-
-
-# ------------------------------------------------------------------------------------------------------- .html
-
-
-class _Page(HTMLParser):
-    """Collects what a page would load, and its data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loads: list[str] = []
-        self.policy = ""
-        self.data = ""
-        self._in_data = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.loads += [value for name, value in given.items() if name in ("src", "href") and value]
-        if given.get("http-equiv") == "Content-Security-Policy":
-            self.policy = given["content"] or ""
-        self._in_data = tag == "script" and given.get("id") == "data"
-
-    def handle_data(self, data: str) -> None:
-        if self._in_data:
-            self.data += data
-
-
-def page_of(text: str) -> _Page:
-    page = _Page()
-    page.feed(text)
-    return page
-
-
-def test_page_loads_nothing(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
-    text = saved(tmp_path, ".html", schedule, timeline)
-    page = page_of(text)
-    assert page.loads == []
-    assert "default-src 'none'" in page.policy
-    assert "http://" not in text
-    assert "https://" not in text
-
-
-def test_page_holds_the_picture(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> None:
-    data = json.loads(page_of(saved(tmp_path, ".html", schedule, timeline)).data)
-    predicted, measured = data["panels"]
-    assert (predicted["status"], measured["status"]) == ("predicted", "measured")
-    assert len(predicted["spans"]) == len(schedule.predicted.spans)
-    assert len(measured["waits"]) == len(timeline.waits)
-    path = [predicted["spans"][k] for k in predicted["critical"]]
-    assert [(s["window"], predicted["operations"][s["op"]]["name"]) for s in path] == list(schedule.critical_path)
-    figures = {f["label"]: f["value"] for f in measured["figures"]}
-    assert figures["step"] == timeline.diagnostics().step_ms
-
-
-def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
-    name = "backward </script><b>&"
-    text = saved(tmp_path, ".html", timeline=Timeline((compute(name, 0, 1),), (), 1))
-    assert text.count("</script>") == 2, "the data's and the script's own"
-    assert json.loads(page_of(text).data)["panels"][0]["operations"][0]["name"] == name

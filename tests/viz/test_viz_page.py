@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from embrace_fx import viz
-from embrace_fx.vocabulary.schedule import LANES, Operation, Schedule, Span, Timeline, Wait
+from embrace_fx.vocabulary.operation_id import LANES
+from embrace_fx.vocabulary.schedule import Operation, Schedule, Span, Timeline, Wait
 from tests.support import timelines
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -20,16 +21,6 @@ playwright = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install 'embrace-fx[browser]'"
 )
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"no browser on this machine: none of {', '.join(BROWSERS)}")
-
-
-@pytest.fixture(scope="module")
-def schedule() -> Schedule:
-    return timelines.schedule()
-
-
-@pytest.fixture(scope="module")
-def timeline(schedule: Schedule) -> Timeline:
-    return timelines.timeline(schedule)
 
 
 @pytest.fixture(scope="module")

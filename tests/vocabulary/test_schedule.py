@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from embrace_fx.vocabulary.operation_id import Kind, Lane
 from embrace_fx.vocabulary.schedule import (
     Dependence,
     Diagnostics,
-    Kind,
-    Lane,
     Operation,
     Schedule,
     Span,

@@ -2,62 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, fx
 
 from embrace_fx import cost
 from embrace_fx.cost.sparsity import Sparsity
-from embrace_fx.passes.planner.asked_strategies import Strategy, requested_strategies
-from embrace_fx.passes.planner.bucketing import plan_buckets
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import CLEARLY, ParameterFacts, upkeep_of_replicas
+from embrace_fx.passes.planner.pricing import CLEARLY, upkeep_of_replicas
 from embrace_fx.passes.planner.shard_cost import ROUNDS, UPDATE_PASSES, launches_of, shard_exchange, shard_work
-from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
-from embrace_fx.vocabulary.plan import EXCHANGES, STRATEGIES, Decision, Grid, Plan
-from tests.support.graphs import IDS, Tables, analysed, table_of, tables_model
+from embrace_fx.vocabulary.plan import EXCHANGES, STRATEGIES, Decision, Plan
+from tests.support.graphs import IDS, analysed, table_of, tables_model
+from tests.support.planned import FACTS, OTHER, ROWS, TABLE, graph_of, planned
 from tests.support.table_cases import ILLEGAL, example, plain
-
-TABLE, OTHER = "table.weight", "other.weight"
-FACTS = ParameterFacts("", (), 8, trainable=True, used=True, row_update_blocker=None, updated_by_rows=False)
-
-
-def two_tables(model: Tables, ids: Tensor) -> Any:
-    return model.linear(model.table(ids) + model.other(torch.arange(3)))
-
-
-@functools.cache
-def graph_of(rows: int) -> TrainingGraph:
-    """The graph of `two_tables`, whose first table is said to have `rows` rows."""
-    graph = analysed(tables_model(two_tables), IDS)
-    table = replace(table_of(graph), num_rows=rows)
-    return replace(graph, tables=tuple(table if t.parameter == TABLE else t for t in graph.tables))
-
-
-ROWS = {TABLE: (100, 140), OTHER: (3, 3)}
-
-
-def planned(
-    num_rows: int = 1_000_000,
-    rows: Mapping[str, tuple[int, ...]] = ROWS,
-    world_size: int = 2,
-    strategy: Strategy = "auto",
-    **facts: Any,
-) -> Plan:
-    """The plan of `two_tables`; `facts` are those of the first table."""
-    shapes = {TABLE: (num_rows, 4), OTHER: (10, 4), "linear.weight": (4, 4), "linear.bias": (4,)}
-    all_facts = tuple(
-        replace(FACTS, name=name, shape=shape, **(facts if name == TABLE else {})) for name, shape in shapes.items()
-    )
-    return decide(graph_of(num_rows), all_facts, rows, world_size=world_size, strategy=strategy)
 
 
 def first(plan: Plan) -> tuple[str, str]:
@@ -362,111 +322,3 @@ def test_replicas_of_a_scaled_table_send_their_counts_once_for_each_backward() -
     assert upkeep_of_replicas(twice, (4, 4), 2) == cost.Exchange(2 * 10 * 8, 4)
     assert upkeep_of_replicas(twice, (4,), 1) == cost.Exchange(0, 0)
     assert upkeep_of_replicas(table_of(graph_of(10_000)), (4, 4), 2) == cost.Exchange(0, 0)
-
-
-# ---- strategies by name ----
-
-
-def test_patterns_are_applied_in_order() -> None:
-    tables = ("encoder.words.weight", "decoder.words.weight", "positions.weight")
-
-    found = requested_strategies({"*.words.*": "alltoall", "decoder.*": "allreduce"}, tables)
-
-    assert list(found.values()) == ["alltoall", "allreduce", "auto"]
-    assert set(requested_strategies("alltoall", tables).values()) == {"alltoall"}
-    assert requested_strategies("alltoall", ()) == {}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        (
-            "all_to_all",
-            r"'auto' or one of allreduce, allgather, alltoall, omnireduce, zen, ps for '\*', found 'all_to_all'",
-        ),
-        ({TABLE: "sharded"}, r"for 'table\.weight', found 'sharded'"),
-        ({"words": "alltoall"}, r"the pattern 'words' of strategy to match a table, found none among table\.weight"),
-        ({"word*": "zen"}, r"the pattern 'word\*' .* to match a table or another .*, found none among table\.weight"),
-    ],
-)
-def test_a_strategy_that_does_not_exist(strategy: Strategy, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        requested_strategies(strategy, (TABLE,))
-
-
-def test_other_parameters_are_named_by_patterns_alone() -> None:
-    def of(strategy: Strategy) -> dict[str, str | Grid]:
-        return requested_strategies(strategy, ("words.weight",), ("words.weight", "linear.weight"))
-
-    assert of("zen") == {"words.weight": "zen", "linear.weight": "auto"}
-    assert of({"*": "zen"}) == {"words.weight": "zen", "linear.weight": "zen"}
-    assert of({"*": "alltoall"}) == {"words.weight": "alltoall", "linear.weight": "auto"}
-    with pytest.raises(ValueError, match=r"'linear\.\*' of strategy to match a table, found none among words\.weight"):
-        of({"linear.*": "alltoall"})
-
-
-def test_a_pattern_for_a_model_without_tables() -> None:
-    with pytest.raises(ValueError, match="found none among no tables"):
-        requested_strategies({"*": "alltoall"}, ())
-
-
-# ---- buckets ----
-
-LINK = cost.Cluster(bandwidth_bytes_per_ms=1e6, latency_ms=0.05)
-
-
-def graph_with_gradients(gradients: list[tuple[int, torch.dtype]], order: list[int]) -> TrainingGraph:
-    """Parameter k, of so many elements, is p{k}; `order` is that in which the forward reads them."""
-    graph = fx.Graph()
-    parameters = [graph.placeholder(f"p{k}") for k in range(len(gradients))]
-    for k, (parameter, (count, dtype)) in enumerate(zip(parameters, gradients, strict=True)):
-        parameter.meta.update(role=Parameter(f"p{k}"), val=torch.empty(count, dtype=dtype, device="meta"))
-    nodes: dict[int, fx.Node] = {}
-    for k in order:
-        nodes[k] = graph.call_function(torch.ops.aten.neg.default, (parameters[k],))
-        nodes[k].meta["val"] = parameters[k].meta["val"]
-    output = graph.output(tuple(nodes[k] for k in range(len(gradients))))
-    output.meta["roles"] = tuple(Gradient(Parameter(f"p{k}")) for k in range(len(gradients)))
-    return TrainingGraph(fx.GraphModule(torch.nn.Module(), graph))
-
-
-COUNTS = st.sampled_from([1, 1000, 2**18, 2**20, 2**22])
-DTYPES = st.sampled_from([torch.float32, torch.float64])
-
-
-@given(st.data(), st.lists(st.tuples(COUNTS, DTYPES), min_size=1, max_size=12))
-def test_buckets_are_blocks_of_the_forward_the_last_one_first(
-    data: st.DataObject, gradients: list[tuple[int, torch.dtype]]
-) -> None:
-    order = data.draw(st.permutations(range(len(gradients))))
-    reduced = {f"p{k}" for k in range(len(gradients)) if data.draw(st.booleans())}
-    alone = {name for name in sorted(reduced) if data.draw(st.integers(0, 3)) == 0}
-    absent = {f"absent{k}" for k in range(data.draw(st.integers(0, 2)))}
-    sizes = {f"p{k}": count * dtype.itemsize for k, (count, dtype) in enumerate(gradients)} | dict.fromkeys(absent, 4)
-
-    buckets = plan_buckets(graph_with_gradients(gradients, order), reduced | absent, sizes, LINK, 4, alone)
-
-    blocks = buckets[: len(buckets) - len(absent)]
-    assert [name for bucket in reversed(blocks) for name in bucket] == [f"p{k}" for k in order if f"p{k}" in reduced]
-    assert [name for bucket in buckets[len(blocks) :] for name in bucket] == sorted(absent)
-    assert all(buckets)
-    dtypes = {f"p{k}": dtype for k, (_, dtype) in enumerate(gradients)}
-    assert {bucket[0] for bucket in blocks if set(bucket) & alone} == alone
-    limit = cost.bucket_bytes(LINK, 4, sum(sizes[name] for name in reduced - alone))
-    for bucket in blocks:
-        assert len(bucket) == 1 or not set(bucket) & alone
-        assert len({dtypes[name] for name in bucket}) == 1
-        assert len(bucket) == 1 or sum(sizes[name] for name in bucket) <= limit
-
-
-def test_buckets_follow_the_forward_and_not_the_names() -> None:
-    (bucket,) = planned(10_000, strategy="allreduce").buckets
-
-    assert bucket.index(TABLE) < bucket.index("linear.weight")
-
-
-def test_shapes_are_priced_in_bytes() -> None:
-    plan = planned()
-
-    expected = 2 * prod((4, 4)) * 8 // 2
-    assert plan["linear.weight"].sent_bytes_per_step == plan["linear.weight"].ddp_bytes_per_step == expected

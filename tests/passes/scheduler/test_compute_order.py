@@ -14,15 +14,8 @@ from embrace_fx.passes.relax.order import BackwardUnits
 from embrace_fx.passes.scheduler import compute_order, launch_order
 from embrace_fx.passes.scheduler.compute_order import LEAST_GAIN, Atoms, reordered, search
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.vocabulary.schedule import (
-    Dependence,
-    Operation,
-    OperationId,
-    StepGraph,
-    chunk_id,
-    compute_id,
-    gradients_id,
-)
+from embrace_fx.vocabulary.operation_id import OperationId, chunk_id, compute_id, gradients_id
+from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 
 
 def backward(values: list[list[int]], sent: list[OperationId], reads: list[int]) -> fx.GraphModule:

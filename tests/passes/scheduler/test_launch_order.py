@@ -22,100 +22,11 @@ from embrace_fx.passes.scheduler.launch_order import (
     simulate,
     story,
 )
-from embrace_fx.vocabulary.schedule import SCHEDULES, Dependence, Kind, Lane, Operation, StepGraph
+from embrace_fx.vocabulary.schedule import SCHEDULES, Dependence, StepGraph
 from tests.support.golden import check_golden
+from tests.support.windows import EMBEDDING, TWO_BLOCKS, compute, large_step, launch, step, steps
 
 EXACT = 1e-9
-
-
-def compute(name: str, duration_ms: float, kind: Kind = "forward") -> Operation:
-    return Operation(name, kind, "compute", duration_ms)
-
-
-def launch(name: str, duration_ms: float, kind: Kind = "all_reduce", lane: Lane = "dense") -> Operation:
-    return Operation(name, kind, lane, duration_ms, sent_bytes=round(1000 * duration_ms))
-
-
-def step(operations: list[Operation], dependences: list[str]) -> StepGraph:
-    """Dependences as "before -> after", "before -> next after" for one into the next window."""
-    pairs = (each.split(" -> ") for each in dependences)
-    return StepGraph(
-        tuple(operations),
-        tuple(Dependence(b, a.removeprefix("next "), int(a.startswith("next "))) for b, a in pairs),
-        tuple(o.name for o in operations if o.lane == "compute"),
-    )
-
-
-TWO_BLOCKS = step(
-    [
-        compute("backward 1", 2, "backward"),
-        compute("backward 0", 2, "backward"),
-        compute("forward 0", 1),
-        compute("forward 1", 3),
-        launch("bucket 1", 4),
-        launch("bucket 0", 2),
-    ],
-    ["backward 1 -> bucket 1", "backward 0 -> bucket 0", "bucket 0 -> forward 0", "bucket 1 -> forward 1"],
-)
-"""
-compute  backward 1  backward 0  forward 0  forward 1
-link             bucket 1: ready first, needed last
-"""
-
-EMBEDDING = step(
-    [
-        compute("backward", 2, "backward"),
-        compute("update", 1, "update"),
-        compute("forward 0", 2),
-        compute("forward 1", 2),
-        launch("ids", 1, "ids", "ids"),
-        launch("prior", 2, "gradients", "embedding"),
-        launch("lookups", 2, "lookups", "embedding"),
-        launch("bucket 0", 2),
-        launch("bucket 1", 2),
-        launch("a delayed", 3, "delayed", "delayed"),
-    ],
-    [
-        *("backward -> prior", "prior -> update", "update -> lookups", "ids -> lookups", "lookups -> forward 0"),
-        *("backward -> bucket 0", "bucket 0 -> forward 0", "backward -> bucket 1", "bucket 1 -> forward 1"),
-        *("backward -> a delayed", "a delayed -> next update"),
-    ],
-)
-"""One table, two blocks. The name of what is delayed comes first, so that a tie would launch it first."""
-
-
-@st.composite
-def steps(draw: st.DrawFn, most_launches: int = 8) -> StepGraph:
-    """Steps that can run: inside a window, what depends stands after what it depends on."""
-    # Multiples of 1/4: sums are exact, and equally fast orders equal.
-    length_ms = st.integers(0, 24).map(lambda quarters: quarters / 4)
-    lanes: list[tuple[Kind, Lane]] = [("all_reduce", "dense"), ("gradients", "embedding"), ("delayed", "delayed")]
-    operations = [compute(f"c{k}", draw(length_ms)) for k in range(draw(st.integers(1, 7)))]
-    operations += [launch(f"l{k}", draw(length_ms), *draw(st.sampled_from(lanes))) for k in range(most_launches)]
-    operations = operations[: draw(st.integers(len(operations) - most_launches + 1, len(operations)))]
-    operations = draw(st.permutations(operations))
-    dependences = []
-    for (i, before), (j, after) in itertools.product(enumerate(operations), repeat=2):
-        distance = draw(st.sampled_from([None, None, None, 0, 1] if i < j else [None, None, None, None, 1]))
-        if distance is not None and before.is_communication | after.is_communication:
-            dependences.append(Dependence(before.name, after.name, distance))
-    names = tuple(o.name for o in operations if not o.is_communication)
-    return StepGraph(tuple(operations), tuple(dependences), names)
-
-
-def large_step(blocks: int, chunks: int) -> StepGraph:
-    """A step in the shape of a real one, with `blocks` x (`chunks` + 1) communications."""
-    draw = random.Random(0).random
-    operations, dependences = [], []
-    for b in reversed(range(blocks)):
-        operations.append(compute(f"backward {b}", 1 + draw(), "backward"))
-        for c in range(chunks):
-            operations.append(launch(f"bucket {b} [{c}]", 0.4 * draw()))
-            dependences += [f"backward {b} -> bucket {b} [{c}]", f"bucket {b} [{c}] -> forward {b}"]
-    for b in range(blocks):
-        operations += [compute(f"forward {b}", 0.5 + draw()), launch(f"delayed {b}", 0.1, "delayed", "delayed")]
-        dependences += [f"backward 0 -> delayed {b}", f"delayed {b} -> next backward 0"]
-    return step(operations, dependences)
 
 
 # -- simulation --------------------------------------------------------------------------------------------------------

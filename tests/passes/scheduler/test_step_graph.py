@@ -13,19 +13,9 @@ from embrace_fx.passes.scheduler.launch_order import check_order, schedule, stor
 from embrace_fx.passes.scheduler.step_graph import Sizes, build, compute_durations
 from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, START, OperationId, compute_id, gradients_id
 from embrace_fx.vocabulary.plan import Decision, Plan
-from embrace_fx.vocabulary.schedule import (
-    BETWEEN,
-    EARLY,
-    END,
-    SCHEDULES,
-    START,
-    Cuts,
-    OperationId,
-    StepGraph,
-    compute_id,
-    gradients_id,
-)
+from embrace_fx.vocabulary.schedule import SCHEDULES, Cuts, StepGraph
 from tests.support.golden import check_golden
 from tests.support.graphs import analysed
 

@@ -13,15 +13,9 @@ from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.passes.verifier.windows import INVARIANTS, blocked, check_launches, held_bytes
 from embrace_fx.vocabulary.graph import TrainingGraph, copy_module
+from embrace_fx.vocabulary.operation_id import IDS, OperationId, chunk_id, gradients_id, rows_id
 from embrace_fx.vocabulary.ops import launch_of, op_name
-from embrace_fx.vocabulary.schedule import (
-    IDS,
-    SCHEDULES,
-    OperationId,
-    chunk_id,
-    gradients_id,
-    rows_id,
-)
+from embrace_fx.vocabulary.schedule import SCHEDULES
 from tests.passes.scheduler.test_step_graph import TABLES, steps_of_translator, translator
 
 embrace = torch.ops.embrace

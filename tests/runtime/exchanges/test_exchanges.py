@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embrace_fx.cost.exchanges import Streaming
+from embrace_fx.cost.blocks import Streaming
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges import omnireduce
 from embrace_fx.runtime.exchanges.channel import Channel

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from embrace_fx.cost.exchanges import record_bytes
+from embrace_fx.cost.blocks import record_bytes
 from embrace_fx.runtime.exchanges.blocks import (
     SHORT_BLOCK,
     block_bitmap,

@@ -32,8 +32,8 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable, own_state
+from embrace_fx.vocabulary.operation_id import gradients_id, rows_id
 from embrace_fx.vocabulary.ops import own_columns
-from embrace_fx.vocabulary.schedule import gradients_id, rows_id
 from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 
@@ -200,7 +200,7 @@ class Training:
     def forward(self, batch: Batch) -> Tensor:
         """Checks the rows of this rank's batch, and returns the gradient with respect to those of all ranks."""
         exchange = self.exchange
-        if exchange.early_rows_stale:
+        if not exchange.early.usable:
             exchange.forget_rows()
         self.early += bool(exchange._arriving.rows)
         self.launcher.enter_forward()

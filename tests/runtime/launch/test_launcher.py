@@ -2,101 +2,26 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
-from torch.futures import Future
 
 from embrace_fx.runtime.launch import launcher as launcher_module
-from embrace_fx.runtime.launch.launcher import Launcher, Ticket
+from embrace_fx.runtime.launch.launcher import Ticket
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.vocabulary.schedule import IN_FLIGHT, Lane, OperationId
+from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.vocabulary.schedule import IN_FLIGHT
+from tests.support.launches import ID, LONG_S, NAMES, ORDER, SHORT_S, Link, make, submit, windows
 from tests.support.ranks import run_ranks
-
-LANE_OF: dict[str, Lane] = {
-    "early rows": "embedding",
-    "prior": "embedding",
-    "bucket 0": "dense",
-    "delayed": "delayed",
-    "ids": "ids",
-    "bucket 1": "dense",
-    "rows": "embedding",
-}
-NAMES = tuple(LANE_OF)
-ORDER = tuple(OperationId("all_reduce", name, lane=lane) for name, lane in LANE_OF.items())
-ID = {str(each): each for each in ORDER}
-OF_FORWARD = (ID["ids"], ID["rows"])
-LONG_S, SHORT_S = 10.0, 0.05
-"""Longer than anything takes; long enough for a thread to do what it should not."""
-
-
-class Work:
-    """A collective under way, as torch hands it out."""
-
-    def __init__(self) -> None:
-        self.future: Future[Any] = Future()
-
-    def get_future(self) -> Future[Any]:
-        return self.future
-
-
-class Link:
-    """What is launched, in order; each launch is on its way until the test ends it.
-
-    Args:
-        instant: launches complete on the spot.
-    """
-
-    def __init__(self, instant: bool = False) -> None:
-        self.launched: list[str] = []
-        self._instant = instant
-        self._works: dict[str, Work] = {}
-        self._changed = threading.Condition()
-
-    def launch(self, name: str) -> Callable[[], InFlight]:
-        def on_the_way() -> InFlight:
-            with self._changed:
-                self._works[name] = work = Work()
-                self.launched.append(name)
-                self._changed.notify_all()
-            return InFlight(torch.tensor(len(name)), None if self._instant else work)
-
-        return on_the_way
-
-    def end(self, name: str, error: Exception | None = None) -> None:
-        future = self._works.pop(name).future
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-
-    def expect(self, *names: str) -> None:
-        """Waits for these launches, in this order, and sees that no other follows."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self.launched) >= len(names), LONG_S)
-        time.sleep(SHORT_S)
-        assert self.launched == list(names)
-
-
-def make(order: tuple[OperationId, ...] = ORDER, recorder: Recorder | None = None) -> Launcher:
-    return Launcher(order, OF_FORWARD, recorder or Recorder())
-
-
-def submit(launcher: Launcher, link: Link, *names: str) -> list[Ticket]:
-    return [launcher.submit(ID[name], link.launch(name), 100) for name in names]
 
 
 @pytest.fixture(autouse=True)
@@ -223,18 +148,6 @@ def test_another_order_holds_from_the_next_window_on() -> None:
     assert {ticket.id for ticket in tickets} == set(ORDER)
 
 
-@st.composite
-def windows(draw: st.DrawFn) -> list[tuple[list[str], list[str]]]:
-    """Windows: what is submitted, and what is skipped, each in the order in which that happens."""
-    found = []
-    for _ in range(draw(st.integers(1, 4))):
-        submitted = draw(st.lists(st.sampled_from(NAMES), unique=True))
-        others = [name for name in NAMES if name not in submitted]
-        skipped = draw(st.lists(st.sampled_from(others), unique=True)) if others else []
-        found.append((submitted, skipped))
-    return found
-
-
 @given(windows())
 def test_all_that_is_submitted_is_launched_in_order(windows: list[tuple[list[str], list[str]]]) -> None:
     launcher, link = make(), Link(instant=True)
@@ -313,113 +226,6 @@ def test_where_nothing_moves_more_are_on_the_way(monkeypatch: pytest.MonkeyPatch
     submit(launcher, link, "early rows", "prior", "bucket 0")
 
     link.expect("early rows", "prior", "bucket 0")
-
-
-# -- errors, the end ---------------------------------------------------------------------------------------------------
-
-
-def broken() -> InFlight:
-    raise RuntimeError("no route to host")
-
-
-def test_every_waiter_hears_of_a_launch_that_fails() -> None:
-    launcher, link = make(), Link()
-    early, prior = submit(launcher, link, "early rows", "prior")
-    link.expect("early rows", "prior")
-    heard: list[str] = []
-
-    def wait() -> None:
-        with pytest.raises(RuntimeError) as raised:
-            early.wait()
-        heard.append(str(raised.value))
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    last = launcher.submit(ID["bucket 0"], broken, 0)
-    link.end("prior")
-    waiter.join(LONG_S)
-
-    assert heard == ["no route to host"]
-    for ticket in (prior, last, *submit(launcher, link, "ids")):
-        with pytest.raises(RuntimeError, match="no route to host"):
-            ticket.wait()
-
-
-def test_every_waiter_hears_of_a_collective_that_fails_under_way() -> None:
-    launcher, link = make(), Link()
-    early, prior = submit(launcher, link, "early rows", "prior")
-    link.expect("early rows", "prior")
-
-    link.end("early rows", RuntimeError("connection closed by peer"))
-
-    for ticket in (early, prior):
-        with pytest.raises(RuntimeError, match="connection closed by peer"):
-            ticket.wait()
-
-
-@pytest.mark.parametrize("names", [(), ("early rows",), ("prior",)], ids=["unused", "on the way", "waiting"])
-def test_the_thread_ends_with_the_launcher(names: tuple[str, ...]) -> None:
-    before = set(threading.enumerate())
-    launcher, link = make(), Link()
-    (thread,) = set(threading.enumerate()) - before
-    submit(launcher, link, *names)
-    time.sleep(SHORT_S)
-
-    del launcher
-    gc.collect()
-    thread.join(LONG_S)
-
-    assert not thread.is_alive()
-
-
-def test_what_is_under_way_ends_before_the_thread_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher_module, "_FAREWELL_S", LONG_S)
-    launcher, link = make(), Link()
-    tickets = submit(launcher, link, "early rows", "prior", "bucket 0", "rows")
-    link.expect("early rows", "prior")
-
-    def end_all() -> None:
-        for name in ("early rows", "prior", "bucket 0", "rows"):
-            while name not in link._works:
-                time.sleep(0.001)
-            link.end(name)
-
-    threading.Thread(target=end_all).start()
-    del launcher
-    gc.collect()
-
-    assert all(ticket.done for ticket in tickets)
-
-
-class LateFuture:
-    """Of a collective whose thread drops the callback some time after it has run."""
-
-    def __init__(self) -> None:
-        self.dropped_s = 0.0
-
-    def value(self) -> None:
-        """Nothing went wrong."""
-
-    def add_done_callback(self, callback: Callable[[object], None]) -> None:
-        threading.Thread(target=self._run, args=[[callback]]).start()
-
-    def _run(self, callbacks: list[Callable[[object], None]]) -> None:
-        callbacks[0](self)
-        time.sleep(SHORT_S)
-        callbacks.clear()
-        self.dropped_s = time.monotonic()
-
-
-def test_the_end_comes_after_the_threads_of_collectives_have_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take the interpreter to do so, and a process whose interpreter is gone would end with SIGABRT."""
-    monkeypatch.setattr(launcher_module, "_FAREWELL_S", LONG_S)
-    launcher, future = make(), LateFuture()
-    launched = InFlight(torch.zeros(1), SimpleNamespace(get_future=lambda: future))
-    launcher.submit(ID["early rows"], lambda: launched, 0)
-
-    launcher._stop()
-
-    assert 0.0 < future.dropped_s <= time.monotonic()
 
 
 # -- the recorder ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from embrace_fx.passes.scheduler.streams import stream_program
 from embrace_fx.passes.verifier.stream_order import different_orders, hazards, verify_streams
 from embrace_fx.runtime.launch import launcher, streams
 from embrace_fx.runtime.launch.recorded_streams import RecordedStreams
-from embrace_fx.vocabulary.schedule import BETWEEN, END, IN_FLIGHT, SCHEDULES, OperationId, ScheduleName
+from embrace_fx.vocabulary.operation_id import BETWEEN, END, OperationId
+from embrace_fx.vocabulary.schedule import IN_FLIGHT, SCHEDULES, ScheduleName
 from embrace_fx.vocabulary.stream_program import HostRead, Launch, Step, StreamProgram, WaitEvent
 from tests.support.cases import long_but
 from tests.support.models import MODELS, Workload

@@ -22,7 +22,7 @@ from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 from embrace_fx.vocabulary.stream_program import Launch, StreamProgram, WaitEvent
-from tests.runtime.launch.test_launcher import ID, LANE_OF, LONG_S, NAMES, OF_FORWARD, ORDER, SHORT_S, windows
+from tests.support.launches import ID, LANE_OF, LONG_S, NAMES, OF_FORWARD, ORDER, SHORT_S, windows
 
 
 class Device:

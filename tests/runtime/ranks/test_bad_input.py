@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 import embrace_fx
 from embrace_fx.capture.errors import CaptureError
+from tests.support.messages import assert_grammar
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same, train_reference
 from tests.support.training import whole_parameters, whole_state
@@ -32,12 +32,6 @@ from tests.support.words import (
 
 def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def assert_grammar(message: str, *parts: str) -> None:
-    """Every error says what was expected and what was found, and the test's parts of where and what to do."""
-    for part in ("expected", "found", *parts):
-        assert part in message.replace("Found:", "found"), f"expected {part!r} in the message, found: {message}"
 
 
 # -- one rank's bad batch ----------------------------------------------------------------------------------------------
@@ -280,57 +274,7 @@ def test_a_strategy_that_cannot_be_followed(strategy: dict[str, str], parts: tup
         assert message.startswith(("ValueError", "SetUpError"))
 
 
-# -- models that ask for little ----------------------------------------------------------------------------------------
-
-
-def test_a_model_without_a_table_says_so_in_its_report() -> None:
-    model = embrace_fx.compile(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
-
-    model(torch.ones(4, 2)).sum().backward()
-
-    assert "no tables: every gradient is reduced densely" in model.report()
-
-
-def test_a_model_with_nothing_to_train() -> None:
-    with pytest.raises(ValueError, match="at least one trainable parameter") as caught:
-        embrace_fx.compile(words_model().requires_grad_(False))
-
-    assert_grammar(str(caught.value), "in compile()", "Words", "call the model itself")
-
-
-@pytest.mark.parametrize("name", ["report", "plan", "graphs"])
-def test_nothing_to_see_before_the_first_call(name: str) -> None:
-    model = embrace_fx.compile(words_model())
-
-    with pytest.raises(RuntimeError) as caught:
-        model.report() if name == "report" else getattr(model, name)
-
-    assert_grammar(str(caught.value), "the model to have been called", "Call the model once")
-
-
 # -- calls in the wrong order ------------------------------------------------------------------------------------------
-
-
-def test_a_second_lookahead_while_the_first_is_read() -> None:
-    model = embrace_fx.compile(words_model())
-    first: Iterator[int] = model.lookahead([1, 2, 3])
-    next(first)
-
-    with pytest.raises(RuntimeError) as caught:
-        model.lookahead([1, 2, 3])
-
-    assert_grammar(str(caught.value), "one lookahead at a time", "in lookahead()", "Finish that loop")
-    assert list(first) == [2, 3]
-
-
-def test_a_lookahead_after_one_that_was_finished_or_left() -> None:
-    model = embrace_fx.compile(words_model())
-    for _ in model.lookahead([1, 2]):
-        pass
-    for _ in model.lookahead([1, 2]):
-        break
-
-    assert list(model.lookahead([3, 4])) == [3, 4]
 
 
 def _backward_twice(rank: int, world_size: int) -> tuple[str, list[str]]:
@@ -354,32 +298,6 @@ def test_a_second_backward_of_one_call() -> None:
         assert changed == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        ({"optimizer": SGD}, "found the class SGD"),
-        ({"optimizer": "adam"}, "found 'adam' of type str"),
-        ({"strategy": None}, "expected strategy to be a name or a mapping"),
-        ({"strategy": {"table.*": "zenn"}}, "expected strategy, in compile.*, to be .* for 'table.*', found 'zenn'"),
-        ({"cluster": 25}, "expected cluster to be an embrace_fx.Cluster, .* found 25"),
-    ],
-    ids=["a class", "a name", "no strategy", "an unknown strategy of a pattern", "a number for links"],
-)
-def test_an_argument_of_another_kind(arguments: dict[str, Any], found: str) -> None:
-    with pytest.raises(ValueError, match=found):
-        embrace_fx.compile(words_model(), **arguments)
-
-
-def test_a_function_is_no_model() -> None:
-    with pytest.raises(ValueError, match=r"expected model to be an nn.Module, .* of type function"):
-        embrace_fx.compile(lambda x: x)  # type: ignore[arg-type]
-
-
-def test_an_optimizer_of_another_model() -> None:
-    with pytest.raises(ValueError, match=r"SGD to hold parameters of Words, .* holds none of them"):
-        embrace_fx.compile(words_model(), optimizer=SGD(words_model().parameters(), 0.1))
-
-
 def _a_planner_that_breaks(rank: int, world_size: int) -> str:
     model = words_model()
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
@@ -392,15 +310,6 @@ def _a_planner_that_breaks(rank: int, world_size: int) -> str:
 
 def test_whatever_stops_the_planner_stops_every_rank() -> None:
     assert run_ranks(2, _a_planner_that_breaks) == ["KeyError: 'cause'"] * 2
-
-
-def test_a_parameter_that_is_converted_after_the_first_call() -> None:
-    model = words_model()
-    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
-    compiled(*words_batch(0, 0)).backward()
-    model.to(torch.float32)
-    with pytest.raises(embrace_fx.PeerFailure, match="expected every parameter to stay of its dtype"):
-        compiled(*words_batch(0, 1))
 
 
 def _frozen_on_one_rank(rank: int, world_size: int) -> str:
@@ -418,43 +327,3 @@ def _frozen_on_one_rank(rank: int, world_size: int) -> str:
 def test_parameters_that_change_on_one_rank_before_the_first_call() -> None:
     for message in run_ranks(2, _frozen_on_one_rank):
         assert_grammar(message, "rank 0", "parameter linear.weight is", "frozen", "from the same code")
-
-
-def test_a_batch_that_the_forward_does_not_take() -> None:
-    model = words_model()
-    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
-    with pytest.raises(
-        CaptureError, match=r"the forward fails on it while it is traced: TypeError: .*missing"
-    ) as caught:
-        compiled()
-    assert "does not depend on tensor values" not in str(caught.value)
-
-
-class Choosy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(20, 4)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        if ids.shape[0] > 2:
-            raise KeyError("too many")
-        found: Tensor = self.words(ids).sum()
-        return found
-
-
-def _raises_by_itself(rank: int, world_size: int) -> list[str]:
-    compiled, told = embrace_fx.compile(Choosy(), strategy="alltoall"), []
-    for lengths in ((3, 3), (2, 2), (2, 3), (1, 2)):  # the first on all ranks, the third on rank 1 alone
-        try:
-            compiled(torch.arange(lengths[rank])).backward()
-            told.append("")
-        except (KeyError, RuntimeError) as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
-
-
-def test_what_a_forward_raises_is_raised_with_its_own_type_where_it_was_raised() -> None:
-    first, second = run_ranks(2, _raises_by_itself)
-    assert first[0] == second[0] == second[2] == "KeyError: 'too many'"
-    assert_grammar(first[2], "PeerFailure: rank 1", "expected a batch that the forward takes", "KeyError", "")
-    assert [first[k] for k in (1, 3)] == [second[k] for k in (1, 3)] == ["", ""]

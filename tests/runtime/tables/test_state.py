@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
 import embrace_fx
-from embrace_fx.api import CompiledModel
+from embrace_fx.compiled_model import CompiledModel
 from embrace_fx.vocabulary.exactness import RowUpdates
 from tests.support.cases import long_but
 from tests.support.ranks import fresh_ranks, run_ranks

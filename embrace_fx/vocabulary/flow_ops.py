@@ -1,0 +1,142 @@
+"""The `embrace::` ops of communication that runs from one step into the next: submissions, awaits, updates.
+
+`launch` is how the id of a launch is spelled (`embrace_fx.vocabulary.operation_id.OperationId`), for whoever reads the
+graph; the id itself is `node.meta["launch"]`.
+
+Shape legend: as in `embrace_fx/vocabulary/ops.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.library import define, register_fake
+
+
+def _unknown_size() -> torch.SymInt:
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+define("embrace::submit_ids", "(Tensor[] ids, str launch) -> Tensor")
+
+
+@register_fake("embrace::submit_ids")
+def _(ids: Sequence[Tensor], launch: str) -> Tensor:
+    """Submits the AllGather of the next batch's ids. `ids` (R,) are this batch's, by table, with which they are cut."""
+    return ids[0].new_empty((0,))
+
+
+define("embrace::await_ids", "(Tensor[] ids, str launch) -> Tensor")
+
+
+@register_fake("embrace::await_ids")
+def _(ids: Sequence[Tensor], launch: str) -> Tensor:
+    """The next batch's ids have arrived: this batch's rows are cut into prior and delayed ones, the next one's into
+    early and late ones.
+
+    Example, two ranks: this batch reads rows [2, 5] on rank 0 and [5] on rank 1, the next one rows [5, 9] on both. Row
+    5 is prior: each rank sends its gradient at once, and its owners update it before they look it up for the next
+    batch, as a late row. Row 2 is delayed. Row 9 is early.
+    """
+    return ids[0].new_empty((0,))
+
+
+define(
+    "embrace::submit_rows",
+    "(Tensor shard, Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor",
+)
+
+
+@register_fake("embrace::submit_rows")
+def _(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
+    """Looks own columns of a part of a batch's rows up and submits their AlltoAll, in `dtype`.
+
+    `ids` (R,) and `counts` (N,) are those of `unpack_ids`: of the batch whose forward it is, or, of early rows in a
+    backward, of the batch before. The result is an empty tensor.
+    """
+    return shard.new_empty((0,))
+
+
+define("embrace::await_rows", "(Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
+
+
+@register_fake("embrace::await_rows")
+def _(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
+    """A part of the rows this rank reads, once it has arrived: flat (k * D,), blocks by the rank they came from."""
+    return ids.new_empty((_unknown_size(),), dtype=dtype)
+
+
+define("embrace::join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str table) -> Tensor")
+
+
+@register_fake("embrace::join_rows")
+def _(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tensor:
+    """All columns of the rows this rank reads, flat (U * D,), row after row, from the parts that arrived."""
+    return parts[0].new_empty((_unknown_size(),))
+
+
+define(
+    "embrace::submit_gradients",
+    "(Tensor rows, Tensor ids, Tensor counts, str table, int padding_idx, float scale, str launch) -> Tensor",
+)
+
+
+@register_fake("embrace::submit_gradients")
+def _(rows: Tensor, ids: Tensor, counts: Tensor, table: str, padding_idx: int, scale: float, launch: str) -> Tensor:
+    """Submits a part of the gradients (U, D) of the rows this rank reads, on their way to the columns' owners.
+
+    `ids` (R,) and `counts` (N,) are those of `unpack_ids`, `padding_idx` and `scale` those of `coalesce`. The result is
+    an empty tensor: what stands for the gradient in flight in the outputs of the backward.
+    """
+    return rows.new_empty((0,))
+
+
+define("embrace::update_rows", "(Tensor(a) shard, str table, str launch) -> Tensor(a)")
+
+
+@register_fake("embrace::update_rows")
+def _(shard: Tensor, table: str, launch: str) -> Tensor:
+    """The same shard, once a part of its row gradients has arrived and the last step's update of them is applied."""
+    return shard.view(shard.shape)
+
+
+define("embrace::submit_chunk", "(Tensor(a!) flat, int start, int length, str launch) -> Tensor(a!)")
+
+
+@register_fake("embrace::submit_chunk")
+def _(flat: Tensor, start: int, length: int, launch: str) -> Tensor:
+    """Submits the AllReduce of elements `start` to `start + length` of a packed bucket, in place, or the sparse
+    exchange of a whole one, as the plan says. The result is the same memory, in flight."""
+    return flat
+
+
+define("embrace::await_chunk", "(Tensor(a) value, str launch) -> Tensor(a)")
+
+
+@register_fake("embrace::await_chunk")
+def _(value: Tensor, launch: str) -> Tensor:
+    """The same value, once a chunk has arrived: the bucket itself, or a parameter that is to be updated from it."""
+    return value.view(value.shape)
+
+
+define("embrace::hand_over", "(Tensor flat, int bucket) -> Tensor")
+
+
+@register_fake("embrace::hand_over")
+def _(flat: Tensor, bucket: int) -> Tensor:
+    """Leaves a bucket in flight to the optimizer, and to the next forward; nothing reads `flat` afterwards.
+
+    The result is an empty tensor: what stands for the gradients in the outputs of the backward.
+    """
+    return flat.new_empty((0,))
+
+
+define("embrace::update_bucket", "(Tensor(a -> *)[] parameters, int bucket) -> Tensor(a)[]")
+
+
+@register_fake("embrace::update_bucket")
+def _(parameters: Sequence[Tensor], bucket: int) -> list[Tensor]:
+    """The same parameters, once the last step's update of their bucket has been applied, in place."""
+    return [p.view(p.shape) for p in parameters]

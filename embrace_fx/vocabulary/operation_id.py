@@ -1,0 +1,113 @@
+"""What an operation is: the typed identity that graphs, schedules, launchers and recordings of all ranks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Lane = Literal["compute", "ids", "embedding", "dense", "delayed"]
+LANES: tuple[Lane, ...] = ("compute", "ids", "embedding", "dense", "delayed")
+"""Where an operation runs: on the rank's processor, or on the wire as one of the four communication classes."""
+
+Kind = Literal[
+    "backward",  # compute of a block's gradients
+    "forward",  # compute of a block
+    "update",  # a bucket's parameters, or a table's rows, are stepped
+    "rows",  # own columns of rows are looked up, or rows that arrived are put together
+    "ids",  # the next batch's ids, AllGather
+    "gradients",  # a table's row gradients, AlltoAll: all of them, or the prior ones
+    "lookups",  # looked-up rows, AlltoAll: all of them, late ones or early ones
+    "all_reduce",  # a chunk of a bucket
+    "delayed",  # a piece of a table's delayed row gradients, AlltoAll
+]
+
+Part = Literal["whole", "early", "late", "prior", "delayed", "chunk"]
+"""Which part an operation is for: early or late rows, prior gradients or a piece of the delayed ones, a chunk."""
+
+_SPELLED: dict[Kind, dict[Part, str]] = {
+    "lookups": {"whole": "{what} rows", "late": "{what} rows", "early": "{what} early rows"},
+    "gradients": {"whole": "{what} gradients", "prior": "{what} prior"},
+    "delayed": {"delayed": "{what} delayed [{number}]"},
+    "all_reduce": {"chunk": "{what} [{number}]"},
+    "update": {"whole": "update {what}"},
+    "rows": {"whole": "rows {what}"},
+    "backward": {"whole": "backward {what}"},
+    "forward": {"whole": "forward {what}"},
+}
+"""How operations are shown; those that are not in it by `what` alone."""
+
+
+@dataclass(frozen=True, order=True)
+class OperationId:
+    """What an operation is: its identity in graphs, schedules, launchers and recordings. Equal on all ranks.
+
+    Attributes:
+        kind: what it does.
+        what: the table, the stack or the bucket it is for.
+        part: which part of it.
+        number: of a chunk or a piece, from 0.
+        lane: where it runs.
+    """
+
+    kind: Kind
+    what: str
+    part: Part = "whole"
+    number: int = 0
+    lane: Lane = "compute"
+
+    def __str__(self) -> str:
+        """The one spelling, for display and as a key of what is printed. It is never read back."""
+        return _SPELLED.get(self.kind, {}).get(self.part, "{what}").format(what=self.what, number=self.number)
+
+    @property
+    def is_communication(self) -> bool:
+        return self.lane != "compute"
+
+    @property
+    def needs_lookahead(self) -> bool:
+        """Whether it travels only where the next batch is known: without one, a step has no early rows, and all of its
+        gradients are prior."""
+        return self.part in ("early", "delayed") or self.kind == "ids"
+
+
+IDS = OperationId("ids", "ids", lane="ids")
+"""The next batch's ids, of all tables."""
+
+
+def bucket_name(bucket: int) -> str:
+    """What operations of a bucket are for."""
+    return f"bucket {bucket}"
+
+
+def chunk_id(bucket: int, number: int) -> OperationId:
+    """A chunk of a bucket, on its way."""
+    return OperationId("all_reduce", bucket_name(bucket), "chunk", number, "dense")
+
+
+def rows_id(table: str, part: Part) -> OperationId:
+    """A table's rows on their way: "whole", "early" or "late"."""
+    return OperationId("lookups", table, part, lane="embedding")
+
+
+def gradients_id(table: str, part: Part, number: int = 0) -> OperationId:
+    """A table's row gradients on their way: "whole", "prior", or a piece of the "delayed" ones."""
+    if part == "delayed":
+        return OperationId("delayed", table, part, number, "delayed")
+    return OperationId("gradients", table, part, number, "embedding")
+
+
+def compute_id(kind: Kind, what: str) -> OperationId:
+    """A compute operation for a table or a bucket."""
+    return OperationId(kind, what)
+
+
+EARLY = OperationId("rows", "early rows", "early")
+END = OperationId("backward", "end of backward", "late")
+BETWEEN = OperationId("update", "optimizer step, next batch", "late")
+START = OperationId("forward", "start of forward", "early")
+"""Compute operations that serve no table and no bucket in particular: what a backward begins and ends with, what a
+forward begins with, and what lies between the two."""
+
+WHOLE_BACKWARD = OperationId("backward", "backward", "late")
+WHOLE_FORWARD = OperationId("forward", "forward", "late")
+"""Those of one process, which sends nothing that would cut them."""

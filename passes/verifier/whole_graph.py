@@ -1,0 +1,132 @@
+"""The invariants of a whole training graph, over all modules that run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from embrace_fx.passes.collectives import (
+    EQUAL_SHAPES,
+    Collective,
+    collective_sequence,
+    group_of,
+    is_launch,
+    is_relaxed,
+    launch_options,
+    running_modules,
+)
+from embrace_fx.passes.verifier.violation import Violation
+from embrace_fx.vocabulary.graph import (
+    Gradient,
+    GradientOfRows,
+    Mutation,
+    OutputRole,
+    Parameter,
+    PendingGradients,
+    PendingRows,
+    Result,
+    TrainingGraph,
+    outputs_of,
+)
+from embrace_fx.vocabulary.ops import is_users_launch, op_name
+
+
+def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+    """A parameter that trains has one dense gradient, or one pair of ids and rows; never both, never twice.
+
+    Those of the captured graph train, and those a pass gave a gradient (one that only other ranks' batches use).
+    """
+    found = _gradients(graph)
+    for name in _gradients(captured) | found:
+        parts = found.get(name, Counter())
+        if parts not in ({"dense": 1}, {"ids": 1, "rows": 1}, {"pending rows": 1}):
+            got = " and ".join(f"{count} x {part}" for part, count in sorted(parts.items())) or "none"
+            remedy = "keep one Gradient or pending output, or the two GradientOfRows outputs"
+            yield Violation(None, f"one gradient of {name}: 1 x dense, or 1 x ids and 1 x rows", got, remedy)
+
+
+def forward_kept(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+    """The results and mutations are those of the captured graph, once each, in its order."""
+    expected = [role for role in _output_roles(captured) if isinstance(role, Result | Mutation)]
+    found = [role for role in _output_roles(graph) if isinstance(role, Result | Mutation)]
+    if expected != found:
+        yield Violation(None, f"outputs {expected}", f"{found}", "keep the forward's outputs, and their order")
+
+
+def collectives_in_one_order(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+    """What is launched is the same on all ranks, and the phases launch what the joint graph does, group by group.
+
+    A rank does not see the others' graphs here. What it can see: that nothing in a launch's identity depends on its
+    own batch, that a group has one size, and that cutting the graph changed no group's order. That the identities are
+    equal on all ranks is for the runtime to compare, by `sequence_hash`.
+    """
+    sizes: dict[str, int] = {}
+    for module in (graph.module, *graph.phases.values()):
+        for launch in filter(is_launch, module.graph.nodes):
+            yield from _batch_dependence(launch)
+            group, size = group_of(launch), launch_options(launch).get("group_size")
+            if size is not None and sizes.setdefault(group, size) != size:
+                remedy = "give all launches of a group the same group_size"
+                yield Violation(launch, f"{sizes[group]} ranks in group {group}", f"{size}", remedy)
+    yield from _users_order(graph)
+    if not graph.phases or is_relaxed(graph):
+        return  # a relaxed order is the schedule's; `handed_over_once` sees that nothing was lost
+    joint, run = (_by_group(collective_sequence(g)) for g in (TrainingGraph(graph.module), graph))
+    for group in sorted(joint | run):
+        if joint.get(group) != run.get(group):
+            expected = f"the phases to launch, in group {group}, {joint.get(group, 'nothing')}"
+            yield Violation(None, expected, f"{run.get(group, 'nothing')}", "keep each group's order in the partition")
+
+
+def _output_roles(graph: TrainingGraph) -> Iterator[OutputRole]:
+    """The roles of the outputs that have a value."""
+    for module in running_modules(graph):
+        yield from (role for value, role in outputs_of(module) if value is not None)
+
+
+def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
+    """How often each part of a parameter's gradient is yielded: "dense", "ids", "rows", "pending rows"."""
+    found: dict[str, Counter[str]] = {}
+    for role in _output_roles(graph):
+        match role:
+            case Gradient(of=Parameter(name)):
+                found.setdefault(name, Counter())["dense"] += 1
+            case GradientOfRows(table, part):
+                found.setdefault(table, Counter())[part] += 1
+            case PendingGradients(parameters=names):
+                for name in names:
+                    found.setdefault(name, Counter())["dense"] += 1
+            case PendingRows():
+                for name in role.tables:
+                    found.setdefault(name, Counter())["pending rows"] += 1
+    return found
+
+
+def _batch_dependence(launch: fx.Node) -> Iterator[Violation]:
+    remedy = "launch what is equal on all ranks: their batches are not"
+    for name, value in launch_options(launch).items():
+        if any(not isinstance(leaf, int | float | str) for leaf in pytree.tree_leaves(value)):
+            yield Violation(launch, f"a plain number or text as {name}", f"{value}", remedy)
+    shape = launch.meta["val"].shape
+    if op_name(launch) in EQUAL_SHAPES and not all(isinstance(size, int) for size in shape):
+        yield Violation(launch, "a shape that is equal on all ranks", f"{list(shape)}", remedy)
+
+
+def _users_order(graph: TrainingGraph) -> Iterator[Violation]:
+    """The collectives of the user's forward run in the order of the program."""
+    joint, run = (
+        [node.name for module in modules for node in module.graph.nodes if is_users_launch(node)]
+        for modules in ((graph.module,), running_modules(graph))
+    )
+    if joint != run:
+        yield Violation(None, f"the forward's own collectives in their order, {joint}", f"{run}", "leave them in place")
+
+
+def _by_group(sequence: Iterable[Collective]) -> dict[str, list[Collective]]:
+    groups: dict[str, list[Collective]] = {}
+    for collective in sequence:
+        groups.setdefault(collective.group, []).append(collective)
+    return groups

@@ -1,0 +1,75 @@
+"""The rows of one table that were sent before the step that comes before their batch: whether they may be read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.tables.row_table import RowTable, Supposed
+from embrace_fx.runtime.tables.stacks import StackedTable
+
+
+class EarlyRows:
+    """Rows of the batch to come that this batch does not read, as they left.
+
+    A row without gradient moves all the same under most optimizers. Where it does, it leaves as the step to come, with
+    the options of this moment, will make it: that step is supposed, and the rows are stale until it has come.
+
+    Attributes:
+        stale: the table was written, or another step came than was supposed.
+    """
+
+    def __init__(self, table: RowTable | StackedTable) -> None:
+        self._table = table
+        self._ids: Tensor | None = None
+        self._before: Tensor | None = None  # as the table had them
+        self._left: Tensor | None = None  # as they left
+        self._supposed: Supposed | None = None
+        self.stale = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether they are those of the table, as far as that can be told without looking at them."""
+        return not self.stale and self._supposed is None
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """The rows as the step to come will leave them."""
+        self._ids = ids
+        self._before = self._left = self._table.local.index_select(0, ids)
+        if self._table.may_move():
+            self._left, self._supposed = self._table.coming(ids)
+        return self._left
+
+    def hold(self, *, stepped: bool) -> bool:
+        """Whether rows that have left are still those of the table, by their values: anyone may have written.
+
+        Args:
+            stepped: a step has been taken that is still to be applied.
+        """
+        if self._ids is None or self._before is None or self._left is None:
+            return True
+        rested = stepped or self._table.has_resting_rows  # the step they have left with is still to move them
+        expected = self._before if rested else self._left
+        return torch.equal(self._table.local.index_select(0, self._ids), expected)
+
+    def stepped(self, *, moved_all: bool, under_way: bool) -> None:
+        """A step has been taken; `moved_all`: of all rows, and not just of those with a gradient of their own.
+
+        Args:
+            under_way: rows have been sent that nothing has read yet.
+        """
+        supposed, self._supposed = self._supposed, None
+        if under_way:
+            if supposed is not None and supposed.optimizer is not None:  # the rows have left as moved
+                self.stale |= not self._table.is_as(supposed)
+            else:
+                self.stale |= moved_all
+
+    def arrived(self) -> None:
+        """They have been put together with the others."""
+        self._ids = self._before = self._left = None
+
+    def forget(self) -> None:
+        """What has left is not read."""
+        self.arrived()
+        self.stale, self._supposed = False, None

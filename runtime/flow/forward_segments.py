@@ -1,0 +1,39 @@
+"""What a forward computes between its waits, for the recorder."""
+
+from __future__ import annotations
+
+from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.vocabulary.operation_id import OperationId
+
+
+class ForwardSegments:
+    """The forward's compute, segment by segment: each is told of when the forward stands still, or ends."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._segment: OperationId | None = None  # None: no forward runs
+        self._stands = False
+
+    @property
+    def runs(self) -> bool:
+        """Whether a forward does."""
+        return self._segment is not None
+
+    def begin(self, operation: OperationId) -> None:
+        """From here on the forward computes this."""
+        self._segment, self._stands = operation, False
+
+    def stand(self) -> None:
+        """The forward's compute stands still, until what is awaited is put to use."""
+        if self._segment is not None and not self._stands:
+            self._recorder.mark(self._segment)
+        self._stands = True
+
+    def end(self) -> None:
+        """The forward does."""
+        self.stand()
+        self.forget()
+
+    def forget(self) -> None:
+        """No forward runs any more."""
+        self._segment = None

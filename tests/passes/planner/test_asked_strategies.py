@@ -1,0 +1,52 @@
+"""Strategies that are asked for, by name or by pattern."""
+
+from __future__ import annotations
+
+import pytest
+
+from embrace_fx.passes.planner.asked_strategies import Strategy, requested_strategies
+from embrace_fx.vocabulary.plan import Grid
+from tests.support.planned import TABLE
+
+
+def test_patterns_are_applied_in_order() -> None:
+    tables = ("encoder.words.weight", "decoder.words.weight", "positions.weight")
+
+    found = requested_strategies({"*.words.*": "alltoall", "decoder.*": "allreduce"}, tables)
+
+    assert list(found.values()) == ["alltoall", "allreduce", "auto"]
+    assert set(requested_strategies("alltoall", tables).values()) == {"alltoall"}
+    assert requested_strategies("alltoall", ()) == {}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (
+            "all_to_all",
+            r"'auto' or one of allreduce, allgather, alltoall, omnireduce, zen, ps for '\*', found 'all_to_all'",
+        ),
+        ({TABLE: "sharded"}, r"for 'table\.weight', found 'sharded'"),
+        ({"words": "alltoall"}, r"the pattern 'words' of strategy to match a table, found none among table\.weight"),
+        ({"word*": "zen"}, r"the pattern 'word\*' .* to match a table or another .*, found none among table\.weight"),
+    ],
+)
+def test_a_strategy_that_does_not_exist(strategy: Strategy, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        requested_strategies(strategy, (TABLE,))
+
+
+def test_other_parameters_are_named_by_patterns_alone() -> None:
+    def of(strategy: Strategy) -> dict[str, str | Grid]:
+        return requested_strategies(strategy, ("words.weight",), ("words.weight", "linear.weight"))
+
+    assert of("zen") == {"words.weight": "zen", "linear.weight": "auto"}
+    assert of({"*": "zen"}) == {"words.weight": "zen", "linear.weight": "zen"}
+    assert of({"*": "alltoall"}) == {"words.weight": "alltoall", "linear.weight": "auto"}
+    with pytest.raises(ValueError, match=r"'linear\.\*' of strategy to match a table, found none among words\.weight"):
+        of({"linear.*": "alltoall"})
+
+
+def test_a_pattern_for_a_model_without_tables() -> None:
+    with pytest.raises(ValueError, match="found none among no tables"):
+        requested_strategies({"*": "alltoall"}, ())

@@ -1,0 +1,120 @@
+"""How a launcher ends: launches that fail, what is under way, and its thread."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from embrace_fx.runtime.launch import launcher as launcher_module
+from embrace_fx.runtime.ranks.communicator import InFlight
+from tests.support.launches import ID, LONG_S, SHORT_S, Link, make, submit
+
+
+def broken() -> InFlight:
+    raise RuntimeError("no route to host")
+
+
+def test_every_waiter_hears_of_a_launch_that_fails() -> None:
+    launcher, link = make(), Link()
+    early, prior = submit(launcher, link, "early rows", "prior")
+    link.expect("early rows", "prior")
+    heard: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError) as raised:
+            early.wait()
+        heard.append(str(raised.value))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    last = launcher.submit(ID["bucket 0"], broken, 0)
+    link.end("prior")
+    waiter.join(LONG_S)
+
+    assert heard == ["no route to host"]
+    for ticket in (prior, last, *submit(launcher, link, "ids")):
+        with pytest.raises(RuntimeError, match="no route to host"):
+            ticket.wait()
+
+
+def test_every_waiter_hears_of_a_collective_that_fails_under_way() -> None:
+    launcher, link = make(), Link()
+    early, prior = submit(launcher, link, "early rows", "prior")
+    link.expect("early rows", "prior")
+
+    link.end("early rows", RuntimeError("connection closed by peer"))
+
+    for ticket in (early, prior):
+        with pytest.raises(RuntimeError, match="connection closed by peer"):
+            ticket.wait()
+
+
+@pytest.mark.parametrize("names", [(), ("early rows",), ("prior",)], ids=["unused", "on the way", "waiting"])
+def test_the_thread_ends_with_the_launcher(names: tuple[str, ...]) -> None:
+    before = set(threading.enumerate())
+    launcher, link = make(), Link()
+    (thread,) = set(threading.enumerate()) - before
+    submit(launcher, link, *names)
+    time.sleep(SHORT_S)
+
+    del launcher
+    gc.collect()
+    thread.join(LONG_S)
+
+    assert not thread.is_alive()
+
+
+def test_what_is_under_way_ends_before_the_thread_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_module, "_FAREWELL_S", LONG_S)
+    launcher, link = make(), Link()
+    tickets = submit(launcher, link, "early rows", "prior", "bucket 0", "rows")
+    link.expect("early rows", "prior")
+
+    def end_all() -> None:
+        for name in ("early rows", "prior", "bucket 0", "rows"):
+            while name not in link._works:
+                time.sleep(0.001)
+            link.end(name)
+
+    threading.Thread(target=end_all).start()
+    del launcher
+    gc.collect()
+
+    assert all(ticket.done for ticket in tickets)
+
+
+class LateFuture:
+    """Of a collective whose thread drops the callback some time after it has run."""
+
+    def __init__(self) -> None:
+        self.dropped_s = 0.0
+
+    def value(self) -> None:
+        """Nothing went wrong."""
+
+    def add_done_callback(self, callback: Callable[[object], None]) -> None:
+        threading.Thread(target=self._run, args=[[callback]]).start()
+
+    def _run(self, callbacks: list[Callable[[object], None]]) -> None:
+        callbacks[0](self)
+        time.sleep(SHORT_S)
+        callbacks.clear()
+        self.dropped_s = time.monotonic()
+
+
+def test_the_end_comes_after_the_threads_of_collectives_have_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the interpreter to do so, and a process whose interpreter is gone would end with SIGABRT."""
+    monkeypatch.setattr(launcher_module, "_FAREWELL_S", LONG_S)
+    launcher, future = make(), LateFuture()
+    launched = InFlight(torch.zeros(1), SimpleNamespace(get_future=lambda: future))
+    launcher.submit(ID["early rows"], lambda: launched, 0)
+
+    launcher._stop()
+
+    assert 0.0 < future.dropped_s <= time.monotonic()

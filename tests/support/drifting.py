@@ -1,0 +1,65 @@
+"""Two tables whose batches read few rows, then most of them, then few again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from embrace_fx.cost.links import Cluster, Link
+from embrace_fx.planning.replanning import CONFIRMED_BY, LOOK_EVERY
+
+ROWS, WIDTH = 120, 10
+FEW, MOST = 8, 400
+"""Ids of a batch: of 8, each row is read by few; of 400, nearly all are read by each rank."""
+
+LINKS = Cluster(50.0, 1e-3, links=(("all_to_all", Link(20.0, 1e-3)), ("all_reduce", Link(50.0, 1e-3))))
+"""So narrow that bytes alone count, and pairwise messages reach less than a ring, as they do on real networks."""
+
+PATIENCE = LOOK_EVERY * (CONFIRMED_BY + 1)
+"""Samples after a strong shift by which another plan is in place; here every call is one."""
+SPARSE, DENSE = range(8), range(8, 8 + PATIENCE + 8)
+SPARSE_AGAIN = range(DENSE.stop, DENSE.stop + PATIENCE + 20)
+TABLE, OTHER = "drifting.weight", "steady.weight"
+
+
+class Words(nn.Module):
+    """Two tables: one that batches read more or less of, and one of which they always read few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drifting = nn.Embedding(ROWS, WIDTH, padding_idx=0)
+        self.steady = nn.Embedding(400, WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor, steady_ids: Tensor) -> Tensor:
+        x = self.linear(self.drifting(ids)).tanh()
+        loss: Tensor = (x.mean(0) * self.steady(steady_ids)).sum(-1).square().mean() + x.square().mean()
+        return loss
+
+
+class Together(Words):
+    """Both tables are read at once and have no padding row: a stack, while both are sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drifting = nn.Embedding(ROWS, WIDTH)
+
+    def forward(self, ids: Tensor, steady_ids: Tensor) -> Tensor:
+        rows, steady = self.drifting(ids), self.steady(steady_ids)
+        x = self.linear(rows).tanh()
+        loss: Tensor = (x.mean(0) * steady).sum(-1).square().mean() + x.square().mean()
+        return loss
+
+
+Batch = tuple[Tensor, Tensor]
+
+
+def batch(step: int, rank: int) -> Batch:
+    random = torch.Generator().manual_seed(1000 * step + rank)
+    count = MOST if step in DENSE else FEW
+    return torch.randint(ROWS, (count,), generator=random), torch.randint(400, (6,), generator=random)
+
+
+def make(seed: int = 0, kind: type[Words] = Words) -> Words:
+    torch.manual_seed(seed)
+    return kind().double()
