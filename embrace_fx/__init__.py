@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from embrace_fx.cost.devices import DEVICES, Device
     from embrace_fx.cost.links import Cluster, Link
     from embrace_fx.runtime.ranks.failure import DeadRank, DivergedReplicas, PeerFailure, StuckRank
+    from embrace_fx.setup.agreement import SetUpError
     from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan
     from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
     from embrace_fx.what_if import plan
@@ -39,6 +40,7 @@ __all__ = [
     "PeerFailure",
     "Plan",
     "RowWiseAdagrad",
+    "SetUpError",
     "StuckRank",
     "__version__",
     "compile",
@@ -62,6 +64,7 @@ _MODULES = {
     "PeerFailure": "runtime.ranks.failure",
     "Plan": "vocabulary.plan",
     "RowWiseAdagrad": "vocabulary.row_wise",
+    "SetUpError": "setup.agreement",
     "StuckRank": "runtime.ranks.failure",
     "compile": "api",
     "full_state_dict": "api",

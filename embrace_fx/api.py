@@ -19,7 +19,7 @@ from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import ScheduleName
 
 if TYPE_CHECKING:
-    pass
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def compile(
@@ -40,10 +40,14 @@ def compile(
     forward_sync_buffers: bool = True,
     dump_to: str | Path | None = None,
     offload_to: str | Path | None = None,
+    device_mesh: DeviceMesh | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
-    The graph is captured at the first call of the result, with that call's batch; parameters are then those of rank 0.
+    The graph is captured at the first call of the result, with that call's batch. Parameters and buffers are those of
+    rank 0 from here on, of embedding layers from the first call on.
+    A model that is compiled already leaves the earlier `compile`, whose result is closed; the result of `compile`
+    itself is returned as it is where nothing else is asked of it.
 
     Args:
         model: any `nn.Module`; on the meta device too, if its modules have `reset_parameters`.
@@ -81,17 +85,20 @@ def compile(
             launches, and where its threads stood. None: nothing is written.
         offload_to: with a memory budget, for a model on the CPU: a directory in which saved values may lie, in a file,
             between forward and backward. None: nothing is offloaded. A model on a GPU offloads to its host's memory.
+        device_mesh: as of DDP: a mesh of one dimension, in place of the process group.
 
     Raises:
-        ValueError: an option that does not exist; no trainable parameter; no compiler for "inductor"; a model,
-            optimizer or option that differs between ranks. On every rank.
+        SetUpError: a ValueError and a RuntimeError: an option that does not exist; no trainable parameter; no compiler
+            for "inductor"; a model, optimizer or option that differs between ranks. On every rank.
     """
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
-    more = check_replicas, broadcast_buffers, forward_sync_buffers, dump_to, offload_to
+    more = check_replicas, broadcast_buffers, forward_sync_buffers, dump_to, offload_to, device_mesh
     options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, *more)
     optimizers = as_tuple(optimizer)
+    if isinstance(model, CompiledModel) and model._is_as_asked(options, optimizers, process_group):
+        return model
     session = Session(model, optimizers, process_group, options)
     return CompiledModel(session, single=not isinstance(optimizer, list | tuple))
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
 
 from embrace_fx.setup.options import Options
 from embrace_fx.viz import DrawnSchedule, DrawnTimeline, drawn
@@ -18,6 +19,8 @@ from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.plan import Plan
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from embrace_fx.session.session import Session
 
 
@@ -43,7 +46,6 @@ class CompiledModel(nn.Module, Joinable):
         Joinable.__init__(self)
         model = session.model
         self.__dict__["_session"] = session
-        session.compiled = weakref.ref(self)
         self.__dict__["_single"] = single
         # The same dicts, not copies: a parameter replaced by its shard is replaced in both.
         self._parameters = model._parameters
@@ -64,6 +66,15 @@ class CompiledModel(nn.Module, Joinable):
             self._session.parameters_may_change()
         return found
 
+    def _is_as_asked(
+        self, options: Options, optimizers: tuple[Optimizer, ...], group: dist.ProcessGroup | None
+    ) -> bool:
+        """Whether `compile` with these arguments would make the same of the model that this is."""
+        session = self._session
+        of_group = group is None or group is session.group
+        of_optimizers = all(any(each is own for own in session.optimizers) for each in optimizers)
+        return options == session.options and of_group and of_optimizers
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For `copy.deepcopy` and pickle: the model and the options, compiled again, over the default group, where they
         are put together. As with DDP that is collective, and the optimizer is not part of it.
@@ -79,7 +90,7 @@ class CompiledModel(nn.Module, Joinable):
                 f"expected a model with whole tables, in copy or pickle, found a compiled {name} whose {sharded} are "
                 "sharded. Save full_state_dict(), or copy model.module."
             )
-        return _compiled_again, (session.model, session.options)
+        return _compiled_again, (session.model, replace(session.options, device_mesh=None))
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -131,14 +142,17 @@ class CompiledModel(nn.Module, Joinable):
             self._session.synchronised = before
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Has gradients travel as one of DDP's hooks says, before the first call, on every rank.
+        """Has a hook reduce gradients, as of DDP, before the first call, on every rank; one rank alone calls none.
 
-        Those of `torch.distributed.algorithms.ddp_comm_hooks.default_hooks`: `allreduce_hook`, `fp16_compress_hook` and
-        `bf16_compress_hook`. The latter two round what is sent, rows of tables included, to 16 bits: `report()` tells.
+        `allreduce_hook`, `fp16_compress_hook` and `bf16_compress_hook` of
+        `torch.distributed.algorithms.ddp_comm_hooks.default_hooks` say how gradients travel, rows of tables included;
+        the latter two round what is sent to 16 bits: `report()` tells. Any other one, PowerSGD's say, is called as
+        `hook(state, bucket) -> Future[Tensor]` with each bucket in the backward; all tables stay whole.
 
         Raises:
-            ValueError: another hook, or a state for these.
-            RuntimeError: the model has been called.
+            TypeError: it is not callable.
+            ValueError: shards are asked for, or sparse exchanges, which a hook would not see.
+            RuntimeError: the model has been called, or has a hook.
         """
         self._session.register_comm_hook(state, hook)
 
@@ -188,6 +202,11 @@ class CompiledModel(nn.Module, Joinable):
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks that train together, as of DDP; None: a single process."""
         return self._session.group
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh that was given to `compile`, as of DDP."""
+        return self._session.options.device_mesh
 
     def synchronize(self) -> None:
         """Applies every pending update and waits for it. Called by itself wherever parameters are to be read."""

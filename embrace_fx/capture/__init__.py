@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.arguments import check_arguments, flatten_arguments
 from embrace_fx.capture.effects import Replay
-from embrace_fx.capture.errors import CaptureError, RefusedError, explain, shortfall
+from embrace_fx.capture.errors import CaptureError, RefusedError, explain, raised_by_forward, shortfall
 from embrace_fx.capture.guards import Conditions
 from embrace_fx.capture.roles import with_roles
 from embrace_fx.capture.routes import Traced, forget_shapes, private_copies, quiet_dynamo, trace_direct, trace_dynamo
@@ -118,7 +118,9 @@ def capture(
             raise
         except Exception as error:
             failures.append((route, error))
-    raise CaptureError(explain(model, failures)) from failures[0][1]
+    found = CaptureError(explain(model, failures))
+    found.raised = raised_by_forward(model, failures)
+    raise found from failures[0][1]
 
 
 def _refuse_backward_hooks(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ from torch._dynamo.source import GlobalSource, TempLocalSource
 
 from embrace_fx.capture.errors import RefusedError
 from embrace_fx.capture.guards import OF_PROGRAMS
+from embrace_fx.capture.read_values import ReadValues
 
 _NO_CONSTANT = object()
 
@@ -90,11 +91,8 @@ def _note(effects: Effects, found: Any, tx: Any) -> None:
     effects.tensor_hooks |= bool(found.tensor_hooks)
 
 
-def refuse_effects(effects: Effects, guards: Mapping[str, Any], model: nn.Module) -> None:
+def refuse_effects(effects: Effects, model: nn.Module) -> None:
     """Raises where effects cannot be had at each call.
-
-    Args:
-        guards: what Dynamo has guarded by value, and those values.
 
     Raises:
         RefusedError: naming what the forward does.
@@ -110,15 +108,19 @@ def refuse_effects(effects: Effects, guards: Mapping[str, Any], model: nn.Module
             f"expected a forward that assigns no globals, in {kind}, found that it assigns {effects.globals[0]}. Keep "
             "it on the model, as an attribute."
         )
-    for name, value in effects.attributes.items():
-        if name in guards and value is not _NO_CONSTANT and value != guards[name]:
-            attribute = name.rpartition(".")[2]
-            raise RefusedError(
-                f"expected a forward whose graph is the same at each call, in {kind}, found that it reads "
-                f"{_spoken(name)} and sets it from {guards[name]!r} to {value!r}: a Python value is a constant of "
-                f"the graph. Keep it in a tensor, register_buffer({attribute!r}, torch.tensor({guards[name]!r})), or "
-                "change it in the training loop."
-            )
+
+
+def read_and_set(effects: Effects, guards: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Attributes that a forward reads, and sets to another constant, as a user writes them -> both values.
+
+    Args:
+        guards: what Dynamo has guarded by value, and those values.
+    """
+    return {
+        _spoken(name): (guards[name], value)
+        for name, value in effects.attributes.items()
+        if name in guards and value is not _NO_CONSTANT and value != guards[name]
+    }
 
 
 def _spoken(name: str) -> str:
@@ -135,6 +137,7 @@ class Replay:
         model: what the forward is a method of; None: a function.
         objects: whose attributes or items are written, as expressions over `scope`.
         states: tensors that the graph reads from objects, as expressions.
+        switches: attributes that the forward reads, and sets to another constant -> both values.
     """
 
     run: Callable[..., Any]
@@ -143,6 +146,7 @@ class Replay:
     objects: tuple[str, ...]
     states: tuple[str, ...]
     scope: Mapping[str, Any]
+    switches: Mapping[str, tuple[Any, Any]]
 
     def __call__(self, outputs: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.outputs.values = outputs
@@ -154,6 +158,11 @@ class Replay:
     def read_states(self) -> list[Tensor]:
         """The tensors that the graph reads from objects, as they are now."""
         return [eval(name, dict(self.scope)) for name in self.states]
+
+    @property
+    def decides_next(self) -> bool:
+        """Whether the next call computes with what this one leaves."""
+        return bool(self.states or self.switches)
 
     def writes(self, holder: Mapping[str, Any]) -> bool:
         """Whether items of a dict are written."""
@@ -187,13 +196,15 @@ def state_inputs(graph: torch.fx.Graph, itself: str) -> dict[int, str]:
     }
 
 
-def replay_of(out: Any, model: nn.Module, effects: Effects, states: Sequence[str], scope: Mapping[str, Any]) -> Replay:
+def replay_of(out: Any, model: nn.Module, effects: Effects, states: Sequence[str], values: ReadValues) -> Replay:
     """The code that Dynamo has written for after the graph.
 
     Args:
         out: Dynamo's capture, made to replay.
+        values: what Dynamo has guarded by value.
     """
     outputs = _Outputs()
     run = out.forward_callable(compiled_fn=outputs, extra_globals=out.graph_capture_output.f_globals)
     bound: Any = torch._dynamo.convert_frame.get_traced_fn(model)[1]
-    return Replay(run, outputs, bound, tuple(effects.objects), tuple(states), scope)
+    switches = read_and_set(effects, dict(zip(values.names, values.values, strict=True)))
+    return Replay(run, outputs, bound, tuple(effects.objects), tuple(states), values.scope, switches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import traceback
 from collections.abc import Sequence
 
@@ -14,7 +15,13 @@ from torch import nn
 
 
 class CaptureError(RuntimeError):
-    """The model's forward cannot be captured as one graph."""
+    """The model's forward cannot be captured as one graph.
+
+    Attributes:
+        raised: what the forward itself raises, by a line of the user's; None: it is captured as far as it goes.
+    """
+
+    raised: Exception | None = None
 
 
 class RefusedError(CaptureError):
@@ -57,6 +64,17 @@ def explain(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> str:
     )
 
 
+def raised_by_forward(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> Exception | None:
+    """What a line of the user's raises, on any batch like this one: with the plain model it would be the same."""
+    own = getattr(sys.modules.get(type(model).__module__), "__file__", None)
+    for route, error in failures:
+        if route == "direct" and _is_of_forward(error):
+            raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+            if raised_in == own or _is_of_user(raised_in):
+                return error
+    return None
+
+
 def shortfall(failures: Sequence[tuple[str, Exception]]) -> str:
     """In one line, why routes did not take a model that a later one has taken; empty where the first one did."""
     return "; ".join(f"{_user_line(error) or 'forward'}: {_first_lines(error)}" for _, error in failures)
@@ -96,10 +114,13 @@ def _user_line(error: Exception) -> str | None:
     """The last line of the user's code: Dynamo prints it, the direct route has it in the traceback."""
     printed = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(error).partition("from user code")[2])
     frames = printed or [(f.filename, str(f.lineno), f.name) for f in traceback.extract_tb(error.__traceback__)]
-    library = __file__.rsplit("/", 2)[0]
-    others = (torch.__file__.rpartition("/")[0], library, inspect.__file__, "<")
-    own = [f for f in frames if not f[0].startswith(others)]
+    own = [f for f in frames if _is_of_user(f[0])]
     return "{}:{} in {}".format(*own[-1]) if own else None
+
+
+def _is_of_user(file: str) -> bool:
+    library = __file__.rsplit("/", 2)[0]
+    return not file.startswith((torch.__file__.rpartition("/")[0], library, inspect.__file__, "<"))
 
 
 def _first_lines(error: Exception) -> str:

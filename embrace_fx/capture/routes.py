@@ -194,9 +194,9 @@ def trace_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return _trace_joint(OpenResults(gm), args, kwargs, context, "dynamo", {}, conditions)
     itself, values = name_of_model(model), conditions.values
     effects = effects.of(itself)
-    refuse_effects(effects, dict(zip(values.names, values.values, strict=True)), model)
+    refuse_effects(effects, model)
     states = state_inputs(gm.graph, itself)
-    replay = replay_of(out, model, effects, list(states.values()), values.scope)
+    replay = replay_of(out, model, effects, list(states.values()), values)
     kwargs = {**kwargs, STATES: replay.read_states()}
     module = OpenResults(gm, tuple(states))
     traced = _trace_joint(module, args, kwargs, context, "dynamo", {}, conditions.without(replay.states))

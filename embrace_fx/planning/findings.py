@@ -29,6 +29,8 @@ from embrace_fx.vocabulary.plan import LinksAre, Plan
 MOST_GATHERED_IDS = 2**22
 """Ids of one table, of all ranks together, that every rank may receive at set-up: 16 MiB."""
 
+HOOKED = "the communication hook reduces whole gradients"
+
 
 @dataclass(frozen=True)
 class Findings:
@@ -166,6 +168,7 @@ def _findings(setting: Setting, graph: TrainingGraph, everyone: list[_Report], u
     rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in everyone[0].tables}
     sharded = {name: table.shape for name, table in setting.state.tables.items()}
     facts = facts_of(setting.model, setting.stepping.holders, setting.options.row_updates, used, sharded)
+    facts = tuple(replace(f, local=f.name in setting.state.ignored) for f in facts)
     blocked = {name for report in everyone for name in report.whole}
     facts = tuple(replace(f, row_update_blocker=WHOLE) if f.name in blocked else f for f in facts)
     sparsity = {
@@ -180,7 +183,10 @@ def _findings(setting: Setting, graph: TrainingGraph, everyone: list[_Report], u
         if all(name in own for own in reads)
     }
     options = setting.options
-    return Findings(graph, facts, rows, sparsity, ranks, options.strategy, options.schedule, at_home)
+    findings = Findings(graph, facts, rows, sparsity, ranks, options.strategy, options.schedule, at_home)
+    if setting.communicator.comm_hook is None:
+        return findings
+    return replace(findings.with_whole(everyone[0].tables, HOOKED), strategy="allreduce")
 
 
 def facts_of(

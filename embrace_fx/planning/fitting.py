@@ -35,13 +35,14 @@ class Misfit:
         return bool(self.late or self.whole)
 
 
-def misfit(plan: Plan, graph: TrainingGraph, hooked: Collection[str] = ()) -> Misfit:
+def misfit(plan: Plan, graph: TrainingGraph, hooked: Collection[str] = (), ignored: Collection[str] = ()) -> Misfit:
     """What a plan lacks for a captured graph with its tables found; of an evaluation, what it reads.
 
     Args:
         hooked: parameters with gradient hooks, which want dense gradients of this rank's own.
+        ignored: parameters that each rank has for itself.
     """
-    trained = used_parameters(graph) if plan.world_size > 1 else ()
+    trained = set(used_parameters(graph)).difference(ignored) if plan.world_size > 1 else ()
     late = (d.parameter for d in plan if d.strategy in ("unused", "frozen") and d.parameter in trained)
     return Misfit(tuple(late), tuple(sorted(set(plan.sharded).intersection([*unshardable(graph), *hooked]))))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,7 +27,8 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
             _shard(setting, name, plan, shapes[name], made.get(name))
     if setting.communicator.world_size > 1:
         buffers = setting.options.shares_buffers
-        broadcast_state(setting.model, frozenset(plan.sharded), setting.communicator, buffers=buffers)
+        apart = setting.state.ignored.union(plan.sharded)
+        broadcast_state(setting.model, apart, setting.communicator, buffers=buffers)
     _hand_over(setting, graph, plan)
 
 
@@ -34,11 +37,9 @@ def place_anew(setting: Setting, graph: TrainingGraph, old: Plan, new: Plan) -> 
 
     A gradient of a replica is the mean already, the same on all ranks; of a shard each rank has its own part.
     """
-    group, state = setting.communicator.group, setting.state
+    state = setting.state
+    gather_tables(setting, [name for name in old.sharded if name not in new.sharded])
     with setting.communicator.watching(), torch.no_grad():
-        for name in old.sharded:
-            if name not in new.sharded:
-                unshard_parameter(state.tables.pop(name), setting.stepping.holders.optimizers, group)
         for name in new.sharded:
             if name not in old.sharded:
                 parameter = state.parameter(name)
@@ -50,6 +51,14 @@ def place_anew(setting: Setting, graph: TrainingGraph, old: Plan, new: Plan) -> 
     state.tables.clear()
     state.tables.update(ordered)
     _hand_over(setting, graph, new)
+
+
+def gather_tables(setting: Setting, names: Sequence[str]) -> None:
+    """Puts sharded tables together, with their state and gradients, on every rank. Collective."""
+    with setting.communicator.watching(), torch.no_grad():
+        for name in names:
+            table = setting.state.tables.pop(name)
+            unshard_parameter(table, setting.stepping.holders.optimizers, setting.communicator.group)
 
 
 def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:

@@ -61,9 +61,10 @@ class BufferSharing:
         """
         if not self._on:
             return ForwardBuffers(lambda: None, lambda: None)
-        mutated = assigned.union(mutated_buffers(graph))
+        ignored = self._state.ignored
+        mutated = assigned.union(mutated_buffers(graph)) - ignored
         if train:
-            self._live |= assigned.union(live_buffers(graph))
+            self._live |= assigned.union(live_buffers(graph)) - ignored
         self._written |= mutated
         self._were = self._are()
 
@@ -78,7 +79,7 @@ class BufferSharing:
             due, self._due = self._due, reduce
             if due:
                 every = self._announcements.buffers_differ
-                self._share(self._state.buffer_names() if every else sorted(names()))
+                self._share(self._shared() if every else sorted(names()))
                 self._stale = frozenset()
                 self._were = self._are()
             if train:
@@ -88,7 +89,11 @@ class BufferSharing:
 
     def _are(self) -> list[tuple[int, int]]:
         """The buffers that no forward writes, as they are now."""
-        return [(id(each), each._version) for each in self._state.buffers_but(self._written)]
+        return [(id(each), each._version) for each in self._state.buffers_but(self._written | self._state.ignored)]
+
+    def _shared(self) -> list[str]:
+        """All buffers but those that each rank has for itself."""
+        return [name for name in self._state.buffer_names() if name not in self._state.ignored]
 
     def _share(self, names: Sequence[str]) -> None:
         announcements = self._announcements

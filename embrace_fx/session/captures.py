@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from embrace_fx.capture import Captured, capture
-from embrace_fx.capture.errors import CaptureError
+from embrace_fx.capture.errors import CaptureError, RefusedError
 from embrace_fx.runtime.tables.placement import whole_parameters
 from embrace_fx.session.calls import Kind
 from embrace_fx.setup.setting import Setting
@@ -19,6 +19,9 @@ MAX_CAPTURES = 32
 """Captures of one model before it is refused another: each costs seconds, and shapes that never repeat would cost
 them at every step. Torch's own limit of recompilations is of this order."""
 
+MOST_VALUES = 4
+"""Of an attribute that a forward reads and sets: a switch has two. A counter never comes back to one, and each needs a
+capture."""
 
 _KNOWS_LESS = (
     "expected a forward that Dynamo can read, in %s, found one that it cannot (%s): it was traced as Python ran it. "
@@ -37,6 +40,7 @@ class Captures:
         self._setting = setting
         self.count = 0
         self._told = False
+        self._values: dict[str, list[Any]] = {}  # of attributes that forwards read and set
 
     def capture(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
@@ -58,10 +62,29 @@ class Captures:
         model, dynamic = self._setting.model, _varying(kind, self._setting.options.dynamic)
         with whole_parameters(model, whole):
             captured = capture(model, args, kwargs, train=train, dynamic=dynamic)
+        self._check_switches(captured)
         if captured.shortfall and not self._told:
             self._told = True
             logger.warning(_KNOWS_LESS, type(model).__name__, captured.shortfall)
         return replace(captured, conditions=captured.conditions.unchanged())
+
+    def _check_switches(self, captured: Captured) -> None:
+        """Raises where an attribute that the forward reads and sets has too many values for a graph of each.
+
+        Raises:
+            RefusedError: naming it.
+        """
+        for name, both in () if captured.replay is None else captured.replay.switches.items():
+            values = self._values.setdefault(name, [])
+            values += [value for value in both if value not in values]
+            if len(values) > MOST_VALUES:
+                attribute, (before, after) = name.rpartition(".")[2], both
+                raise RefusedError(
+                    f"expected a forward whose graphs are few, in {type(self._setting.model).__name__}, found that it "
+                    f"reads {name} and sets it from {before!r} to {after!r}, after {values[:-2]!r}: a Python value is "
+                    f"a constant of the graph. Keep it in a tensor, register_buffer({attribute!r}, "
+                    f"torch.tensor({values[0]!r})), or change it in the training loop."
+                )
 
 
 def _varying(kind: Kind, dynamic: bool | None) -> frozenset[tuple[int, int]]:

@@ -1,54 +1,72 @@
-"""DDP's communication hooks: which of them there are here, and what they mean for what is sent."""
+"""DDP's communication hooks: which of them only say in which dtype gradients travel, and what others ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-_DTYPES: dict[Callable[..., Any], torch.dtype | None] = {
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.step.hooked_buckets import CommHook
+from embrace_fx.setup.options import Options
+
+DTYPES: dict[Callable[..., Any], torch.dtype | None] = {
     default_hooks.allreduce_hook: None,
     default_hooks.fp16_compress_hook: torch.float16,
     default_hooks.bf16_compress_hook: torch.bfloat16,
 }
+"""Hooks that need not be called: the dtype in which gradients travel, rows of tables too. None: their own."""
 
 
-def dtype_of_hook(state: object, hook: Callable[..., Any], group: dist.ProcessGroup | None) -> torch.dtype | None:
-    """The dtype in which gradients travel under a hook; None: their own.
+def register_hook(communicator: Communicator, asked: CommHook, options: Options, begun: bool, registered: str) -> str:
+    """Has a hook reduce gradients, or say how they travel; returns its name.
 
     Args:
-        group: the ranks that train together, which may also be the hook's state.
+        begun: whether the model has been called.
+        registered: the name of the hook that it has; "" for none.
 
     Raises:
+        RuntimeError: the model has been called, or has a hook.
         TypeError: no hook.
-        ValueError: another hook, or one with another state.
+        ValueError: other strategies than AllReduce are asked for, of which a hook would not see all gradients.
     """
+    if begun or registered:
+        found = "it has been called" if begun else f"{registered} is registered"
+        raise RuntimeError(
+            f"expected one hook, before the model's first call, in register_comm_hook(), found that {found} already. "
+            "Register it after compile(), once."
+        )
+    hook, state, group = asked.hook, asked.state, communicator.group
     if not callable(hook):
         raise TypeError(
-            f"expected a communication hook, which must be callable, in register_comm_hook(), found {hook!r}. Pass a "
-            "function of torch.distributed.algorithms.ddp_comm_hooks.default_hooks."
+            f"expected a communication hook, which must be callable, in register_comm_hook(), found {hook!r}. Pass "
+            "hook(state, bucket) -> Future[Tensor], one of torch.distributed.algorithms.ddp_comm_hooks say."
         )
-    if hook not in _DTYPES:
-        names, found = ", ".join(each.__name__ for each in _DTYPES), getattr(hook, "__qualname__", hook)
-        raise ValueError(
-            f"expected one of DDP's hooks {names}, in register_comm_hook(), found {found}: "
-            "buckets here are cut into chunks and run into the next step, which other hooks do not know. Register one "
-            "of these, or none."
-        )
-    if state is not None and not (isinstance(state, dist.ProcessGroup) and state == group):
-        raise ValueError(
-            f"expected no state of {hook.__name__}, in register_comm_hook(), found {type(state).__name__}: gradients "
-            "travel in the groups that compile() made. Pass None, and process_group to compile()."
-        )
-    return _DTYPES[hook]
+    of_group = state is None or (isinstance(state, dist.ProcessGroup) and state == group)
+    if of_group and any(hook is each for each in DTYPES):
+        communicator.gradient_dtype = DTYPES[hook]
+        return asked.name
+    given, strategies = options.given_plan, options.strategy
+    wanted = strategies.values() if isinstance(strategies, Mapping) else [strategies]
+    for strategy in [d.strategy for d in given] if given is not None else wanted:
+        if strategy not in ("auto", "allreduce", "frozen", "unused", "local"):
+            raise ValueError(
+                "expected strategy='auto' or 'allreduce' with a communication hook, in register_comm_hook(), found "
+                f"{strategy!r}: the hook reduces whole gradients in buckets, tables' included. Leave the strategy out, "
+                "or register one of allreduce_hook, fp16_compress_hook, bf16_compress_hook, without a state."
+            )
+    communicator.comm_hook = asked
+    return asked.name
 
 
-def told_of(dtype: torch.dtype | None) -> str:
-    """What a report says of it."""
-    if dtype is None:
+def told_of(communicator: Communicator) -> str:
+    """What a report says of them."""
+    if communicator.comm_hook is not None:
+        return f"gradients are reduced by {communicator.comm_hook.name}, within the backward\n"
+    if communicator.gradient_dtype is None:
         return ""
-    error = torch.finfo(dtype).eps / 2
+    dtype, error = communicator.gradient_dtype, torch.finfo(communicator.gradient_dtype).eps / 2
     return f"gradients, and rows of them, travel as {dtype}: each is off by up to {error:.1e} of its value\n"

@@ -36,6 +36,7 @@ class ModelWatch:
         self._kinds = list({type(module): None for module in self._modules})
         self._were = self._now()
         self._root_was = self._root()
+        self._buffers = list(self._model.buffers())
         self.note_parameters()
 
     def note_parameters(self) -> None:
@@ -43,6 +44,17 @@ class ModelWatch:
         self._held = [*chain.from_iterable(map(dict.values, self._parameters))]  # no other gets a freed one's address
         self._ids = [*map(id, self._held)]
         self._names = self._named()
+
+    def all_stand_ins(self, *, buffers: bool) -> bool:
+        """Whether tensors stand in the places of all parameters for the time of a call, as of `functional_call`.
+
+        Args:
+            buffers: whether in those of all buffers too.
+        """
+        own = {id(buffer) for buffer in self._buffers}
+        return not any(isinstance(parameter, nn.Parameter) for parameter in self._model.parameters()) and not (
+            buffers and any(id(buffer) in own for buffer in self._model.buffers())
+        )
 
     def modes(self) -> tuple[bool, ...]:
         """Which modules train."""

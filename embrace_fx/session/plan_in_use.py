@@ -13,7 +13,7 @@ from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_links
 from embrace_fx.planning.fitting import WHOLE, Misfit, fitted, misfit
 from embrace_fx.planning.given_plan import repeated
-from embrace_fx.planning.placing import place, place_anew
+from embrace_fx.planning.placing import gather_tables, place, place_anew
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift, TrainingCalls, changes, story
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.failure import PeerFailure
@@ -82,7 +82,8 @@ class PlanInUse:
         """
         assert self.builder is not None
         if variant.program is None:
-            self.fits(misfit(self._in_use(), variant.analysed, self._setting.state.hooked))
+            state = self._setting.state
+            self.fits(misfit(self._in_use(), variant.analysed, state.hooked, state.ignored))
             with stage("compiling", self._setting.communicator.rank), not_collecting():
                 self.builder.build(variant)
         if accumulates and variant.accumulating is None:
@@ -222,6 +223,14 @@ class PlanInUse:
                 each.program = each.accumulating = None
         if setting.communicator.rank == 0:
             tell("planned again %s", told)
+
+    def leave_model(self) -> None:
+        """Puts all tables together, for another compiled model to begin with. Collective."""
+        if self.plan is not None:
+            if self.flow is not None:
+                self.flow.close()
+            gather_tables(self._setting, self.plan.sharded)
+            self._setting.stepping.dense_tables = []
 
     def _may_change(self, variant: Variant) -> bool:
         """Whether this rank can do without the plan in use: no backward is to come, no sum half made, no recording."""

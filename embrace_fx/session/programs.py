@@ -196,9 +196,10 @@ class ProgramBuilder:
         return run_passes(analysed, (*passes, *self._ordering()), compiled)
 
     def _launches(self) -> bool:
-        """Whether a launcher sends what the steps exchange."""
+        """Whether a launcher sends what the steps exchange; a hook of the user's does by itself, within a step."""
         devices = {parameter.device for parameter in self._setting.model.parameters()}
-        return self._communicator.world_size > 1 and len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda")
+        one_device = len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda")
+        return self._communicator.world_size > 1 and one_device and self._communicator.comm_hook is None
 
     def _start(self, compiled: Compiled) -> None:
         """Makes the flow, at the first training program. Collective then."""
@@ -206,6 +207,8 @@ class ProgramBuilder:
             name, compute = self._setting.options.schedule, self._plan.links.compute
             self.alone = SoloSchedule.of(compiled.graph, name, compute, next(self._setting.model.parameters()).device)
         if self.flow is not None or self._communicator.world_size == 1:
+            return
+        if self._communicator.comm_hook is not None:
             return
         if not self._launches():
             schedule, devices = self._setting.options.schedule, {p.device for p in self._setting.model.parameters()}

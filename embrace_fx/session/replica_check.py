@@ -47,7 +47,7 @@ def _replicas(setting: Setting) -> Iterator[tuple[str, Any]]:
     names = {id(state.parameter(name)): name for name in reversed(state.names)}  # a tied one by its first name
     sharded = {id(table.parameter) for table in state.tables.values() if table.place.mesh is not None}
     for key, name in names.items():
-        if key not in sharded:
+        if key not in sharded and name not in state.ignored:
             yield name, state.parameter(name)
     for k, optimizer in enumerate(setting.stepping.holders.optimizers):
         kind = type(optimizer).__name__
@@ -55,7 +55,7 @@ def _replicas(setting: Setting) -> Iterator[tuple[str, Any]]:
             yield f"param group {g} of optimizer {k} ({kind})", settings_of(group)
         for parameter, of_parameter in optimizer.state.items():
             name = names.get(id(parameter), "")
-            for key, value in of_parameter.items() if name else ():
+            for key, value in of_parameter.items() if name and name not in state.ignored else ():
                 is_part = isinstance(value, Tensor) and value.dim() > 0 and id(parameter) in sharded
                 if not is_part:
                     yield f"{key} of {name} ({kind})", value

@@ -22,6 +22,7 @@ from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
+from embrace_fx.runtime.step.hooked_buckets import CommHook
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.outside_uses import OutsideUses
 from embrace_fx.runtime.step.program import Program
@@ -30,19 +31,21 @@ from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Kinds, Variant, kind_key
 from embrace_fx.session.captures import Captures
-from embrace_fx.session.comm_hooks import dtype_of_hook
+from embrace_fx.session.comm_hooks import register_hook
 from embrace_fx.session.garbage import not_collecting
 from embrace_fx.session.idling import Idling, Joined
 from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import OTHER_PARAMETERS, ModelWatch
-from embrace_fx.session.parameter_watch import CONVERTED, ParameterWatch, check_has_values
+from embrace_fx.session.parameter_watch import CONVERTED, ParameterWatch
 from embrace_fx.session.pipeline import analyse
+from embrace_fx.session.plain_calls import PlainCalls
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.session.replica_check import checksums_of_replicas, is_due
-from embrace_fx.session.state_hooks import add_state_hooks
+from embrace_fx.session.state_hooks import add_state_hooks, take_over
 from embrace_fx.session.views import Views
 from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up
-from embrace_fx.setup.group import check_group, check_still_alone, default_group
+from embrace_fx.setup.first_state import send_first_state
+from embrace_fx.setup.group import check_call, check_group, default_group, group_of_mesh
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage, tell
@@ -65,14 +68,17 @@ class Session:
         self.optimizers = optimizers
         self.options = options
         self.lookahead = Lookahead(at_end=self._end_lookahead)
+        given, group = group, group or group_of_mesh(options.device_mesh)
         self._given_group = group
         dump_to = options.dump_to if isinstance(options.dump_to, Path | None) else Path(options.dump_to)
         self.communicator = Communicator(group if group is not None else default_group(), dump_to)
         self._begun = False
+        self._hook = ""
         self.announcements = Announcements(self.communicator)
         with stage("agreeing with the other ranks", self.communicator.rank):
-            agree_on_set_up(self.communicator, model, optimizers, options)
-        self._send_buffers()
+            agree_on_set_up(self.communicator, model, optimizers, options, given)
+        take_over(model)
+        send_first_state(self.model, self.communicator, self.options)
         self.state = ModelState(model)
         self._parameters = ParameterWatch(self.state)
         self._watch = ModelWatch(model)
@@ -88,7 +94,7 @@ class Session:
             stepping.adopt(optimizer)
         self._setting = Setting(model, stepping, self.state, self.announcements, options)
         self._captures = Captures(self._setting)
-        self._replicated = False
+        self._plainly = PlainCalls(self._setting, self._watch)
         self._placed = add_state_hooks(self)
         self._outside = OutsideUses(self.state, self.communicator)
         self._kinds = Kinds()
@@ -98,7 +104,6 @@ class Session:
         )
         self.views = Views(self._setting, self.planned)
         self.idling = Idling(self)
-        self.compiled: weakref.ref[nn.Module] | None = None
         """What the user calls."""
 
     @property
@@ -127,22 +132,12 @@ class Session:
         """Whether the model has been called, and is open."""
         return self._begun and self.communicator.is_open
 
-    @property
-    def is_dropped(self) -> bool:
-        """Whether the compiled model has gone, and nobody has closed it."""
-        return self.compiled is not None and self.compiled() is None
-
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Tells of a rank that dies in a collective inside."""
         return self.communicator.watching()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        if self.planned.plan is not None:
-            raise RuntimeError(
-                "expected a hook before the model's first call, in register_comm_hook(), found that it has been called "
-                "and gradients travel already. Register it after compile()."
-            )
-        self.communicator.gradient_dtype = dtype_of_hook(state, hook, self.group)
+        self._hook = register_hook(self.communicator, CommHook(state, hook), self.options, self._begun, self._hook)
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
@@ -153,26 +148,23 @@ class Session:
             check_group(group, self.communicator.group)
             if self.communicator.group is None and group is not None:
                 self.communicator.join(group)
-                self._send_buffers()
-        agree_on_set_up(self.communicator, self.model, self.optimizers, self.options)  # it may have changed since
+                send_first_state(self.model, self.communicator, self.options)
+        own = self.model, self.optimizers, self.options
+        agree_on_set_up(self.communicator, *own, hook=self._hook)  # they may have changed since
         self.state.refresh(self.model)
         self._watch.note()
         self._parameters.note()
         self._begun = True
 
-    def _send_buffers(self) -> None:
-        """Rank 0's to every rank, as when DDP is made. Collective."""
-        if self.options.broadcast_buffers:
-            self.communicator.broadcast([each for each in self.model.buffers() if each.device.type != "meta"])
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # inside of torch.compile it runs as it is
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._plainly.is_stateless():
+            return self.model(*args, **kwargs)
         first = stage("beginning", self.communicator.rank) if self.planned.plan is None else contextlib.nullcontext()
         with first:  # what it is made of may be short each, and long together
+            check_call(self.communicator.group, begun=self._begun)
             if not self._begun:
                 self._begin()
-            elif self.communicator.group is None:
-                check_still_alone(default_group())
             leaves, spec = flatten_arguments(args, kwargs)
             calls = self.planned.calls
             count = calls.count
@@ -195,7 +187,7 @@ class Session:
         self._look_at_model()
         kind = self._kinds[kind_key(self._modes(), leaves, spec, train)]
         if self.planned.plan is None and not train:
-            return self._evaluate_plainly(args, kwargs)
+            return self._plainly.evaluate(args, kwargs)
         variant = self._variant(kind, leaves, args, kwargs, train)
         if announcements.asked_to_plan:
             self.planned.make_again(variant, leaves)
@@ -283,7 +275,11 @@ class Session:
         if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
-        if variant is None or variant.program is None or (variant.captured.replay and variant.captured.replay.states):
+        if (
+            variant is None
+            or variant.program is None
+            or (variant.captured.replay and variant.captured.replay.decides_next)
+        ):
             return None  # what the next batch is computed with, this step is still to make
         try:
             return variant.program.ahead(variant.captured.inputs(coming))
@@ -295,15 +291,6 @@ class Session:
         if self._flow is not None:
             self._flow.expect_no_batch()
         self.synchronize()
-
-    def _evaluate_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before the first training call there is no plan, and no table is sharded: the user's own forward runs."""
-        agree_on_first_call(self.announcements, None)
-        check_has_values(self.model)
-        if not self._replicated and self.communicator.group is not None:
-            broadcast_state(self.model, frozenset(), self.communicator, buffers=self.options.shares_buffers)
-        self._replicated = True
-        return self.model(*args, **kwargs)
 
     def _capture(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
@@ -344,8 +331,8 @@ class Session:
 
     def send_state(self, source: int) -> None:
         """One rank's parameters, but those in shards, and buffers to every rank. Collective."""
-        sharded, buffers = frozenset(self.plan.sharded), self.options.shares_buffers
-        broadcast_state(self.model, sharded, self.communicator, buffers=buffers, source=source)
+        apart, buffers = self.state.ignored.union(self.plan.sharded), self.options.shares_buffers
+        broadcast_state(self.model, apart, self.communicator, buffers=buffers, source=source)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -392,6 +379,14 @@ class Session:
         self._kinds.clear()
         self.communicator.close()
         self._placed.kept = None
+
+    def release(self) -> None:
+        """Leaves the model to another `compile`: as it is on one rank, every update applied. Collective."""
+        self.synchronize()
+        self.planned.leave_model()
+        self._outside.stop()
+        self._placed.remove_hooks()
+        self.close()
 
     def clear_gradients(self) -> None:
         """What backwards under `no_sync` left is gone with the gradients."""

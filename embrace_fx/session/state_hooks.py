@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.state_dicts import REFUSAL, show_shards, take_own_parts
@@ -41,6 +42,16 @@ class Placed:
         self.group = group
         self.places = dict(places or {})
         self.copies: weakref.WeakSet[_Hook] = weakref.WeakSet()
+        self._handles: list[RemovableHandle] = []
+
+    def hook(self, *handles: RemovableHandle) -> None:
+        """Takes charge of hooks."""
+        self._handles += handles
+
+    def remove_hooks(self) -> None:
+        """The model forgets its session."""
+        for handle in self._handles:
+            handle.remove()
 
     def note(self, session: Session) -> None:
         """Remembers where a session has placed its tables."""
@@ -83,16 +94,16 @@ class _Hook:
         return self._placed.places if self.session is None else self.session.state.places
 
     @property
+    def trainer(self) -> Session | None:
+        """The session that trains the model, and can put it together again; None: there is none."""
+        return self.session if self.session is not None and self.session.is_training else None
+
+    @property
     def taken(self) -> str | None:
-        """Why the model cannot be compiled again, in words; None: it can, and what nobody can call has been closed."""
-        if self.places:
+        """Why the model cannot be compiled again, in words; None: it can."""
+        if self.places and self.trainer is None:
             return f"of whose tables {', '.join(self.places)} an earlier compile() has left each rank its part"
-        if self.session is None or not self.session.is_training:
-            return None
-        if self.session.is_dropped:
-            self.session.close()
-            return None
-        return "which another compiled model trains"
+        return None
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Tells of a rank that dies in a collective inside."""
@@ -151,7 +162,7 @@ class OwnPartsAreNoTables(_Hook):
     """Before a table's module is called, as Python: by the plain model, or a copy of it."""
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and self.places:
+        if not torch.compiler.is_compiling() and self.places and isinstance(module.weight, nn.Parameter):
             raise RuntimeError(
                 f"expected the compiled model in a call, found the {type(module).__name__} of the plain one, or of a "
                 f"copy, whose tables {', '.join(self.places)} hold this rank's part alone. Call the compiled model on "
@@ -163,11 +174,30 @@ def add_state_hooks(session: Session) -> Placed:
     """Has the model's state dicts show what a session has made of it, and calls of the plain model refused."""
     placed, model = Placed(), session.model
     placed.kept = session
-    model.register_state_dict_pre_hook(ParametersMayChange(session, placed))
-    model.register_state_dict_post_hook(ShowShards(session, placed))
-    model.register_load_state_dict_pre_hook(TakeOwnPart(session, placed))
-    model.register_load_state_dict_post_hook(ParametersWereLoaded(session, placed))
+    placed.hook(
+        model.register_state_dict_pre_hook(ParametersMayChange(session, placed)),
+        model.register_state_dict_post_hook(ShowShards(session, placed)),
+        model.register_load_state_dict_pre_hook(TakeOwnPart(session, placed)),
+        model.register_load_state_dict_post_hook(ParametersWereLoaded(session, placed)),
+    )
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module is not model:
-            module.register_forward_pre_hook(OwnPartsAreNoTables(session, placed))
+            placed.hook(module.register_forward_pre_hook(OwnPartsAreNoTables(session, placed)))
     return placed
+
+
+def take_over(model: nn.Module) -> None:
+    """Has the session that has compiled a model before, if there is one, leave it. Collective.
+
+    Raises:
+        RuntimeError: gradients wait that nobody would reduce.
+    """
+    hooks: list[Any] = list(model._state_dict_pre_hooks.values())
+    for hook in hooks:
+        if isinstance(hook, _Hook) and (session := hook.session) is not None:
+            if session.state.unreduced:
+                raise RuntimeError(
+                    "expected no gradients that wait, in compile() of a model that is compiled already, found some "
+                    "that were summed up under no_sync(). Step and zero them first."
+                )
+            session.release()

@@ -45,7 +45,7 @@ class Views:
         return self.graphs_of_training
 
     def report(self) -> str:
-        told, setting = str(self.plan) + told_of(self._setting.communicator.gradient_dtype), self._setting
+        told, setting = str(self.plan) + told_of(self._setting.communicator), self._setting
         held = self._planned.builder.held() if self._planned.builder is not None else None
         tables = setting.state.tables
         if tables:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -14,22 +15,38 @@ from embrace_fx.runtime.ranks.announcement import Announcements, check_activitie
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.runtime.step.gradient_hooks import has_node_hooks
+from embrace_fx.runtime.step.model_state import names_to_ignore
+from embrace_fx.setup.group import check_mesh
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.shared_memory import refuse_shared_memory
 
 
+class SetUpError(ValueError, RuntimeError):
+    """What `compile` was given cannot be trained: a ValueError, and as DDP's constructor raises one, a RuntimeError."""
+
+
 def agree_on_set_up(
-    communicator: Communicator, model: nn.Module, optimizers: tuple[Optimizer, ...], options: Options
+    communicator: Communicator,
+    model: nn.Module,
+    optimizers: tuple[Optimizer, ...],
+    options: Options,
+    group: dist.ProcessGroup | None = None,
+    hook: str = "",
 ) -> None:
     """Checks the arguments of all ranks together: a rank that failed alone would leave the others waiting.
 
+    Args:
+        group: the one that was given, besides what the options say.
+        hook: the communication hook's name.
+
     Raises:
-        ValueError: some rank's arguments are bad, or differ from rank 0's; on every rank.
+        SetUpError: some rank's arguments are bad, or differ from rank 0's; on every rank.
     """
     own: dict[str, str] | str
     try:
         check_arguments(model, optimizers)
         options.check()
+        check_mesh(options.device_mesh, group)
         if options.backend == "inductor":
             from embrace_fx.runtime.lower.inductor import check_toolchain  # noqa: PLC0415  (takes seconds to import)
 
@@ -38,26 +55,33 @@ def agree_on_set_up(
         refuse_stand_ins(model)
         refuse_node_hooks(model)
         refuse_shared_memory(model)
-        refuse_ignored(model)
-        own = describe(model, optimizers, options)
+        refuse_counts_of_ignored(model)
+        own = {**describe(model, optimizers, options), "communication hook": hook or "none"}
     except ValueError as error:
         own = str(error)
     check_agreement(communicator.gather(own, dict[str, str] | str))
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> dict[str, str]:
-    """A rank's model, optimizers and options, as comparable text by aspect."""
+    """A rank's model, optimizers and options, as comparable text by aspect; not what it keeps for itself."""
+    ignored = names_to_ignore(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, str] = {"model": type(model).__name__}
+    trained = any(getattr(hook, "trainer", None) is not None for hook in model._state_dict_pre_hooks.values())
+    found: dict[str, str] = {"model": f"{type(model).__name__}{', which is compiled already' if trained else ''}"}
     for name, parameter in model.named_parameters():
+        if name in ignored:
+            continue
         frozen = "" if parameter.requires_grad else ", frozen"
         found[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype}{frozen}"
     for name, buffer in model.named_buffers():
+        if name in ignored:
+            continue
         found[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
     for k, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
             settings = settings_of(group)
-            held = [names.get(id(parameter), "not of the model") for parameter in group["params"]]
+            known = (names.get(id(parameter), "not of the model") for parameter in group["params"])
+            held = [name for name in known if name not in ignored]
             found[f"optimizer {k}, param group {g}"] = f"{type(optimizer).__name__} {settings} over {held}"
     found["options"] = options.agreed()
     return found
@@ -87,8 +111,8 @@ def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     taken = next((told for hook in model._state_dict_pre_hooks.values() if (told := getattr(hook, "taken", ""))), "")
     if taken:
         raise ValueError(
-            f"expected a model that no earlier compile() has taken, in compile(), found a {type(model).__name__} "
-            f"{taken}. Go on with that one; or load its full_state_dict() into a new model, and compile that."
+            f"expected a model that compile() can take, in compile(), found a {type(model).__name__} {taken}. Load its "
+            "full_state_dict() into a new model, and compile that."
         )
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -125,22 +149,22 @@ def check_agreement(reports: Sequence[dict[str, str] | str]) -> None:
         reports: what `describe` returned on each rank, or what is wrong with the rank's own arguments.
 
     Raises:
-        ValueError: naming the rank, and what is wrong with its arguments, or the first aspect in which it differs from
+        SetUpError: naming the rank, and what is wrong with its arguments, or the first aspect in which it differs from
             rank 0 with both versions of it; on every rank.
     """
     failures = [report for report in reports if isinstance(report, str)]
     if failures == list(reports) and len(set(failures)) == 1:
-        raise ValueError(failures[0])
+        raise SetUpError(failures[0])
     if failures:
         told = (f"rank {rank}: {report}" for rank, report in enumerate(reports) if isinstance(report, str))
-        raise ValueError("; ".join(told))
+        raise SetUpError("; ".join(told))
     described = [report for report in reports if isinstance(report, dict)]
     first = described[0]
     for rank, other in enumerate(described):
         for aspect in [*first, *(a for a in other if a not in first)]:
             expected, found = first.get(aspect, "nothing"), other.get(aspect, "nothing")
             if expected != found:
-                raise ValueError(
+                raise SetUpError(
                     "expected the same model, optimizer and options on every rank, in compile(), found on rank "
                     f"{rank}: {aspect} is {found}, on rank 0: {expected}. Build all of them from the same code on "
                     "every rank."
@@ -166,7 +190,8 @@ def refuse_stand_ins(model: nn.Module) -> None:
         if not isinstance(parameter, nn.Parameter):
             raise ValueError(
                 f"expected the model's own parameters, in its call, found another tensor in the place of {name}: "
-                "gradients are reduced and delivered to parameters. Use functional_call with the plain model."
+                "gradients are reduced and delivered to parameters. Give functional_call tensors for all parameters "
+                "and buffers, or the plain model."
             )
 
 
@@ -185,18 +210,20 @@ def refuse_node_hooks(model: nn.Module) -> None:
             )
 
 
-def refuse_ignored(model: nn.Module) -> None:
-    """Raises where DDP has been told to leave parameters or buffers alone: here all are made equal on all ranks.
+def refuse_counts_of_ignored(model: nn.Module) -> None:
+    """Raises where a table that each rank has for itself counts ids: here they are counted over all ranks.
 
     Raises:
-        ValueError: naming one.
+        ValueError: naming the table.
     """
-    if ignored := sorted(getattr(model, "_ddp_params_and_buffers_to_ignore", ())):
-        raise ValueError(
-            f"expected no parameters or buffers to ignore, in compile(), found {len(ignored)}, {ignored[0]} among "
-            "them: every parameter and buffer of the model is made equal on all ranks. Keep what a rank has for itself "
-            "outside of the model, and pass it to forward()."
-        )
+    ignored = names_to_ignore(model)
+    for name, module in model.named_modules():
+        weight = f"{name}.weight" if name else "weight"
+        if weight in ignored and getattr(module, "scale_grad_by_freq", False):
+            raise ValueError(
+                f"expected no scale_grad_by_freq of parameters to ignore, in compile(), found it of {weight}: ids are "
+                "counted over all ranks. Leave it out of the layer, or divide the gradient in a hook of the parameter."
+            )
 
 
 def agree_on_first_call(announcements: Announcements, failure: Exception | None) -> None:
@@ -206,7 +233,7 @@ def agree_on_first_call(announcements: Announcements, failure: Exception | None)
         failure: why this rank could not capture its batch, or None.
 
     Raises:
-        CaptureError: a rank could not; on every rank.
+        CaptureError: a rank could not; on every rank, but on one whose forward raises: there, what it raises.
     """
     own = (announcements.activity, None if failure is None else failure_text(failure))
     everyone = announcements.communicator.gather(own, tuple[int, str | None])
@@ -214,7 +241,7 @@ def agree_on_first_call(announcements: Announcements, failure: Exception | None)
     for rank, (_, report) in enumerate(everyone):
         if report is not None:
             text = report if len(everyone) == 1 else f"the capture failed on rank {rank}: {report}"
-            raise CaptureError(text) from failure
+            raise _of_forward(failure) or CaptureError(text) from failure
 
 
 def agree_on_build(communicator: Communicator, failure: Exception | None) -> None:
@@ -235,7 +262,7 @@ def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
     """Reports a failure in place of a step, so that the other ranks do not wait for this one.
 
     Raises:
-        CaptureError: the failure itself, if it is one; the other ranks raise PeerFailure.
+        CaptureError: the failure itself, if it is one, or what the forward raises; the other ranks raise PeerFailure.
         PeerFailure: any other failure, on every rank.
     """
     report = None
@@ -245,5 +272,13 @@ def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
         report = raised
     assert report is not None  # what is announced is raised, on every rank
     if isinstance(failure, CaptureError):
-        raise failure
+        raise _of_forward(failure) or failure
     raise report from failure
+
+
+def _of_forward(failure: Exception | None) -> Exception | None:
+    """What the user's forward has raised, where that is why a capture has failed: loops may wait for it."""
+    raised = failure.raised if isinstance(failure, CaptureError) else None
+    if raised is not None:
+        raised.add_note(f"Raised by the forward while it was captured: {failure}")
+    return raised

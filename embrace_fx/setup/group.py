@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 import os
+import sys
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def default_group() -> dist.ProcessGroup | None:
     """The default group as it is now; None where torch.distributed is not initialised."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def group_of_mesh(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The ranks along a mesh's one dimension; None where there is none to take."""
+    return mesh.get_group() if mesh is not None and mesh.ndim == 1 else None
+
+
+def check_mesh(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> None:
+    """Raises where a device mesh does not say which ranks train together; in words that loops made for DDP look for.
+
+    Raises:
+        ValueError: a group is given besides, or the mesh has several dimensions.
+    """
+    if mesh is not None and group is not None:
+        raise ValueError(
+            "expected a process group or a device mesh, in compile(), found both. "
+            "Cannot specify both process_group and device_mesh arguments."
+        )
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(
+            f"Only 1D device mesh is supported, expected one in compile(), found {mesh.ndim} dimensions. Pass the one "
+            "along which batches differ: mesh['name']."
+        )
 
 
 def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | None) -> None:
@@ -36,7 +65,7 @@ def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | 
         )
 
 
-def check_still_alone(now: dist.ProcessGroup | None) -> None:
+def _check_still_alone(now: dist.ProcessGroup | None) -> None:
     """Raises where a model that was first called in a single process has got other ranks since.
 
     Raises:
@@ -48,6 +77,41 @@ def check_still_alone(now: dist.ProcessGroup | None) -> None:
             "was initialised later: this model trains in a single process. Initialise it first, or compile the model "
             "again."
         )
+
+
+def check_call(group: dist.ProcessGroup | None, *, begun: bool) -> None:
+    """Raises where a call cannot be one of this model's.
+
+    Args:
+        group: the ranks that train together.
+        begun: the model has been called before.
+
+    Raises:
+        RuntimeError: it is in a context of RPC's autograd, or other ranks have come after the first call.
+    """
+    _refuse_distributed_autograd()
+    if begun and group is None:
+        _check_still_alone(default_group())
+
+
+def _refuse_distributed_autograd() -> None:
+    """Raises where RPC's autograd would look for gradients in a context of its own, in which none arrive.
+
+    Raises:
+        RuntimeError: the caller is in such a context.
+    """
+    rpc = sys.modules.get("torch.distributed.rpc")
+    if rpc is None or not rpc.is_available() or not rpc.api._is_current_rpc_agent_set():
+        return
+    autograd: Any = torch.distributed.autograd
+    try:
+        autograd._current_context()
+    except RuntimeError:  # there is none
+        return
+    raise RuntimeError(
+        "expected a loop with loss.backward(), in the model's call, found torch.distributed.autograd.context(): "
+        "gradients are delivered to parameters, not to a context of RPC's. Call the model outside of it."
+    )
 
 
 def _ranks_told() -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
@@ -15,6 +15,9 @@ from embrace_fx.passes.planner.asked_strategies import Strategy, check_strategy
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 """What may be given as the optimizer."""
@@ -37,6 +40,7 @@ class Options:
     forward_sync_buffers: bool = True
     dump_to: str | Path | None = None
     offload_to: str | Path | None = None
+    device_mesh: DeviceMesh | None = None
 
     @property
     def shares_buffers(self) -> bool:
@@ -53,11 +57,11 @@ class Options:
         return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
 
     def agreed(self) -> str:
-        """What must be the same on all ranks: of a plan what it says, not where it lies; not where dumps go;
-        whether anything is offloaded, not where to."""
+        """What must be the same on all ranks: of a plan what it says, not where it lies; not where dumps go, nor how
+        a rank sees the ranks; whether anything is offloaded, not where to."""
         plan = self.given_plan
         offloads = None if self.offload_to is None else "somewhere"
-        return repr(replace(self, plan=None, dump_to=None, offload_to=offloads)) + (
+        return repr(replace(self, plan=None, dump_to=None, offload_to=offloads, device_mesh=None)) + (
             f" and a plan of digest {plan.digest()}" if plan is not None else ""
         )
 

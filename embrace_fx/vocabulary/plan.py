@@ -123,7 +123,8 @@ class Decision:
         parameter: its name in the user's model.
         shape: its whole shape.
         is_table: whether a lookup reads it.
-        strategy: one of `STRATEGIES`, "frozen" (no gradient) or "unused" (no rank's forward reads it).
+        strategy: one of `STRATEGIES`, "frozen" (no gradient), "unused" (no rank's forward reads it) or "local"
+            (each rank has its own).
         reason: why, in one line.
         sent_bytes_per_step: predicted payload that one rank sends per step, the mean over ranks: without the frames of
             the transport (gloo adds 144 bytes per message, TCP and Ethernet 66 per packet).

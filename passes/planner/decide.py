@@ -108,6 +108,8 @@ def decide(  # noqa: PLR0913
     for fact in facts:
         if not fact.trainable:
             choices[fact.name] = _Choice(nothing_sent("frozen"), "takes no gradient")
+        elif fact.local:
+            choices[fact.name] = _Choice(nothing_sent("local"), "to be ignored: each rank has its own")
         elif not fact.used:
             choices[fact.name] = _Choice(nothing_sent("unused"), "no rank's forward gives it a gradient")
         elif fact.name in tables:
@@ -124,7 +126,11 @@ def decide(  # noqa: PLR0913
     reduced = set(replicas) if world_size > 1 else set()
     alone = {name for name in reduced if replicas[name] in EXCHANGES}
     sizes = {fact.name: fact.nbytes for fact in facts}
-    renormed = tuple(t.parameter for t in graph.tables if t.max_norm and world_size > 1)
+    renormed = tuple(
+        t.parameter
+        for t in graph.tables
+        if t.max_norm and world_size > 1 and choices[t.parameter].chosen.strategy != "local"
+    )
     buckets = plan_buckets(graph, reduced, sizes, cluster, world_size, alone)
     sharded = [fact for fact in facts if world_size > 1 and _by_columns(choices[fact.name])]
     fit = [_stackable(tables[fact.name], fact, world_size) for fact in sharded if schedule != "none"]

@@ -56,6 +56,7 @@ class ParameterFacts:
     updated_by_rows: bool  # whatever the strategy: the user asked for SparseAdam, or for lazy updates
     param_group: int = 0  # which one holds it, of all optimizers'
     moving: Moving = ""
+    local: bool = False  # each rank has its own
 
     @property
     def nbytes(self) -> int:

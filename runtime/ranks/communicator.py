@@ -68,9 +68,11 @@ class Communicator(Groups):
 
     Attributes:
         gradient_dtype: in which gradients travel; None: their own.
+        comm_hook: the user's, which reduces buckets in place of an AllReduce; None: there is none.
     """
 
     gradient_dtype: torch.dtype | None = None
+    comm_hook: Any = None
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """One rank's values, in place."""

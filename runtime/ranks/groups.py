@@ -124,8 +124,8 @@ class Groups:
         """Raises `RuntimeError` once this is closed."""
         if self._closed:
             raise RuntimeError(
-                "expected a compiled model that is open, found that it has been closed: its process groups have ended. "
-                "Compile a model anew."
+                "expected a compiled model that is open, found that it has been closed, by close() or by another "
+                "compile() of its model: its process groups have ended. Call what that one returned, or compile anew."
             )
 
     def open_lanes(self, device: torch.device = CPU, lanes: Collection[Lane] = CLASS_LANES) -> None:

@@ -23,6 +23,7 @@ from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.step.gradient_hooks import accumulated, hooked
+from embrace_fx.runtime.step.hooked_buckets import CommHook, HookedBucket, launch_hooked
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.owed import Owed
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, COPY_OPS, OFFLOAD, RELOAD, compute_up_to
@@ -103,10 +104,28 @@ class Bindings:
         return _named(caught_up, node.name)
 
     def backward(self, node: fx.Node) -> Callable[..., Any] | None:
+        comm_hook = self._communicator.comm_hook
         if op_name(node) == "embrace::pack_bucket":
-            return _Packer(self._state, self._buckets[node.meta["bucket"]])
+            return _Packer(self._state, self._buckets[node.meta["bucket"]], scales=comm_hook is None)
         found = self._of_user(node) or self._copied(node)
-        return found or self._owed(self.owed_backward, node, self._in_flow(node) or self.unique(node))
+        launch = self._in_flow(node) or self.unique(node) or self._hooked(comm_hook, node)
+        return found or self._owed(self.owed_backward, node, launch)
+
+    def _hooked(self, comm_hook: CommHook | None, node: fx.Node) -> Callable[..., Any] | None:
+        """How the user's hook reduces a bucket; None: the node reduces none, or there is no hook."""
+        if comm_hook is None or op_name(node) != "_c10d_functional::all_reduce_":
+            return None
+        packed = node.all_input_nodes[0]
+        if op_name(packed) != "embrace::pack_bucket":  # other passes reduce counts
+            return None
+        state, index = self._state, packed.meta["bucket"]
+        names, last = self._buckets[index], index == len(self._buckets) - 1
+
+        def reduce_bucket(flat: Tensor, *_: str) -> InFlight:
+            bucket = HookedBucket(flat, [state.parameter(name) for name in names], index, is_last=last)
+            return launch_hooked(comm_hook, flat, bucket)
+
+        return _named(reduce_bucket, node.name)
 
     def _owed(self, owed: Owed, node: fx.Node, call: Callable[..., Any] | None) -> Callable[..., Any] | None:
         call = call or self.by_op.get(op_name(node))
@@ -258,18 +277,23 @@ def _through_launcher(calls: NodeCalls, node: fx.Node) -> Callable[..., Any] | N
 
 
 class _Packer:
-    """Packs one bucket; what backwards under `no_sync` left in `.grad` is reduced along with it."""
+    """Packs one bucket; what backwards under `no_sync` left in `.grad` is reduced along with it.
 
-    def __init__(self, state: ModelState, names: tuple[str, ...]) -> None:
+    Args:
+        scales: false where a hook of the user's divides by the number of ranks.
+    """
+
+    def __init__(self, state: ModelState, names: tuple[str, ...], *, scales: bool) -> None:
         self._state = state
         self._names = names
+        self._scales = scales
         self.__name__ = "pack_bucket"
 
     def __call__(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
         part = self._hooked if self._state.hooked else self._state.with_unreduced
         parts = [part(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)]
         flat = torch.cat([part.reshape(-1) for part in parts])
-        scale *= self._state.gradient_scale
+        scale = scale * self._state.gradient_scale if self._scales else 1.0
         return flat.mul_(scale) if scale != 1.0 else flat
 
     def _hooked(self, name: str, gradient: Tensor) -> Tensor:

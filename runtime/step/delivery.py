@@ -62,11 +62,15 @@ class Delivery:
         others = {tangent.untyped_storage().data_ptr() for tangent in tangents}
         for role, value in zip(roles, outputs, strict=True):
             match role:
-                case Gradient(Parameter(name)) if name not in (absent if self.synchronised else absent_here):
+                case Gradient(Parameter(name)) if name not in (absent if self._reduces(name) else absent_here):
                     # Two parameters may get the same tensor (the biases of an LSTM), but no two may share a `.grad`;
                     # nor may it be one that the backward was given, as of a parameter that is only added.
                     shared = id(value) in given or value.untyped_storage().data_ptr() in others
-                    _deliver_dense(self.state, name, value.clone() if shared else value, self.synchronised, self.own)
+                    value = value.clone() if shared else value
+                    if name in self.state.ignored:
+                        _deliver_local(self.state, name, value)
+                    else:
+                        _deliver_dense(self.state, name, value, self.synchronised, self.own)
                     given.add(id(value))
                 case GradientOfRows(table, part) if table not in absent:
                     rows.setdefault(table, {})[part] = value
@@ -87,6 +91,20 @@ class Delivery:
                 assert self.flow is not None
                 exchange = self.flow.exchanges[role.table]
                 exchange.discard() if absent.issuperset(role.tables) else exchange.deliver(absent)
+
+    def _reduces(self, name: str) -> bool:
+        """Whether a gradient is the mean over all ranks."""
+        return self.synchronised and name not in self.state.ignored
+
+
+def _deliver_local(state: ModelState, name: str, gradient: Tensor) -> None:
+    """Of a parameter that each rank has for itself, as autograd does it."""
+    parameter = state.parameter(name)
+    if name in state.hooked:
+        gradient = hooked(parameter, gradient)
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    if name in state.hooked:
+        run_accumulated(parameter)
 
 
 def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised: bool, own: bool) -> None:

@@ -13,6 +13,11 @@ from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.row_table import RowTable
 
 
+def names_to_ignore(model: nn.Module) -> frozenset[str]:
+    """The parameters and buffers that DDP has been told to ignore: each rank's own, neither shared nor reduced."""
+    return frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+
+
 class ModelState:
     """A model's parameters, buffers and tables.
 
@@ -24,6 +29,8 @@ class ModelState:
         self._parameters = dict(_owners(model, "_parameters"))
         self._buffers = dict(_owners(model, "_buffers"))
         self.names = tuple(self._parameters)
+        self.ignored = names_to_ignore(model)
+        """Parameters and buffers that each rank has for itself."""
         self.tables: dict[str, RowTable] = {}
         self.unreduced: set[str] = set()
         """Parameters whose `.grad` holds this rank's own sum, from backwards under `no_sync`."""

@@ -30,6 +30,7 @@ class OutsideUses:
         self._communicator = communicator
         self._unused: frozenset[str] = frozenset()
         self._nodes: list[Any] = []  # a parameter does not keep its own alive
+        self._handles: list[Any] = []
 
     def watch(self, unused: frozenset[str]) -> None:
         """Watches all parameters that train, as they are now.
@@ -38,17 +39,24 @@ class OutsideUses:
             unused: those that the model's own graphs do not read.
         """
         self._unused = unused
-        self._nodes.clear()
+        self.stop()
         if self._communicator.world_size == 1:
             return
         seen: set[int] = set()
         for name in self._state.names:
             parameter = self._state.parameter(name)
-            if parameter.requires_grad and id(parameter) not in seen:
+            if name not in self._state.ignored and parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
-                node.register_prehook(partial(self._arrived, name))
+                self._handles.append(node.register_prehook(partial(self._arrived, name)))
                 self._nodes.append(node)
+
+    def stop(self) -> None:
+        """Watches none of them any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._nodes.clear()
 
     def _arrived(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         state, (gradient,) = self._state, gradients

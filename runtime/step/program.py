@@ -177,8 +177,8 @@ class Program:
         self.results = [r.index for _, r in outputs_of(graph.phases["forward"]) if isinstance(r, Result)]
         self.differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
         roles = self._lowered["backward"].run.roles if self.has_backward else ()
-        names = self.state.names
-        self.used = UsedParameters(names, graph.results_behind, delivered(roles), self.communicator.world_size)
+        state, size = self.state, self.communicator.world_size
+        self.used = UsedParameters(state.names, graph.results_behind, delivered(roles), size, state.ignored)
 
     def _note_reads_of_backward(self, graph: TrainingGraph) -> None:
         """What must be as the forward left it when the backward runs."""

@@ -176,7 +176,8 @@ class Step:
             if flow is not None:
                 flow.discard()
             return self._of_batch(roles, outputs)
-        absent, absent_here = program.used.absent(counts), program.used.absent(used)
+        absent = program.used.absent(counts)
+        absent_here = program.used.absent(used) | program.used.left(given)
         given_away = [tangent for tangent in tangents if tangent is not None]
         program.deliver(roles, outputs, absent, absent_here, given_away)
         return self._of_batch(roles, outputs)

@@ -29,6 +29,7 @@ class UsedParameters:
         names: every parameter of the model, in the model's order.
         behind: parameter -> the results that its gradient comes from; of those that get none, nothing.
         delivered: the parameters whose gradients the program delivers.
+        local: parameters that each rank has for itself, of which it tells nothing.
     """
 
     def __init__(
@@ -37,11 +38,14 @@ class UsedParameters:
         behind: Mapping[str, frozenset[int]],
         delivered: Collection[str],
         world_size: int,
+        local: Collection[str] = (),
     ) -> None:
         self._field = world_size.bit_length()
         self._per_word = _BITS // self._field
-        self._place = {name: divmod(k, self._per_word) for k, name in enumerate(names)}
-        self._delivered = tuple(delivered)
+        shared = (name for name in names if name not in local)
+        self._place = {name: divmod(k, self._per_word) for k, name in enumerate(shared)}
+        self._delivered = tuple(name for name in delivered if name not in local)
+        self._local = frozenset(delivered).intersection(local)
         groups: dict[frozenset[int], list[str]] = {}
         for name, sources in behind.items():
             groups.setdefault(sources, []).append(name)
@@ -61,6 +65,10 @@ class UsedParameters:
             found = _remember(self._words, given, self._told(self._reached(given)))
         return self._told(self._reached(given).union(unreduced)) if unreduced else found
 
+    def left(self, given: tuple[int, ...]) -> frozenset[str]:
+        """Of parameters that this rank has for itself, those that a backward from these results does not reach."""
+        return self._local - self._reached(given) if self._local else self._local
+
     def absent(self, counts: tuple[int, ...]) -> frozenset[str]:
         """The parameters that no rank's backward reaches, of those whose gradients are delivered.
 
@@ -77,8 +85,9 @@ class UsedParameters:
     def _told(self, reached: Collection[str]) -> tuple[int, ...]:
         words = [0] * -(-len(self._place) // self._per_word)
         for name in reached:
-            word, field = self._place[name]
-            words[word] += 1 << field * self._field
+            if name in self._place:  # others are this rank's own
+                word, field = self._place[name]
+                words[word] += 1 << field * self._field
         return tuple(words)
 
     def _without(self, counts: tuple[int, ...]) -> frozenset[str]:

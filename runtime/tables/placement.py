@@ -80,11 +80,11 @@ def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer], group: d
 
 
 def broadcast_state(
-    model: nn.Module, sharded: Collection[str], communicator: Communicator, *, buffers: bool = True, source: int = 0
+    model: nn.Module, apart: Collection[str], communicator: Communicator, *, buffers: bool = True, source: int = 0
 ) -> None:
-    """One rank's replicated parameters, and buffers, to every rank."""
-    replicated = [parameter for name, parameter in model.named_parameters() if name not in sharded]
-    communicator.broadcast([tensor.detach() for tensor in (*replicated, *(model.buffers() if buffers else ()))], source)
+    """One rank's replicated parameters, and buffers, to every rank; `apart`: names of those that are no replicas."""
+    named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
+    communicator.broadcast([tensor.detach() for name, tensor in named if name not in apart], source)
 
 
 def materialise(

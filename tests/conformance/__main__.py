@@ -30,6 +30,9 @@ gets the CPU. Options that only say how DDP gets to its result (`bucket_cap_mb`,
 
 {counts}
 
+torch's wheel has no other tests of DDP that run on CPUs, but for those of RPC's distributed autograd
+(`ddp_under_dist_autograd_test`), whose contexts a compiled model refuses in a line.
+
 "Refused" is one line that every rank raises. "Not applicable": the body inspects DDP's own machinery, or DDP itself
 does not pass it on CPUs.
 

@@ -7,6 +7,10 @@ import re
 from tests.conformance.outcomes import Result
 
 _WITHOUT_THE_FLAG = "asserts that DDP without find_unused_parameters raises"
+_USED_MAP = (
+    "asserts `reducer._get_local_used_map()`, and DDP's errors without find_unused_parameters; its forward, "
+    "`if torch.equal(x, y)`, would be refused here"
+)
 
 ASSERTED_OF_DDP = {
     "test_ddp_multiple_nested_unused_params_error": _WITHOUT_THE_FLAG,
@@ -16,6 +20,11 @@ ASSERTED_OF_DDP = {
     "test_ddp_profiling_autograd_profiler": "counts the profiler's events of DDP's own AllReduces",
     "test_ddp_profiling_torch_profiler": "counts the profiler's events of DDP's own AllReduces",
     "test_ddp_broadcast_buffers_deprecation_warning": "counts the warnings of DDP's own deprecation",
+    "test_ddp_control_flow_same_across_ranks": _USED_MAP,
+    "test_ddp_control_flow_different_across_ranks": _USED_MAP,
+    "test_ddp_native_mixed_precision_ignored_params": (
+        "asserts `_mp_param` and `_fp_param`, which DDP's private mixed precision puts on parameters"
+    ),
     "test_get_data_parallel_params": "calls a private method of DDP's class",
 }
 """Body -> what it asserts of DDP itself."""

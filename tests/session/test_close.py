@@ -128,9 +128,7 @@ def test_no_update_is_lost_where_the_compiled_model_is_dropped(strategy: Literal
     for closed, dropped, message in run_ranks(2, drop_and_read, strategy):
         assert closed.keys() == dropped.keys()
         assert all(torch.equal(closed[name], dropped[name]) for name in closed)
-        # What was whole can be compiled again, with nobody there who could close the first; shards cannot.
-        assert ("left each rank its part" in message) is (strategy == "alltoall")
-        assert "trains" not in message
+        assert message == ""  # the model can be compiled again, with nobody there who could close the first
 
 
 def lanes_of(rank: int, world_size: int, strategy: str, schedule: str) -> int:

@@ -18,10 +18,29 @@ from tests.support.cases import long_but
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.sides import Matching, draw_batch
 
+
+def clamped(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Element by element, so that it does not matter which gradients share a bucket; by parameter, in place."""
+    for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+        assert gradient.shape == parameter.shape
+        gradient.clamp_(-0.02, 0.02)
+    assert bucket.index() >= 0
+    size = dist.get_world_size(group)
+    sent: Any = dist.all_reduce(bucket.buffer().div_(size), group=group, async_op=True)
+    if not bucket.is_last():
+        return sent.get_future()  # type: ignore[no-any-return]
+    return sent.get_future().then(lambda done: done.value()[0].clone())  # type: ignore[no-any-return]
+
+
+def unreduced(state: Any, bucket: Any) -> Tensor:
+    return bucket.buffer()  # type: ignore[no-any-return]
+
+
 HOOKS: dict[str, Callable[..., Any]] = {
     "allreduce": default_hooks.allreduce_hook,
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
+    "clamped": clamped,
 }
 
 
@@ -60,15 +79,15 @@ def train_both(rank: int, world_size: int, name: str, strategy: Any) -> tuple[di
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), lr=0.5), strategy=strategy)
     compiled.register_comm_hook(None, hook)
     found = train(compiled, rank)
-    told = "travel as" in compiled.report()
-    assert told == (name != "allreduce")
+    told = "reduced by clamped" if name == "clamped" else "travel as"
+    assert (told in compiled.report()) == (name != "allreduce")
     return found, train(wrapped, rank), train(DistributedDataParallel(plain()), rank)
 
 
-@pytest.mark.parametrize("name", long_but(("fp16",), {name: (name,) for name in HOOKS}))
+@pytest.mark.parametrize("name", long_but(("fp16", "clamped"), {name: (name,) for name in HOOKS}))
 def test_buckets_are_reduced_as_under_ddp(name: str) -> None:
     """On two ranks to the last bit: a mean over them divides by two, which rounds nothing."""
-    for found, expected, exact in run_ranks(2, train_both, name, "allreduce"):
+    for found, expected, exact in run_ranks(2, train_both, name, "auto" if name == "clamped" else "allreduce"):
         for parameter, value in expected.items():
             assert torch.equal(found[parameter], value), parameter
         assert any(not torch.equal(exact[each], expected[each]) for each in exact) == (name != "allreduce")
@@ -83,13 +102,16 @@ def test_rows_travel_as_buckets_do(name: str, within: float) -> None:
 
 
 def register(rank: int, world_size: int, case: str) -> None:
-    model = embrace_fx.compile(plain(), strategy="allreduce")
+    model = embrace_fx.compile(plain(), strategy="alltoall" if case == "PowerSGD" else "allreduce")
     if case == "called already":
         model(*batch(0, rank)).backward()
     if case == "PowerSGD":
         model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
-    if case == "a state":
-        model.register_comm_hook(dist.new_group([0, 1]), HOOKS["fp16"])
+    if case == "no future":
+        model.register_comm_hook(None, unreduced)
+        model(*batch(0, rank)).backward()
+    if case == "twice":
+        model.register_comm_hook(None, HOOKS["fp16"])
     if case == "no function":
         model.register_comm_hook(None, {})  # type: ignore[arg-type]
     if case != "on one rank" or rank == 1:
@@ -100,11 +122,12 @@ def register(rank: int, world_size: int, case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        ("PowerSGD", "expected one of DDP's hooks allreduce_hook, fp16_compress_hook, bf16_compress_hook"),
-        ("a state", "expected no state of fp16_compress_hook"),
+        ("PowerSGD", "expected strategy='auto' or 'allreduce' with a communication hook"),
+        ("no future", "expected a torch.futures.Future of the reduced bucket"),
+        ("twice", "found that fp16_compress_hook is registered already"),
         ("no function", "must be callable"),
-        ("called already", "expected a hook before the model's first call"),
-        ("on one rank", "expected every rank's graph to launch the same collectives"),
+        ("called already", "expected one hook, before the model's first call"),
+        ("on one rank", "communication hook is fp16_compress_hook, on rank 0: none"),
     ],
 )
 def test_other_hooks_are_refused_on_every_rank(case: str, told: str) -> None:

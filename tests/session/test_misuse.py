@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD
 
 import embrace_fx
 from embrace_fx.capture.errors import CaptureError
 from tests.support.messages import assert_grammar
+from tests.support.ranks import run_ranks
 from tests.support.words import (
     words_batch,
     words_model,
@@ -109,3 +110,33 @@ def test_a_batch_that_the_forward_does_not_take() -> None:
     ) as caught:
         compiled()
     assert "does not depend on tensor values" not in str(caught.value)
+
+
+class Choosy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.shape[0] > 2:
+            raise KeyError("too many")
+        found: Tensor = self.words(ids).sum()
+        return found
+
+
+def _raises_by_itself(rank: int, world_size: int) -> list[str]:
+    compiled, told = embrace_fx.compile(Choosy(), strategy="alltoall"), []
+    for lengths in ((3, 3), (2, 2), (2, 3), (1, 2)):  # the first on all ranks, the third on rank 1 alone
+        try:
+            compiled(torch.arange(lengths[rank])).backward()
+            told.append("")
+        except (KeyError, RuntimeError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_what_a_forward_raises_is_raised_with_its_own_type_where_it_was_raised() -> None:
+    first, second = run_ranks(2, _raises_by_itself)
+    assert first[0] == second[0] == second[2] == "KeyError: 'too many'"
+    assert_grammar(first[2], "PeerFailure: rank 1", "expected a batch that the forward takes", "KeyError", "")
+    assert [first[k] for k in (1, 3)] == [second[k] for k in (1, 3)] == ["", ""]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import sys
@@ -189,39 +191,105 @@ def test_weights_tied_after_the_first_call_are_refused() -> None:
 def _wrapped(rank: int, world_size: int) -> None:
     model = Tagger()
     by_torch: Any = torch.compile(Tagger())
-    for wrapped in (embrace_fx.compile(model), DistributedDataParallel(Tagger()), by_torch):
+    for wrapped in (DistributedDataParallel(Tagger()), by_torch):
         with pytest.raises(ValueError, match=r"expected a plain model, in compile\(\), found a "):
             embrace_fx.compile(wrapped)
+    compiled = embrace_fx.compile(model)
+    assert embrace_fx.compile(compiled) is compiled
+    with pytest.raises(RuntimeError, match=r"expected a plain model, in compile\(\), found a CompiledModel"):
+        embrace_fx.compile(compiled, schedule="none")
 
 
 def test_a_model_that_is_wrapped_already_is_refused() -> None:
     run_ranks(1, _wrapped)
 
 
+class Local(nn.Module):
+    """A part that each rank has for itself, of a size of its own."""
+
+    seen: Tensor
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 6)
+        self.shared = nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.own = nn.Embedding(40 + rank, 3)
+        self.register_buffer("seen", torch.full((2 + rank,), float(rank)))
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, ids_B: Tensor, *, with_last: bool) -> Tensor:
+        found = self.norm(self.shared(self.words(ids_B))) * self.own(ids_B) + self.seen[0]
+        loss: Tensor = self.last(found).sum() if with_last else found.square().sum()
+        return loss
+
+
+IGNORED = ("own.weight", "seen", "last.weight", "last.bias", "norm.running_mean")
+
+
+def _train_local(wrap: Any, rank: int) -> dict[str, Tensor]:
+    torch.manual_seed(rank)
+    model = Local(rank)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, IGNORED)
+    wrapped = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(5):
+        ids_B = torch.arange(3) + 5 * step + rank
+        with wrapped.no_sync() if step == 1 else contextlib.nullcontext():
+            wrapped(ids_B, with_last=step == 2 and rank == 1).backward()
+        if step != 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        wrapped.eval()(torch.arange(3), with_last=True)  # statistics of batches are shared before they are read
+    return embrace_fx.full_state_dict(wrapped if isinstance(wrapped, embrace_fx.CompiledModel) else model)
+
+
 def _ignores(rank: int, world_size: int) -> None:
-    model = Tagger()
-    if rank == 0:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["inner.weight"])
-    with pytest.raises(ValueError, match=r"rank 0: expected no parameters or buffers to ignore, .* inner\.weight"):
-        embrace_fx.compile(model)
+    expected = _train_local(functools.partial(DistributedDataParallel, find_unused_parameters=True), rank)
+    for strategy in ("alltoall", "auto"):
+        found = _train_local(functools.partial(embrace_fx.compile, strategy={"words.*": strategy}), rank)
+        different = {n: (found[n], other) for n, other in expected.items() if not torch.allclose(found[n], other)}
+        assert not different
 
 
-def test_parameters_that_ddp_is_to_ignore_are_refused_on_every_rank() -> None:
+def test_what_ddp_is_told_to_ignore_is_each_rank_s_own() -> None:
     run_ranks(2, _ignores)
 
 
-def test_functional_call_as_the_first_call_is_refused() -> None:
+def test_a_table_to_ignore_that_counts_ids_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(5, 2, scale_grad_by_freq=True), nn.Linear(2, 1))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    with pytest.raises(ValueError, match=r"expected no scale_grad_by_freq .* found it of 0\.weight"):
+        embrace_fx.compile(model)
+
+
+def _stand_ins(rank: int, world_size: int) -> None:
+    model: Any = Tagger()
+    compiled = embrace_fx.compile(model, strategy="alltoall")
+    ids_BT = torch.full((2, 4), rank)
+    others = {name: torch.full_like(parameter, 0.1) for name, parameter in model.named_parameters()}
+    for first in (True, False):  # before the first call, and with sharded tables
+        leaves = {name: value.clone().requires_grad_() for name, value in others.items()}
+        torch.func.functional_call(compiled, leaves, (ids_BT,)).backward()
+        own = {name: value.clone().requires_grad_() for name, value in others.items()}
+        torch.func.functional_call(Tagger(), own, (ids_BT,)).backward()
+        for name, leaf in own.items():
+            torch.testing.assert_close(leaves[name].grad, leaf.grad)
+        if first:
+            assert all(parameter.grad is None for parameter in model.parameters())
+            compiled(ids_BT).backward()
+    some = {"inner.weight": torch.zeros_like(model.inner.weight)}
+    with pytest.raises(embrace_fx.PeerFailure, match=r"found that inner\.weight came, went or was replaced"):
+        torch.func.functional_call(compiled, some, (ids_BT,))
+    compiled(ids_BT).backward()
+
+
+def test_tensors_in_the_place_of_all_parameters_have_gradients_of_their_own() -> None:
+    run_ranks(2, _stand_ins)
+
+
+def test_tensors_in_the_place_of_some_parameters_are_refused_as_the_first_call() -> None:
     compiled = embrace_fx.compile(nn.Linear(2, 1))
-    others = {"weight": torch.ones((1, 2), requires_grad=True), "bias": torch.ones(1, requires_grad=True)}
     with pytest.raises(ValueError, match="expected the model's own parameters"):
-        torch.func.functional_call(compiled, others, (torch.ones(2),))
-
-
-def test_functional_call_is_refused() -> None:
-    model = Tagger()
-    compiled, ids_BT = embrace_fx.compile(model), torch.zeros((2, 4), dtype=torch.long)
-    compiled(ids_BT).backward()
-    others = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
-    with pytest.raises(embrace_fx.PeerFailure, match=r"found that words\.weight came, went or was replaced"):
-        torch.func.functional_call(compiled, others, (ids_BT,))
-    compiled(ids_BT).backward()
+        torch.func.functional_call(compiled, {"weight": torch.ones((1, 2))}, (torch.ones(2),))

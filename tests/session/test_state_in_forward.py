@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
 from embrace_fx.capture.errors import CaptureError
+from embrace_fx.session.captures import MOST_VALUES
 from tests.support.ranks import run_ranks
 
 
@@ -119,7 +121,25 @@ class Collected(Words):
         return self.collected.pop()
 
 
-MODELS: dict[str, type[Any]] = {m.__name__: m for m in (Carried, Averaged, Queued, Experts, Collected)}
+class Switching(Words):
+    """Takes another branch at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(6, 6)
+        self.odd = False
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        self.odd = not self.odd
+        x = self.words(ids_BT)
+        found: Tensor = (self.inner(x) if self.odd else self.other(x)).square().sum()
+        return found
+
+    def state(self) -> Any:
+        return torch.tensor([self.odd])
+
+
+MODELS: dict[str, type[Any]] = {m.__name__: m for m in (Carried, Averaged, Queued, Experts, Collected, Switching)}
 
 
 def _train(model: Any, inner: Any, rank: int) -> list[Any]:
@@ -143,6 +163,9 @@ def _train(model: Any, inner: Any, rank: int) -> list[Any]:
     return found
 
 
+by_ddp = functools.partial(DistributedDataParallel, find_unused_parameters=True)
+
+
 def _both(rank: int, world_size: int) -> dict[str, tuple[list[Any], list[Any]]]:
     found = {}
     for name, make in MODELS.items():
@@ -150,7 +173,7 @@ def _both(rank: int, world_size: int) -> dict[str, tuple[list[Any], list[Any]]]:
         model, plain = make(), make()
         plain.load_state_dict(model.state_dict())
         compiled = embrace_fx.compile(model, strategy="alltoall")
-        found[name] = _train(compiled, model, rank), _train(DistributedDataParallel(plain), plain, rank)
+        found[name] = _train(compiled, model, rank), _train(by_ddp(plain), plain, rank)
     return found
 
 
@@ -188,14 +211,17 @@ class Counting(Words):
 
 
 def _counting(rank: int, world_size: int) -> str:
+    compiled = embrace_fx.compile(Counting())
+    for _ in range(MOST_VALUES - 1):
+        compiled(torch.zeros((2, 2), dtype=torch.long))
     with pytest.raises(CaptureError) as raised:
-        embrace_fx.compile(Counting())(torch.zeros((2, 2), dtype=torch.long))
+        compiled(torch.zeros((2, 2), dtype=torch.long))
     return str(raised.value)
 
 
 def test_a_count_in_python_is_refused_on_every_rank() -> None:
     for told in run_ranks(2, _counting):
-        assert "found that it reads self.count and sets it from 0 to 1" in told
+        assert "found that it reads self.count and sets it from 3 to 4, after [0, 1, 2]" in told
         assert "register_buffer('count', torch.tensor(0))" in told
 
 

@@ -6,12 +6,15 @@ Gradients of some results, of inputs alone, of values written since the forward;
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
+from torch.distributed import rpc
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import embrace_fx
@@ -302,6 +305,23 @@ def _refuse(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_be_a_wrong_gradient_is_refused(name: str) -> None:
     run_ranks(2, _refuse, name)
+
+
+@pytest.mark.filterwarnings("ignore:You are using a Backend:UserWarning")
+def test_distributed_autograd_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TP_SOCKET_IFNAME", "lo")
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/rpc")
+    model = embrace_fx.compile(nn.Linear(2, 1))
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        with (
+            dist_autograd.context(),
+            pytest.raises(RuntimeError, match=r"found torch\.distributed\.autograd\.context"),
+        ):
+            model(torch.ones(2))
+        model(torch.ones(2)).backward()
+    finally:
+        rpc.shutdown(graceful=False)
 
 
 def _go_on(rank: int, world_size: int) -> list[dict[str, Tensor]]:

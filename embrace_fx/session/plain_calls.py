@@ -1,0 +1,39 @@
+"""Calls that the user's own forward answers: nothing of them is captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from embrace_fx.runtime.tables.placement import broadcast_state
+from embrace_fx.session.model_watch import ModelWatch
+from embrace_fx.session.parameter_watch import check_has_values
+from embrace_fx.setup.agreement import agree_on_first_call
+from embrace_fx.setup.setting import Setting
+
+
+class PlainCalls:
+    """Those of one model: of `functional_call`, and evaluations before any training."""
+
+    def __init__(self, setting: Setting, watch: ModelWatch) -> None:
+        self._setting = setting
+        self._watch = watch
+        self._replicated = False
+
+    def is_stateless(self) -> bool:
+        """Whether nothing that the call computes with is the model's own, nor to be reduced: `functional_call`."""
+        if isinstance(self._setting.state.any_parameter(), nn.Parameter):
+            return False
+        return self._watch.all_stand_ins(buffers=self._setting.options.shares_buffers)
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before the first training call there is no plan, and no table is sharded. Collective."""
+        setting = self._setting
+        agree_on_first_call(setting.announcements, None)
+        check_has_values(setting.model)
+        if not self._replicated and setting.communicator.group is not None:
+            buffers = setting.options.shares_buffers
+            broadcast_state(setting.model, setting.state.ignored, setting.communicator, buffers=buffers)
+        self._replicated = True
+        return setting.model(*args, **kwargs)

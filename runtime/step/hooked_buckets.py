@@ -1,0 +1,111 @@
+"""Buckets that a communication hook of the user's reduces, as DDP has it: `hook(state, bucket) -> Future[Tensor]`.
+
+Contract
+    A hook gets this rank's own sum of gradients, divided by nothing, in the order of the buckets, on the thread that
+    runs the backward, and may begin collectives of its own. What its future yields takes the bucket's place at the end
+    of the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embrace_fx.runtime.ranks.communicator import InFlight
+
+
+@dataclass(frozen=True)
+class CommHook:
+    """A communication hook, and what it is called with."""
+
+    state: object
+    hook: Callable[[Any, Any], Any]
+
+    @property
+    def name(self) -> str:
+        """By which ranks compare theirs."""
+        return str(getattr(self.hook, "__qualname__", type(self.hook).__qualname__))
+
+
+class HookedBucket:
+    """What a hook is called with: the methods of torch's `GradBucket`, which Python cannot make.
+
+    Args:
+        flat: the gradients, one after the other.
+        parameters: whose they are.
+    """
+
+    def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter], index: int, *, is_last: bool) -> None:
+        self._flat = flat
+        self._parameters = list(parameters)
+        self._index = index
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """Of the bucket: the same at each step of a plan."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether it is the last one of the backward."""
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        """All gradients, flat."""
+        return self._flat
+
+    def set_buffer(self, flat: Tensor) -> None:
+        """Puts another flat tensor in their place."""
+        self._flat = flat
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    def gradients(self) -> list[Tensor]:
+        """By parameter, as views of the flat tensor."""
+        parts = self._flat.split([parameter.numel() for parameter in self._parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
+
+
+def launch_hooked(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> InFlight:
+    """Calls a hook on a bucket; what it yields is written over the flat tensor.
+
+    Raises:
+        TypeError: it returns no future.
+    """
+    future = comm_hook.hook(comm_hook.state, bucket)
+    if not isinstance(future, torch._C.Future):  # what works return is of the base class
+        raise TypeError(
+            f"expected a torch.futures.Future of the reduced bucket, from the communication hook {comm_hook.name}, "
+            f"found {type(future).__name__}. Return one: dist.all_reduce(bucket.buffer(), async_op=True).get_future()."
+        )
+    return InFlight(flat, _Reduction(future, flat, comm_hook.name))
+
+
+class _Reduction:
+    """The work of a hook."""
+
+    def __init__(self, future: torch._C.Future[Any], flat: Tensor, name: str) -> None:
+        self._future = future
+        self._flat = flat
+        self._name = name
+
+    def wait(self) -> None:
+        """Writes what the future yields over the flat tensor.
+
+        Raises:
+            TypeError: it is no tensor of that size.
+        """
+        found = self._future.wait()
+        reduced = found[0] if isinstance(found, list | tuple) and found else found
+        if not isinstance(reduced, Tensor) or reduced.numel() != self._flat.numel():
+            what = tuple(reduced.shape) if isinstance(reduced, Tensor) else type(reduced).__name__
+            raise TypeError(
+                f"expected a tensor of {self._flat.numel()} elements, from the future of the communication hook "
+                f"{self._name}, found {what}. Return the whole bucket, reduced."
+            )
+        if reduced is not self._flat:
+            self._flat.copy_(reduced.reshape(self._flat.shape))
