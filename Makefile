@@ -73,6 +73,14 @@ format: $(READY) ## format the code, apply ruff's safe fixes
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
+.PHONY: release
+release: $(READY) ## build wheel and sdist, install the wheel anew, check it from a user's side (build/release)
+	$(BIN)/python -m tests.release
+
+.PHONY: matrix
+matrix: $(READY) ## a short suite under each Python and each torch that can be had, gigabytes (build/matrix)
+	$(BIN)/python -m tests.release.matrix --output benchmarks/results
+
 # Ranks of its own for each fault; a model's whole life next to its reference in each round of the soak.
 .PHONY: soak
 soak: $(READY) ## random loops and faults next to a reference: MINUTES=60, FAULTS=200, LINKS=10, SEED=0 (build/soak)

@@ -37,6 +37,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from benchmarks.transfer import transfer_mbit
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -57,10 +59,6 @@ none, for the last packet of a message, once lost, is sent again after TCP's 200
 CONGESTION_CONTROL = "reno"
 """The one that every kernel has and grants to every namespace: results do not depend on the machine's own choice. Over
 bare sockets, 4 or 8 hosts that all send to each other at 200 Mb/s reach 84 % of the rate with it and 74 % with bbr."""
-WARM_UP_S = 0.1
-MEASURED_S = 0.25
-RECEIVE_BUFFER_BYTES = 64 * 1024
-"""Small: on a busy machine the receiver reads late, and what had piled up before the measurement would count in it."""
 MOST_OF_RATE = 1.1
 """A bare transfer that is faster than this multiple of its limit is not limited."""
 
@@ -135,7 +133,7 @@ def network(links: Links) -> Iterator[Network]:
         cores = sorted(os.sched_getaffinity(0))
         for rank, host in enumerate(hosts):  # what its thread starts stays on the same core
             host.call(os.sched_setaffinity, 0, {cores[rank % len(cores)]})
-        rates = tuple(_transfer_mbit(host, hosts[(r + 1) % links.ranks]) for r, host in enumerate(hosts))
+        rates = tuple(transfer_mbit(host, hosts[(r + 1) % links.ranks]) for r, host in enumerate(hosts))
         reached = Reached(links, not reason, reason, rates)
         if reached.shaped and max(rates) > MOST_OF_RATE * links.rate_mbit:
             raise RuntimeError(
@@ -335,42 +333,6 @@ def interface_sent_bytes(interface: str) -> int:
         if name.strip() == interface:
             return int(values.split()[8])  # eight columns for receiving come first
     raise KeyError(f"expected an interface {interface} in /proc/thread-self/net/dev, found none")
-
-
-def _transfer_mbit(sender: _Host, receiver: _Host) -> float:
-    """Payload rate of a bare TCP transfer, after a warm-up that empties the buckets and fills the window."""
-    # A socket stays in the namespace that it was made in, so that any thread may use it.
-    with receiver.call(socket.create_server, (receiver.address, 0)) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
-        source = sender.call(socket.create_connection, server.getsockname())
-        sink, _ = server.accept()
-    enough = threading.Event()
-    pump = threading.Thread(target=_send_until, args=(source, enough))
-    pump.start()
-    with sink:
-        _receive_bytes(sink, WARM_UP_S)
-        started = time.perf_counter()
-        received = _receive_bytes(sink, MEASURED_S)
-        elapsed_s = time.perf_counter() - started
-        enough.set()
-        while sink.recv(RECEIVE_BUFFER_BYTES):
-            pass  # what is still under way would be counted with whatever runs next
-    pump.join()
-    return received * 8 / 1e6 / elapsed_s
-
-
-def _send_until(source: socket.socket, enough: threading.Event) -> None:
-    chunk = bytes(RECEIVE_BUFFER_BYTES)
-    with source, contextlib.suppress(ConnectionError):  # the receiver was interrupted
-        while not enough.is_set():
-            source.sendall(chunk)
-
-
-def _receive_bytes(sink: socket.socket, duration_s: float) -> int:
-    buffer, received, end = bytearray(RECEIVE_BUFFER_BYTES), 0, time.perf_counter() + duration_s
-    while time.perf_counter() < end:
-        received += sink.recv_into(buffer)
-    return received
 
 
 def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:

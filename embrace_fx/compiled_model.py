@@ -299,12 +299,14 @@ class CompiledModel(nn.Module, Joinable):
 
         From the cost model at first; after some ten steps, from what has been measured of compute and links.
         """
-        return drawn(self._session.views.schedule)
+        views = self._session.views
+        return drawn(views.schedule, background=views.background)
 
     @property
     def timeline(self) -> DrawnTimeline:
         """What ran when under the last `record()`, on all ranks; `.save(path)` draws it beside the prediction."""
-        return drawn(self._session.views.timeline, self._session.views.schedule)
+        views = self._session.views
+        return drawn(views.timeline, views.schedule, background=views.background)
 
     def record(self) -> contextlib.AbstractContextManager[None]:
         """Measures the training steps inside, the first ones too: see `timeline`. Collective."""

@@ -26,6 +26,7 @@ from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.scheduling.background import background_of
 from embrace_fx.scheduling.scheduling import Scheduling, cuts
 from embrace_fx.session.pipeline import analyse, relaxing_passes, run_passes, training_passes
 from embrace_fx.setup.options import Optimizers, Options
@@ -80,7 +81,8 @@ class Forecast(Plan):
         found = cuts(self._setting, self)
         passes = relaxing_passes(self, self._setting.options.schedule, 0, found)
         compiled = run_passes(self._graph, passes, compiled)
-        return drawn(Scheduling(self._setting, self, compiled.graph, found).schedule)
+        schedule = Scheduling(self._setting, self, compiled.graph, found).schedule
+        return drawn(schedule, background=lambda: background_of(self, schedule))
 
 
 class _Imagined(Communicator):
@@ -132,14 +134,7 @@ def plan(
     options.check("plan()")
     if isinstance(model, CompiledModel):
         raise ValueError("expected a plain model, in plan(), found a compiled one, which has a plan: read model.plan.")
-    batches = list(batch) if isinstance(batch, list) else [batch]
-    ranks = len(batches) if world_size is None else world_size
-    if not 1 <= len(batches) <= ranks:
-        raise ValueError(
-            f"expected at least one batch, and no more than ranks, in plan(), found {len(batches)} batch(es) for "
-            f"world_size={ranks}. A list stands for batches, one per rank: where it holds the arguments of one batch, "
-            "as a DataLoader yields them, pass tuple(batch)."
-        )
+    batches, ranks = _batches_of_ranks(batch, world_size)
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
     state, communicator = ModelState(model), _Imagined(ranks)
     stepping = Stepping(state, communicator, lambda names, reason: None)  # which nobody tells of steps
@@ -148,25 +143,17 @@ def plan(
     measured = [_measured(model, state, each) for each in batches]
     graph = measured[0].graph
     used = set().union(*(used_parameters(each.graph) for each in measured))
-    rows, sparsity, at_home = {}, {}, {}
-    for table in graph.tables:
-        reads = [each.reads[table.parameter] for each in measured if table.parameter in each.reads]
-        if len(reads) == len(measured):
-            mean_rows = round(sum(read.rows for read in reads) / len(reads))
-            rows[table.parameter] = tuple(read.rows for read in reads) + (mean_rows,) * (ranks - len(reads))
-            sparsity[table.parameter] = _sparsity(table, reads, ranks)
-            if len(reads) == ranks:
-                by_rank = [read.at_home(rank, ranks) for rank, read in enumerate(reads)]
-                at_home[table.parameter] = {each: tuple(own[each] for own in by_rank) for each in grid_rows(ranks)}
+    read = {table.parameter: _read_of(table, measured, ranks) for table in graph.tables}
+    known = {name: of_table for name, of_table in read.items() if of_table is not None}
     planned = decide(
         graph,
         facts_of(model, stepping.holders, row_updates, used, {}),
-        rows,
+        {name: of_table.rows for name, of_table in known.items()},
         world_size=ranks,
         strategy=strategy,
         cluster=cluster,
-        sparsity=sparsity,
-        rows_at_home=at_home,
+        sparsity={name: of_table.sparsity for name, of_table in known.items()},
+        rows_at_home={name: of_table.at_home for name, of_table in known.items() if of_table.at_home is not None},
         schedule=schedule,
     )
     planned = replace(planned, links_are="assumed" if cluster == Cluster() else "given")
@@ -179,6 +166,51 @@ class _Measured:
 
     graph: TrainingGraph
     reads: Mapping[str, Read]
+
+
+@dataclass(frozen=True)
+class _OfTable:
+    """What all ranks' batches read of a table.
+
+    Attributes:
+        rows: by rank; of ranks without a batch of their own, the mean.
+        at_home: rows of a grid -> of each rank's rows, how many it has itself; None where ranks lack one.
+    """
+
+    rows: tuple[int, ...]
+    sparsity: Sparsity
+    at_home: dict[int, tuple[int, ...]] | None
+
+
+def _read_of(table: Table, measured: Sequence[_Measured], ranks: int) -> _OfTable | None:
+    """What the batches read of a table; None where that could not be told of all of them."""
+    reads = [each.reads[table.parameter] for each in measured if table.parameter in each.reads]
+    if len(reads) < len(measured):
+        return None
+    mean_rows = round(sum(read.rows for read in reads) / len(reads))
+    rows = tuple(read.rows for read in reads) + (mean_rows,) * (ranks - len(reads))
+    at_home = None
+    if len(reads) == ranks:
+        by_rank = [read.at_home(rank, ranks) for rank, read in enumerate(reads)]
+        at_home = {each: tuple(own[each] for own in by_rank) for each in grid_rows(ranks)}
+    return _OfTable(rows, _sparsity(table, reads, ranks), at_home)
+
+
+def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], int]:
+    """The batches that were given, and of how many ranks.
+
+    Raises:
+        ValueError: there is none, or there are more than ranks.
+    """
+    batches = list(batch) if isinstance(batch, list) else [batch]
+    ranks = len(batches) if world_size is None else world_size
+    if not 1 <= len(batches) <= ranks:
+        raise ValueError(
+            f"expected at least one batch, and no more than ranks, in plan(), found {len(batches)} batch(es) for "
+            f"world_size={ranks}. A list stands for batches, one per rank: where it holds the arguments of one batch, "
+            "as a DataLoader yields them, pass tuple(batch)."
+        )
+    return batches, ranks
 
 
 def _measured(model: nn.Module, state: ModelState, batch: Any) -> _Measured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["EMBRACE_FX_CACHE"] = ""  # a test starts from nothing, its ranks too
     golden.options.update = config.getoption("--update-golden")
     # The same examples in every run, and no limit of time: a busy machine must not fail a property.
     settings.register_profile("suite", max_examples=60, deadline=None, derandomize=True)

@@ -3,11 +3,14 @@
     python -m benchmarks.micro.first_step --ranks 2 --output benchmarks/results
     python -m benchmarks.micro.first_step --models tables --profile build/first_step.prof
     python -m benchmarks.micro.first_step --calls --output benchmarks/results
+    python -m benchmarks.micro.first_step --probe --models tables
 
 Four models: a Transformer encoder of 12 layers, 120 tables, 1,000 parameters, and 240 tables, which shows what grows
 faster than the tables. Every measurement is a process per rank that has never compiled; importing torch and
 embrace_fx, making the model and starting the process group come before the clock starts. The figure is that of rank 0,
 whose `compile` and first call end when all ranks have agreed; DDP's first step on the same model stands beside it.
+Beside the seconds stand rank 0's seconds of a processor, which depend less on what else the machine does. `--probe`
+leaves the links to be probed, and runs each process a second time, with what the first has left in the cache.
 `--profile` writes rank 0's cProfile of the embrace_fx step: `python -m pstats FILE` reads it. `--calls` counts that
 rank's calls of Python functions instead of seconds: the count is the same on a machine that does other things.
 """
@@ -37,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 import embrace_fx
 from benchmarks.records import write_record
 from embrace_fx.session.session import Session  # noqa: F401  (imports what the first compile would)
+from embrace_fx.setup.disk_cache import VARIABLE
 
 
 class Encoder(nn.Module):
@@ -91,7 +95,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def first_step(model_name: str, system: str, profile: Path | None) -> float:
+Taken = tuple[float, float]
+"""Seconds, and seconds of a processor."""
+
+SECOND_RUN = "embrace_fx again"
+
+
+def first_step(model_name: str, system: str, profile: Path | None, *, probes: bool) -> Taken:
     """Seconds from before `compile` to the end of one step. Collective."""
     torch.manual_seed(0)
     model = MODELS[model_name]()
@@ -101,10 +111,11 @@ def first_step(model_name: str, system: str, profile: Path | None) -> float:
     dist.barrier()
     if profile is not None:
         profiler.enable()
-    began_s = time.perf_counter()
+    began_s, of_processor_s = time.perf_counter(), time.process_time()
     trained: nn.Module
     if system == "embrace_fx":
-        trained = embrace_fx.compile(model, optimizer=optimizer, cluster=embrace_fx.Cluster(1e4, 0.1))
+        links = None if probes else embrace_fx.Cluster(1e4, 0.1)
+        trained = embrace_fx.compile(model, optimizer=optimizer, cluster=links)
     else:
         trained = DistributedDataParallel(model)
     trained(ids).backward()
@@ -112,7 +123,7 @@ def first_step(model_name: str, system: str, profile: Path | None) -> float:
     optimizer.zero_grad()
     if isinstance(trained, embrace_fx.CompiledModel):
         trained.synchronize()
-    took_s = time.perf_counter() - began_s
+    took_s = time.perf_counter() - began_s, time.process_time() - of_processor_s
     if profile is not None:
         profiler.disable()
         profile.parent.mkdir(parents=True, exist_ok=True)
@@ -120,11 +131,23 @@ def first_step(model_name: str, system: str, profile: Path | None) -> float:
     return took_s
 
 
-def measure(model_name: str, system: str, ranks: int, profile: Path | None) -> float:
-    """Seconds of rank 0, in new processes."""
+def measure_all(model_name: str, ranks: int, profile: Path | None, *, probes: bool) -> dict[str, Taken]:
+    """Of rank 0, by system."""
+    with tempfile.TemporaryDirectory() as cache:
+        found = {} if profile else {"ddp": measure(model_name, "ddp", ranks, None, cache)}
+        found["embrace_fx"] = measure(model_name, "embrace_fx", ranks, profile, cache, probes=probes)
+        if probes:
+            found[SECOND_RUN] = measure(model_name, "embrace_fx", ranks, None, cache, probes=True)
+    return found
+
+
+def measure(
+    model_name: str, system: str, ranks: int, profile: Path | None, cache: str = "", *, probes: bool = False
+) -> Taken:
+    """Of rank 0, in new processes that keep their cache in a folder."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.micro.first_step", "--rank-of", model_name, "--system", system]
-        command += ["--ranks", str(ranks)]
+        command += ["--ranks", str(ranks), *(("--probe",) if probes else ())]
         started = []
         for rank in range(ranks):
             environment = {
@@ -133,13 +156,15 @@ def measure(model_name: str, system: str, ranks: int, profile: Path | None) -> f
                 "RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
                 "STORE": str(Path(folder) / "store"),
+                VARIABLE: cache,
             }
             own = [*command, "--profile", str(profile)] if profile is not None and rank == 0 else command
             started.append(subprocess.Popen(own, env=environment, stdout=subprocess.PIPE, text=True))
         printed = [process.communicate()[0] for process in started]
         if failed := [rank for rank, process in enumerate(started) if process.returncode]:
             raise RuntimeError(f"expected every rank to train {model_name}, found that rank(s) {failed} failed")
-    return float(json.loads(printed[0].splitlines()[-1]))
+    took_s, of_processor_s = json.loads(printed[0].splitlines()[-1])
+    return took_s, of_processor_s
 
 
 def count_calls(model_name: str, ranks: int) -> int:
@@ -171,15 +196,18 @@ def page(figures: dict[str, Any]) -> str:
     lines = [
         f"# The first step, {figures['date']}",
         "",
-        f"Measured by `{figures['command']}`: seconds, medians of {figures['rounds']} new processes, on "
-        f"{figures['ranks']} local ranks.",
+        f"Measured by `{figures['command']}`: seconds (in brackets seconds of rank 0's processor), medians of "
+        f"{figures['rounds']} new processes, on {figures['ranks']} local ranks.",
         "",
-        "| model | DDP | embrace_fx |",
-        "|---|---|---|",
+        f"| model | {' | '.join(figures['systems'])} |",
+        "|---|" + "---|" * len(figures["systems"]),
     ]
-    for name, systems in figures["seconds"].items():
-        ddp, own = (statistics.median(systems[system]) for system in ("ddp", "embrace_fx"))
-        lines.append(f"| {name} | {ddp:.2f} | {own:.2f} |")
+    for name, rounds in figures["seconds"].items():
+        cells = []
+        for system in figures["systems"]:
+            took_s, of_processor_s = (statistics.median(each[system][k] for each in rounds) for k in (0, 1))
+            cells.append(f"{took_s:.2f} ({of_processor_s:.2f})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
@@ -190,6 +218,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="folder for the page and the numbers")
     parser.add_argument("--calls", action="store_true", help="count calls instead of seconds")
+    parser.add_argument("--probe", action="store_true", help="probe the links, and run a second time with the cache")
     parser.add_argument("--profile", type=Path, help="file for rank 0's profile of embrace_fx")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--system", default="embrace_fx", help=argparse.SUPPRESS)
@@ -197,25 +226,26 @@ def main() -> None:
     if asked.rank_of is not None:
         rank, meet = int(os.environ["RANK"]), f"file://{os.environ['STORE']}"
         dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=asked.ranks)
-        print(json.dumps(first_step(asked.rank_of, asked.system, asked.profile)))
+        print(json.dumps(first_step(asked.rank_of, asked.system, asked.profile, probes=asked.probe)))
         dist.destroy_process_group()
         return
     names = [name for name in MODELS if any(part in name for part in asked.models)]
     if asked.calls:
         _write_calls({name: count_calls(name, asked.ranks) for name in names}, asked.ranks, asked.output)
         return
-    systems = ("embrace_fx",) if asked.profile else ("ddp", "embrace_fx")
-    seconds = {
-        name: {s: [measure(name, s, asked.ranks, asked.profile) for _ in range(asked.rounds)] for s in systems}
-        for name in names
-    }
-    for name, found in seconds.items():
-        print(name, {system: round(statistics.median(each), 2) for system, each in found.items()})
+    seconds: dict[str, list[dict[str, Taken]]] = {}
+    for name in names:
+        rounds = [measure_all(name, asked.ranks, asked.profile, probes=asked.probe) for _ in range(asked.rounds)]
+        seconds[name] = rounds
+        medians = {s: [round(statistics.median(r[s][k] for r in rounds), 2) for k in (0, 1)] for s in rounds[0]}
+        print(name, medians, flush=True)
     if asked.output is not None:
         date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
         figures = {
             "date": date,
-            "command": f"python -m benchmarks.micro.first_step --ranks {asked.ranks} --rounds {asked.rounds}",
+            "command": f"python -m benchmarks.micro.first_step --ranks {asked.ranks} --rounds {asked.rounds}"
+            + (" --probe" if asked.probe else ""),
+            "systems": list(next(iter(seconds.values()))[0]),
             "ranks": asked.ranks,
             "rounds": asked.rounds,
             "seconds": seconds,

@@ -32,9 +32,9 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.checkpointing import mark_backward, regions_noted
 from embrace_fx.capture.collectives import NothingIsSent, check_collectives, collectives_traced
-from embrace_fx.capture.effects import Replay, noted_effects, refuse_effects, replay_of, state_inputs
+from embrace_fx.capture.effects import Effects, Replay, noted_effects, refuse_effects, replay_of, state_inputs
 from embrace_fx.capture.errors import CaptureError
-from embrace_fx.capture.guards import Conditions, dynamo_guards, name_of_model
+from embrace_fx.capture.guards import Conditions, DynamoGuards, dynamo_guards, name_of_model
 from embrace_fx.capture.left_behind import LeftBehind
 from embrace_fx.capture.model_forms import STATES, OpenResults, Untied
 from embrace_fx.capture.read_values import ReadValues
@@ -182,12 +182,14 @@ _INSTEAD = {**_LOOKUPS, **WHOLE}
 
 
 def trace_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-    # Dynamo runs every call on fake tensors for the results' shapes; unrolled, an RNN would fix its number of steps.
-    with KeepRnnWhole(kernel="loop"), collectives_traced(), noted_effects() as effects:
-        gm, out = _read_by_dynamo(model, args, kwargs)
-        conditions = dynamo_guards(gm, model)
+    gm, out, conditions, effects = _read(model, args, kwargs)
     _keep_whole(gm)
     context = gm.meta.get("tracing_context") or TracingContext(gm.meta["fake_mode"])
+    # For guards, which are made. C++ owns what a fake tensor's sizes refer to, these sizes among it: they would keep
+    # their own tensors, and all else of the capture, for ever.
+    sizes: Any = context.fake_mode and context.fake_mode.shape_env
+    if sizes is not None:
+        sizes.tracked_fakes = []
     if not effects:
         return _trace_joint(OpenResults(gm), args, kwargs, context, "dynamo", {}, conditions)
     itself, values = name_of_model(model), conditions.values
@@ -199,6 +201,30 @@ def trace_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     module = OpenResults(gm, tuple(states))
     traced = _trace_joint(module, args, kwargs, context, "dynamo", {}, conditions.without(replay.states))
     return replace(traced, replay=replay)
+
+
+def _read(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[fx.GraphModule, Any, DynamoGuards, Effects]:
+    """Dynamo's graph of a forward, all it has found, its guards, and the forward's effects.
+
+    Dynamo runs every call on fake tensors for the results' shapes; unrolled, an RNN would fix its number of steps. The
+    mode that prevents it makes Dynamo half as slow again, so it is left out where no RNN is called.
+    """
+    has_rnns = any(isinstance(each, nn.RNNBase) for each in model.modules())
+    if not has_rnns:
+        with collectives_traced(), noted_effects() as effects:
+            gm, out = _read_by_dynamo(model, args, kwargs)
+            if not _calls_rnns(gm):  # a function may be called without a module
+                return gm, out, dynamo_guards(gm, model), effects
+    with KeepRnnWhole(kernel="loop"), collectives_traced(), noted_effects() as effects:
+        gm, out = _read_by_dynamo(model, args, kwargs)
+        return gm, out, dynamo_guards(gm, model), effects
+
+
+def _calls_rnns(read: fx.GraphModule) -> bool:
+    graphs = (each.graph for each in read.modules() if isinstance(each, fx.GraphModule))
+    return any(node.op == "call_function" and node.target in WHOLE for graph in graphs for node in graph.nodes)
 
 
 def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.GraphModule, Any]:

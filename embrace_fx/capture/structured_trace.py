@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import fx
 from torch._logging._internal import trace_structured
 
@@ -16,11 +18,11 @@ def log_graph(name: str, module: fx.GraphModule) -> None:
     )
 
 
-def log_text(name: str, text: str) -> None:
-    """Hands a report to torch's structured trace."""
+def log_text(name: str, text: Callable[[], str]) -> None:
+    """Hands a report to torch's structured trace, made only where somebody reads it."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"embrace_fx_{name}", "encoding": "string"},
-        payload_fn=lambda: text,
+        payload_fn=text,
         expect_trace_id=False,
     )

@@ -16,9 +16,9 @@ from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Moving, ParameterFacts
 from embrace_fx.passes.planner.shard_cost import RowsAtHome
 from embrace_fx.planning.fitting import WHOLE, unshardable
+from embrace_fx.planning.links import links_between
 from embrace_fx.planning.reads import grid_rows, reads_of, used_parameters
 from embrace_fx.runtime.optimizer.holders import Holders
-from embrace_fx.runtime.probe.probe import probed_links
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage
@@ -139,7 +139,7 @@ def _probed(setting: Setting, plan: Plan) -> Cluster | None:
     devices = {parameter.device for parameter in setting.model.parameters() if parameter.device.type != "meta"}
     device = devices.pop() if len(devices) == 1 else torch.get_default_device()
     with stage("probing links", setting.communicator.rank):
-        return probed_links(setting.communicator, plan.sent_bytes_per_step, device)
+        return links_between(setting.communicator, plan.sent_bytes_per_step, device)
 
 
 def _agree_on_plan(

@@ -9,6 +9,7 @@ Contract
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,8 @@ class BufferSharing:
         self._state = state
         self._announcements = announcements
         self._on = on and announcements.communicator.world_size > 1
-        self._live: set[str] = set()  # what training forwards change and live on
-        self._stale: set[str] = set()  # changed by training since the ranks last shared them
+        self._live = frozenset[str]()  # what training forwards change and live on
+        self._stale = frozenset[str]()  # changed by training since the ranks last shared them
         self._written: set[str] = set()  # by forwards
         self._due = True
         self._were: list[tuple[int, int]] = []
@@ -66,20 +67,19 @@ class BufferSharing:
         self._written |= mutated
         self._were = self._are()
 
-        def names() -> list[str]:
-            return sorted(self._live if train else self._stale)
+        def names() -> frozenset[str]:
+            return self._live if train else self._stale
 
         def tell() -> None:
             changed = self._due and self._are() != self._were
-            told = zlib.crc32("\n".join(names()).encode())
-            self._announcements.buffers = CHANGED_BUFFERS if changed else told
+            self._announcements.buffers = CHANGED_BUFFERS if changed else _told(names())
 
         def share() -> None:
             due, self._due = self._due, reduce
             if due:
                 every = self._announcements.buffers_differ
-                self._share(self._state.buffer_names() if every else names())
-                self._stale.clear()
+                self._share(self._state.buffer_names() if every else sorted(names()))
+                self._stale = frozenset()
                 self._were = self._are()
             if train:
                 self._stale |= mutated
@@ -95,3 +95,9 @@ class BufferSharing:
         announcements.communicator.broadcast(
             [self._state.buffer_reader(name)() for name in names], announcements.authority
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _told(names: frozenset[str]) -> int:
+    """A number for names, the same on all ranks. They are the same ones step after step."""
+    return zlib.crc32("\n".join(sorted(names)).encode())

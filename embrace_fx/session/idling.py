@@ -97,7 +97,7 @@ class Idling:
         with torch.no_grad(), autocast_is_in_the_graph():
             step = Step(program, (), None)
             step.forward()
-            if program.backward is not None:
+            if program.has_backward:
                 step.backward([None], for_parameters=False)
             elif ACTIVITIES[activity] != EVALUATING:
                 step.tell_nothing()

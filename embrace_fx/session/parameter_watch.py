@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from embrace_fx.runtime.step.gradient_hooks import is_hooked
 from embrace_fx.runtime.step.model_state import ModelState
@@ -45,3 +46,17 @@ class ParameterWatch:
         self._was = now
         self.trains = tuple(trains for trains, _, _ in now)
         self._state.hooked = frozenset(n for n, (*_, hooked) in zip(self._state.names, now, strict=True) if hooked)
+
+
+def check_has_values(model: nn.Module) -> None:
+    """Refuses an evaluation of a model that has no values yet.
+
+    Raises:
+        RuntimeError: it is on the meta device.
+    """
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise RuntimeError(
+            "expected a training call before the first evaluation, in forward(), found a model on the meta device, "
+            "and how its tables are sharded is decided with the first training batch. Call it once with gradients "
+            "enabled."
+        )

@@ -132,7 +132,7 @@ class PlanInUse:
         self.plan, self._findings = plan, findings
         self._drift = _drift(plan, findings)
         self.builder = ProgramBuilder(self._setting, plan, self.calls, self._buffers, self._on_other_batch)
-        log_text("plan", str(plan))
+        log_text("plan", lambda: str(plan))
 
     def observe(self) -> None:
         """Takes what a training call has told of its batch; asks for another plan where that is due."""
@@ -152,7 +152,8 @@ class PlanInUse:
         if not all(may for (may,) in everyone):
             return
         used = {d.parameter for d in old if d.strategy not in ("frozen", "unused")}
-        findings = find(setting, variant.analysed, variant.captured.inputs(leaves), used)
+        with stage("planning again", setting.communicator.rank):
+            findings = find(setting, variant.analysed, variant.captured.inputs(leaves), used)
         if findings is not None:
             findings = findings.with_whole(self._whole, WHOLE)
         if findings is not None and self._drift is not None:
@@ -210,7 +211,8 @@ class PlanInUse:
         if self.flow is not None:
             self.flow.close()
         setting.state.settle_tables()
-        place_anew(setting, analysed, old, new)
+        with stage("placing parameters anew", setting.communicator.rank):
+            place_anew(setting, analysed, old, new)
         told = story(self.calls.count, old, new)
         self._adopt(replace(new, history=(*old.history, told)), findings)
         self._on_placed()

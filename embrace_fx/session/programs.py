@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
+
+from torch import fx
 
 from embrace_fx.capture.structured_trace import log_graph, log_text
 from embrace_fx.passes.collectives import sequence_hash
@@ -25,6 +28,7 @@ from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Variant
 from embrace_fx.session.offloading import Offloading
 from embrace_fx.session.pipeline import Compiled, relaxing_passes, run_passes, training_passes
+from embrace_fx.session.step_graphs import StepGraphs
 from embrace_fx.setup.agreement import agree_on_build, give_up
 from embrace_fx.setup.setting import Setting
 from embrace_fx.viz.graphs import Graphs
@@ -69,10 +73,13 @@ class ProgramBuilder:
         self._offloading = Offloading.of(setting)
         self._communicator = setting.communicator
         self._announcements = setting.announcements
+        self._shown: Compiled | None = None  # the last training program
+        self._of_steps: StepGraphs | None = None  # its steps, where they differ
+        self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # phases of other programs, by name
         self._joint: TrainingGraph | None = None  # of the last training program
         self._built = False  # a training program has been
         self._units: tuple[str, ...] = ()  # of backwards, in the order in which they are computed; none: as they stand
-        self._relaxed: WeakKeyDictionary[Program, tuple[Compiled, TrainingGraph]] = WeakKeyDictionary()
+        self._relaxed: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()
 
     def build(self, variant: Variant) -> None:
         """Makes a variant's program. The first training program's is collective.
@@ -96,14 +103,18 @@ class ProgramBuilder:
         assert compiled is not None
         if train:
             self._start(compiled)
-            self.graphs = Graphs(compiled.graphs, compiled.phases)
-            log_text("pass_times", compiled.times())
+            self._show(compiled)
+            log_text("pass_times", compiled.times)
             self._joint = compiled.graph
             for name, module in compiled.graphs.items():
                 log_graph(name, module)
-        variant.program = self._program(joint, compiled, variant, reduce=train)
-        if self.flow is not None and train:
-            self._relaxed[variant.program] = compiled, variant.analysed
+        else:
+            self._show_besides(compiled, "evaluation")
+        of_steps = StepGraphs(compiled, variant.analysed) if train and self.flow is not None else None
+        variant.program = self._program(joint, compiled, variant, of_steps, reduce=train)
+        if of_steps is not None:
+            self._relaxed[variant.program] = of_steps
+            self._show(compiled, of_steps)
         self._narrow(variant)
 
     @property
@@ -116,6 +127,19 @@ class ProgramBuilder:
     def recorder(self) -> Recorder | None:
         """What measures the steps, likewise."""
         return self.flow.recorder if self.flow is not None else self.alone.recorder if self.alone is not None else None
+
+    def _show(self, compiled: Compiled, of_steps: StepGraphs | None = None) -> None:
+        """Shows the graphs of a training program, and of what its steps are when they are not steady."""
+        self._shown, self._of_steps = compiled, of_steps
+        variants = of_steps.modules() if of_steps is not None else {}
+        self.graphs = Graphs(compiled.graphs, compiled.phases, {**variants, **self._besides})
+
+    def _show_besides(self, compiled: Compiled, when: str) -> None:
+        """Shows the phases that run in an evaluation, or while gradients are accumulated."""
+        shown = (phase for phase in ("forward", "backward") if phase in compiled.graph.phases)
+        self._besides |= {f"{phase}, {when}": partial(compiled.graph.phases.__getitem__, phase) for phase in shown}
+        if self._shown is not None:
+            self._show(self._shown, self._of_steps)
 
     def held(self) -> Held | None:
         """What a step of the last training program holds, as predicted; None before the first."""
@@ -131,6 +155,7 @@ class ProgramBuilder:
             compiled = self._compile(variant.analysed, train=True, reduce=False)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             give_up(self._announcements, error)
+        self._show_besides(compiled, "accumulating")
         variant.accumulating = self._program(compiled, compiled, variant, reduce=False)
         self._narrow(variant)
 
@@ -206,12 +231,11 @@ class ProgramBuilder:
             The graph of the program that was built last.
         """
         self._units = units
-        for program, (compiled, analysed) in self._relaxed.items():
-            ordered = run_passes(analysed, self._ordering(), compiled)
-            program.compute_as(ordered.graph)
-            self._relaxed[program] = ordered, analysed
-            self.graphs = Graphs(ordered.graphs, ordered.phases)
-            self._joint = ordered.graph
+        for program, of_steps in self._relaxed.items():
+            of_steps.order(self._ordering())
+            program.compute_as(of_steps.steady.graph)
+            self._show(of_steps.steady, of_steps)
+            self._joint = of_steps.steady.graph
         assert self._joint is not None
         log_graph("order_compute", self._joint.phases["backward"])
         return self._joint
@@ -224,8 +248,10 @@ class ProgramBuilder:
         told = f"{launched} {self._communicator.gradient_dtype}".encode()
         return int.from_bytes(hashlib.sha256(told).digest()[:7], "big") + 1
 
-    def _program(self, joint: Compiled, compiled: Compiled, variant: Variant, *, reduce: bool) -> Program:
-        """Args: `joint`: before communication was let run into the next step."""
+    def _program(
+        self, joint: Compiled, compiled: Compiled, variant: Variant, of_steps: StepGraphs | None = None, *, reduce: bool
+    ) -> Program:
+        """Args: `joint`: before communication runs into the next step; `of_steps`: of the steps, where it does."""
         analysed, train = variant.analysed, variant.train
         flow = self.flow if train and reduce else None
         buffers = self._buffers.of_forward(analysed, self._assigned(variant), train=train, reduce=reduce)
@@ -243,6 +269,7 @@ class ProgramBuilder:
             recorder=self.alone.recorder if self.alone is not None and train else None,
             links=self._plan.links,
             regions=self._region_compiler(),
+            variants=of_steps.graph if of_steps is not None else None,
             copies=self._offloading.copies,
         )
 

@@ -35,10 +35,9 @@ from embrace_fx.session.garbage import not_collecting
 from embrace_fx.session.idling import Idling, Joined
 from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import OTHER_PARAMETERS, ModelWatch
-from embrace_fx.session.parameter_watch import CONVERTED, ParameterWatch
+from embrace_fx.session.parameter_watch import CONVERTED, ParameterWatch, check_has_values
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.plan_in_use import PlanInUse
-from embrace_fx.session.programs import ProgramBuilder
 from embrace_fx.session.replica_check import checksums_of_replicas, is_due
 from embrace_fx.session.state_hooks import add_state_hooks
 from embrace_fx.session.views import Views
@@ -111,10 +110,6 @@ class Session:
         return self.planned.flow
 
     @property
-    def _builder(self) -> ProgramBuilder | None:
-        return self.planned.builder
-
-    @property
     def shards(self) -> tuple[str, ...]:
         """The tables of which this rank holds a part."""
         return () if self.planned.plan is None or self.communicator.world_size == 1 else self.planned.plan.sharded
@@ -172,19 +167,21 @@ class Session:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # inside of torch.compile it runs as it is
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._begun:
-            self._begin()
-        elif self.communicator.group is None:
-            check_still_alone(default_group())
-        leaves, spec = flatten_arguments(args, kwargs)
-        calls = self.planned.calls
-        count = calls.count
-        while True:
-            try:
-                return self._call(args, kwargs, leaves, spec)
-            except PlanDoesNotFit:
-                calls.count = count
-                self.planned.fit()
+        first = stage("beginning", self.communicator.rank) if self.planned.plan is None else contextlib.nullcontext()
+        with first:  # what it is made of may be short each, and long together
+            if not self._begun:
+                self._begin()
+            elif self.communicator.group is None:
+                check_still_alone(default_group())
+            leaves, spec = flatten_arguments(args, kwargs)
+            calls = self.planned.calls
+            count = calls.count
+            while True:
+                try:
+                    return self._call(args, kwargs, leaves, spec)
+                except PlanDoesNotFit:
+                    calls.count = count
+                    self.planned.fit()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec) -> Any:
         """Runs the model on a batch.
@@ -302,12 +299,7 @@ class Session:
     def _evaluate_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the first training call there is no plan, and no table is sharded: the user's own forward runs."""
         agree_on_first_call(self.announcements, None)
-        if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
-            raise RuntimeError(
-                "expected a training call before the first evaluation, in forward(), found a model on the meta device, "
-                "and how its tables are sharded is decided with the first training batch. Call it once with gradients "
-                "enabled."
-            )
+        check_has_values(self.model)
         if not self._replicated and self.communicator.group is not None:
             broadcast_state(self.model, frozenset(), self.communicator, buffers=self.options.shares_buffers)
         self._replicated = True

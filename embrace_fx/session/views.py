@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from embrace_fx.planning.summary import summary
 from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.scheduling.background import background_of
 from embrace_fx.scheduling.scheduling import Scheduling
 from embrace_fx.scheduling.timeline import gather_timeline
 from embrace_fx.session.comm_hooks import told_of
@@ -14,6 +15,7 @@ from embrace_fx.session.memory_report import memory_report, tables_report
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.setup.setting import Setting
 from embrace_fx.viz.graphs import Graphs
+from embrace_fx.vocabulary.background import Background
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
 
@@ -67,6 +69,10 @@ class Views:
         if found is None:
             raise RuntimeError(_NOT_SCHEDULED)
         return found
+
+    def background(self) -> Background:
+        """What stands around the schedule in a picture."""
+        return background_of(self.plan, self.schedule)
 
     @property
     def timeline(self) -> Timeline:

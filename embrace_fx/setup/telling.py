@@ -16,11 +16,20 @@ from collections.abc import Iterator
 
 logger = logging.getLogger("embrace_fx")
 
-FIRST_LINE_S = 1.5
-"""A stage that takes longer is told of where stderr is no terminal, and again whenever it has taken twice as long."""
+LINE_EVERY_S = 1.8
+"""Where stderr is no terminal: no longer than this passes without a line, whatever the stages and however many."""
 
-_stages: list[tuple[str, float]] = []
-"""Stages under way and when they began, each inside of the one before it."""
+_Stages = list[tuple[str, float]]
+
+
+class _OfThread(threading.local):
+    """Stages under way in a thread and when they began, each inside of the one before it."""
+
+    def __init__(self) -> None:
+        self.stages: _Stages = []
+
+
+_of_thread = _OfThread()
 
 
 def tell(message: str, *args: object) -> None:
@@ -47,34 +56,36 @@ def stage(what: str, rank: int = 0) -> Iterator[None]:
         what: happens, as in "probing links".
         rank: this one's; all but rank 0 are silent.
     """
-    if rank != 0 or threading.current_thread() is not threading.main_thread():
+    if rank != 0:
         yield
         return
-    _stages.append((what, time.monotonic()))
+    stages = _of_thread.stages
+    stages.append((what, time.monotonic()))
+    in_main = threading.current_thread() is threading.main_thread()
     try:
-        if len(_stages) > 1:  # those around it are told of already
+        if len(stages) > 1:  # those around it are told of already
             yield
-        elif _shown_by_default() and sys.stderr.isatty():
-            with _live_line():
+        elif in_main and _shown_by_default() and sys.stderr.isatty():
+            with _live_line(stages):
                 yield
         else:
-            with _lines():
+            with _lines(stages):
                 yield
     finally:
-        _stages.pop()
+        stages.pop()
 
 
-def _current() -> tuple[str, float] | None:
+def _current(stages: _Stages) -> tuple[str, float] | None:
     """The innermost stage and the seconds it has taken; None where the last one has just ended."""
     try:
-        what, began_s = _stages[-1]
+        what, began_s = stages[-1]
     except IndexError:
         return None
     return what, time.monotonic() - began_s
 
 
 @contextlib.contextmanager
-def _live_line() -> Iterator[None]:
+def _live_line(stages: _Stages) -> Iterator[None]:
     """A line that says what happens and for how long, gone at the end."""
     from rich.console import Console  # noqa: PLC0415  (only where there is a terminal)
     from rich.live import Live  # noqa: PLC0415
@@ -83,7 +94,7 @@ def _live_line() -> Iterator[None]:
     spinner = Spinner("dots", "")
 
     def line() -> Spinner:
-        found = _current()
+        found = _current(stages)
         spinner.update(text=f"embrace_fx: {found[0]}, {found[1]:.0f} s" if found else "")
         return spinner
 
@@ -95,21 +106,15 @@ def _live_line() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _lines() -> Iterator[None]:
-    """A line for each stage that takes long, from a thread that sleeps otherwise."""
+def _lines(stages: _Stages) -> Iterator[None]:
+    """A line now and then of the stage under way, from a thread that sleeps otherwise."""
     ended = threading.Event()
 
     def watch() -> None:
-        told: tuple[str, float] = ("", 0.0)  # what was told last, and after how many of its seconds
-        while not ended.wait(0.1):
-            found = _current()
-            if found is None:
-                continue
-            what, took_s = found
-            again_s = 2 * told[1] if what == told[0] and told[1] <= took_s else FIRST_LINE_S
-            if took_s >= again_s:
-                tell("%s, %.0f s", what, took_s)
-                told = (what, took_s)
+        while not ended.wait(LINE_EVERY_S):
+            found = _current(stages)
+            if found is not None:
+                tell("%s, %.0f s", *found)
 
     thread = threading.Thread(target=watch, name="embrace_fx progress", daemon=True)
     thread.start()

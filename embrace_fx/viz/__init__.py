@@ -11,12 +11,14 @@ Drawing decides and measures nothing: all figures are those of `embrace_fx.vocab
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import overload
 
 from embrace_fx.viz import dot, page, svg, table, trace
 from embrace_fx.viz.picture import Picture
+from embrace_fx.vocabulary.background import Background
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
 
 __all__ = ["DrawnSchedule", "DrawnTimeline", "drawn", "save"]
@@ -25,10 +27,17 @@ SUFFIXES = (".html", ".json", ".svg", ".dot")
 """What a picture can be saved as."""
 
 
-def save(path: str | os.PathLike[str], *, schedule: Schedule | None = None, timeline: Timeline | None = None) -> None:
+def save(
+    path: str | os.PathLike[str],
+    *,
+    schedule: Schedule | None = None,
+    timeline: Timeline | None = None,
+    background: Background | None = None,
+) -> None:
     """Draws a prediction, a measurement, or both above one another, in the format that the suffix of `path` names.
 
-    Folders of `path` that are not there are made.
+    A page also shows `background`: where tables lie, DDP's step, steps on other numbers of ranks. Folders of `path`
+    that are not there are made.
 
     Raises:
         ValueError: for another suffix, for nothing to draw, for a timeline without spans, and for a `.dot` without a
@@ -41,7 +50,7 @@ def save(path: str | os.PathLike[str], *, schedule: Schedule | None = None, time
             f"expected a file name that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}, in save(), found "
             f"{target.name!r}. The suffix decides what is drawn; give one of these."
         )
-    picture = Picture(schedule, timeline)
+    picture = Picture(schedule, timeline, background)
     if suffix == ".dot":
         if schedule is None:
             raise ValueError(
@@ -57,11 +66,17 @@ def save(path: str | os.PathLike[str], *, schedule: Schedule | None = None, time
 
 @dataclass(frozen=True)
 class DrawnSchedule(Schedule):
-    """A schedule that prints its figures and saves pictures of itself."""
+    """A schedule that prints its figures and saves pictures of itself.
+
+    Attributes:
+        background: makes what stands around it; None: it is not known.
+    """
+
+    background: Callable[[], Background] | None = field(default=None, compare=False, repr=False)
 
     def save(self, path: str | os.PathLike[str], *, timeline: Timeline | None = None) -> None:
         """Draws the prediction, and below it `timeline` if given: see `embrace_fx.viz.save`."""
-        save(path, schedule=self, timeline=timeline)
+        save(path, schedule=self, timeline=timeline, background=self.background() if self.background else None)
 
     def __str__(self) -> str:
         return table.render(Picture(self, None))
@@ -73,28 +88,40 @@ class DrawnTimeline(Timeline):
 
     Attributes:
         schedule: what was predicted for it, drawn above it.
+        background: makes what stands around it; None: it is not known.
     """
 
     schedule: Schedule | None = None
+    background: Callable[[], Background] | None = field(default=None, compare=False, repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Draws the measurement, below the prediction where one is known: see `embrace_fx.viz.save`."""
-        save(path, schedule=self.schedule, timeline=self)
+        background = self.background() if self.background else None
+        save(path, schedule=self.schedule, timeline=self, background=background)
 
     def __str__(self) -> str:
         return table.render(Picture(self.schedule, self))
 
 
 @overload
-def drawn(shown: Schedule) -> DrawnSchedule: ...
+def drawn(shown: Schedule, *, background: Callable[[], Background] | None = None) -> DrawnSchedule: ...
 @overload
-def drawn(shown: Timeline, schedule: Schedule | None = None) -> DrawnTimeline: ...
-def drawn(shown: Schedule | Timeline, schedule: Schedule | None = None) -> DrawnSchedule | DrawnTimeline:
+def drawn(
+    shown: Timeline, schedule: Schedule | None = None, *, background: Callable[[], Background] | None = None
+) -> DrawnTimeline: ...
+def drawn(
+    shown: Schedule | Timeline,
+    schedule: Schedule | None = None,
+    *,
+    background: Callable[[], Background] | None = None,
+) -> DrawnSchedule | DrawnTimeline:
     """The same data, able to print and to save itself.
 
     Args:
         schedule: what was predicted for a timeline.
+        background: makes what stands around it on a page.
     """
     if isinstance(shown, Schedule):
-        return DrawnSchedule(**{f.name: getattr(shown, f.name) for f in fields(Schedule)})
-    return DrawnTimeline(**{f.name: getattr(shown, f.name) for f in fields(Timeline)}, schedule=schedule)
+        return DrawnSchedule(**{f.name: getattr(shown, f.name) for f in fields(Schedule)}, background=background)
+    of_timeline = {f.name: getattr(shown, f.name) for f in fields(Timeline)}
+    return DrawnTimeline(**of_timeline, schedule=schedule, background=background)

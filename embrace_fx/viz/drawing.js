@@ -109,6 +109,15 @@ function drawItems(panel, { pen, x, width, ratio, theme }) {
     const left = x(item.start), right = x(item.end);
     if (right < 0 || left > width) continue;
     const wide = Math.max(right - left, 1);
+    if (isGap(item)) {
+      pen.strokeStyle = theme.line;
+      pen.lineWidth = 1;
+      pen.beginPath();
+      pen.moveTo(left, y + ROW / 2);
+      pen.lineTo(left + wide, y + ROW / 2);
+      pen.stroke();
+      continue;
+    }
     if (isWait(item)) {
       hatches[item.lane] ??= hatch(pen, item.lane, ratio);
       pen.fillStyle = theme.page;

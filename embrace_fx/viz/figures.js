@@ -22,25 +22,29 @@ function fillFigures() {
   byId("figures").append(element("thead", {}, head), body);
 }
 
-// A step as a bar: compute, then what is exposed of each class; what none of these explains stays open.
+// Steps as bars on one scale: compute, what is exposed of each class, and the time in which no operation runs.
 function fillBars() {
-  const of = (panel, label) => panel.figures.find((f) => f.label === label).value;
-  const longest = Math.max(...data.panels.map((p) => of(p, "step")));
-  for (const panel of data.panels) {
+  const longest = Math.max(...data.bars.map((bar) => bar.total));
+  for (const bar of data.bars) {
     const track = element("div", { className: "track" });
     track.setAttribute("role", "img");
-    const parts = panel.figures.filter((f) => f.label === "compute" || f.is_wait);
-    track.setAttribute("aria-label", parts.map((f) => `${f.label} ${f.text}`).join(", "));
-    for (const figure of parts) {
-      const paint = figure.is_wait ? figure.lane : "backward";
-      const style = { width: `${(100 * figure.value) / longest}%`, color: `var(--ink-${paint})` };
-      style.background = figure.is_wait ? hatched(paint) : `var(--fill-${paint})`;
-      if (figure.is_wait) style.boxShadow = `inset 0 0 0 1px var(--fill-${paint})`;
+    track.setAttribute("aria-label", bar.parts.map((f) => `${f.label} ${f.text}`).join(", "));
+    for (const figure of bar.parts) {
       const said = `${figure.label} ${figure.text}`;
-      if (figure.value > 0) track.append(element("div", { className: "part", style, title: said }, figure.is_wait ? "" : said));
+      const part = element("div", { className: "part", title: said }, figure.is_wait ? "" : said);
+      part.style.width = `${(100 * figure.value) / longest}%`;
+      if (figure.is_wait) {
+        part.style.background = hatched(figure.lane);
+        part.style.boxShadow = `inset 0 0 0 1px var(--fill-${figure.lane})`;
+      } else if (figure.lane) {
+        part.style.background = "var(--fill-backward)";
+        part.style.color = "var(--ink-backward)";
+      } else {
+        part.classList.add("between");
+      }
+      if (figure.value > 0) track.append(part);
     }
-    const total = panel.figures.find((f) => f.label === "step").text;
-    byId("bars").append(element("div", { className: "bar" }, element("span", {}, panel.status), track, element("span", { className: "total" }, total)));
+    byId("bars").append(element("div", { className: "bar" }, element("span", {}, bar.name), track, element("span", { className: "total" }, ms(bar.total))));
   }
 }
 
@@ -50,6 +54,9 @@ function fillLegend() {
   byId("legend").append(...entries.map(([paint, name]) => element("li", {}, swatch(paint), name)));
   const waited = data.lanes.find((lane) => data.panels.some((p) => p.waits.some((w) => w.lane === lane)));
   if (waited) byId("legend").append(element("li", {}, swatch(waited, true), "wait, in the colour of what is waited for"));
+  if (data.bars.some((bar) => bar.parts.some((f) => f.label === "between operations" && f.value > 0))) {
+    byId("legend").append(element("li", {}, element("span", { className: "swatch between" }), "between operations"));
+  }
   if (data.panels.some((p) => p.critical.length)) {
     byId("legend").append(element("li", {}, element("span", { className: "swatch critical" }), "critical path"));
   }
@@ -140,6 +147,8 @@ fillFigures();
 fillBars();
 fillLegend();
 fillOperations();
+fillBackground();
+fillGlossary();
 fillControls();
 rearrange();
 for (const panel of data.panels) listen(panel);

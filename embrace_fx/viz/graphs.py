@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from torch import fx
@@ -23,24 +23,27 @@ class Graphs(Mapping[str, fx.GraphModule]):
     Args:
         modules: in this order.
         phases: pass -> the phases after it, of the passes that leave phases.
+        variants: phases of steps that differ from the steady one, by name; made when they are asked for.
     """
 
     def __init__(
         self,
         modules: Mapping[str, fx.GraphModule] | None = None,
         phases: Mapping[str, Mapping[str, fx.GraphModule]] | None = None,
+        variants: Mapping[str, Callable[[], fx.GraphModule]] | None = None,
     ) -> None:
         self._modules = dict(modules or {})
         self._phases = dict(phases or {})
+        self._variants = dict(variants or {})
 
     def __getitem__(self, name: str) -> fx.GraphModule:
-        return self._modules[name]
+        return self._variants[name]() if name in self._variants else self._modules[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
+        return iter((*self._modules, *self._variants))
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._modules) + len(self._variants)
 
     def __repr__(self) -> str:
         return f"Graphs({', '.join(self)})"
@@ -86,7 +89,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
         target.write_text(text, encoding="utf-8")
 
     def _parts(self, name: str) -> Mapping[str, fx.GraphModule]:
-        return self._phases.get(name) or {name: self._modules[name]}
+        return self._phases.get(name) or {name: self[name]}
 
     def _last(self) -> Mapping[str, fx.GraphModule]:
         ran = {phase: self._modules[phase] for phase in PHASES if phase in self._modules}

@@ -34,7 +34,8 @@ const colour = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).tr
 const ms = (time) => `${time.toFixed(Math.abs(time) < 10 ? 3 : 2)} ms`;
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 const isWait = (item) => "launch" in item;
-const keyOf = (panel, item) => (isWait(item) ? `wait ${item.launch}` : panel.operations[item.op].name);
+const isGap = (item) => item.launch === "";
+const keyOf = (panel, item) => (isGap(item) ? `gap ${item.start}` : isWait(item) ? `wait ${item.launch}` : panel.operations[item.op].name);
 
 function bytes(count) {
   if (count === 0) return "0 B";
@@ -131,7 +132,23 @@ function arrange(panel) {
     const place = panel.places.get(`${wait.rank} compute`);
     if (place) panel.items.push({ item: wait, y: place.top });
   }
+  for (const rank of ranks) panel.items.push(...gaps(panel, rank));
   panel.items.sort((a, b) => a.y - b.y || a.item.start - b.item.start);
+}
+
+// Time of a rank's processor in which nothing of the schedule runs, as items of its compute lane.
+function gaps(panel, rank) {
+  const place = panel.places.get(`${rank} compute`);
+  if (!place) return [];
+  const busy = panel.items.filter((i) => i.item.rank === rank && i.y >= place.top && i.y < place.top + place.count * (ROW + GAP));
+  busy.sort((a, b) => a.item.start - b.item.start);
+  const found = [];
+  let end = busy.length ? busy[0].item.start : 0;
+  for (const { item } of busy) {
+    if (item.start - end > 0.001) found.push({ item: { launch: "", lane: "", window: item.window, rank, start: end, end: item.start }, y: place.top });
+    end = Math.max(end, item.end);
+  }
+  return found;
 }
 
 // --------------------------------------------------------------------------------------------- time

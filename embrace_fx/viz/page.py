@@ -13,11 +13,12 @@ from importlib import resources
 from string import Template
 from typing import Any
 
+from embrace_fx.viz.glossary import GLOSSARY
 from embrace_fx.viz.palette import DARK, LIGHT, PAINTS, Theme, paint
-from embrace_fx.viz.picture import Panel, Picture, labels
+from embrace_fx.viz.picture import Figure, Panel, Picture, labels
 from embrace_fx.vocabulary.schedule import Span, Wait
 
-_SCRIPTS = ("page.js", "drawing.js", "words.js", "input.js", "figures.js")
+_SCRIPTS = ("page.js", "drawing.js", "words.js", "input.js", "around.js", "figures.js")
 """One script, in this order: the first has the state, the last begins."""
 
 
@@ -62,6 +63,12 @@ def _data(picture: Picture) -> dict[str, Any]:
         "launchOrder": schedule.launch_order if schedule else [],
         "dependences": [asdict(d) for d in schedule.steps.dependences] if schedule else [],
         "panels": [_panel(panel) for panel in picture.panels],
+        "bars": [
+            {"name": bar.name, "total": bar.total_ms, "parts": [_figure(part) for part in bar.parts]}
+            for bar in picture.bars()
+        ],
+        "glossary": GLOSSARY,
+        "background": None if picture.background is None else asdict(picture.background),
     }
 
 
@@ -88,8 +95,12 @@ def _panel(panel: Panel) -> dict[str, Any]:
             for p in panel.phases
         ],
         "critical": [place[id(span)] for span in panel.critical_spans],
-        "figures": [{**asdict(figure), "text": str(figure)} for figure in panel.figures()],
+        "figures": [_figure(figure) for figure in panel.figures()],
     }
+
+
+def _figure(figure: Figure) -> dict[str, Any]:
+    return {**asdict(figure), "text": str(figure)}
 
 
 def _times(item: Span | Wait) -> dict[str, float | int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from embrace_fx.vocabulary.background import Background
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, LANES, Lane
 from embrace_fx.vocabulary.schedule import Diagnostics, Operation, Schedule, Span, Timeline, Wait
 
@@ -146,6 +147,7 @@ class Panel:
             Figure("step", d.step_ms, "ms"),
             Figure("compute", d.compute_ms, "ms", "compute"),
             *(Figure(f"exposed {c}", d.exposed_ms[c], "ms", c, is_wait=True) for c in classes if c in d.exposed_ms),
+            Figure("between operations", max(0.0, d.step_ms - d.compute_ms - sum(d.exposed_ms.values())), "ms"),
             *(Figure(f"{c} busy", d.communication_ms[c], "ms", c) for c in classes if c in d.communication_ms),
             Figure("overlap ratio", d.overlap_ratio, ""),
             Figure("memory held", d.held_bytes / MIB, "MiB"),
@@ -153,8 +155,20 @@ class Panel:
 
 
 @dataclass(frozen=True)
+class Bar:
+    """A step as a bar: what its time went to, part by part, in order."""
+
+    name: str
+    parts: tuple[Figure, ...]
+    total_ms: float
+
+
+@dataclass(frozen=True)
 class Picture:
     """A prediction, a measurement, or both.
+
+    Attributes:
+        background: what stands around them, where it is known.
 
     Raises:
         ValueError: where there is neither, or one without compute.
@@ -162,6 +176,7 @@ class Picture:
 
     schedule: Schedule | None
     timeline: Timeline | None
+    background: Background | None = None
 
     def __post_init__(self) -> None:
         if self.schedule is None and self.timeline is None:
@@ -183,6 +198,22 @@ class Picture:
             else:
                 figures = timeline.diagnostics()
                 found.append(Panel(status, timeline, figures, figures.critical_path))
+        return tuple(found)
+
+    def bars(self) -> tuple[Bar, ...]:
+        """A step of each panel, and one under DDP with the last panel's compute: every millisecond has a name."""
+        parts = ("compute", "between operations")
+        found = [
+            Bar(
+                each.status, tuple(f for f in each.figures() if f.label in parts or f.is_wait), each.diagnostics.step_ms
+            )
+            for each in self.panels
+        ]
+        if self.background is not None and self.background.steps:
+            own = [figure for figure in found[-1].parts if not figure.is_wait]
+            exposed = Figure("exposed AllReduce", self.background.ddp_exposed_ms, "ms", "dense", is_wait=True)
+            shown = (own[0], exposed, *own[1:])
+            found.append(Bar("DDP, estimated", shown, sum(part.value for part in shown)))
         return tuple(found)
 
     @property

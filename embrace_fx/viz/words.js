@@ -2,6 +2,12 @@
 
 // [term, text] pairs on an operation or a wait.
 function facts(panel, item) {
+  if (isGap(item)) {
+    return [
+      ["nothing runs", "of the schedule: Python, autograd, the optimizer's own code"],
+      [panel.status, `${ms(item.end - item.start)}, starts at ${ms(item.start - origin(panel))}`],
+    ];
+  }
   if (isWait(item)) {
     return [
       ["waits for", item.launch],
@@ -37,7 +43,7 @@ function facts(panel, item) {
 
 function described(panel, item, more = []) {
   const { window } = item;
-  const name = isWait(item) ? "Wait" : panel.operations[item.op].name;
+  const name = isGap(item) ? "Between operations" : isWait(item) ? "Wait" : panel.operations[item.op].name;
   const list = element("dl", { className: "facts" });
   for (const [term, text] of [...facts(panel, item), ...more]) {
     list.append(element("dt", {}, term), element("dd", {}, text));

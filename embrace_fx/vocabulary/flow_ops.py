@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import define, register_fake
 
-
-def _unknown_size() -> torch.SymInt:
-    return torch.library.get_ctx().new_dynamic_size()
-
+from embrace_fx.vocabulary.fake_results import empty_as, unknown_size
 
 define("embrace::submit_ids", "(Tensor[] ids, str launch) -> Tensor")
 
@@ -25,7 +22,7 @@ define("embrace::submit_ids", "(Tensor[] ids, str launch) -> Tensor")
 @register_fake("embrace::submit_ids")
 def _(ids: Sequence[Tensor], launch: str) -> Tensor:
     """Submits the AllGather of the next batch's ids. `ids` (R,) are this batch's, by table, with which they are cut."""
-    return ids[0].new_empty((0,))
+    return empty_as(ids[0], (0,))
 
 
 define("embrace::await_ids", "(Tensor[] ids, str launch) -> Tensor")
@@ -40,7 +37,7 @@ def _(ids: Sequence[Tensor], launch: str) -> Tensor:
     5 is prior: each rank sends its gradient at once, and its owners update it before they look it up for the next
     batch, as a late row. Row 2 is delayed. Row 9 is early.
     """
-    return ids[0].new_empty((0,))
+    return empty_as(ids[0], (0,))
 
 
 define(
@@ -56,7 +53,7 @@ def _(shard: Tensor, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype
     `ids` (R,) and `counts` (N,) are those of `unpack_ids`: of the batch whose forward it is, or, of early rows in a
     backward, of the batch before. The result is an empty tensor.
     """
-    return shard.new_empty((0,))
+    return empty_as(shard, (0,))
 
 
 define("embrace::await_rows", "(Tensor ids, Tensor counts, str table, ScalarType dtype, str launch) -> Tensor")
@@ -65,7 +62,7 @@ define("embrace::await_rows", "(Tensor ids, Tensor counts, str table, ScalarType
 @register_fake("embrace::await_rows")
 def _(ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, launch: str) -> Tensor:
     """A part of the rows this rank reads, once it has arrived: flat (k * D,), blocks by the rank they came from."""
-    return ids.new_empty((_unknown_size(),), dtype=dtype)
+    return empty_as(ids, (unknown_size(),), dtype=dtype)
 
 
 define("embrace::join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str table) -> Tensor")
@@ -74,7 +71,7 @@ define("embrace::join_rows", "(Tensor[] parts, Tensor ids, Tensor counts, str ta
 @register_fake("embrace::join_rows")
 def _(parts: Sequence[Tensor], ids: Tensor, counts: Tensor, table: str) -> Tensor:
     """All columns of the rows this rank reads, flat (U * D,), row after row, from the parts that arrived."""
-    return parts[0].new_empty((_unknown_size(),))
+    return empty_as(parts[0], (unknown_size(),))
 
 
 define(
@@ -90,7 +87,7 @@ def _(rows: Tensor, ids: Tensor, counts: Tensor, table: str, padding_idx: int, s
     `ids` (R,) and `counts` (N,) are those of `unpack_ids`, `padding_idx` and `scale` those of `coalesce`. The result is
     an empty tensor: what stands for the gradient in flight in the outputs of the backward.
     """
-    return rows.new_empty((0,))
+    return empty_as(rows, (0,))
 
 
 define("embrace::update_rows", "(Tensor(a) shard, str table, str launch) -> Tensor(a)")
@@ -130,7 +127,7 @@ def _(flat: Tensor, bucket: int) -> Tensor:
 
     The result is an empty tensor: what stands for the gradients in the outputs of the backward.
     """
-    return flat.new_empty((0,))
+    return empty_as(flat, (0,))
 
 
 define("embrace::update_bucket", "(Tensor(a -> *)[] parameters, int bucket) -> Tensor(a)[]")

@@ -17,6 +17,8 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from embrace_fx.vocabulary.step_variant import Varied
+
 LateModule = _LazyGraphModule
 """A graph module whose Python code is made where it is called or read."""
 
@@ -180,6 +182,7 @@ class TrainingGraph:
     `module` is the joint forward and backward; after `Partition` it is kept for reading, and `phases` holds what runs:
     "unique" (batch -> rows read), "ids" (their exchange -> routing), "forward" (-> results, mutations, saved),
     "backward" (tangents, saved -> gradients). `results_behind`: parameter -> the results that its gradient comes from.
+    `varied`: the phase that is of another variant than the steady one; None: no phase is.
     `memory_limit`: the most that a step may hold, bytes; None: no limit.
     """
 
@@ -187,6 +190,7 @@ class TrainingGraph:
     tables: tuple[Table, ...] = ()
     phases: dict[str, fx.GraphModule] = field(default_factory=dict)
     results_behind: dict[str, frozenset[int]] = field(default_factory=dict)
+    varied: Varied | None = None
     memory_limit: int | None = None
 
     @property

@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from torch.library import define, register_fake
 
 from embrace_fx.vocabulary import flow_ops  # noqa: F401  (declares the ops)
+from embrace_fx.vocabulary.fake_results import empty_as, unknown_size
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, OperationId
 
 LAUNCHES: frozenset[str] = frozenset(
@@ -97,10 +98,6 @@ def own_columns(embedding_dim: int, world_size: int, rank: int) -> tuple[int, in
     return min(rank * width, embedding_dim), min((rank + 1) * width, embedding_dim)
 
 
-def _unknown_size() -> torch.SymInt:
-    return torch.library.get_ctx().new_dynamic_size()
-
-
 define("embrace::unique_ids", "(Tensor[] ids, int num_rows, int padding_idx) -> Tensor[]")
 
 
@@ -115,7 +112,7 @@ def _(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
 
     Example, one rank: ids [[5, 2, 5]], padding_idx -1 -> [2, 5], [1, 0, 1]; padding_idx 5 -> [5, 2], [0, 1, 0].
     """
-    unique = ids[0].new_empty((_unknown_size(),), dtype=torch.int64)
+    unique = empty_as(ids[0], (unknown_size(),), dtype=torch.int64)
     return [unique, *(torch.empty_like(i, dtype=torch.int64) for i in ids)]
 
 
@@ -130,7 +127,7 @@ def _(unique: Sequence[Tensor], num_rows: Sequence[int], group: str, group_size:
     failure a rank has to report) raises on *every* rank and no collective is left waiting.
     The value awaited is opaque int64; `unpack_ids` reads it.
     """
-    return unique[0].new_empty((_unknown_size(),), dtype=torch.int64)
+    return empty_as(unique[0], (unknown_size(),), dtype=torch.int64)
 
 
 define("embrace::unpack_ids", "(Tensor packed, int tables, int group_size) -> Tensor[]")
@@ -147,7 +144,7 @@ def _(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
     """
     out: list[Tensor] = []
     for _ in range(tables):
-        out += [packed.new_empty((_unknown_size(),)), packed.new_empty((group_size,), device="cpu")]
+        out += [empty_as(packed, (unknown_size(),)), torch.empty((group_size,), dtype=packed.dtype, device="cpu")]
     return out
 
 
@@ -164,7 +161,7 @@ def _(ids: Sequence[Tensor], counts: Sequence[Tensor], first_rows: Sequence[int]
     Example, two ranks, tables of 10 and 5 rows, `first_rows` [0, 10]: of the first table rank 0 reads [2, 5], rank 1
     reads [5]; of the second one [0] and [3, 4] -> [2, 5, 10, 5, 13, 14], [3, 3].
     """
-    return [ids[0].new_empty((_unknown_size(),)), torch.empty_like(counts[0])]
+    return [empty_as(ids[0], (unknown_size(),)), torch.empty_like(counts[0])]
 
 
 define("embrace::unstack_rows", "(Tensor flat, Tensor[] counts, int rank) -> Tensor[]")
@@ -176,7 +173,7 @@ def _(flat: Tensor, counts: Sequence[Tensor], rank: int) -> list[Tensor]:
 
     Example, `counts` [2, 1] of the first table and [1, 2] of the second one, D = 1: rank 0's [a, b, c] -> [a, b], [c].
     """
-    return [flat.new_empty((_unknown_size(),)) for _ in counts]
+    return [empty_as(flat, (unknown_size(),)) for _ in counts]
 
 
 define("embrace::route_grid", "(Tensor ids, Tensor counts, int rank, int grid_rows, int grid_columns) -> Tensor[]")
@@ -194,8 +191,8 @@ def _(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int)
     [3, 2]. Rank 0 has the even ids, in rows [1, 2, 3] of its shard; rank 1 the odd ones, in rows [2, 2]. Counts are
     [[2, 1], [1, 1]] on both; order is [0, 1, 2] on rank 0, [1, 0] on rank 1.
     """
-    unknown = [ids.new_empty((_unknown_size(),)) for _ in range(2)]
-    return [unknown[0], counts.new_empty((counts.shape[0], grid_rows)), unknown[1]]
+    unknown = [empty_as(ids, (unknown_size(),)) for _ in range(2)]
+    return [unknown[0], empty_as(counts, (counts.shape[0], grid_rows)), unknown[1]]
 
 
 define("embrace::lookup", "(Tensor shard, Tensor ids) -> Tensor")
@@ -204,7 +201,7 @@ define("embrace::lookup", "(Tensor shard, Tensor ids) -> Tensor")
 @register_fake("embrace::lookup")
 def _(shard: Tensor, ids: Tensor) -> Tensor:
     """Rows `ids` (R,) of the own columns (V, d) -> (R, d), already packed by the rank that asked for them."""
-    return shard.new_empty((ids.shape[0], shard.shape[1]))
+    return empty_as(shard, (ids.shape[0], shard.shape[1]))
 
 
 define(
@@ -226,7 +223,7 @@ def _(columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_siz
     On a grid of several rows, `columns` (M, d) and `counts` (N, grid_rows) are those of `route_grid`, and a rank gets
     from each other one what that one has: `join_grid` makes rows of the flat value.
     """
-    return columns.new_empty((_unknown_size(),))
+    return empty_as(columns, (unknown_size(),))
 
 
 define("embrace::join_columns", "(Tensor flat, int embedding_dim, int group_size) -> Tensor")
@@ -238,7 +235,7 @@ def _(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
 
     Example: a0 a1 b0 b1 | a2 a3 b2 b3 -> [[a0 a1 a2 a3], [b0 b1 b2 b3]].
     """
-    return flat.new_empty((flat.shape[0] // embedding_dim, embedding_dim))
+    return empty_as(flat, (flat.shape[0] // embedding_dim, embedding_dim))
 
 
 define("embrace::split_columns", "(Tensor rows, int group_size) -> Tensor")
@@ -247,7 +244,7 @@ define("embrace::split_columns", "(Tensor rows, int group_size) -> Tensor")
 @register_fake("embrace::split_columns")
 def _(rows: Tensor, group_size: int) -> Tensor:
     """The inverse of `join_columns`: rows (U, D) -> flat (U * D,), blocks by the rank they go to."""
-    return rows.new_empty((rows.shape[0] * rows.shape[1],))
+    return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
 define("embrace::join_grid", "(Tensor flat, Tensor order, Tensor counts, int embedding_dim, int rank) -> Tensor")
@@ -260,7 +257,7 @@ def _(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int
     Example, a grid of 2 x 2, D = 2; rank 0 reads rows 4 and 5, order is [0, 1]. Columns are written a0 a1 for row 4,
     b0 b1 for row 5: a0 | a1 | b0 | b1 -> [[a0 a1], [b0 b1]].
     """
-    return flat.new_empty((flat.shape[0] // embedding_dim, embedding_dim))
+    return empty_as(flat, (flat.shape[0] // embedding_dim, embedding_dim))
 
 
 define("embrace::split_grid", "(Tensor rows, Tensor order, Tensor counts, int rank) -> Tensor")
@@ -269,7 +266,7 @@ define("embrace::split_grid", "(Tensor rows, Tensor order, Tensor counts, int ra
 @register_fake("embrace::split_grid")
 def _(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
     """The inverse of `join_grid`: rows (U, D) -> flat (U * D,), blocks by the rank they go to."""
-    return rows.new_empty((rows.shape[0] * rows.shape[1],))
+    return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
 define(
@@ -285,7 +282,7 @@ def _(flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: 
     Reading it as (R, d) needs no copy: the blocks arrive in rank order, as `ids` of `unpack_ids` are ordered. On a grid
     likewise, with (M, d) and the rows of `route_grid`.
     """
-    return flat.new_empty((_unknown_size(),))
+    return empty_as(flat, (unknown_size(),))
 
 
 define("embrace::coalesce", "(Tensor ids, Tensor flat, int columns, int padding_idx, float scale) -> Tensor[]")
@@ -299,8 +296,8 @@ def _(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -
 
     Example, scale 1/2: ids [2, 5, 5], rows [[1], [2], [3]] -> [2, 5], [[0.5], [2.5]].
     """
-    k = _unknown_size()
-    return [ids.new_empty((k,)), flat.new_empty((k, columns))]
+    k = unknown_size()
+    return [empty_as(ids, (k,)), empty_as(flat, (k, columns))]
 
 
 define("embrace::pack_bucket", "(Tensor[] gradients, float scale) -> Tensor")
@@ -309,7 +306,7 @@ define("embrace::pack_bucket", "(Tensor[] gradients, float scale) -> Tensor")
 @register_fake("embrace::pack_bucket")
 def _(gradients: Sequence[Tensor], scale: float) -> Tensor:
     """Gradients, each times `scale`, one behind the other in one flat tensor."""
-    return gradients[0].new_empty((sum(g.numel() for g in gradients),))
+    return empty_as(gradients[0], (sum(g.numel() for g in gradients),))
 
 
 define("embrace::unpack_bucket", "(Tensor(a -> *) flat, Tensor[] like) -> Tensor(a)[]")

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.library import define, register_autograd, register_fake
 
+from embrace_fx.vocabulary.fake_results import empty_as, unknown_size
+
 GATES: dict[str, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 """The cells, and how many gates each has."""
 
@@ -47,10 +49,6 @@ class LayerWeights(NamedTuple):
 def compute_dtype(input: Tensor) -> torch.dtype:
     """The dtype the "loop" kernel computes in: a state carried over many steps is never narrower than float32."""
     return torch.promote_types(input.dtype, torch.float32)
-
-
-def _unknown_size() -> torch.SymInt:
-    return torch.library.get_ctx().new_dynamic_size()
 
 
 define(
@@ -93,7 +91,7 @@ def _(
     w = LayerWeights.of(weights)
     hidden_size = w.hh.shape[0] // GATES[cell]
     results = [
-        h0.new_empty((*input.shape[:-1], h0.shape[1])),
+        empty_as(h0, (*input.shape[:-1], h0.shape[1])),
         torch.empty_like(h0, memory_format=torch.contiguous_format),
     ]
     if c0 is not None:
@@ -101,16 +99,16 @@ def _(
     if not save:
         return results
     if kernel == "mkldnn":
-        return [*results, input.new_empty((_unknown_size(),), dtype=torch.uint8)]
+        return [*results, empty_as(input, (unknown_size(),), dtype=torch.uint8)]
     if kernel == "cudnn":
-        reserve = input.new_empty((_unknown_size(),), dtype=torch.uint8)
-        return [*results, reserve, input.new_empty((_unknown_size(),))]
+        reserve = empty_as(input, (unknown_size(),), dtype=torch.uint8)
+        return [*results, reserve, empty_as(input, (unknown_size(),))]
     rows = input.shape[0] if batch_sizes is not None else input.shape[0] * input.shape[1]
     widths = {
         "lstm": (4 * hidden_size, hidden_size) + (() if w.projection is None else (hidden_size,)),
         "gru": (3 * hidden_size, hidden_size),
     }.get(cell, ())
-    return [*results, *(input.new_empty((rows, width), dtype=compute_dtype(input)) for width in widths)]
+    return [*results, *(empty_as(input, (rows, width), dtype=compute_dtype(input)) for width in widths)]
 
 
 define(

@@ -14,8 +14,8 @@
                    submit_gradients(..., "table prior"); submit_gradients(..., "table delayed [0]")
 
 Contract
-    How many rows a part has only the data tells; the ops find out which they are. In a step whose next batch is not
-    known all gradients are prior, and what `OperationId.needs_lookahead` stands still: the runtime skips it.
+    How many rows a part has only the data tells; the ops find out which they are. The phases are those of a step whose
+    batch was looked ahead to, and whose next batch is known; `variants.py` derives those of all others.
 """
 
 from __future__ import annotations

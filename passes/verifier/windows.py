@@ -36,6 +36,11 @@ def window(graph: TrainingGraph) -> list[fx.Node]:
     return [node for phase in ("backward", "forward") for node in graph.phases[phase].graph.nodes]
 
 
+def _is_steady(graph: TrainingGraph) -> bool:
+    """Whether windows of a relaxed graph follow each other: one with a variant's phase stands between others."""
+    return graph.varied is None and is_relaxed(graph)
+
+
 def _places(graph: TrainingGraph) -> dict[OperationId, _Places]:
     found: dict[OperationId, _Places] = defaultdict(_Places)
     for place, node in enumerate(window(graph)):
@@ -104,7 +109,7 @@ def launches_told(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Vio
 
 def submitted_and_awaited_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
     """Each launch of a window has one submission and one await: no deadlock, and no update twice."""
-    if not is_relaxed(graph):
+    if not _is_steady(graph):
         return
     for launch, places in _places(graph).items():
         for what, nodes in (("submission", places.submitted), ("await", places.awaited)):
@@ -116,7 +121,7 @@ def submitted_and_awaited_once(graph: TrainingGraph, captured: TrainingGraph) ->
 
 def awaited_after_submitted(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
     """An await follows the submission that it is meant for: in its window, or of the window before."""
-    for launch, places in _places(graph).items() if is_relaxed(graph) else ():
+    for launch, places in _places(graph).items() if _is_steady(graph) else ():
         if len(places.submitted) != 1 or len(places.awaited) != 1:
             continue  # told by `submitted_and_awaited_once`
         (submission, _), (end, node) = places.submitted[0], places.awaited[0]
@@ -136,7 +141,7 @@ def rows_current(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viol
     Early rows of the next batch are none of this one's, but may be among the delayed ones of the step before; late
     rows, and all of them where nothing is split, are among those with prior gradients.
     """
-    if not is_relaxed(graph):
+    if not _is_steady(graph):
         return
     gradients = [launch for launch in _submitted(graph) if launch.kind in ("gradients", "delayed")]
     for phase in ("backward", "forward"):
@@ -167,8 +172,8 @@ def _updates_behind(value: object) -> Iterator[OperationId]:
 
 def rows_joined(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
     """What a forward reads of a table is put together from all parts that were sent."""
-    sent = [launch for launch in _submitted(graph) if launch.kind == "lookups"] if is_relaxed(graph) else []
-    for node in graph.phases["forward"].graph.nodes if is_relaxed(graph) else ():
+    sent = [launch for launch in _submitted(graph) if launch.kind == "lookups"] if _is_steady(graph) else []
+    for node in graph.phases["forward"].graph.nodes if _is_steady(graph) else ():
         if op_name(node) != "embrace::join_rows":
             continue
         table = node.args[3]
@@ -182,7 +187,7 @@ def rows_joined(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viola
 def gradients_cut_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
     """A table's gradient travels whole, or as prior ones and all pieces of the delayed ones: each row's once."""
     by_table: dict[str, list[OperationId]] = defaultdict(list)
-    for launch in _submitted(graph) if is_relaxed(graph) else ():
+    for launch in _submitted(graph) if _is_steady(graph) else ():
         if launch.kind in ("gradients", "delayed"):
             by_table[launch.what].append(launch)
     for table, launches in by_table.items():

@@ -223,3 +223,17 @@ class AheadOfDevice(Ahead):
         self._streams.keep(*(value for value in self.values.values() if isinstance(value, Tensor)))
         by_identity = {id(rows): rows[:count] for rows, count in zip(padded, counts, strict=True)}
         self.values |= {name: by_identity[id(v)] for name, v in self.values.items() if id(v) in by_identity}
+
+
+@dataclass(frozen=True)
+class Coming:
+    """The next batch, when it is known on all ranks.
+
+    Attributes:
+        sizes: what every rank announced of it, by rank, by table.
+        current: the routings of the batch before, by table.
+    """
+
+    batch: Ahead
+    sizes: Sequence[Sequence[int]]
+    current: dict[str, Routing]

@@ -8,14 +8,13 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from embrace_fx import cost
-from embrace_fx.runtime.flow.ahead import Ahead, AheadOfDevice, IdsProgram
+from embrace_fx.runtime.flow.ahead import Ahead, AheadOfDevice, Coming, IdsProgram
 from embrace_fx.runtime.flow.bucket_updates import WRITTEN, BucketUpdates
 from embrace_fx.runtime.flow.forward_segments import ForwardSegments
 from embrace_fx.runtime.flow.routing import Routing
@@ -27,6 +26,7 @@ from embrace_fx.runtime.ranks.announcement import Announcements, bad_id_report, 
 from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.runtime.step.phases import Values
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, IDS, START, OperationId
+from embrace_fx.vocabulary.step_variant import Arrival, BackwardVariant, ForwardVariant
 
 ANNOUNCEMENT = OperationId("ids", "announcement", "early", lane="ids")
 """What a recording shows of the wait for the slowest rank."""
@@ -36,18 +36,7 @@ _FOUND, _OVERTOOK = 1, 2
 of turn, so that no rank's next ones may wait for them."""
 
 
-@dataclass(frozen=True)
-class Coming:
-    """The next batch, when it is known on all ranks.
-
-    Attributes:
-        sizes: what every rank announced of it, by rank, by table.
-        current: the routings of the batch before, by table.
-    """
-
-    batch: Ahead
-    sizes: Sequence[Sequence[int]]
-    current: dict[str, Routing]
+Submits = Callable[[ForwardVariant], Collection[OperationId]]
 
 
 class Flow:
@@ -64,7 +53,7 @@ class Flow:
         of_table: likewise, but by table alone: those of a stack have one exchange.
         buckets: those of the plan.
         segments: what the forward computes, for the recorder.
-        has_cut: whether `await_ids` has been called in the backward that runs.
+        awaits_ids: whether `await_ids` is still to be called in the backward that runs, where it is.
     """
 
     buckets: BucketUpdates
@@ -92,11 +81,12 @@ class Flow:
         self._after_announcement = after_announcement
         self._ahead: Ahead | None = None
         self._coming: Coming | None = None  # the next batch, from a forward's announcement to its submission
-        self._read_now: dict[str, Tensor] = {}  # table -> ids of the batch whose backward runs
+        self._has_cut = False  # the last backward has cut the rows of the batch that comes next
+        self._left = False  # delayed gradients of the last backward are still to be applied
         self._valid = True  # what was prefetched may be used
         self._handed_out = False  # parameters were, and anyone may have written them
         self.segments = ForwardSegments(recorder)
-        self.has_cut = False
+        self.awaits_ids = False
 
     def look_at(self, program: IdsProgram, leaves: Sequence[Any]) -> Ahead:
         """The next batch, as far as it can be known before its turn."""
@@ -106,11 +96,14 @@ class Flow:
 
     # -- the forward ---------------------------------------------------------------------------------------------------
 
-    def begin_forward(self, program: IdsProgram, leaves: Sequence[Any], following: Ahead | None) -> Values:
-        """The values of the batch's unique and ids phases; has its rows on the way.
+    def begin_forward(
+        self, program: IdsProgram, leaves: Sequence[Any], following: Ahead | None, submits: Submits
+    ) -> tuple[Values, ForwardVariant]:
+        """The values of the batch's unique and ids phases, and which forward follows on them, on all ranks.
 
         Args:
             following: the next batch, where it is known.
+            submits: variant -> what its forward hands to the launcher.
 
         Raises:
             PeerFailure: a rank could not go on, on every rank.
@@ -144,7 +137,6 @@ class Flow:
             if expected and not found:  # on this rank
                 self._warn()
             self._forget_rows()
-            self._bring_forward(stepped=True)
             if program.tables:
                 sizes = [row[1 : 1 + len(now)] for row in everyone]
                 program.routing(values, self.communicator.gather_rows_read(unique, sizes, program.num_rows, "ids"))
@@ -152,17 +144,30 @@ class Flow:
             assert ahead is not None
             self._route(ahead)
         self._valid, self._handed_out = True, False
-        self._bring_forward(stepped=False)
+        self._land_waiting()
         self.launcher.enter_forward()
         sizes = [row[1 + len(now) :] for row in everyone]
         self._coming = None
         if following is not None and program.routes and all(size >= 0 for row in sizes for size in row):
             current = {route.table: Routing.of(values[route.ids], values[route.counts]) for route in program.routes}
             self._coming = Coming(following, sizes, current)
-        else:
-            self.launcher.skip(IDS)
+        variant = ForwardVariant(self._arrives(), self._coming is not None)
+        self._expect(submits(variant), of_forward=True)
         self._begin_compute()
-        return values
+        return values, variant
+
+    def _arrives(self) -> Arrival:
+        """How the batch does whose forward begins."""
+        cut, self._has_cut = self._has_cut, False
+        if cut:
+            return "cut"
+        left, self._left = self._left, False
+        return "other" if left else "whole"
+
+    def _expect(self, submits: Collection[OperationId], *, of_forward: bool) -> None:
+        """Of what the launch order has of a phase, only this is to come."""
+        launcher = self.launcher
+        launcher.skip(*(o for o in launcher.order if (o in launcher.of_forward) == of_forward and o not in submits))
 
     def _begin_compute(self) -> None:
         self.recorder.mark(BETWEEN)
@@ -192,19 +197,13 @@ class Flow:
                 exchange.early.stale = True
         return failure
 
-    def _bring_forward(self, *, stepped: bool) -> None:
-        """Waits for gradients that the order has behind what this forward is still to submit.
-
-        Args:
-            stepped: also for those that a step has taken: any row may be looked up now.
-        """
-        late = [exchange for exchange in self.exchanges.values() if exchange.waiting or (stepped and self.looks_ahead)]
-        if late:
+    def _land_waiting(self) -> None:
+        """Waits for gradients that no step has taken: the order has them behind what this forward is to submit."""
+        waiting = [exchange for exchange in self.exchanges.values() if exchange.waiting]
+        if waiting:
             with self.launcher.hurrying():
-                for exchange in late:
+                for exchange in waiting:
                     exchange.materialise()
-                    if stepped:
-                        exchange.apply_delayed()
 
     def begin_plain_forward(self) -> None:
         """The head of a forward that leaves nothing to the next step and has found nothing of the last one."""
@@ -222,36 +221,54 @@ class Flow:
     def end_forward(self) -> None:
         self.segments.end()
 
-    def open_window(self, gate: Gate | None) -> None:
-        """At the head of a backward.
-
-        Args:
-            gate: what tells whether every rank is in it: nothing leaves before.
-        """
-        self.has_cut = False
-        self.launcher.open_window(held=gate is not None)
-        if gate is not None:
-            self.launcher.release_after(gate.future, gate.all_are_here)
-
-    def begin_backward(self, program: IdsProgram, values: Values) -> None:
-        """Applies what no node of the program will.
+    def next_backward(self, program: IdsProgram, values: Values) -> BackwardVariant:
+        """Which backward comes next, on all ranks.
 
         Args:
             values: those of the batch whose backward it is.
         """
+        if not self.looks_ahead:
+            return BackwardVariant()
+        ahead = self._ahead if self._ahead is not None and not self._ahead.routed else None
+        coming = ahead is not None
+        if ahead is not None and self.streams is not None:  # whether it may be used, the host is told with its ids
+            ahead = self._ahead = self._route(ahead)
+        read = {route.table: values[route.ids] for route in program.routes}
+        known = {route.table for route in ahead.program.routes} if ahead is not None else set()
+        cut = bool(known) and all(
+            name in known and exchange.can_split(read.get(name)) for name, exchange in self.exchanges.items()
+        )
+        return BackwardVariant(self._left, coming, cut)
+
+    def open_window(self, gate: Gate | None, submits: Collection[OperationId]) -> None:
+        """At the head of a backward.
+
+        Args:
+            gate: what tells whether every rank is in it: nothing leaves before.
+            submits: what the backward hands to the launcher.
+        """
+        self.awaits_ids = True
+        self.launcher.open_window(held=gate is not None)
+        self._expect(submits, of_forward=False)
+        if gate is not None:
+            self.launcher.release_after(gate.future, gate.all_are_here)
+
+    def begin_backward(self, program: IdsProgram, variant: BackwardVariant) -> None:
+        """Applies what no node of the program will."""
         self.recorder.window()
-        self._read_now = {route.table: values[route.ids] for route in program.routes}
+        self._has_cut = self._left = self.looks_ahead and variant.cut
         self.buckets.apply()
+        read = {route.table for route in program.routes}
+        nodes_apply = self.looks_ahead and variant.left
         for name, exchange in self.exchanges.items():
+            exchange.forget_cut()
             exchange.apply_prior()
-            if name not in self._read_now or not self.looks_ahead:
+            if name not in read or not nodes_apply:
                 exchange.apply_delayed()
-                exchange.do_not_cut(self.launcher.order)
         self.recorder.mark(EARLY)
 
     def end_backward(self) -> None:
         self.recorder.mark(END)
-        self._read_now = {}
         self.launcher.leave_backward()
 
     def give_up_forward(self) -> None:
@@ -262,8 +279,8 @@ class Flow:
 
     def give_up_backward(self) -> None:
         """Forgets a backward, of which everything that leaves on any rank has been submitted, or has been dropped."""
-        self._read_now = {}
         self._ahead = None
+        self._left = self.looks_ahead  # of this backward or of the one before
         self._forget_rows()
         self.buckets.forget_submitted()
         self.discard()
@@ -272,10 +289,9 @@ class Flow:
     # -- the next batch, as nodes of a relaxed program call for it ---------------------------------------------------
 
     def submit_ids(self) -> None:
-        """Submits the exchange of the next batch's ids, if it is known on all ranks."""
+        """Submits the exchange of the next batch's ids."""
         coming, self._coming = self._coming, None
-        if coming is None:
-            return
+        assert coming is not None
         ahead = self._ahead = coming.batch
         ahead.ticket = self.launcher.submit(
             IDS,
@@ -284,18 +300,13 @@ class Flow:
         )
 
     def await_ids(self) -> None:
-        """Has the next batch's routing, and cuts its rows and this one's; or sees that nothing is to be cut."""
-        self.has_cut = True
-        if self._ahead is not None:
-            self._ahead = self._route(self._ahead)
-        ahead = self._ahead
-        coming = {route.table: route for route in ahead.program.routes} if ahead is not None else {}
-        for name, exchange in self.exchanges.items():
-            route = coming.get(name)
-            if ahead is not None and route is not None and exchange.can_split(self._read_now.get(name)):
-                exchange.cut(ahead.values[route.ids], ahead.values[route.counts], ahead.splits.get(name))
-            else:
-                exchange.do_not_cut(self.launcher.order)
+        """Has the next batch's routing, by which its rows and this one's are cut, where this backward cuts them."""
+        self.awaits_ids = False
+        ahead = self._ahead = self._route(self._ahead) if self._ahead is not None else None
+        if ahead is not None and self._has_cut:
+            for route in ahead.program.routes:
+                ids, counts = ahead.values[route.ids], ahead.values[route.counts]
+                self.exchanges[route.table].cut(ids, counts, ahead.splits.get(route.table))
         self.recorder.mark(EARLY)
 
     # -- between steps -------------------------------------------------------------------------------------------------
@@ -369,6 +380,7 @@ class Flow:
             self.launcher.close()
 
     def _forget_rows(self) -> None:
+        self._has_cut = False
         for exchange in self.exchanges.values():
             exchange.forget_rows()
 

@@ -17,7 +17,7 @@ Shape legend: as in `embrace_fx/vocabulary/ops.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
@@ -92,10 +92,10 @@ class RowExchange:
         """
         arriving = self._arriving
         if launch.part == "early":
-            if self._split is not None:
-                split = self._split
-                arriving.rows.append(self._send_rows(launch, split.following, split.early, dtype))
-                self.note_version()
+            split = self._split
+            assert split is not None
+            arriving.rows.append(self._send_rows(launch, split.following, split.early, dtype))
+            self.note_version()
             return
         if arriving.routing is None or arriving.routing.ids is not ids:  # nothing has left early, or for another batch
             self.apply_delayed()
@@ -195,29 +195,21 @@ class RowExchange:
         self._split, self._delayed = split, None
         self._arriving = Arriving(routing=split.following, late=split.late)
 
-    def do_not_cut(self, launches: Iterable[OperationId]) -> None:
-        """Instead of `cut`: all gradients of this backward are prior, and no rows leave before their turn.
-
-        This is the one place where it is decided that nodes of a program have nothing to send: the next batch is not
-        known, or this backward's gradient is not all that the coming step applies.
-
-        Args:
-            launches: those of the program.
-        """
+    def forget_cut(self) -> None:
+        """At the start of a backward: all of its gradients are prior, unless `cut` follows."""
         self._split = None
-        self._launcher.skip(*(each for each in launches if each.what == self.table.name and each.needs_lookahead))
 
     def submit_gradient(
         self, launch: OperationId, rows: Tensor, ids: Tensor, counts: Tensor, padding_idx: int, scale: float
     ) -> None:
         """Sends a part of the gradients (U, D) of this rank's rows of the batch: prior ones first, then delayed."""
         if launch.part == "delayed":
-            if self._split is not None:
-                routing = self._routing
-                assert routing is not None
-                self._delayed = self._delayed or self._split.delayed()
-                part = self._send_gradient(launch, rows, routing, self._delayed[launch.number])
-                self._gradients[-1].parts.append(part)
+            routing = self._routing
+            assert routing is not None
+            assert self._split is not None
+            self._delayed = self._delayed or self._split.delayed()
+            part = self._send_gradient(launch, rows, routing, self._delayed[launch.number])
+            self._gradients[-1].parts.append(part)
             return
         self.apply_delayed()
         self.materialise()  # of an earlier backward: the step will want the sum

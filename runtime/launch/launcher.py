@@ -204,6 +204,11 @@ class Launcher:
         self._order = tuple(order)
 
     @property
+    def of_forward(self) -> frozenset[OperationId]:
+        """Of a window's launches, those that the forward submits."""
+        return self._of_forward
+
+    @property
     def order(self) -> tuple[OperationId, ...]:
         """The launch order of the current window."""
         return self._state.windows[-1].order

@@ -33,6 +33,7 @@ from embrace_fx.cost.links import (
     Handling,
     Link,
     exchange,
+    launch_ms,
 )
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.probe.handling import (
@@ -73,6 +74,10 @@ The slope alone may be far off, where one of few runs met a busy core."""
 HANDLED_MS, HANDLED_SPANS = 30.0, 3
 """For each thing that is handled: of how many spans the median is taken, and what each takes at least, several turns of
 the scheduler where ranks share a core. One alone told of memory ten times slower than another did."""
+
+ALIKE, ALIKE_START_UP = 1.5, 3.0
+"""Links of an earlier run hold where a large AllReduce takes so many times as long or as short at most; a small one,
+which a busy core disturbs more."""
 
 CPU = torch.device("cpu")
 
@@ -159,12 +164,18 @@ _PROBED: WeakKeyDictionary[dist.ProcessGroup, dict[str, Cluster]] = WeakKeyDicti
 """By group and type of device."""
 
 
-def probed_links(communicator: Communicator, sent_bytes: int, device: torch.device = CPU) -> Cluster | None:
+def probed_links(
+    communicator: Communicator,
+    sent_bytes: int,
+    device: torch.device = CPU,
+    earlier: Callable[[], Cluster | None] = lambda: None,
+) -> Cluster | None:
     """The links between the ranks, probed at the first call for a group; None where a step sends less than a chunk.
 
     Args:
         sent_bytes: what a step sends, about; equal on all ranks.
         device: whose tensors are sent. Over gloo those of a GPU travel from host to host.
+        earlier: what an earlier run has probed, if anything, the same on all ranks. It is taken where it still holds.
     """
     group = communicator.group
     if group is None or sent_bytes <= MIN_CHUNK_BYTES:
@@ -172,8 +183,25 @@ def probed_links(communicator: Communicator, sent_bytes: int, device: torch.devi
     found = _PROBED.setdefault(group, {})
     device = device if communicator.uses_nccl(device) else CPU
     if device.type not in found:
-        found[device.type] = probe(communicator, device)
+        recalled = earlier()
+        holds = recalled is not None and still_holds(communicator, recalled, device)
+        found[device.type] = recalled if recalled is not None and holds else probe(communicator, device)
     return found[device.type]
+
+
+def still_holds(communicator: Communicator, links: Cluster, device: torch.device = CPU) -> bool:
+    """Whether AllReduces of a small and of a large tensor take about what they would on these links. Collective.
+
+    Two of the many figures of a probe: a network of another rate or another latency is another one in these too.
+    """
+    for own_bytes, alike in ((FIRST_BYTES, ALIKE_START_UP), (MOST_BYTES, ALIKE)):
+        launch = _launch(communicator, "all_reduce", own_bytes, device)
+        _time_ms(communicator, launch, 1, 1, device)  # connects the ranks
+        found_ms = _median_ms(communicator, launch, FEWEST_RUNS, IN_FLIGHT, IN_FLIGHT, device)
+        expected_ms = launch_ms(links, "all_reduce", own_bytes, communicator.world_size)
+        if not expected_ms / alike < found_ms < expected_ms * alike:
+            return False
+    return True
 
 
 def fit(samples: Sequence[Sample]) -> Link:

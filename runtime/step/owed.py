@@ -91,7 +91,7 @@ class Owed:
         Args:
             values: what `begin` returned.
         """
-        if self._flow is not None and not self._flow.has_cut and any(map(_needs_lookahead, self._launches)):
+        if self._flow is not None and self._flow.awaits_ids and any(map(_needs_lookahead, self._launches)):
             self._flow.await_ids()  # what leaves early or later has not been told apart yet
         made, under_way = self._made, []
         for each in self._launches:

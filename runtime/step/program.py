@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.delivery import Delivery, delivered
 from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
 from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.step.owed import Owed
 from embrace_fx.runtime.step.phases import Runnable, Values, autocast_is_in_the_graph, runnable
 from embrace_fx.runtime.step.used_parameters import UsedParameters
 from embrace_fx.vocabulary.graph import (
@@ -30,10 +32,26 @@ from embrace_fx.vocabulary.graph import (
     inputs_of,
     outputs_of,
 )
-from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, op_name
+from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, op_name
+from embrace_fx.vocabulary.step_variant import ForwardVariant, StepVariant
 
 if TYPE_CHECKING:  # importing Inductor takes seconds, which only those who use it are to pay
     from embrace_fx.runtime.lower.inductor import RegionCompiler
+
+
+@dataclass(frozen=True)
+class LoweredPhase:
+    """A forward or a backward, ready to run.
+
+    Attributes:
+        owed: what other ranks wait for in it.
+        submits: what it hands to the launcher.
+    """
+
+    run: Runnable
+    owed: Owed
+    submits: frozenset[OperationId]
 
 
 class Program:
@@ -52,11 +70,12 @@ class Program:
         launched: what it launches, as a number that is the same where the same is launched.
         links: those that exchanges are cut for.
         regions: what compiles the compute between communications; None: every op is called by itself.
+        variants: variant of a step -> the graph with its phase; None: the graph serves every step.
         copies: what copies saved values out of memory and back, where the graph does.
 
     Attributes:
-        unique, ids, forward, backward: the phases; an evaluation has no backward.
-        owed_forward, owed_backward: what other ranks wait for in them.
+        unique, ids: the phases that the others follow on.
+        has_backward: whether there is a backward; an evaluation has none.
         ids_program: the ids' phases as functions that can run ahead of their batch; None without a flow.
         is_relaxed: whether the forward awaits what the step before has left to it.
         announces: whether the ids' exchange makes the announcement.
@@ -81,8 +100,10 @@ class Program:
         recorder: Recorder | None = None,
         links: Cluster,
         regions: RegionCompiler | None = None,
+        variants: Callable[[StepVariant], TrainingGraph] | None = None,
         copies: Copies | None = None,
     ) -> None:
+        self.variants = variants
         self.copies = copies
         self.state = state
         self.announcements = announcements
@@ -106,11 +127,13 @@ class Program:
 
     def _lower(self, graph: TrainingGraph, bound: Bindings) -> None:
         phases, state, calls, regions = graph.phases, self.state, bound.by_op, self.regions
-        self.owed_forward, self.owed_backward = bound.owed_forward, bound.owed_backward
         self.unique = runnable(phases["unique"], state, calls, bound.unique, regions)
         self.ids = runnable(phases["ids"], state, calls, bound.ids)
-        self.forward = runnable(phases["forward"], state, calls, bound.forward, regions)
-        self.backward = self._lowered_backward(graph, bound) if "backward" in phases else None
+        self.has_backward = "backward" in phases
+        self._lowered: dict[StepVariant | str, LoweredPhase] = {}
+        self._lowered["forward"] = self._lowered_phase("forward", graph, bound)
+        if self.has_backward:
+            self._lowered["backward"] = self._lowered_phase("backward", graph, bound)
         self.ids_program = (
             ids_program(graph, state, self.unique, self.communicator.wait) if self.flow is not None else None
         )
@@ -119,13 +142,26 @@ class Program:
         flow, links = self.flow, self._links
         return Bindings(graph, self.state, self.announcements, self._buckets, flow, links, self.copies, self.recorder)
 
-    def _lowered_backward(self, graph: TrainingGraph, bound: Bindings) -> Runnable:
-        return runnable(graph.phases["backward"], self.state, bound.by_op, bound.backward, self.regions, last=True)
+    def _lowered_phase(self, phase: str, graph: TrainingGraph, bound: Bindings) -> LoweredPhase:
+        module, is_last = graph.phases[phase], phase == "backward"
+        special, owed = (bound.backward, bound.owed_backward) if is_last else (bound.forward, bound.owed_forward)
+        run = runnable(module, self.state, bound.by_op, special, self.regions, last=is_last)
+        launches = (launch_of(node) for node in module.graph.nodes if op_name(node) in SUBMISSIONS | LAUNCHES)
+        return LoweredPhase(run, owed, frozenset(launch for launch in launches if launch is not None))
+
+    def phase(self, variant: StepVariant) -> LoweredPhase:
+        """A phase, of a step's variant; made when it is first needed."""
+        key = variant.phase if variant.is_steady or self.variants is None else variant
+        if key not in self._lowered:
+            assert self.variants is not None
+            graph = self.variants(variant)
+            self._lowered[key] = self._lowered_phase(variant.phase, graph, self._bound(graph))
+        return self._lowered[key]
 
     def compute_as(self, graph: TrainingGraph) -> None:
         """Takes over the backward of a graph that computes the same in another order, from the next backward on."""
-        bound = self._bound(graph)
-        self.backward, self.owed_backward = self._lowered_backward(graph, bound), bound.owed_backward
+        self._lowered = {key: each for key, each in self._lowered.items() if _is_of_forward(key)}
+        self._lowered["backward"] = self._lowered_phase("backward", graph, self._bound(graph))
         self._note_reads_of_backward(graph)
 
     def _note_communication(self, graph: TrainingGraph) -> None:
@@ -140,13 +176,13 @@ class Program:
         """Which results the forward yields, which have a gradient, and which parameters get one from which."""
         self.results = [r.index for _, r in outputs_of(graph.phases["forward"]) if isinstance(r, Result)]
         self.differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
-        roles = self.backward.roles if self.backward is not None else ()
+        roles = self._lowered["backward"].run.roles if self.has_backward else ()
         names = self.state.names
         self.used = UsedParameters(names, graph.results_behind, delivered(roles), self.communicator.world_size)
 
     def _note_reads_of_backward(self, graph: TrainingGraph) -> None:
         """What must be as the forward left it when the backward runs."""
-        roles = [role for _, role in inputs_of(graph.phases["backward"])] if self.backward is not None else []
+        roles = [role for _, role in inputs_of(graph.phases["backward"])] if self.has_backward else []
         self._leaves_read = [role.index for role in roles if isinstance(role, BatchInput)]
         self._parameters_read = [role.name for role in roles if isinstance(role, Parameter)]
         self._saved_read = [role.name for role in roles if isinstance(role, Saved)]
@@ -177,6 +213,10 @@ class Program:
     @property
     def result_count(self) -> int:
         return len(self.results) + len(self.constants)
+
+
+def _is_of_forward(key: StepVariant | str) -> bool:
+    return key == "forward" or isinstance(key, ForwardVariant)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -25,9 +25,10 @@ from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is
 from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
 from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, keep
-from embrace_fx.runtime.step.program import Program
+from embrace_fx.runtime.step.program import LoweredPhase, Program
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result
 from embrace_fx.vocabulary.operation_id import BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
+from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
 
 
 def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following: Ahead | None = None) -> list[Any]:
@@ -49,7 +50,7 @@ def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following:
 
 
 def _tensors(program: Program, step: Step, leaves: Sequence[Any], train: bool) -> tuple[Tensor, ...]:
-    if train and program.backward is not None:
+    if train and program.has_backward:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         anchor = torch.empty((), requires_grad=True)
         step.anchor = torch.autograd.graph.get_gradient_edge(anchor).node
@@ -78,14 +79,14 @@ class Step:
         program.announcements.failure = program.check(self._leaves)
         program.announcements.program = program.launched
         program.tell_buffers()
-        values = self._begin_forward()
+        values, variant = self._begin_forward()
+        forward = program.phase(variant)
         program.share_buffers()
         if program.regions is not None:
             program.regions.begin_step()
-        forward = program.forward
-        outputs = self._run_forward(values)
-        results = [value for role, value in zip(forward.roles, outputs, strict=True) if isinstance(role, Result)]
-        keep(forward.roles, outputs, values)
+        outputs = self._run_forward(forward, values)
+        results = [value for role, value in zip(forward.run.roles, outputs, strict=True) if isinstance(role, Result)]
+        keep(forward.run.roles, outputs, values)
         if program.flow is not None:
             program.flow.end_forward()
         if program.recorder is not None:
@@ -95,17 +96,16 @@ class Step:
         self._read_again = program.read_again(self._leaves, values)
         return results
 
-    def _run_forward(self, values: Values) -> tuple[Any, ...]:
+    def _run_forward(self, forward: LoweredPhase, values: Values) -> tuple[Any, ...]:
         """The forward's outputs. A failure is told to all ranks, which wait for nothing of it."""
         program = self.program
-        owed = program.owed_forward
-        needed = owed.begin(values)
+        needed = forward.owed.begin(values)
         try:
-            return program.forward(self._leaves, values, {})
+            return forward.run(self._leaves, values, {})
         except Exception as error:
             if is_of_ranks(error) or not self._tells_of_failures():
                 raise
-            owed.submit(needed)
+            forward.owed.submit(needed)
             if program.flow is not None:
                 program.flow.give_up_forward()
             program.announcements.give_up(failure_text(error))
@@ -123,13 +123,15 @@ class Step:
         parameter = self.program.state.any_parameter()
         return None if parameter is None else streams.streams_of(parameter.device)
 
-    def _begin_forward(self) -> Values:
-        """The values of the ids' phases."""
+    def _begin_forward(self) -> tuple[Values, ForwardVariant]:
+        """The values of the ids' phases, and which forward follows on them."""
         program = self.program
         if program.flow is not None and program.is_relaxed:
             assert program.ids_program is not None
             following, self._following = self._following, None
-            return program.flow.begin_forward(program.ids_program, self._leaves, following)
+            return program.flow.begin_forward(
+                program.ids_program, self._leaves, following, lambda variant: program.phase(variant).submits
+            )
         values: Values = {}
         try:
             keep(program.unique.roles, program.unique(self._leaves, values, {}), values)
@@ -141,7 +143,7 @@ class Step:
         keep(program.ids.roles, program.ids(self._leaves, values, {}), values)
         if program.flow is not None:
             program.flow.begin_plain_forward()
-        return values
+        return values, ForwardVariant()
 
     def backward(self, tangents: Sequence[Tensor | None], *, for_parameters: bool) -> list[Tensor | None]:
         """Runs the backward, delivers the parameters' gradients, and returns the batch tensors' ones.
@@ -158,26 +160,26 @@ class Step:
             )
         program.state.awaiting_backward.discard(self)
         values, self._values = self._values, None
-        backward, flow, recorder = program.backward, program.flow, program.recorder
+        flow, recorder = program.flow, program.recorder
         if recorder is not None:
             recorder.window()
-        assert backward is not None
+        assert program.has_backward
         given = tuple(index for index, t in zip(program.results, tangents, strict=True) if t is not None)
         state = program.state
         used = program.used.words(given, state.unreduced)
         if state.hooked:
             state.unreached = program.used.absent(program.used.words(given))
-        outputs, counts = self._run_backward(values, tangents, used)
+        outputs, roles, counts = self._run_backward(values, tangents, used)
         if recorder is not None:
             recorder.mark(WHOLE_BACKWARD)
         if not for_parameters:
             if flow is not None:
                 flow.discard()
-            return self._of_batch(backward.roles, outputs)
+            return self._of_batch(roles, outputs)
         absent, absent_here = program.used.absent(counts), program.used.absent(used)
         given_away = [tangent for tangent in tangents if tangent is not None]
-        program.deliver(backward.roles, outputs, absent, absent_here, given_away)
-        return self._of_batch(backward.roles, outputs)
+        program.deliver(roles, outputs, absent, absent_here, given_away)
+        return self._of_batch(roles, outputs)
 
     def tell_nothing(self) -> None:
         """In place of a backward that has nothing to compute nor to send, while the other ranks run theirs."""
@@ -198,8 +200,8 @@ class Step:
 
     def _run_backward(
         self, values: Values, tangents: Sequence[Tensor | None], used: Sequence[int]
-    ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """The backward's outputs, and how many ranks' backwards reach each parameter.
+    ) -> tuple[tuple[Any, ...], Sequence[OutputRole], tuple[int, ...]]:
+        """The backward's outputs, their roles, and how many ranks' backwards reach each parameter.
 
         Args:
             used: what this rank tells of the parameters that its backward reaches.
@@ -209,25 +211,27 @@ class Step:
         """
         program, flow = self.program, self.program.flow
         gate = self._enter()
-        needed = program.owed_backward.begin(values)
+        variant = self._next_backward(values)
+        backward = program.phase(variant)
+        needed = backward.owed.begin(values)
         if flow is not None:
-            flow.open_window(gate)
+            flow.open_window(gate, backward.submits)
         finish: Finish | None = None
         written, names = 0, ""
         outputs: tuple[Any, ...] = ()
         try:
             if flow is not None:
                 assert program.ids_program is not None
-                flow.begin_backward(program.ids_program, values)
+                flow.begin_backward(program.ids_program, variant)
             written, names = self._written()
             if gate is None:  # on the host, what ranks tell each other is read at the end, and tells of failures too
                 finish = self._launch_flags(used, written)
-            outputs = self._call_backward(values, tangents)
+            outputs = self._call_backward(backward, values, tangents)
         except Dropped:
             pass
         except Exception as failure:
             if gate is not None and not is_of_ranks(failure):
-                self._fail_backward(gate, needed, used, failure)
+                self._fail_backward(backward, gate, needed, used, failure)
             raise
         if gate is not None:
             self._check_gate(gate)
@@ -235,7 +239,7 @@ class Step:
             flow.end_backward()
         try:
             finish = finish or self._launch_flags(used, written)
-            return outputs, finish(names, None)
+            return outputs, backward.run.roles, finish(names, None)
         except PeerFailure:
             if flow is not None:
                 flow.give_up_backward()
@@ -245,22 +249,27 @@ class Step:
                 flow.discard()
             raise
 
+    def _next_backward(self, values: Values) -> BackwardVariant:
+        flow, of_ids = self.program.flow, self.program.ids_program
+        return BackwardVariant() if flow is None or of_ids is None else flow.next_backward(of_ids, values)
+
     def _written(self) -> tuple[int, str]:
         """How many of the tensors that the backward reads were written since the forward, and in words which."""
         written = [tensor for tensor, version in self._read_again if tensor._version != version]
         self._read_again = []  # values die with their last use
         return len(written), self.program.name_written(written, self._leaves)
 
-    def _call_backward(self, values: Values, tangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    def _call_backward(
+        self, backward: LoweredPhase, values: Values, tangents: Sequence[Tensor | None]
+    ) -> tuple[Any, ...]:
         program = self.program
-        assert program.backward is not None
         dense = {
             # The graph was traced for contiguous gradients, and autograd leaves out those of unused results.
             index: tangent.contiguous() if tangent is not None else torch.zeros_like(result)
             for index, tangent, result in zip(program.results, tangents, self._results, strict=True)
             if index in program.differentiable
         }
-        return program.backward(self._leaves, values, dense)
+        return backward.run(self._leaves, values, dense)
 
     def _check_gate(self, gate: Gate) -> None:
         """Raises PeerFailure where a rank is not in this backward, of which nothing has left then."""
@@ -269,11 +278,13 @@ class Step:
             self.program.flow.give_up_backward()
         gate.check()
 
-    def _fail_backward(self, gate: Gate, needed: Values, used: Sequence[int], failure: Exception) -> None:
+    def _fail_backward(
+        self, backward: LoweredPhase, gate: Gate, needed: Values, used: Sequence[int], failure: Exception
+    ) -> None:
         """Launches what the others wait for, and tells them at the end of their backward."""
-        program, flow = self.program, self.program.flow
+        flow = self.program.flow
         self._check_gate(gate)
-        program.owed_backward.submit(needed)
+        backward.owed.submit(needed)
         if flow is not None:
             flow.end_backward()
         with contextlib.suppress(PeerFailure):

@@ -73,7 +73,7 @@ def test_where_little_is_sent_no_link_is_probed() -> None:
 
 def probing_in_vain(rank: int, world_size: int) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "probed_links", lambda *_: SLOW if rank == 0 else Cluster())
+        patch.setattr(planning, "links_between", lambda *_: SLOW if rank == 0 else Cluster())
         return made_by_ranks(rank, world_size, None)
 
 

@@ -47,7 +47,15 @@ def on_terminal(command: list[str], timeout_s: float) -> tuple[int, list[tuple[f
 
     Returns: its exit status, and what it wrote with the seconds at which it was read.
     """
-    ours, theirs = pty.openpty()
+    return _watched(command, timeout_s, *pty.openpty())
+
+
+def through_a_pipe(command: list[str], timeout_s: float) -> tuple[int, list[tuple[float, str]]]:
+    """The same where stderr is no terminal."""
+    return _watched(command, timeout_s, *os.pipe())
+
+
+def _watched(command: list[str], timeout_s: float, ours: int, theirs: int) -> tuple[int, list[tuple[float, str]]]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, env=environment)
     os.close(theirs)

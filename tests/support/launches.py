@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch.futures import Future
 
+from embrace_fx.runtime.launch import launcher as launcher_module
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import InFlight
@@ -30,8 +32,8 @@ NAMES = tuple(LANE_OF)
 ORDER = tuple(OperationId("all_reduce", name, lane=lane) for name, lane in LANE_OF.items())
 ID = {str(each): each for each in ORDER}
 OF_FORWARD = (ID["ids"], ID["rows"])
-LONG_S, SHORT_S = 10.0, 0.05
-"""Longer than anything takes; long enough for a thread to do what it should not."""
+LONG_S = 10.0
+"""Longer than anything takes."""
 
 
 class Work:
@@ -44,6 +46,31 @@ class Work:
         return self.future
 
 
+class Watched(threading.Condition):
+    """A launcher's condition, which tells when its thread has seen all that has changed, and waits for more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told, self._seen = 0, -1
+        self._rests = threading.Condition()
+
+    def notify_all(self) -> None:
+        self._told += 1
+        super().notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if threading.current_thread().name == "embrace_fx launcher":
+            with self._rests:
+                self._seen = self._told
+                self._rests.notify_all()
+        return super().wait(timeout)
+
+    def rest(self) -> None:
+        """Waits until the thread has launched whatever is due."""
+        with self._rests:
+            assert self._rests.wait_for(lambda: self._seen == self._told, LONG_S)
+
+
 class Link:
     """What is launched, in order; each launch is on its way until the test ends it.
 
@@ -54,6 +81,7 @@ class Link:
     def __init__(self, instant: bool = False) -> None:
         self.launched: list[str] = []
         self._instant = instant
+        self.rest: Callable[[], None] = lambda: None  # until all that is due has been launched
         self._works: dict[str, Work] = {}
         self._changed = threading.Condition()
 
@@ -68,7 +96,10 @@ class Link:
         return on_the_way
 
     def end(self, name: str, error: Exception | None = None) -> None:
-        future = self._works.pop(name).future
+        """Ends a launch, once it is on its way."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: name in self._works, LONG_S)
+            future = self._works.pop(name).future
         if error is None:
             future.set_result(None)
         else:
@@ -76,17 +107,33 @@ class Link:
 
     def expect(self, *names: str) -> None:
         """Waits for these launches, in this order, and sees that no other follows."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self.launched) >= len(names), LONG_S)
-        time.sleep(SHORT_S)
+        self.rest()
         assert self.launched == list(names)
 
 
 def make(order: tuple[OperationId, ...] = ORDER, recorder: Recorder | None = None) -> Launcher:
-    return Launcher(order, OF_FORWARD, recorder or Recorder())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher_module, "threading", SimpleNamespace(Condition=Watched, Thread=threading.Thread))
+        return Launcher(order, OF_FORWARD, recorder or Recorder())
+
+
+def rest(launcher: Launcher) -> None:
+    """Waits until a launcher has launched whatever is due."""
+    changed = launcher._state.changed
+    assert isinstance(changed, Watched)
+    changed.rest()
+
+
+def stand_still(launcher: Launcher) -> None:
+    """Lets a launcher believe that nothing has moved for long."""
+    with launcher._state.changed:
+        launcher._state.moved_s = float("-inf")
+        launcher._state.changed.notify_all()
 
 
 def submit(launcher: Launcher, link: Link, *names: str) -> list[Ticket]:
+    changed = launcher._state.changed
+    link.rest = changed.rest if isinstance(changed, Watched) else lambda: None
     return [launcher.submit(ID[name], link.launch(name), 100) for name in names]
 
 

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import shlex
 import subprocess
 import sys
+import webbrowser
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from torch import nn
 
+import embrace_fx
 from embrace_fx import cli
+from embrace_fx.runtime.exchanges.channel import Channel
+from embrace_fx.runtime.exchanges.options import ExchangeOptions
+from embrace_fx.runtime.exchanges.steps import run
+from embrace_fx.runtime.exchanges.strategies import STRATEGIES
+from embrace_fx.viz import save
+from tests.support import timelines
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES_OF_SCRIPTS = ("first-model.md", "reading.md", "command-line.md")
-"""Whose snippets are programs, not fragments."""
+SCRIPTS = ("first-model", "reading", "recommender", "command-line")
+LONG_SCRIPTS = ("checkpoints", "from_torchrec", "hugging-face", "many-hosts")
+"""Pages whose snippets are programs."""
+FRAGMENTS = ("admm", "graphs", "index", "memory", "operations", "scheduling", "strategies")
+"""Pages whose snippets are parts of a program that the reader knows; `tests/training/test_from_ddp.py` has one more."""
+
+
+def snippets_of(page: str) -> list[str]:
+    found = re.findall(
+        r"^```python[^\n]*\n(.*?)^```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL | re.M
+    )
+    assert found, page
+    return found
 
 
 def test_the_site_is_built_without_warnings_and_its_links_lead_somewhere(tmp_path: Path) -> None:
@@ -36,25 +62,135 @@ def test_the_site_is_built_without_warnings_and_its_links_lead_somewhere(tmp_pat
     assert not re.findall(r'(?:src|href)="https?://(?!squidfunk|www\.mkdocs)', reference)  # it opens without a network
 
 
-@pytest.mark.parametrize("page", PAGES_OF_SCRIPTS)
-def test_what_a_page_shows_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_page_with_snippets_is_tried() -> None:
+    with_snippets = {path.stem for path in DOCS.glob("*.md") if "```python" in path.read_text(encoding="utf-8")}
+
+    assert with_snippets == {*SCRIPTS, *LONG_SCRIPTS, *FRAGMENTS, "from_ddp"}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder of one process, whose `logging` is put back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    snippets = re.findall(r"```python[^\n]*\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
-    assert snippets
     torch.manual_seed(0)
     logger = logging.getLogger("embrace_fx")
     level = logger.level
+    yield tmp_path
+    logger.setLevel(level)
+
+
+@pytest.mark.parametrize("page", [*SCRIPTS, *(pytest.param(each, marks=pytest.mark.long) for each in LONG_SCRIPTS)])
+def test_what_a_page_shows_runs(page: str, here: Path) -> None:
+    if page == "hugging-face":
+        pytest.importorskip("transformers", reason="of the extra `test`")
+    for snippet in snippets_of(page):
+        # As a script of its own: modules are looked up by the classes that they define.
+        exec(compile(snippet, f"{page}.md", "exec"), {"__name__": "__page__"})
+
+
+def reader(*, compiled: bool) -> dict[str, Any]:
+    """The names that a fragment takes as known."""
+    deep = (layer for _ in range(12) for layer in (nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4)))
+    plain = nn.Sequential(nn.Embedding(50, 4), *deep, nn.Linear(4, 1))  # may keep half of what it saves
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    loader = [(torch.arange(6),)] * 3
+    known: dict[str, Any] = {
+        "embrace_fx": embrace_fx,
+        "torch": torch,
+        "nn": nn,
+        "optimizer": optimizer,
+        "loader": loader,
+        "batch": loader[0],
+        "log": pytest.fail,
+        "loss_of": torch.mean,
+        "inputs": torch.randn(12, 3, 8),
+        "classes": torch.arange(12) % 2,
+        "model": plain,
+    }
+    if compiled:
+        model = known["model"] = embrace_fx.compile(plain, optimizer=optimizer)
+
+        def step() -> None:
+            for _ in range(3):
+                model(torch.arange(6)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        step()
+        known["step"] = step
+    return known
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(each, marks=[pytest.mark.long] if each != "operations" else []) for each in FRAGMENTS]
+)
+def test_what_a_page_quotes_runs(page: str, here: Path) -> None:
+    for snippet in snippets_of(page):
+        program = re.sub(r"^( +)\.\.\.$", r"\1step()", snippet, flags=re.M)
+        if "STRATEGIES" in program:
+            with alone() as known:
+                exec(compile(program, f"{page}.md", "exec"), known)
+            continue
+        # Each compilation of a model is of a model of its own.
+        parts = program.splitlines() if program.startswith("model = embrace_fx.compile") else [program]
+        for part in parts:
+            known = reader(compiled=page in ("operations", "scheduling"))
+            exec(compile(part, f"{page}.md", "exec"), known)
+            if part is not program and part:
+                known["model"](torch.arange(48)).mean().backward()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[dict[str, Any]]:
+    """What the exchange of a gradient takes as known, on one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
-        for snippet in snippets:
-            exec(compile(snippet, page, "exec"), {"__name__": "__page__"})
+        known = {"STRATEGIES": STRATEGIES, "Channel": Channel, "ExchangeOptions": ExchangeOptions, "run": run}
+        yield known | {"group": dist.group.WORLD, "gradient": torch.randn(8, 4)}
     finally:
-        logger.setLevel(level)
+        dist.destroy_process_group()
 
 
-def test_the_command_line_page_has_every_command() -> None:
-
+def commands_of_the_page() -> list[str]:
     text = (DOCS / "command-line.md").read_text(encoding="utf-8")
-    for name in cli.main.commands:
-        assert f"## {name}" in text
-        assert re.search(rf"(embrace-fx|embrace_fx.cli) {name}", text)
+    return re.findall(r"^\$ (.*)$", text, re.M)
+
+
+def with_files_of_the_page(folder: Path) -> None:
+    """What the page's commands read: files that it shows, and a saved timeline."""
+    text = (DOCS / "command-line.md").read_text(encoding="utf-8")
+    for name, content in re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', text, re.DOTALL | re.M):
+        (folder / name).write_text(content, encoding="utf-8")
+    schedule = timelines.schedule()
+    for suffix in ("json", "html"):
+        save(folder / f"timeline.{suffix}", schedule=schedule, timeline=timelines.timeline(schedule))
+
+
+def test_the_command_line_page_has_every_command_and_they_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_files_of_the_page(here)
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    commands = [shlex.split(each) for each in commands_of_the_page()]
+    assert {command[1] for command in commands if command[0] == "embrace-fx"} | {"bench"} == set(cli.main.commands)
+
+    for name, *arguments in commands:
+        if name == "embrace-fx":
+            result = CliRunner().invoke(cli.main, arguments)
+            assert result.exit_code == 0, (arguments, result.output)
+
+    assert len(opened) == 1
+    assert all((here / name).exists() for name in ("plan.html", "plan.json", "timeline.svg"))
+
+
+@pytest.mark.long
+def test_the_commands_of_the_page_that_start_ranks_run(here: Path) -> None:
+    with_files_of_the_page(here)
+    commands = [shlex.split(each)[1:] for each in commands_of_the_page() if each.startswith("torchrun ")]
+    assert [command[-1] for command in commands] == ["doctor", "ratings:make"]
+    for arguments in commands:
+        command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr

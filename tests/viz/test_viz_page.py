@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from embrace_fx import viz
+from embrace_fx.vocabulary.background import Background, StepOn, TablePlace
 from embrace_fx.vocabulary.operation_id import CLASS_LANES
 from embrace_fx.vocabulary.schedule import Operation, Schedule, Span, Timeline, Wait
 from tests.support import timelines
@@ -49,9 +50,15 @@ def tab(browser: Any) -> Iterator[Any]:
     assert complaints == []
 
 
-def opened(tab: Any, folder: Path, schedule: Schedule | None = None, timeline: Timeline | None = None) -> Any:
+def opened(
+    tab: Any,
+    folder: Path,
+    schedule: Schedule | None = None,
+    timeline: Timeline | None = None,
+    background: Background | None = None,
+) -> Any:
     path = folder / "picture.html"
-    viz.save(path, schedule=schedule, timeline=timeline)
+    viz.save(path, schedule=schedule, timeline=timeline, background=background)
     tab.goto(path.as_uri())
     return tab
 
@@ -224,3 +231,40 @@ def test_dark_follows_the_system_and_the_button(browser: Any, tmp_path: Path, sc
         context.close()
     assert grounds["light"] == grounds["dark"][::-1]
     assert grounds["light"][0] != grounds["light"][1]
+
+
+AROUND = Background(
+    150.0,
+    (StepOn(2, 40.0, 100.0), StepOn(8, 60.0, 200.0)),
+    (TablePlace("users.weight", (90, 8), "alltoall", ("columns 0 to 3", "columns 4 to 7"), 2880, 0.8, 0.25),),
+)
+
+
+@pytest.mark.parametrize("width", [1400, 480])
+def test_what_stands_around_a_schedule(tab: Any, tmp_path: Path, schedule: Schedule, width: int) -> None:
+    tab.set_viewport_size({"width": width, "height": 900})
+    opened(tab, tmp_path, schedule, background=AROUND)
+
+    assert "DDP, estimated" in tab.locator("#bars").inner_text()
+    longest = tab.locator("#bars .bar").last.locator(".track").bounding_box()
+    parts = [part.bounding_box() for part in tab.locator("#bars .bar").last.locator(".part").all()]
+    assert sum(box["width"] for box in parts) == pytest.approx(longest["width"], abs=3)
+    assert tab.locator("#tables tbody tr").inner_text().split("\n")[0].startswith("users.weight")
+    assert "80 %" in tab.locator("#tables").inner_text()
+    assert tab.locator("#ranks .bar").count() == 4
+    assert tab.locator("#words").is_hidden()
+    tab.locator("#glossary summary").focus()
+    tab.keyboard.press("Enter")
+    assert "compute stands still for communication" in tab.locator("#words").inner_text()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width  # nothing sticks out of the page
+
+
+def test_time_in_which_nothing_runs_has_a_name(tab: Any, tmp_path: Path) -> None:
+    first, second = (
+        Operation("backward a", "backward", "compute", 1.0),
+        Operation("forward a", "forward", "compute", 1.0),
+    )
+    opened(tab, tmp_path, timeline=Timeline((Span(first, 0, 0, 0.0, 1.0), Span(second, 0, 0, 4.0, 5.0)), (), 1))
+
+    assert "Between operations" in found_along(tab, "measured", "compute", "nothing runs")
+    assert "between operations\t3.00 ms" in tab.locator("#figures").inner_text()

@@ -223,11 +223,13 @@ class Training:
         if following is not None and cut:
             self.exchange.cut(following.ids, following.counts)
         else:
-            self.exchange.do_not_cut(self.launcher.order)
-        self.exchange.submit_rows(EARLY, batch.ids, batch.counts, torch.float64)
+            self.exchange.forget_cut()
+            self.launcher.skip(EARLY, *self.pieces)
+        if cut:
+            self.exchange.submit_rows(EARLY, batch.ids, batch.counts, torch.float64)
         scale = 1 / self.communicator.world_size
         own = gradients[batch.own(self.communicator.rank)].contiguous()
-        for launch in (PRIOR, *self.pieces):
+        for launch in (PRIOR, *self.pieces) if cut else (PRIOR,):
             self.exchange.submit_gradient(launch, own, batch.ids, batch.counts, self.padding_idx, scale)
         self.launcher.leave_backward()
         self.exchange.deliver()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -20,16 +19,8 @@ from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
-from tests.support.launches import ID, LONG_S, NAMES, ORDER, SHORT_S, Link, make, submit, windows
+from tests.support.launches import ID, LONG_S, NAMES, ORDER, Link, make, stand_still, submit, windows
 from tests.support.ranks import run_ranks
-
-
-@pytest.fixture(autouse=True)
-def _no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine must not look like one on which nothing moves."""
-    monkeypatch.setattr(launcher_module, "STANDSTILL_S", 1e6)
-    monkeypatch.setattr(launcher_module, "_FAREWELL_S", 2 * SHORT_S)  # what a test leaves on the way never completes
-
 
 # -- the order ---------------------------------------------------------------------------------------------------------
 
@@ -196,34 +187,33 @@ def test_a_hurry_into_the_next_window_keeps_the_order_of_a_class() -> None:
 
     with launcher.hurrying():
         for name in (*NAMES, "early rows", "prior", "bucket 0"):
-            while name not in link._works:
-                time.sleep(0.001)
             link.end(name)
 
     assert link.launched == [*NAMES, "early rows", "prior", "bucket 0"]
 
 
-def test_where_nothing_moves_classes_overtake_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher_module, "STANDSTILL_S", 0.1)
+def test_where_nothing_moves_classes_overtake_each_other() -> None:
     launcher, link = make(), Link(instant=True)
 
-    before = time.perf_counter()
-    _, delayed, _ = submit(launcher, link, "prior", "delayed", "rows")
+    submit(launcher, link, "prior", "delayed", "rows")
+    link.expect()
+    stand_still(launcher)
     link.expect("delayed")
-    time.sleep(0.3)
-
-    assert link.launched == ["delayed"]  # "prior" and "rows" stay behind "early rows", which may still come
-    assert delayed.started_s - before >= 0.1
+    stand_still(launcher)
+    link.expect("delayed")  # "prior" and "rows" stay behind "early rows", which may still come
     submit(launcher, link, "early rows")
+    link.expect("delayed", "early rows", "prior")
+    stand_still(launcher)
     link.expect("delayed", "early rows", "prior", "rows")
 
 
-def test_where_nothing_moves_more_are_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_moves_more_are_on_the_way() -> None:
     """The other ranks may have launched other classes first."""
-    monkeypatch.setattr(launcher_module, "STANDSTILL_S", 0.1)
     launcher, link = make(), Link()
 
     submit(launcher, link, "early rows", "prior", "bucket 0")
+    link.expect("early rows", "prior")
+    stand_still(launcher)
 
     link.expect("early rows", "prior", "bucket 0")
 
@@ -252,11 +242,11 @@ def test_the_recorder_hears_of_each_launch() -> None:
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-def submits_at_its_own_pace(rank: int, world_size: int, standstill_s: float) -> dict[str, list[str]]:
+def submits_in_its_own_order(rank: int, world_size: int, stands_still: bool) -> dict[str, list[str]]:
     """Windows of sums. A rank whose launches of a class came in another order would add up other things."""
     communicator = Communicator(dist.group.WORLD)
     communicator.open_lanes()
-    launcher_module.STANDSTILL_S, before = standstill_s, launcher_module.STANDSTILL_S
+    launcher_module.STANDSTILL_S, before = 0.1 if stands_still else 1e6, launcher_module.STANDSTILL_S
     by_class: dict[str, list[str]] = {launch.lane: [] for launch in ORDER}
     shared, own = random.Random(0), random.Random(rank)
     launcher = make()
@@ -274,7 +264,8 @@ def submits_at_its_own_pace(rank: int, world_size: int, standstill_s: float) -> 
         hurries = shared.random() < 0.2
         own.shuffle(submitted)
         for each in submitted:
-            time.sleep(own.choice([0.0, 0.0, 0.004]))
+            if stands_still and own.random() < 0.3:
+                stand_still(launcher)
             ticket = launcher.submit(each, sums(each, window), 0)
             submissions.append((ticket, world_size * term(each, window)))
         launcher.open_window()
@@ -293,9 +284,9 @@ def term(launch: OperationId, window: int) -> int:
     return 100 * window + ORDER.index(launch)
 
 
-@pytest.mark.parametrize("standstill_s", [1e6, 0.002], ids=["in order", "overtaking"])
-def test_ranks_launch_each_class_in_the_same_order(standstill_s: float) -> None:
-    first, *others = run_ranks(3, submits_at_its_own_pace, standstill_s)
+@pytest.mark.parametrize("stands_still", [False, True], ids=["in order", "overtaking"])
+def test_ranks_launch_each_class_in_the_same_order(stands_still: bool) -> None:
+    first, *others = run_ranks(3, submits_in_its_own_order, stands_still)
 
     assert all(other == first for other in others)
     assert min(map(len, first.values())) > 5

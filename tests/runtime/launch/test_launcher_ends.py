@@ -13,7 +13,7 @@ import torch
 
 from embrace_fx.runtime.launch import launcher as launcher_module
 from embrace_fx.runtime.ranks.communicator import InFlight
-from tests.support.launches import ID, LONG_S, SHORT_S, Link, make, submit
+from tests.support.launches import ID, LONG_S, Link, make, rest, submit
 
 
 def broken() -> InFlight:
@@ -61,7 +61,7 @@ def test_the_thread_ends_with_the_launcher(names: tuple[str, ...]) -> None:
     launcher, link = make(), Link()
     (thread,) = set(threading.enumerate()) - before
     submit(launcher, link, *names)
-    time.sleep(SHORT_S)
+    rest(launcher)
 
     del launcher
     gc.collect()
@@ -78,8 +78,6 @@ def test_what_is_under_way_ends_before_the_thread_does(monkeypatch: pytest.Monke
 
     def end_all() -> None:
         for name in ("early rows", "prior", "bucket 0", "rows"):
-            while name not in link._works:
-                time.sleep(0.001)
             link.end(name)
 
     threading.Thread(target=end_all).start()
@@ -90,10 +88,10 @@ def test_what_is_under_way_ends_before_the_thread_does(monkeypatch: pytest.Monke
 
 
 class LateFuture:
-    """Of a collective whose thread drops the callback some time after it has run."""
+    """Of a collective whose thread drops the callback after it has run, when the test lets it."""
 
     def __init__(self) -> None:
-        self.dropped_s = 0.0
+        self.may_drop, self.dropped = threading.Event(), threading.Event()
 
     def value(self) -> None:
         """Nothing went wrong."""
@@ -103,9 +101,9 @@ class LateFuture:
 
     def _run(self, callbacks: list[Callable[[object], None]]) -> None:
         callbacks[0](self)
-        time.sleep(SHORT_S)
+        self.may_drop.wait(LONG_S)
         callbacks.clear()
-        self.dropped_s = time.monotonic()
+        self.dropped.set()
 
 
 def test_the_end_comes_after_the_threads_of_collectives_have_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +113,17 @@ def test_the_end_comes_after_the_threads_of_collectives_have_let_go(monkeypatch:
     launched = InFlight(torch.zeros(1), SimpleNamespace(get_future=lambda: future))
     launcher.submit(ID["early rows"], lambda: launched, 0)
 
+    looked: list[bool] = []
+
+    def sleep(_: float) -> None:
+        looked.append(future.dropped.is_set())
+        future.may_drop.set()
+        future.dropped.wait(LONG_S)
+
+    monkeypatch.setattr(
+        launcher_module, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic, perf_counter=time.perf_counter)
+    )
     launcher._stop()
 
-    assert 0.0 < future.dropped_s <= time.monotonic()
+    assert looked[0] is False
+    assert future.dropped.is_set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,6 @@ import torch
 from hypothesis import given
 
 from embrace_fx.passes.verifier.stream_order import hazards, too_many_in_flight
-from embrace_fx.runtime.launch import launcher as launcher_module
 from embrace_fx.runtime.launch.launcher import Ticket
 from embrace_fx.runtime.launch.recorded_streams import RecordedStreams
 from embrace_fx.runtime.launch.recorder import Recorder
@@ -22,7 +20,7 @@ from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 from embrace_fx.vocabulary.stream_program import Launch, StreamProgram, WaitEvent
-from tests.support.launches import ID, LANE_OF, LONG_S, NAMES, OF_FORWARD, ORDER, SHORT_S, windows
+from tests.support.launches import ID, LANE_OF, LONG_S, NAMES, OF_FORWARD, ORDER, stand_still, windows
 
 
 class Device:
@@ -30,16 +28,22 @@ class Device:
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.streams = RecordedStreams()
+        self.left = threading.Event()  # something has
         self.launcher = StreamLauncher(ORDER, OF_FORWARD, recorder or Recorder(), self.streams)
 
     def submit(self, *names: str) -> list[Ticket]:
         return [self.launcher.submit(ID[name], self._launch(name), 100) for name in names]
 
     def _launch(self, name: str) -> Callable[[], InFlight]:
-        sent, streams = torch.ones(2), self.streams  # not the launcher: what is held back would keep it alive
+        sent, streams, left = (
+            torch.ones(2),
+            self.streams,
+            self.left,
+        )  # not the launcher: what is held back would keep it alive
 
         def launch() -> InFlight:
             streams.steps.append(Launch(LANE_OF[name], name))
+            left.set()
             return InFlight(torch.tensor(len(name)), None, reads=(sent,))
 
         return launch
@@ -50,11 +54,6 @@ class Device:
 
     def program(self) -> StreamProgram:
         return self.streams.program("launched by hand")
-
-
-@pytest.fixture(autouse=True)
-def _no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher_module, "STANDSTILL_S", 1e6)
 
 
 def test_a_launch_leaves_at_once_where_it_is_its_turn_and_is_held_back_where_not() -> None:
@@ -157,18 +156,15 @@ def test_all_ranks_catch_up_together() -> None:
     assert device.launcher.took_turns()
 
 
-def test_what_nobody_submits_after_is_launched_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_submits_after_is_launched_in_the_end() -> None:
     """The user's barrier may come between a step and the next forward."""
-    monkeypatch.setattr(launcher_module, "STANDSTILL_S", 0.1)
     device = Device()
 
     device.submit("delayed")
-    time.sleep(0.02)
     assert device.launched == []
-    deadline = time.monotonic() + LONG_S
-    while not device.launched and time.monotonic() < deadline:
-        time.sleep(SHORT_S)
+    stand_still(device.launcher)
 
+    assert device.left.wait(LONG_S)
     assert device.launched == ["delayed"]
     assert not device.launcher.took_turns()
 

@@ -1,0 +1,47 @@
+"""The links between the ranks: probed once for a network, and remembered from one run to the next."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+from embrace_fx.cost.links import Cluster
+from embrace_fx.runtime.probe.probe import probed_links
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.setup.disk_cache import keep, recall
+
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def links_between(communicator: Communicator, sent_bytes: int, device: torch.device) -> Cluster | None:
+    """What every collective reaches; None where a step sends too little for it to matter. Collective.
+
+    What an earlier run has probed between the same hosts is checked by two short measurements and taken where it still
+    holds; else the links are probed anew. Rank 0's files alone are read and written.
+
+    Args:
+        sent_bytes: what a step sends, about; equal on all ranks.
+        device: whose tensors are sent.
+    """
+    key: list[tuple[str, ...]] = []
+    recalled: list[Cluster | None] = []
+
+    def earlier() -> Cluster | None:
+        key.extend(communicator.gather(_own_part(device), tuple[str, ...]))
+        own = recall(Cluster, *key) if communicator.rank == 0 else None
+        recalled.append(communicator.gather(own, Cluster | None)[0])
+        return recalled[0]
+
+    found = probed_links(communicator, sent_bytes, device, earlier)
+    if key and communicator.rank == 0 and found is not None and found != recalled[0]:
+        keep(found, *key)
+    return found
+
+
+def _own_part(device: torch.device) -> tuple[str, ...]:
+    """What the speed of a rank's links follows from, as far as it can be named."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    interfaces = (os.environ.get(each, "") for each in _INTERFACES)
+    return (platform.node(), device.type, name, str(torch.get_num_threads()), *interfaces)

@@ -1,0 +1,108 @@
+"""What a picture says besides a schedule, from the plan: tables' places, DDP's step, other numbers of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from embrace_fx.cost.links import Cluster, Collective, all_reduce, exchange
+from embrace_fx.passes.scheduler.launch_order import quick_ms
+from embrace_fx.vocabulary.background import Background, StepOn, TablePlace
+from embrace_fx.vocabulary.ops import own_columns
+from embrace_fx.vocabulary.plan import Decision, Plan
+from embrace_fx.vocabulary.schedule import Operation, Schedule, StepGraph
+
+RANKS = (2, 8, 64)
+ELEMENT_BYTES = 4
+"""Of a parameter, where only shares are told."""
+
+_COLLECTIVE: dict[str, Collective] = {
+    "all_reduce": "all_reduce",
+    "ids": "all_gather",
+    "gradients": "all_to_all",
+    "lookups": "all_to_all",
+    "delayed": "all_to_all",
+}
+
+
+def background_of(plan: Plan, schedule: Schedule) -> Background:
+    """What stands around the schedule of a plan."""
+    if plan.world_size == 1:
+        return Background(0.0, (), places_of(plan))
+    steps = []
+    for ranks in sorted({*RANKS, plan.world_size}):
+        is_own = ranks == plan.world_size
+        step_ms = schedule.diagnostics().step_ms if is_own else quick_ms(on_ranks(schedule.steps, plan, ranks))
+        steps.append(StepOn(ranks, step_ms, ddp_exposed_ms(plan, schedule.steps, ranks)))
+    return Background(ddp_exposed_ms(plan, schedule.steps, plan.world_size), tuple(steps), places_of(plan))
+
+
+def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
+    """What a step under DDP waits for: tables' dense gradients, the first layer's, are ready when the backward ends."""
+    tables, others = 0, 0
+    for decision in plan:
+        reduced = round(decision.ddp_bytes_per_step * plan.world_size / (2 * (plan.world_size - 1)))
+        if decision.is_table:
+            tables += reduced
+        else:
+            others += reduced
+    links = _links(plan, ranks)
+    backward_ms = sum(each.duration_ms for each in steps.operations if each.kind == "backward")
+    tables_ms, others_ms = (
+        all_reduce(each, ranks).time_ms(links, "all_reduce") if each else 0 for each in (tables, others)
+    )
+    return tables_ms + max(0.0, others_ms - backward_ms)
+
+
+def on_ranks(steps: StepGraph, plan: Plan, ranks: int) -> StepGraph:
+    """The same step where each launch takes what it would between so many ranks."""
+    return replace(steps, operations=tuple(_on_ranks(each, plan, ranks) for each in steps.operations))
+
+
+def _on_ranks(operation: Operation, plan: Plan, ranks: int) -> Operation:
+    collective = _COLLECTIVE.get(operation.kind)
+    if collective is None or not operation.is_communication or not operation.sent_bytes:
+        return operation
+    own_bytes = operation.sent_bytes * 1000 // exchange(collective, 1000, plan.world_size).sent_bytes
+    now, then = (
+        exchange(collective, own_bytes, each).time_ms(_links(plan, each), collective)
+        for each in (plan.world_size, ranks)
+    )
+    return replace(operation, duration_ms=operation.duration_ms * then / now)
+
+
+def _links(plan: Plan, ranks: int) -> Cluster:
+    return plan.links.among(ranks)
+
+
+def places_of(plan: Plan) -> tuple[TablePlace, ...]:
+    """Where each table lies, the largest first."""
+    all_elements = sum(prod(decision.shape) for decision in plan)
+    found = [
+        TablePlace(
+            decision.parameter,
+            decision.shape,
+            decision.name,
+            _parts(decision, plan.world_size),
+            prod(decision.shape) * ELEMENT_BYTES,
+            prod(decision.shape) / all_elements if all_elements else 0.0,
+            decision.sent_bytes_per_step / plan.sent_bytes_per_step if plan.sent_bytes_per_step else 0.0,
+        )
+        for decision in plan
+        if decision.is_table
+    ]
+    return tuple(sorted(found, key=lambda place: -place.table_bytes))
+
+
+def _parts(decision: Decision, world_size: int) -> tuple[str, ...]:
+    if decision.strategy != "alltoall" or world_size == 1:
+        return ("all of it",)
+    width = decision.shape[1]
+    parts = []
+    for rank in range(world_size):
+        grid = decision.grid
+        row, column = (0, rank) if grid is None else grid.place(rank)
+        first, end = own_columns(width, world_size if grid is None else grid.columns, column)
+        columns = "no columns" if first == end else f"columns {first} to {end - 1}"
+        parts.append(columns if grid is None or grid.rows == 1 else f"{columns}, rows {row}, {row + grid.rows}, ..")
+    return tuple(parts)

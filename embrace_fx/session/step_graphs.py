@@ -1,0 +1,55 @@
+"""The graphs of a training program's steps: of the steady one, and of those that know less, each derived once.
+
+A step is another one where its batch is the first of an epoch, or the last, or not the one that was looked ahead to,
+or where its gradients are added to others. Which one comes, all ranks tell from their announcement; what it then does
+is in its graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from torch import fx
+
+from embrace_fx.passes.relax.variants import is_steady, pass_of
+from embrace_fx.session.pipeline import Compiled, Pass, run_passes
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.step_variant import VARIANTS, StepVariant
+
+
+class StepGraphs:
+    """Of one training program.
+
+    Attributes:
+        steady: the graph of a step between two others, whose next batch is known.
+    """
+
+    def __init__(self, steady: Compiled, analysed: TrainingGraph) -> None:
+        self.steady = steady
+        self._analysed = analysed
+        self._derived: dict[StepVariant, TrainingGraph] = {}
+
+    def graph(self, variant: StepVariant) -> TrainingGraph:
+        """A graph with the phase of a variant.
+
+        Raises:
+            VerificationError: that phase breaks an invariant.
+        """
+        if variant not in self._derived:
+            self._derived[variant] = run_passes(self._analysed, [pass_of(variant)], self.steady).graph
+        return self._derived[variant]
+
+    def order(self, passes: Sequence[Pass]) -> None:
+        """Puts the steady backward in another order; those of the other variants follow."""
+        self.steady = run_passes(self._analysed, passes, self.steady)
+        self._derived = {variant: each for variant, each in self._derived.items() if variant.phase == "forward"}
+
+    def modules(self) -> Mapping[str, Callable[[], fx.GraphModule]]:
+        """Name of a variant -> its phase, made when it is asked for."""
+        if "backward" not in self.steady.graph.phases or not is_steady(self.steady.graph):
+            return {}
+        return {str(variant): partial(self._module, variant) for variant in VARIANTS if not variant.is_steady}
+
+    def _module(self, variant: StepVariant) -> fx.GraphModule:
+        return self.graph(variant).phases[variant.phase]

@@ -1,0 +1,49 @@
+"""What stands around a schedule in its picture: where tables lie, what DDP would take, what other numbers of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TablePlace:
+    """Which rank holds which part of a table.
+
+    Attributes:
+        parts: of each rank, in words; a single one where all hold the same.
+        table_bytes: of the whole table.
+        memory_share: of all parameters' bytes, from 0 to 1.
+        sent_share: of what a rank sends in a step, likewise.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strategy: str
+    parts: tuple[str, ...]
+    table_bytes: int
+    memory_share: float
+    sent_share: float
+
+
+@dataclass(frozen=True)
+class StepOn:
+    """A step of the same plan on another number of ranks, each with a batch of the same size."""
+
+    ranks: int
+    step_ms: float
+    ddp_exposed_ms: float
+
+
+@dataclass(frozen=True)
+class Background:
+    """Around one schedule.
+
+    Attributes:
+        ddp_exposed_ms: what DDP's AllReduces add to the same compute, estimated: those of tables, whose gradients come
+            last, follow on the backward; the others hide behind it as far as it lasts.
+        steps: estimated by the cost model, ascending in ranks, the plan's own number among them.
+    """
+
+    ddp_exposed_ms: float
+    steps: tuple[StepOn, ...]
+    tables: tuple[TablePlace, ...]

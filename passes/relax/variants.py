@@ -1,0 +1,153 @@
+"""The graphs of steps that know less than the steady one: of their next batch, or of the one that has come.
+
+    rewrite, `ForwardAs`:
+        arrives whole     early = await_rows(..., "table early rows"); late = await_rows(..., "table rows")
+                          flat = join_rows([early, late], ...)
+                      ->  late = await_rows(..., "table rows"); flat = join_rows([late], ...)
+        another batch     likewise, and what was delayed for the sake of the batch that did not come is updated too:
+                          updated = update_rows(shard, table, "table prior")
+                      ->  prior = update_rows(shard, table, "table prior")
+                          updated = update_rows(prior, table, "table delayed [0]")
+        none coming       submit_ids([ids], "ids")
+                      ->
+
+    rewrite, `BackwardAs`:
+        nothing left      updated = update_rows(shard, table, "table delayed [0]"); submit_rows(updated, ...)
+                      ->  submit_rows(shard, ...)
+        none coming       await_ids([ids], "ids")
+                      ->
+        whole             submit_rows(updated, ..., "table early rows"); submit_gradients(..., "table delayed [0]")
+                      ->
+
+Contract
+    Same values. What is left of a launch class keeps its order, so that one launch order serves all variants. Where
+    nothing is cut, prior gradients are all of them, and late rows likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import fx
+
+from embrace_fx.passes.collectives import is_submission
+from embrace_fx.passes.relax.launches import Phases, drop_unread, drop_unread_saved, launch_node, nodes_of
+from embrace_fx.passes.rewriter import Rewriter
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.operation_id import IDS, OperationId
+from embrace_fx.vocabulary.ops import launch_of
+from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant, StepVariant, Varied
+
+embrace = torch.ops.embrace
+
+
+@dataclass(frozen=True)
+class ForwardAs:
+    """Makes the forward of the steady step that of another variant."""
+
+    variant: ForwardVariant
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        return _with_phase(graph, self.variant, partial(_forward, variant=self.variant, delayed=_delayed_of(graph)))
+
+
+@dataclass(frozen=True)
+class BackwardAs:
+    """Makes the backward of the steady step that of another variant."""
+
+    variant: BackwardVariant
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        return _with_phase(graph, self.variant, partial(_backward, variant=self.variant))
+
+
+def pass_of(variant: StepVariant) -> ForwardAs | BackwardAs:
+    """What makes a variant of a steady graph."""
+    return ForwardAs(variant) if isinstance(variant, ForwardVariant) else BackwardAs(variant)
+
+
+def _with_phase(graph: TrainingGraph, variant: StepVariant, rewrite: Callable[[fx.GraphModule], None]) -> TrainingGraph:
+    phases = Phases(graph.phases)
+    module = phases[variant.phase]
+    rewrite(module)
+    drop_unread(module)
+    drop_unread_saved(module)
+    module.graph.lint()
+    module.recompile()
+    varied = Varied(
+        variant,
+        frozenset(_submitted(graph)),
+        into_forward=bool(nodes_of(graph.phases["forward"], embrace.await_chunk.default)),
+    )
+    return replace(graph, phases={**graph.phases, **phases.copied}, varied=varied)
+
+
+def _forward(module: fx.GraphModule, variant: ForwardVariant, delayed: dict[str, list[OperationId]]) -> None:
+    if variant.arrives != "cut":
+        for early in [n for n in nodes_of(module, embrace.await_rows.default) if _launch(n).part == "early"]:
+            (join,) = early.users
+            join.args = ([part for part in join.all_input_nodes[:2] if part is not early], *join.args[1:])
+            module.graph.erase_node(early)
+    if variant.arrives == "other":
+        for update in nodes_of(module, embrace.update_rows.default):
+            _update_delayed(Rewriter(module), update, delayed.get(_launch(update).what, []))
+    if not variant.coming:
+        _erase(module, nodes_of(module, embrace.submit_ids.default))
+
+
+def _update_delayed(rewriter: Rewriter, update: fx.Node, delayed: list[OperationId]) -> None:
+    """Has the rows of all pieces updated, too, before they are looked up."""
+    readers, last = list(update.users), update
+    for k, launch in enumerate(delayed):
+        with rewriter.before(last.next):
+            last = launch_node(
+                rewriter, update.target, last, launch.what, launch=launch, name=f"{update.name}_delayed_{k}"
+            )
+    for reader in readers:
+        reader.replace_input_with(update, last)
+
+
+def _backward(module: fx.GraphModule, variant: BackwardVariant) -> None:
+    if not variant.left:
+        for update in nodes_of(module, embrace.update_rows.default):
+            update.replace_all_uses_with(update.all_input_nodes[0])
+            module.graph.erase_node(update)
+    if not variant.coming:
+        _erase(module, nodes_of(module, embrace.await_ids.default))
+    if not variant.cut:
+        _erase(module, nodes_of(module, embrace.submit_rows.default))
+        gradients = nodes_of(module, embrace.submit_gradients.default)
+        _erase(module, [node for node in gradients if _launch(node).part == "delayed"])
+
+
+def _erase(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
+    for node in nodes:
+        module.graph.erase_node(node)
+
+
+def _delayed_of(graph: TrainingGraph) -> dict[str, list[OperationId]]:
+    """Table or stack -> the pieces in which its delayed gradients travel."""
+    found: dict[str, list[OperationId]] = {}
+    for node in nodes_of(graph.phases["backward"], embrace.submit_gradients.default):
+        if _launch(node).part == "delayed":
+            found.setdefault(_launch(node).what, []).append(_launch(node))
+    return found
+
+
+def _submitted(graph: TrainingGraph) -> Iterator[OperationId]:
+    nodes = (node for phase in ("backward", "forward") for node in graph.phases[phase].graph.nodes)
+    return (_launch(node) for node in nodes if is_submission(node))
+
+
+def is_steady(graph: TrainingGraph) -> bool:
+    """Whether steps of a graph take rows apart, so that there are variants of it."""
+    return any(launch_of(node) == IDS for node in nodes_of(graph.phases["forward"], embrace.submit_ids.default))
+
+
+def _launch(node: fx.Node) -> OperationId:
+    launch = launch_of(node)
+    assert launch is not None
+    return launch

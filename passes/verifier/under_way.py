@@ -1,0 +1,83 @@
+"""What is under way where a phase begins and where it ends: the invariant of a step's variants.
+
+Contract
+    A variant says what the phases before have left to it, and what it leaves to those that follow. Each phase is
+    checked by itself against that; two phases that follow each other in a run agree on it. So in any run of steps each
+    launch has one submission and one await, in this order, no row is looked up before its last update, and no update
+    is lost or applied twice.
+
+    | phase    | variant         | is left to it                        | leaves                          |
+    |----------|-----------------|--------------------------------------|---------------------------------|
+    | forward  | arrives cut     | prior, delayed, early rows, chunks   | delayed; ids, if one is coming  |
+    |          | arrives whole   | prior, chunks                        | ids, if one is coming           |
+    |          | another batch   | prior, delayed, chunks               | ids, if one is coming           |
+    | backward | left, coming    | delayed if left; ids if coming       | prior, chunks                   |
+    |          | cut             |                                      | delayed and early rows, besides |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from embrace_fx.passes.collectives import awaited, is_submission
+from embrace_fx.passes.verifier.violation import Violation
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.operation_id import IDS, OperationId, rows_id
+from embrace_fx.vocabulary.ops import launch_of, op_name
+from embrace_fx.vocabulary.step_variant import ForwardVariant, Varied
+
+Launches = frozenset[OperationId]
+
+
+def under_way_agrees(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
+    """The phase of another variant than the steady one awaits, submits and looks up what its variant says, in order."""
+    varied = graph.varied
+    if varied is None:
+        return
+    before, after = ends(varied)
+    under_way = set(before)
+    for node in graph.phases[varied.variant.phase].graph.nodes:
+        launch = launch_of(node)
+        if op_name(node) == "embrace::submit_rows" and launch is not None:
+            yield from _looked_up(node, launch, under_way)
+        if is_submission(node) and launch is not None:
+            if launch in under_way:
+                yield Violation(node, f"one submission of '{launch}' until it is awaited", "another", "submit it once")
+            under_way.add(launch)
+        if (awaits := awaited(node)) is not None:
+            if awaits not in under_way:
+                expected = f"an await in the {varied.variant} of what is under way"
+                yield Violation(node, expected, f"'{awaits}', which is not", "await what has been submitted, once")
+            under_way.discard(awaits)
+    if under_way != after:
+        names = [", ".join(sorted(map(str, each))) or "nothing" for each in (after, under_way)]
+        remedy = "submit what later phases await, and await what earlier ones have left"
+        yield Violation(None, f"{names[0]} under way at the end of the {varied.variant}", names[1], remedy)
+
+
+def ends(varied: Varied) -> tuple[Launches, Launches]:
+    """What is under way where the phase of a variant begins, and where it ends."""
+    steady, variant = varied.steady, varied.variant
+    prior = frozenset(each for each in steady if each.kind == "gradients")
+    delayed = frozenset(each for each in steady if each.part == "delayed")
+    early = frozenset(each for each in steady if each.part == "early")
+    chunks = frozenset(each for each in steady if each.kind == "all_reduce" and varied.into_forward)
+    ids, none = frozenset({IDS}), Launches()
+    if isinstance(variant, ForwardVariant):
+        left = {"cut": delayed | early, "whole": none, "other": delayed}[variant.arrives]
+        kept = delayed if variant.arrives == "cut" else none
+        return prior | chunks | left, kept | (ids if variant.coming else none)
+    before = (delayed if variant.left else none) | (ids if variant.coming else none)
+    return before, prior | chunks | (delayed | early if variant.cut else none)
+
+
+def _looked_up(node: fx.Node, launch: OperationId, under_way: set[OperationId]) -> Iterator[Violation]:
+    """Rows are looked up after their last update. Late rows have none that is delayed: they were cut so."""
+    gradients = {each for each in under_way if each.what == launch.what and each.kind in ("gradients", "delayed")}
+    if launch.part == "late" and rows_id(launch.what, "early") in under_way:
+        gradients = {each for each in gradients if each.part != "delayed"}
+    if gradients:
+        expected = f"'{launch}' to be looked up after the update by {', '.join(sorted(map(str, gradients)))}"
+        yield Violation(node, expected, "it is still under way", "move the update before the lookup")

@@ -1,0 +1,107 @@
+"""What one run leaves to the next: links that are checked before they are believed, and files that are safe to lose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from embrace_fx.cost.links import Cluster
+from embrace_fx.planning.links import links_between
+from embrace_fx.runtime.probe import probe as measuring
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.setup.disk_cache import VARIABLE, cache_folder, keep, recall
+from tests.support.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def test_what_is_kept_is_found_again_under_its_key_and_nothing_else_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "new"))
+    links = Cluster(1234.5, 0.25)
+    assert recall(Cluster, "a") is None
+
+    keep(links, "a")
+
+    assert recall(Cluster, "a") == links
+    assert recall(Cluster, "b") is None
+    (file,) = (tmp_path / "new").iterdir()
+    for content in ("", "{", "[]", '{"what": "Cluster", "value": {"bandwidth_bytes_per_ms": "x"}}', "\udcff"):
+        file.write_bytes(content.encode("utf-8", "surrogateescape"))
+        assert recall(Cluster, "a") is None, content
+    file.unlink()
+    assert recall(Cluster, "a") is None
+
+
+def test_other_versions_and_an_empty_variable_find_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    keep(Cluster(), "a")
+    with monkeypatch.context() as other:
+        other.setattr(torch, "__version__", "99.0")
+        assert recall(Cluster, "a") is None
+    monkeypatch.setenv(VARIABLE, "")
+    assert cache_folder() is None
+    assert recall(Cluster, "a") is None
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "folder"))
+
+    keep(Cluster(), "a")
+
+    assert recall(Cluster, "a") is None
+
+
+def _links_thrice(rank: int, world_size: int, folder: str) -> tuple[list[int], bool]:
+    """How often links had been probed after each of three runs, of which the last is on another network."""
+    probed: list[int] = []
+    real = Cluster(1e5, 0.1)
+
+    def probe(*_: object) -> Cluster:
+        probed.append(1)
+        return real
+
+    communicator, times, alike = Communicator(dist.group.WORLD), [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, folder)
+        patch.setattr(measuring, "probe", probe)
+        for holds in (True, True, False):  # the first run finds no file
+            patch.setattr(measuring, "still_holds", lambda *_, holds=holds: holds)
+            measuring._PROBED.clear()  # as a new process
+            alike.append(links_between(communicator, 2**30, CPU) == real)
+            times.append(len(probed))
+        measuring._PROBED.clear()
+    communicator.close()
+    return times, all(alike)
+
+
+def test_a_second_run_probes_nothing_unless_the_network_has_changed(tmp_path: Path) -> None:
+    for times, alike in run_ranks(2, _links_thrice, str(tmp_path)):
+        assert times == [1, 1, 2]
+        assert alike
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def _holds(rank: int, world_size: int) -> tuple[bool, bool, bool]:
+    communicator = Communicator(dist.group.WORLD)
+    found = measuring.probe(communicator)
+    link = found.link("all_reduce")
+    scaled = [
+        replace(found, links=(("all_reduce", replace(link, bandwidth_bytes_per_ms=link.bandwidth_bytes_per_ms * k)),))
+        for k in (30.0, 1 / 30)
+    ]
+    held = any(measuring.still_holds(communicator, found) for _ in range(5))  # a busy machine disturbs some
+    quicker, slower = (measuring.still_holds(communicator, each) for each in scaled)
+    communicator.close()
+    return held, quicker, slower
+
+
+@pytest.mark.long
+def test_links_of_another_rate_do_not_hold() -> None:
+    assert run_ranks(2, _holds) == [(True, False, False)] * 2

@@ -1,0 +1,96 @@
+"""What a picture says besides its schedule: tables' places, DDP's step, other numbers of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import embrace_fx
+from embrace_fx.cost.links import all_reduce
+from embrace_fx.scheduling.background import ddp_exposed_ms, on_ranks, places_of
+from embrace_fx.viz.glossary import GLOSSARY
+from embrace_fx.viz.picture import Picture
+from embrace_fx.what_if import Forecast
+
+
+class Ratings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(20_000, 10)
+        self.shops = nn.Embedding(5, 10)
+        self.top = nn.Linear(10, 1)
+
+    def forward(self, users: torch.Tensor, shops: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.top(self.users(users) * self.shops(shops)).square().mean()
+        return loss
+
+
+@pytest.fixture(scope="module")
+def planned() -> Forecast:
+    batch = (torch.arange(64), torch.arange(64) % 5)
+    asked = {"users.weight": "alltoall", "shops.weight": "allreduce"}
+    return embrace_fx.plan(Ratings(), batch, world_size=4, strategy=asked, cluster=embrace_fx.Cluster(1e4, 0.1))
+
+
+def test_each_rank_holds_its_columns_and_shares_are_of_the_whole(planned: Forecast) -> None:
+    users, shops = places_of(planned)
+
+    assert users.parts == ("columns 0 to 2", "columns 3 to 5", "columns 6 to 8", "columns 9 to 9")
+    assert shops.parts == ("all of it",)
+    assert users.memory_share == pytest.approx(200_000 / 200_061)
+    assert users.table_bytes == 800_000
+    assert 0.9 < users.sent_share + shops.sent_share < 1
+
+
+def test_a_table_on_a_grid_tells_rows_and_columns() -> None:
+    grid = embrace_fx.plan(
+        Ratings(),
+        (torch.arange(64), torch.arange(64) % 5),
+        world_size=4,
+        strategy={"users.weight": embrace_fx.Grid(2, 2)},
+    )
+
+    assert places_of(grid)[0].parts == (
+        "columns 0 to 4, rows 0, 2, ..",
+        "columns 5 to 9, rows 0, 2, ..",
+        "columns 0 to 4, rows 1, 3, ..",
+        "columns 5 to 9, rows 1, 3, ..",
+    )
+
+
+def test_ddp_waits_for_the_tables_after_the_backward(planned: Forecast) -> None:
+    exposed_ms = ddp_exposed_ms(planned, planned.schedule.steps, 4)
+
+    tables_ms = all_reduce(4 * 200_050, 4).time_ms(planned.links, "all_reduce")
+    assert exposed_ms == pytest.approx(tables_ms, rel=0.01)  # the two numbers of `top` hide or nearly do
+
+
+def test_other_numbers_of_ranks(planned: Forecast) -> None:
+    steps = planned.schedule.steps
+    found = planned.schedule.background
+    assert found is not None
+    by_ranks = {each.ranks: each for each in found().steps}
+
+    assert on_ranks(steps, planned, 4) == steps
+    assert list(by_ranks) == [2, 4, 8, 64]
+    assert by_ranks[4].step_ms == planned.schedule.diagnostics().step_ms
+    assert by_ranks[2].step_ms < by_ranks[8].step_ms < by_ranks[64].step_ms
+    assert by_ranks[2].ddp_exposed_ms < by_ranks[64].ddp_exposed_ms
+
+
+def test_every_millisecond_of_a_step_has_a_name(planned: Forecast, tmp_path: Path) -> None:
+    around = planned.schedule.background
+    assert around is not None
+    bars = Picture(planned.schedule, None, around()).bars()
+
+    assert [bar.name for bar in bars] == ["predicted", "DDP, estimated"]
+    for bar in bars:
+        assert sum(part.value for part in bar.parts) == pytest.approx(bar.total_ms, rel=0.01)
+        assert all(part.label.split()[0] in " ".join(GLOSSARY) for part in bar.parts)
+    planned.schedule.save(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert '"columns 9 to 9"' in page
+    assert all(term in page for term in GLOSSARY)
