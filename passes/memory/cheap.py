@@ -108,6 +108,13 @@ class _Cuts:
         self._written = written_by(graph)
         self._forward = {node: k for k, node in enumerate(found.nodes[: found.backward])}
         self._storages = [s for s in found.storages if s.born < found.backward]
+        # What the user may write between forward and backward, unless the backward reads it anyway.
+        self._still_there = {
+            value
+            for node in found.nodes[found.backward :]
+            for value in node.all_input_nodes
+            if value.meta.get("role") not in self._written
+        }
         self._makers = {id(s): self._made_by(s) for s in self._storages}
 
     def chosen(self) -> list[list[fx.Node]]:
@@ -152,7 +159,7 @@ class _Cuts:
             if is_op and view_of(node) is None and op_name(node) not in TIMES:
                 return None
             for value in node.all_input_nodes:
-                if value.meta.get("role") in self._written:
+                if value.op == "placeholder" and value not in self._still_there:
                     return None
                 read |= {id(s): s for s in self._held.memory.get(value, ()) if s is not storage}
         return list(read.values())

@@ -80,6 +80,26 @@ def test_what_would_hold_more_at_a_time_is_left_as_it_is() -> None:
     assert held(RecomputeCheap(CORE)(plain)).peak_bytes <= held(plain).peak_bytes
 
 
+def test_nothing_is_read_in_the_backward_that_may_have_been_written_meanwhile() -> None:
+    """A batch that is used once the loss is there, as in eager mode, which has saved what it needs of it."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.linear = nn.Embedding(100, 64), nn.Linear(64, 64)
+
+        def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+            loss: Tensor = self.linear(self.table(ids) * torch.relu(scale)).square().mean()
+            return loss
+
+    compiled = embrace_fx.compile(Scaled())
+    scale = torch.ones(16, 64, 64)
+    loss = compiled(WORDS, scale)
+    scale.zero_()
+
+    loss.backward()
+
+
 def test_no_more_time_than_allowed() -> None:
     plain = run_passes(analysed(FeedForward(F.gelu), WORDS), (EagerDropout(),)).graph
     node_ms = estimate(CORE)
