@@ -15,4 +15,4 @@ def unknown_size() -> torch.SymInt:
 
 def empty_as(like: Tensor, shape: Sequence[int | torch.SymInt], dtype: torch.dtype | None = None) -> Tensor:
     """A fake tensor of a shape, else as another. `new_empty` takes twice as long where a size is unknown."""
-    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)  # type: ignore[arg-type]
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
