@@ -23,7 +23,7 @@ from typing import Literal
 
 import networkx as nx
 
-from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, LANES, Kind, Lane, OperationId
+from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, Kind, Lane, OperationId
 
 IN_FLIGHT = 2
 """Launches on the way at once: one on the wire, and one ready behind it."""
@@ -285,7 +285,8 @@ def diagnose(timeline: Timeline, critical_path: tuple[tuple[int, str], ...] = ()
     for wait in timeline.waits:
         waits[wait.rank, wait.window].append(wait)
     shown = sorted(key for key, found in spans.items() if any(s.operation.lane == "compute" for s in found))
-    classes = LANES[1:]
+    copied = {span.operation.lane for span in timeline.spans} & {*COPIES}
+    classes = (*CLASS_LANES, *(lane for lane in COPIES if lane in copied))
     exposed = {lane: _median([_total(waits[key], lane) for key in shown]) for lane in classes}
     busy = {lane: _median([_total(spans[key], lane) for key in shown]) for lane in classes}
     all_exposed, all_busy = (

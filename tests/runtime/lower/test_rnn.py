@@ -189,7 +189,12 @@ def test_bfloat16_autocast_gives_eager_dtypes_and_values(network: str, packed: b
     model, x = build(network, num_layers=2, bidirectional=True), torch.randn(7, 3, INPUT)
     state, lengths = initial_state(model, 3), torch.tensor([7, 5, 2]) if packed else None
     with torch.autocast("cpu", torch.bfloat16):
-        expected = forward_and_gradients(model, x, state, whole=False, lengths=lengths)
+        try:
+            expected = forward_and_gradients(model, x, state, whole=False, lengths=lengths)
+        except RuntimeError as error:  # oneDNN's, which some processors without AVX-512 get
+            if "primitive descriptor" not in str(error):
+                raise
+            pytest.skip(f"torch itself cannot compute this here: {error}")
         found = forward_and_gradients(model, x, state, whole=True, lengths=lengths)
     assert_equal(found, expected, 0.03)  # bfloat16 has eight significant bits
 
