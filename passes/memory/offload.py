@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 
 from embrace_fx.passes.collectives import aliased_inputs
 from embrace_fx.passes.memory.held import Held, Storage
-from embrace_fx.passes.memory.place import CopyRate, Placed
+from embrace_fx.passes.memory.place import CopyRate, PlacedCopy
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary import copy_ops
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -101,7 +101,7 @@ def _is_dense(node: fx.Node) -> bool:
 # ---- copies put in ----
 
 
-def insert_copies(graph: TrainingGraph, found: Held, copies: Sequence[Placed], rate: CopyRate) -> None:
+def insert_copies(graph: TrainingGraph, found: Held, copies: Sequence[PlacedCopy], rate: CopyRate) -> None:
     """Puts offloads and reloads into a joint graph, in place.
 
     Args:
@@ -120,7 +120,7 @@ class _Copies:
         self._position = {node: k for k, node in enumerate(found.nodes)}
         self._end_of_forward = _next(found.nodes[found.backward - 1])
 
-    def insert(self, copies: Sequence[Placed]) -> None:
+    def insert(self, copies: Sequence[PlacedCopy]) -> None:
         stored = self._offload(copies)
         coming: dict[int, fx.Node] = {}
         for copy in sorted(copies, key=lambda c: (c.comes, c.back, c.storage.born)):
@@ -135,7 +135,7 @@ class _Copies:
             back = self._insert(self._held.nodes[copy.back], embrace.await_reload, coming[id(copy.storage)], launch)
             self._read_back(copy.storage, value, back)
 
-    def _offload(self, copies: Sequence[Placed]) -> dict[int, fx.Node]:
+    def _offload(self, copies: Sequence[PlacedCopy]) -> dict[int, fx.Node]:
         leaving: dict[int, fx.Node] = {}
         for copy in sorted(copies, key=lambda c: c.storage.born, reverse=True):
             value = self._values[id(copy.storage)]

@@ -41,7 +41,7 @@ NO_COPIES = CopyRate()
 
 
 @dataclass
-class Placed:
+class PlacedCopy:
     """The places of one storage's copies, as positions of the nodes that they stand before.
 
     Attributes:
@@ -64,7 +64,7 @@ class Placed:
 class Placement:
     """All of a step's copies, what it holds with them at most, and the time that they add."""
 
-    copies: tuple[Placed, ...]
+    copies: tuple[PlacedCopy, ...]
     peak_bytes: int
     added_ms: float
 
@@ -95,14 +95,14 @@ def place(
     return Placement(tuple(copies), peak, _added_ms(copies, starts_ms, rate))
 
 
-def _hidden(storages: Sequence[Storage], starts_ms: Sequence[float], backward: int, rate: CopyRate) -> list[Placed]:
+def _hidden(storages: Sequence[Storage], starts_ms: Sequence[float], backward: int, rate: CopyRate) -> list[PlacedCopy]:
     """Each copied as early, or as late, as nothing waits for it."""
     lane_ms = 0.0
     copies = []
     for storage in sorted(storages, key=lambda s: s.born):
         lane_ms = max(lane_ms, starts_ms[storage.born + 1]) + rate.ms(storage.nbytes)
         left = bisect_left(starts_ms, lane_ms, storage.last_forward + 1, backward)
-        copies.append(Placed(storage, min(left, backward), backward))
+        copies.append(PlacedCopy(storage, min(left, backward), backward))
     lane_ms = starts_ms[-1]
     for copy in sorted(copies, key=lambda c: (c.back, c.storage.born), reverse=True):
         lane_ms = min(lane_ms, starts_ms[copy.back]) - rate.ms(copy.storage.nbytes)
@@ -111,7 +111,7 @@ def _hidden(storages: Sequence[Storage], starts_ms: Sequence[float], backward: i
 
 
 def _nearer(
-    copies: Sequence[Placed], held: np.ndarray[tuple[int], np.dtype[np.int64]], peak: int, backward: int
+    copies: Sequence[PlacedCopy], held: np.ndarray[tuple[int], np.dtype[np.int64]], peak: int, backward: int
 ) -> bool:
     """Moves one copy so that less is held at the peak; whether there was one."""
     if peak < backward:
@@ -129,7 +129,7 @@ def _nearer(
     return bool(early)
 
 
-def _added_ms(copies: Sequence[Placed], starts_ms: Sequence[float], rate: CopyRate) -> float:
+def _added_ms(copies: Sequence[PlacedCopy], starts_ms: Sequence[float], rate: CopyRate) -> float:
     """What the program waits for, and what copying takes of the cores that it computes on."""
     events: list[tuple[int, int, int]] = []  # position, what happens there, which copy
     for k, copy in enumerate(copies):

@@ -71,7 +71,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Coming:
+class Reloading:
     """A value on its way back: its memory, and what ends with its reload."""
 
     stored: Stored
@@ -92,11 +92,11 @@ class Copies(ABC):
         self._end(stored.leaving)
         return replace(stored, leaving=None)
 
-    def reload(self, stored: Stored, launch: OperationId, recorder: Recorder | None) -> Coming:
+    def reload(self, stored: Stored, launch: OperationId, recorder: Recorder | None) -> Reloading:
         """Takes memory for a value, and begins to copy it back."""
         return self._come(stored, _Watch(launch, stored.nbytes, recorder))
 
-    def await_reload(self, coming: Coming) -> Tensor:
+    def await_reload(self, coming: Reloading) -> Tensor:
         """The value, once it is back."""
         self._end(coming.ending)
         return coming.stored.layout.over(coming.data)
@@ -129,7 +129,7 @@ class Copies(ABC):
     def _leave(self, stored: Stored, data: Tensor, watch: _Watch) -> Stored: ...
 
     @abstractmethod
-    def _come(self, stored: Stored, watch: _Watch) -> Coming: ...
+    def _come(self, stored: Stored, watch: _Watch) -> Reloading: ...
 
     @abstractmethod
     def _end(self, copying: Any) -> None: ...
@@ -168,9 +168,9 @@ class FileCopies(Copies):
         leaving = self._threads["offload"].submit(_write, slot, [data], watch)
         return replace(stored, place=slot, leaving=leaving)
 
-    def _come(self, stored: Stored, watch: _Watch) -> Coming:
+    def _come(self, stored: Stored, watch: _Watch) -> Reloading:
         data = torch.empty(stored.nbytes, dtype=torch.uint8)
-        return Coming(stored, data, self._threads["reload"].submit(_read, stored.place, data, watch))
+        return Reloading(stored, data, self._threads["reload"].submit(_read, stored.place, data, watch))
 
     def _end(self, copying: Future[None]) -> None:
         try:
@@ -253,9 +253,9 @@ class PinnedCopies(Copies):
         host = torch.empty(stored.nbytes, dtype=torch.uint8, pin_memory=data.is_cuda)
         return replace(stored, place=host, leaving=(self._copy("offload", host, data, watch), data))
 
-    def _come(self, stored: Stored, watch: _Watch) -> Coming:
+    def _come(self, stored: Stored, watch: _Watch) -> Reloading:
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device=stored.layout.device)
-        return Coming(stored, data, (self._copy("reload", data, stored.place, watch), data))
+        return Reloading(stored, data, (self._copy("reload", data, stored.place, watch), data))
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor, watch: _Watch) -> Any:
         """An event that passes when the copy has ended."""
