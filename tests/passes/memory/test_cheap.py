@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 
@@ -92,12 +93,17 @@ def test_nothing_is_read_in_the_backward_that_may_have_been_written_meanwhile() 
             loss: Tensor = self.linear(self.table(ids) * torch.relu(scale)).square().mean()
             return loss
 
-    compiled = embrace_fx.compile(Scaled())
-    scale = torch.ones(16, 64, 64)
-    loss = compiled(WORDS, scale)
-    scale.zero_()
+    plain = Scaled()
+    compiled = embrace_fx.compile(copy.deepcopy(plain))
+    found: list[list[Tensor | None]] = []
+    for model in (plain, compiled):
+        scale = torch.ones(16, 64, 64)
+        loss = model(WORDS, scale)
+        scale.zero_()
+        loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
 
-    loss.backward()
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_no_more_time_than_allowed() -> None:
