@@ -167,7 +167,9 @@ class Flow:
     def _expect(self, submits: Collection[OperationId], *, of_forward: bool) -> None:
         """Of what the launch order has of a phase, only this is to come."""
         launcher = self.launcher
-        launcher.skip(*(o for o in launcher.order if (o in launcher.of_forward) == of_forward and o not in submits))
+        absent = [o for o in launcher.order if (o in launcher.of_forward) == of_forward and o not in submits]
+        if absent:  # of the steady step nothing is, and its launcher need not be woken
+            launcher.skip(*absent)
 
     def _begin_compute(self) -> None:
         self.recorder.mark(BETWEEN)
