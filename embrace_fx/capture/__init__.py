@@ -27,8 +27,9 @@ from embrace_fx.capture.arguments import check_arguments, flatten_arguments
 from embrace_fx.capture.effects import Replay
 from embrace_fx.capture.errors import CaptureError, RefusedError, explain, raised_by_forward, shortfall
 from embrace_fx.capture.guards import Conditions
+from embrace_fx.capture.kept_by_torch import forget_captures
 from embrace_fx.capture.roles import with_roles
-from embrace_fx.capture.routes import Traced, forget_shapes, private_copies, quiet_dynamo, trace_direct, trace_dynamo
+from embrace_fx.capture.routes import Traced, private_copies, quiet_dynamo, trace_direct, trace_dynamo
 from embrace_fx.vocabulary.graph import TrainingGraph
 
 
@@ -105,7 +106,7 @@ def capture(
     if train:
         _refuse_backward_hooks(model)
     check_arguments(flatten_arguments(args, kwargs)[0], type(model).__name__)
-    forget_shapes()  # of captures before
+    forget_captures()
     args, kwargs = private_copies(args, kwargs, dynamic)
     failures: list[tuple[str, Exception]] = []
     for route, trace in (("dynamo", trace_dynamo), ("direct", trace_direct)):

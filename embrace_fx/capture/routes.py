@@ -85,23 +85,6 @@ def private_copies(
     return copies
 
 
-MOST_RESULTS = 4_000
-"""Of operations on fake tensors, some 200 bytes each and their sizes; a model has some hundreds."""
-
-
-def forget_shapes() -> None:
-    """Empties torch's caches over symbolic sizes.
-
-    They are of the class, and keep the sizes of every capture, with the fake tensors that have them, for ever. Results
-    of operations are kept up to a number: another capture of a model finds most of its own there.
-    """
-    if FakeTensorMode.cache_info().size > MOST_RESULTS:
-        FakeTensorMode.cache_clear()
-    for method in vars(ShapeEnv).values():
-        if (clear := getattr(method, "cache_clear", None)) is not None:
-            clear()
-
-
 @contextlib.contextmanager
 def quiet_dynamo() -> Iterator[None]:
     """Dynamo as this capture needs it.
