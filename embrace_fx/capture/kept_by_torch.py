@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 from collections.abc import Iterator
 
 from torch import fx
+from torch._dynamo.utils import get_metrics_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 MOST_RESULTS = 4_000
 """Of operations on fake tensors, some 200 bytes each and their sizes; a model has some hundreds."""
+
+
+@contextlib.contextmanager
+def capture_metrics() -> Iterator[None]:
+    """Dynamo's context of metrics, which it writes into while it reads a forward, without a record at its end.
+
+    Torch keeps the last 64 records, with its whole configuration as text in each, and torch 2.11 logs an error where
+    functions stand in the configuration.
+    """
+    metrics = get_metrics_context()
+    record, metrics._on_exit = metrics._on_exit, lambda *_: None
+    try:
+        with metrics:
+            yield
+    finally:
+        metrics._on_exit = record
 
 
 def forget_captures() -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import fullgraph_capture
 from torch._dynamo.functional_export import create_fx_graph_from_captured_output
-from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.utils import dynamo_timed
 from torch._export.utils import _compiling_state_context
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
@@ -35,6 +35,7 @@ from embrace_fx.capture.collectives import NothingIsSent, check_collectives, col
 from embrace_fx.capture.effects import Effects, Replay, noted_effects, refuse_effects, replay_of, state_inputs
 from embrace_fx.capture.errors import CaptureError
 from embrace_fx.capture.guards import Conditions, DynamoGuards, dynamo_guards, name_of_model
+from embrace_fx.capture.kept_by_torch import capture_metrics
 from embrace_fx.capture.left_behind import LeftBehind
 from embrace_fx.capture.model_forms import STATES, OpenResults, Untied
 from embrace_fx.capture.read_values import ReadValues
@@ -215,7 +216,7 @@ def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     with (
         _compiling_state_context(),
         torch._dynamo.config.patch(replay_side_effects=True, side_effect_replay_policy="silent"),
-        get_metrics_context(),
+        capture_metrics(),
         dynamo_timed("fullgraph_capture"),
     ):
         out = fullgraph_capture(model, args, kwargs)

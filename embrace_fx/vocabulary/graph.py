@@ -10,8 +10,10 @@ Where roles live: `node.meta["role"]` on each placeholder; `node.meta["roles"]`,
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import fx
@@ -264,11 +266,16 @@ def results_behind(graph: TrainingGraph) -> dict[str, frozenset[int]]:
     }
 
 
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"
+
+
 def source_of(node: fx.Node) -> str:
     """The user's source line of a node as `file:line in function`, or the node's name where the capture kept none."""
     trace = node.meta.get("stack_trace") or ""
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    if not frames:
-        return f"node {node.name}"
-    file, line, function = (part.strip() for part in frames[-1].split(",")[:3])
-    return f"{file.removeprefix('File ').strip(chr(34))}:{line.removeprefix('line ')} {function}"
+    for frame in reversed(frames):
+        file, line, function = (part.strip() for part in frame.split(",")[:3])
+        file = file.removeprefix("File ").strip('"')
+        if not file.startswith(_OWN):  # torch 2.11 notes a mode's call of the function as well
+            return f"{file}:{line.removeprefix('line ')} {function}"
+    return f"node {node.name}"
