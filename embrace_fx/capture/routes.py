@@ -103,7 +103,7 @@ def quiet_dynamo() -> Iterator[None]:
         "ignore_logging_functions": loggers,
     }
     with torch._dynamo.config.patch(options), warnings.catch_warnings():
-        # Where warnings are errors, Dynamo would give up for what torch warns of meanwhile; this one is of autograd functions.
+        # Where warnings are errors, Dynamo would give up for what torch warns of meanwhile. Of autograd functions:
         warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
         warnings.filterwarnings("ignore", "Guards may run slower", RuntimeWarning)  # of Python 3.13.0
         yield
