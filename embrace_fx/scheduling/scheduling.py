@@ -27,7 +27,6 @@ from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, ExchangeThread, exchange_at_once
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.flow.grid_exchange import GridExchange
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.launcher import Launcher
@@ -114,9 +113,8 @@ class Scheduling:
         self._flow = flow
         stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
         for name, tables in self._exchanged.items():
-            kind = RowExchange if plan[tables[0]].grid is None else GridExchange
             table, pieces = stacks.get(name) or state.tables[name], dict(self.cuts.pieces).get(name, 0)
-            exchange = kind(table, communicator, launcher, pieces, flow.wait)
+            exchange = RowExchange(table, communicator, launcher, pieces, flow.wait)
             flow.exchanges[name] = exchange
             flow.of_table |= dict.fromkeys(tables, exchange)
         flow.buckets = BucketUpdates(

@@ -8,10 +8,8 @@ Contract
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.algorithms.join import JoinHook
@@ -22,11 +20,11 @@ from embrace_fx.runtime.ranks.announcement import ACCUMULATING, ACTIVITIES, EVAL
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import Step
+from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.calls import Variant
+from embrace_fx.session.plan_in_use import PlanInUse
+from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.plan import Plan
-
-if TYPE_CHECKING:
-    from embrace_fx.session.session import Session
 
 _WHOLE = "a rank has run out of batches, and steps no shards"
 
@@ -39,18 +37,13 @@ _NO_BATCH = (
 class Idling:
     """One session's."""
 
-    def __init__(self, session: Session) -> None:
-        self._find = weakref.ref(session)
+    def __init__(self, setting: Setting, planned: PlanInUse) -> None:
+        self._setting = setting
+        self._planned = planned
         self._sharded: Plan | None = None  # the plan in use before tables became whole
         self._variants: dict[bool, Variant] = {}
         self._of_plan: Plan | None = None  # for which there are these
         self.divides_by_all = True
-
-    @property
-    def _session(self) -> Session:
-        session = self._find()
-        assert session is not None
-        return session
 
     def meet(self, activity: int) -> int:
         """At the head of each call under `join`: what the ranks do that still have batches. Collective.
@@ -61,25 +54,26 @@ class Idling:
         Raises:
             RuntimeError: a rank has joined before the first batch; on every rank.
         """
-        session = self._session
-        everyone = session.announcements.meet(activity)
+        announcements, planned = self._setting.announcements, self._planned
+        everyone = announcements.meet(activity)
         active = [rank for rank, each in enumerate(everyone) if each != JOINED]
         joined = [rank for rank, each in enumerate(everyone) if each == JOINED]
-        session.announcements.authority, session.announcements.uneven = active[-1], bool(joined)
-        session.state.gradient_scale = 1.0 if self.divides_by_all else len(everyone) / len(active)
-        if joined and session.planned.plan is None:
+        announcements.authority, announcements.uneven = active[-1], bool(joined)
+        self._setting.state.gradient_scale = 1.0 if self.divides_by_all else len(everyone) / len(active)
+        plan = planned.plan
+        if joined and plan is None:
             raise RuntimeError(_NO_BATCH.format(", ".join(map(str, joined))))
-        if joined and session.plan.sharded:
-            self._sharded = session.plan
+        if joined and plan is not None and plan.sharded:
+            self._sharded = plan
             self._agree_on_gradients(active)
-            session.planned.change(fitted(session.plan, [Misfit((), session.plan.sharded)], _WHOLE))
+            planned.change(fitted(plan, [Misfit((), plan.sharded)], _WHOLE))
         return everyone[active[0]]
 
     def _agree_on_gradients(self, active: Sequence[int]) -> None:
         """Tables have gradients where they have some on ranks that go on: those that have left may hold other ones."""
-        tables = self._session.state.tables
+        tables = self._setting.state.tables
         own = tuple(name for name, table in tables.items() if table.has_gradient)
-        everyone = self._session.communicator.gather(own, tuple[str, ...])
+        everyone = self._setting.communicator.gather(own, tuple[str, ...])
         kept = {name for rank in active for name in everyone[rank]}
         for name, table in tables.items():
             if name not in kept:
@@ -91,8 +85,7 @@ class Idling:
     def take_part(self) -> None:
         """One call of the others, without a batch. Collective."""
         activity = self.meet(JOINED)
-        session = self._session
-        session.announcements.activity = activity
+        self._setting.announcements.activity = activity
         program = self._program(activity)
         with torch.no_grad(), autocast_is_in_the_graph():
             step = Step(program, (), None)
@@ -108,31 +101,32 @@ class Idling:
         Args:
             last: this rank was among the last.
         """
-        session = self._session
-        session.announcements.authority, session.announcements.uneven = 0, False
-        session.state.gradient_scale = 1.0
-        ranks = [rank for rank, each in enumerate(session.communicator.gather(last, bool)) if each]
-        if session.planned.plan is None:
+        setting = self._setting
+        setting.announcements.authority, setting.announcements.uneven = 0, False
+        setting.state.gradient_scale = 1.0
+        ranks = [rank for rank, each in enumerate(setting.communicator.gather(last, bool)) if each]
+        if self._planned.plan is None:
             return
-        session.parameters_may_change()
-        session.send_state(ranks[-1])
-        session.communicator.progress.optimizer_steps = 0  # ranks are alike again
+        self._planned.parameters_may_change()
+        apart, buffers = setting.state.ignored.union(self._planned.plan.sharded), setting.options.shares_buffers
+        broadcast_state(setting.model, apart, setting.communicator, buffers=buffers, source=ranks[-1])
+        setting.communicator.progress.optimizer_steps = 0  # ranks are alike again
         sharded, self._sharded = self._sharded, None
         if sharded is not None:
-            session.planned.change(sharded)
+            self._planned.change(sharded)
 
     def _program(self, activity: int) -> Program:
         """Of no batch, for what the others do."""
-        session = self._session
-        if self._of_plan is not session.plan:
-            self._variants, self._of_plan = {}, session.plan
+        state, planned = self._setting.state, self._planned
+        if self._of_plan is not planned.plan:
+            self._variants, self._of_plan = {}, planned.plan
         train, accumulates = ACTIVITIES[activity] != EVALUATING, ACTIVITIES[activity] == ACCUMULATING
         if train not in self._variants:
-            name = session.state.names[0]
-            graph = idle_graph(name, session.state.parameter(name))
-            like = session.planned.any_variant().captured
+            name = state.names[0]
+            graph = idle_graph(name, state.parameter(name))
+            like = planned.any_variant().captured
             self._variants[train] = Variant(replace(like, graph=graph, result_constants={}, replay=None), graph, train)
-        return session.planned.build(self._variants[train], accumulates=accumulates)
+        return planned.build(self._variants[train], accumulates=accumulates)
 
 
 class Joined(JoinHook):

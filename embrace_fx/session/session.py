@@ -27,7 +27,6 @@ from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.outside_uses import OutsideUses
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
-from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Kinds, Variant, kind_key
 from embrace_fx.session.captures import Captures
@@ -103,7 +102,7 @@ class Session:
             self._setting, self._kinds, buffers, self.lookahead.warn_of_other_batch, self._note_places
         )
         self.views = Views(self._setting, self.planned)
-        self.idling = Idling(self)
+        self.idling = Idling(self._setting, self.planned)
         """What the user calls."""
 
     @property
@@ -329,11 +328,6 @@ class Session:
         """At the head of a call under `join`. Collective."""
         self.idling.meet(self._activity(torch.is_grad_enabled()))
 
-    def send_state(self, source: int) -> None:
-        """One rank's parameters, but those in shards, and buffers to every rank. Collective."""
-        apart, buffers = self.state.ignored.union(self.plan.sharded), self.options.shares_buffers
-        broadcast_state(self.model, apart, self.communicator, buffers=buffers, source=source)
-
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
@@ -368,9 +362,7 @@ class Session:
 
     def parameters_may_change(self) -> None:
         """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
-        if self._flow is not None:
-            self._flow.parameters_may_change()
-        self.state.settle_tables()
+        self.planned.parameters_may_change()
 
     def close(self) -> None:
         """Applies what is pending, and ends the threads and process groups behind the model."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import fx
 
-from embrace_fx.viz import graph_drawing
+from embrace_fx.viz import drawing
 
 
 class Graphs(Mapping[str, fx.GraphModule]):
@@ -75,7 +75,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
             ValueError: another suffix; no graph yet.
         """
         target = Path(path)
-        renderers = {".svg": graph_drawing.svg, ".dot": graph_drawing.dot}
+        renderers = {".svg": drawing.svg, ".dot": drawing.dot}
         if target.suffix.lower() not in renderers:
             raise ValueError(
                 f"expected a file name that ends in .svg or .dot, in graphs.save(), found {target.name!r}. "

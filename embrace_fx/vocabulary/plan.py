@@ -20,6 +20,9 @@ STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps")
 exchange the gradient of replicas, "allreduce" densely."""
 EXCHANGES = ("allgather", "omnireduce", "zen", "ps")
 """The strategies of replicas whose exchange is sparse (`embrace_fx.runtime.exchanges`)."""
+CANDIDATES = ("allreduce", "allgather", "alltoall", "zen", "ps")
+"""What "auto" weighs for a table. The cost model never finds "omnireduce" to be the fastest, and no measurement has
+(`docs/strategies.md`): it is weighed where it is asked for."""
 
 LinksAre = Literal["assumed", "given", "probed"]
 """How the links that a plan is made for are known: the default `Cluster`, the user's, or measured between the ranks."""
@@ -133,7 +136,8 @@ class Decision:
             the update of its rows included.
         scheme: of "zen": "balanced" or "hierarchical"; else "".
         grid: of "alltoall", where the ranks are more than one row; else None.
-        candidates: every strategy weighed, of which one was chosen; empty where there was nothing to choose.
+        candidates: every strategy weighed, of which one was chosen: `CANDIDATES`, and the one asked for; empty where
+            there was nothing to choose.
         measured: how a table's gradients lie on all ranks, in one line; "" where that is not known.
         rests: of shards whose optimizer moves rows without gradient: each takes the steps it has skipped when it is
             read next, and not all at each step.

@@ -289,7 +289,7 @@ def _sparsely(pricing: Pricing, priced: Mapping[str, Priced]) -> str | None:
     """The cheapest sparse exchange of replicas, if AllReduce adds more to a step and AlltoAll clearly more."""
     if pricing.world_size == 1:
         return None
-    cheapest = min((priced[name] for name in EXCHANGES), key=lambda each: each.predicted_ms)
+    cheapest = min((priced[name] for name in EXCHANGES if name in priced), key=lambda each: each.predicted_ms)
     others = [p for p in priced.values() if p.strategy not in EXCHANGES and p.blocker is None]
     limits_ms = (each.sharing_ms * (CLEARLY if each.strategy == "alltoall" else 1.0) for each in others)
     return cheapest.strategy if cheapest.added_ms < min(limits_ms) else None

@@ -27,7 +27,7 @@ from embrace_fx.passes.planner.shard_cost import (
     widest_useful,
 )
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
-from embrace_fx.vocabulary.plan import EXCHANGES, Decision, Grid, check_grid
+from embrace_fx.vocabulary.plan import CANDIDATES, EXCHANGES, Decision, Grid, check_grid
 
 CLEARLY = 0.8
 """Of the predicted time of the strategy in use: what another one must stay below for a table to change. And of a legal
@@ -123,9 +123,12 @@ class Pricing:
     def of_table(
         self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid = "auto"
     ) -> dict[str, Priced]:
-        """Every strategy of replicas, and shards on the grid asked for, or the one in use, or the best."""
+        """The candidates, and what is asked for or in use: shards on the grid that is, or on the best."""
         upkeep = upkeep_of_replicas(table, rows, self.world_size)
-        replicas = self._replicas(fact, self._sparsity_of(table, fact, rows), upkeep, replica_work(fact.nbytes))
+        used = self.in_use[fact.name].strategy if fact.name in self.in_use else wanted
+        weighed = [each for each in ("allreduce", *EXCHANGES) if each in (*CANDIDATES, wanted, used)]
+        sparsity = self._sparsity_of(table, fact, rows)
+        replicas = self._replicas(fact, sparsity, upkeep, replica_work(fact.nbytes), weighed)
         return replicas | {"alltoall": self._laid_out(table, fact, rows, wanted)}
 
     def of_dense(self, fact: ParameterFacts, strategies: Collection[str]) -> dict[str, Priced]:
@@ -139,7 +142,7 @@ class Pricing:
         rows: Sparsity,
         upkeep: cost.Exchange,
         around: cost.Work,
-        strategies: Collection[str] = ("allreduce", *EXCHANGES),
+        strategies: Collection[str],
     ) -> dict[str, Priced]:
         """Strategies of replicas, and the `upkeep` and the work `around` the exchange that all of them need."""
         priced = {}

@@ -8,7 +8,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -36,7 +36,7 @@ _FOUND, _OVERTOOK = 1, 2
 of turn, so that no rank's next ones may wait for them."""
 
 
-Submits = Callable[[ForwardVariant], Collection[OperationId]]
+Absent = Callable[[ForwardVariant], Sequence[OperationId]]
 
 
 class Flow:
@@ -97,13 +97,13 @@ class Flow:
     # -- the forward ---------------------------------------------------------------------------------------------------
 
     def begin_forward(
-        self, program: IdsProgram, leaves: Sequence[Any], following: Ahead | None, submits: Submits
+        self, program: IdsProgram, leaves: Sequence[Any], following: Ahead | None, absent: Absent
     ) -> tuple[Values, ForwardVariant]:
         """The values of the batch's unique and ids phases, and which forward follows on them, on all ranks.
 
         Args:
             following: the next batch, where it is known.
-            submits: variant -> what its forward hands to the launcher.
+            absent: variant -> launches that its forward leaves out, as `Launcher.absent` tells them.
 
         Raises:
             PeerFailure: a rank could not go on, on every rank.
@@ -152,7 +152,7 @@ class Flow:
             current = {route.table: Routing.of(values[route.ids], values[route.counts]) for route in program.routes}
             self._coming = Coming(following, sizes, current)
         variant = ForwardVariant(self._arrives(), self._coming is not None)
-        self._expect(submits(variant), of_forward=True)
+        self.launcher.skip(absent(variant))
         self._begin_compute()
         return values, variant
 
@@ -163,13 +163,6 @@ class Flow:
             return "cut"
         left, self._left = self._left, False
         return "other" if left else "whole"
-
-    def _expect(self, submits: Collection[OperationId], *, of_forward: bool) -> None:
-        """Of what the launch order has of a phase, only this is to come."""
-        launcher = self.launcher
-        absent = [o for o in launcher.order if (o in launcher.of_forward) == of_forward and o not in submits]
-        if absent:  # of the steady step nothing is, and its launcher need not be woken
-            launcher.skip(*absent)
 
     def _begin_compute(self) -> None:
         self.recorder.mark(BETWEEN)
@@ -242,16 +235,16 @@ class Flow:
         )
         return BackwardVariant(self._left, coming, cut)
 
-    def open_window(self, gate: Gate | None, submits: Collection[OperationId]) -> None:
+    def open_window(self, gate: Gate | None, absent: Sequence[OperationId]) -> None:
         """At the head of a backward.
 
         Args:
             gate: what tells whether every rank is in it: nothing leaves before.
-            submits: what the backward hands to the launcher.
+            absent: launches that the backward leaves out, as `Launcher.absent` tells them.
         """
         self.awaits_ids = True
         self.launcher.open_window(held=gate is not None)
-        self._expect(submits, of_forward=False)
+        self.launcher.skip(absent)
         if gate is not None:
             self.launcher.release_after(gate.future, gate.all_are_here)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.launch.launcher import Ticket
-from embrace_fx.runtime.ranks.communicator import InFlight
+from embrace_fx.runtime.ranks.communicator import InFlight, by_row
 from embrace_fx.vocabulary.operation_id import EARLY, OperationId, bucket_name, compute_id
 
 
@@ -87,7 +87,7 @@ class NodeCalls:
 
     def launch_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
         """`all_to_all_rows` of a table."""
-        ticket = self._flow.exchanges[launch.what].send_rows(launch, columns, counts.tolist())
+        ticket = self._flow.exchanges[launch.what].send_rows(launch, columns, by_row(counts))
         self._recorder.mark(compute_id("update", launch.what))
         return ticket
 
@@ -96,7 +96,7 @@ class NodeCalls:
     ) -> Ticket:
         """`all_to_all_gradients` of a table."""
         self._recorder.mark(compute_id("backward", launch.what))
-        return self._flow.exchanges[launch.what].send_gradients(launch, flat, counts.tolist(), embedding_dim)
+        return self._flow.exchanges[launch.what].send_gradients(launch, flat, by_row(counts), embedding_dim)
 
     def launch_bucket(self, launch: OperationId, flat: Tensor, *_: object) -> Ticket:
         """`all_reduce_` or `exchange_gradient_` of a bucket."""

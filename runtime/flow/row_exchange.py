@@ -25,24 +25,19 @@ from torch import Tensor
 
 from embrace_fx.runtime.flow.bucket_updates import WRITTEN
 from embrace_fx.runtime.flow.early_rows import EarlyRows
+from embrace_fx.runtime.flow.grid_parts import GridPart
 from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, Split
 from embrace_fx.runtime.flow.under_way import Arriving, LateRows, Part, Rows, StepGradient, Wait, waits_for
-from embrace_fx.runtime.kernels import (
-    coalesce,
-    join_columns,
-    join_columns_into,
-    lookup_as,
-    split_columns,
-    split_selected_columns,
-)
+from embrace_fx.runtime.kernels import coalesce, lookup_as
 from embrace_fx.runtime.launch.launcher import Launcher, Ticket
 from embrace_fx.runtime.optimizer.own_step import hyperparameters
-from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.communicator import Communicator, Counts
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.held_gradient import Rows as RowsOfTable
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.vocabulary.plan import Grid
 
 
 class RowExchange:
@@ -52,12 +47,7 @@ class RowExchange:
         table: the shard.
         delayed_chunks: in how many pieces delayed gradients travel, where they are told apart.
         wait: waits for a ticket (and takes the time of it).
-
-    Attributes:
-        splits_ahead: how two batches are cut may be found on a device, before the host knows the sizes.
     """
-
-    splits_ahead = True
 
     def __init__(
         self,
@@ -69,6 +59,7 @@ class RowExchange:
     ) -> None:
         self.table = table
         self._communicator = communicator
+        self._grid = table.grid or Grid(1, communicator.world_size)
         self._launcher = launcher
         self.delayed_chunks = delayed_chunks
         self._wait = wait
@@ -117,18 +108,11 @@ class RowExchange:
 
     def rows(self) -> Tensor:
         """All columns of this rank's rows, flat (U * D,)."""
-        width = self.table.shape[1]
-        world_size = self._communicator.world_size
+        assert self._routing is not None
+        shape = self._routing.counts[self._communicator.rank], self.table.shape[1]
         joined: Tensor | None = None
-        for part in self._arriving.rows:
-            flat = self._wait(part.ticket)
-            if part.positions is None:
-                joined = join_columns(flat, width, world_size)
-                continue
-            if joined is None:
-                assert self._routing is not None
-                joined = flat.new_empty((self._routing.counts[self._communicator.rank], width))
-            join_columns_into(joined, part.positions, flat, world_size)
+        for each in self._arriving.rows:
+            joined = each.part.join(self._wait(each.ticket), joined, shape)
         self._arriving = Arriving()
         self.early.arrived()
         assert joined is not None
@@ -137,11 +121,8 @@ class RowExchange:
     def _send_rows(
         self, launch: OperationId, routing: Routing, selection: Selection | None, dtype: torch.dtype
     ) -> Rows:
-        ids, counts, positions = routing.ids, routing.counts, None
-        if selection is not None:
-            ids, counts = ids.index_select(0, selection.positions), selection.counts
-            positions = selection.own(routing, self._communicator.rank)
-        return Rows(positions, self.send_rows(launch, self._look_up(launch, ids, dtype), counts))
+        part = GridPart.of(routing, selection, self._grid, self._communicator.rank)
+        return Rows(part, self.send_rows(launch, self._look_up(launch, part.ids, dtype), part.counts))
 
     def _look_up(self, launch: OperationId, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the part, as they are; early ones as the step to come will leave them."""
@@ -157,23 +138,33 @@ class RowExchange:
             self.table.settle()
             self.note_version()
 
-    def send_rows(self, launch: OperationId, columns: Tensor, counts: Sequence[int]) -> Ticket:
-        """Launches the AlltoAll of looked-up columns (R, d), `counts[r]` of them rank r's."""
+    def send_rows(self, launch: OperationId, columns: Tensor, counts: Counts) -> Ticket:
+        """Launches the AlltoAll of looked-up columns (M, d)."""
         width = self.table.shape[1]
         return self._launcher.submit(
             launch,
             lambda: self._communicator.send_rows(columns, counts, width, LANE_GROUP[launch.lane]),
-            (sum(counts) - counts[self._communicator.rank]) * columns.shape[1] * columns.element_size(),
+            (columns.shape[0] - self._kept(counts)) * columns.shape[1] * columns.element_size(),
         )
 
-    def send_gradients(self, launch: OperationId, flat: Tensor, counts: Sequence[int], width: int) -> Ticket:
+    def send_gradients(self, launch: OperationId, flat: Tensor, counts: Counts, width: int) -> Ticket:
         """Launches the AlltoAll of gradients, flat (U * D,) by destination, `width` = D."""
-        away = width - self.table.local.shape[1]
+        kept = self._kept(counts) * self.table.local.shape[1]
         return self._launcher.submit(
             launch,
             lambda: self._communicator.send_gradients(flat, counts, width, LANE_GROUP[launch.lane]),
-            flat.numel() // max(width, 1) * away * flat.element_size(),
+            (flat.numel() - kept) * flat.element_size(),
         )
+
+    def _kept(self, counts: Counts) -> int:
+        """How many of the rows that this rank reads its own part has."""
+        rank = self._communicator.rank
+        return counts[rank][self._grid.place(rank)[0]]
+
+    @property
+    def splits_ahead(self) -> bool:
+        """Whether two batches may be cut on a device, before the host knows the sizes: not where parts are routed."""
+        return self._grid.rows == 1
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -223,14 +214,8 @@ class RowExchange:
         )
 
     def _send_gradient(self, launch: OperationId, rows: Tensor, routing: Routing, selection: Selection | None) -> Part:
-        ids, counts = routing.ids, routing.counts
-        if selection is None:
-            flat = split_columns(rows, self._communicator.world_size)
-        else:
-            own = selection.own(routing, self._communicator.rank)
-            flat = split_selected_columns(rows, own, self._communicator.world_size)
-            ids, counts = ids.index_select(0, selection.positions), selection.counts
-        return Part(ids, self.send_gradients(launch, flat, counts, rows.shape[1]), selection)
+        part = GridPart.of(routing, selection, self._grid, self._communicator.rank)
+        return Part(part.ids, self.send_gradients(launch, part.split(rows), part.counts, rows.shape[1]), selection)
 
     # -- updates -------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from weakref import WeakMethod, ref
 from torch import Tensor
 
 from embrace_fx.runtime.flow.bucket_updates import GONE
+from embrace_fx.runtime.flow.grid_parts import GridPart
 from embrace_fx.runtime.flow.routing import Routing, Selection
 from embrace_fx.runtime.launch.launcher import Ticket
 from embrace_fx.runtime.tables.held_gradient import Rows as RowsOfTable
@@ -73,7 +74,7 @@ class LateRows:
 class Rows:
     """A part of a batch's rows on their way to this rank: which of its rows, and their columns from all ranks."""
 
-    positions: Tensor | None  # None: all
+    part: GridPart
     ticket: Ticket
 
 

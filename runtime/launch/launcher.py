@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,15 +203,15 @@ class Launcher:
         """Another order, from the next window on."""
         self._order = tuple(order)
 
-    @property
-    def of_forward(self) -> frozenset[OperationId]:
-        """Of a window's launches, those that the forward submits."""
-        return self._of_forward
+    def absent(self, submits: Collection[OperationId], *, forward: bool) -> tuple[OperationId, ...]:
+        """Launches of a window that a phase leaves out, though they are its own: the forward's, or the backward's.
 
-    @property
-    def order(self) -> tuple[OperationId, ...]:
-        """The launch order of the current window."""
-        return self._state.windows[-1].order
+        A window may have another order than the one before, but it has the same launches.
+
+        Args:
+            submits: what the phase submits.
+        """
+        return tuple(o for o in self._order if (o in self._of_forward) == forward and o not in submits)
 
     def open_window(self, *, held: bool = False) -> None:
         """Ends the current window, whose unsubmitted launches are not coming any more, and begins the next one.
@@ -260,10 +260,11 @@ class Launcher:
         self._state.windows[-1].in_forward = True
         self.leave_backward()
 
-    def skip(self, *launches: OperationId) -> None:
-        """Launches of the current window that are not coming."""
-        with self._changing() as window:
-            window.expected.difference_update(launches)
+    def skip(self, launches: Collection[OperationId]) -> None:
+        """Launches of the current window that are not coming. Where there are none, the thread is not woken."""
+        if launches:
+            with self._changing() as window:
+                window.expected.difference_update(launches)
 
     def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
         """Queues a launch at its place in the current window.

@@ -61,6 +61,16 @@ def widened(launched: InFlight, into: Tensor, sent_bytes: int) -> InFlight:
     return InFlight(into, work, lambda: sent_bytes, (narrow, *launched.reads))
 
 
+Counts = Sequence[Sequence[int]]
+"""How many rows a rank reads of each row of the grid that a table lies on, by rank. Columns alone are one row."""
+
+
+def by_row(counts: Tensor) -> Counts:
+    """The counts of `unpack_ids` (N,), or of `route_grid` (N, grid_rows), on the host."""
+    found: list[list[int]] = counts.view(counts.shape[0], -1).tolist()
+    return found
+
+
 class Communicator(Groups):
     """Issues this rank's collectives.
 
@@ -147,34 +157,17 @@ class Communicator(Groups):
     def all_to_all_rows(
         self, columns: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
     ) -> InFlight:
-        if grid_rows > 1:
-            return self.send_grid_rows(columns, counts.tolist(), embedding_dim, group)
-        return self.send_rows(columns, counts.tolist(), embedding_dim, group)
+        return self.send_rows(columns, by_row(counts), embedding_dim, group)
 
-    def send_rows(self, columns: Tensor, rows_by_rank: Sequence[int], embedding_dim: int, group: str) -> InFlight:
+    def send_rows(self, columns: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
         """`all_to_all_rows` with counts on the host."""
         if self.world_size == 1:
             return InFlight(columns.view(-1), None)
-        widths = column_widths(embedding_dim, self.world_size)
-        own_width, own_rows = widths[self.rank], rows_by_rank[self.rank]
-        received = columns.new_empty((own_rows * embedding_dim,))
-        return self._all_to_all(
-            received,
-            columns.view(-1),
-            [own_rows * width for width in widths],
-            [rows * own_width for rows in rows_by_rank],
-            group,
-        )
-
-    def send_grid_rows(
-        self, columns: Tensor, counts: Sequence[Sequence[int]], embedding_dim: int, group: str
-    ) -> InFlight:
-        """`all_to_all_rows` on a grid, with counts on the host: by rank, by row of the grid."""
         received = columns.new_empty((sum(counts[self.rank]) * embedding_dim,))
-        of_owners, of_readers = self._grid_sizes(counts, embedding_dim)
+        of_owners, of_readers = self._sizes(counts, embedding_dim)
         return self._all_to_all(received, columns.view(-1), of_owners, of_readers, group)
 
-    def _grid_sizes(self, counts: Sequence[Sequence[int]], embedding_dim: int) -> tuple[list[int], list[int]]:
+    def _sizes(self, counts: Counts, embedding_dim: int) -> tuple[list[int], list[int]]:
         """Elements of the own rows that each rank has, and of each rank's rows that this one has."""
         grid_columns = self.world_size // len(counts[0])
         row, column = divmod(self.rank, grid_columns)
@@ -185,31 +178,14 @@ class Communicator(Groups):
     def all_to_all_gradients(
         self, flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
     ) -> InFlight:
-        if grid_rows > 1:
-            return self.send_grid_gradients(flat, counts.tolist(), embedding_dim, group)
-        return self.send_gradients(flat, counts.tolist(), embedding_dim, group)
+        return self.send_gradients(flat, by_row(counts), embedding_dim, group)
 
-    def send_grid_gradients(
-        self, flat: Tensor, counts: Sequence[Sequence[int]], embedding_dim: int, group: str
-    ) -> InFlight:
-        """`all_to_all_gradients` on a grid, with counts on the host: by rank, by row of the grid."""
-        of_owners, of_readers = self._grid_sizes(counts, embedding_dim)
-        return self._all_to_all_narrowly(flat.new_empty((sum(of_readers),)), flat, of_readers, of_owners, group)
-
-    def send_gradients(self, flat: Tensor, rows_by_rank: Sequence[int], embedding_dim: int, group: str) -> InFlight:
+    def send_gradients(self, flat: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
         """`all_to_all_gradients` with counts on the host."""
         if self.world_size == 1:
             return InFlight(flat, None)
-        widths = column_widths(embedding_dim, self.world_size)
-        own_width, own_rows = widths[self.rank], rows_by_rank[self.rank]
-        received = flat.new_empty((sum(rows_by_rank) * own_width,))
-        return self._all_to_all_narrowly(
-            received,
-            flat,
-            [rows * own_width for rows in rows_by_rank],
-            [own_rows * width for width in widths],
-            group,
-        )
+        of_owners, of_readers = self._sizes(counts, embedding_dim)
+        return self._all_to_all_narrowly(flat.new_empty((sum(of_readers),)), flat, of_readers, of_owners, group)
 
     def _all_to_all(
         self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str

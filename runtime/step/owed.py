@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
+from embrace_fx.runtime.ranks.communicator import Communicator, InFlight, by_row
 from embrace_fx.runtime.step.phases import Values
 from embrace_fx.vocabulary.graph import Saved
 from embrace_fx.vocabulary.operation_id import OperationId
@@ -120,15 +120,12 @@ class Owed:
         if launch.op == "embrace::submit_gradients":
             counts, shape = arguments[1], [int(arguments[1][rank]), like.shape[1]]
         else:
-            counts, width = arguments[0], arguments[1]
-            on_grid = counts.dim() > 1
+            counts, width = by_row(arguments[0]), arguments[1]
             if launch.op == "embrace::all_to_all_gradients":
-                shape = [int(counts[rank].sum()) * width]
-            elif on_grid:
-                row = rank // (self._communicator.world_size // counts.shape[1])
-                shape = [int(counts[:, row].sum()), like.shape[1]]
+                shape = [sum(counts[rank]) * width]
             else:
-                shape = [int(counts.sum()), like.shape[1]]
+                row = rank // (len(counts) // len(counts[0]))
+                shape = [sum(of_rank[row] for of_rank in counts), like.shape[1]]
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 

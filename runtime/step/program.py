@@ -46,12 +46,12 @@ class LoweredPhase:
 
     Attributes:
         owed: what other ranks wait for in it.
-        submits: what it hands to the launcher.
+        absent: launches that are this phase's, and that it leaves out: the launcher is not to wait for them.
     """
 
     run: Runnable
     owed: Owed
-    submits: frozenset[OperationId]
+    absent: tuple[OperationId, ...]
 
 
 class Program:
@@ -147,7 +147,8 @@ class Program:
         special, owed = (bound.backward, bound.owed_backward) if is_last else (bound.forward, bound.owed_forward)
         run = runnable(module, self.state, bound.by_op, special, self.regions, last=is_last)
         launches = (launch_of(node) for node in module.graph.nodes if op_name(node) in SUBMISSIONS | LAUNCHES)
-        return LoweredPhase(run, owed, frozenset(launch for launch in launches if launch is not None))
+        absent = self.flow.launcher.absent(set(launches), forward=not is_last) if self.flow is not None else ()
+        return LoweredPhase(run, owed, absent)
 
     def phase(self, variant: StepVariant) -> LoweredPhase:
         """A phase, of a step's variant; made when it is first needed."""

@@ -130,7 +130,7 @@ class Step:
             assert program.ids_program is not None
             following, self._following = self._following, None
             return program.flow.begin_forward(
-                program.ids_program, self._leaves, following, lambda variant: program.phase(variant).submits
+                program.ids_program, self._leaves, following, lambda variant: program.phase(variant).absent
             )
         values: Values = {}
         try:
@@ -216,7 +216,7 @@ class Step:
         backward = program.phase(variant)
         needed = backward.owed.begin(values)
         if flow is not None:
-            flow.open_window(gate, backward.submits)
+            flow.open_window(gate, backward.absent)
         finish: Finish | None = None
         written, names = 0, ""
         outputs: tuple[Any, ...] = ()

@@ -32,6 +32,14 @@ def graph_of(variant: StepVariant, schedule: str = "2d") -> TrainingGraph:
     return pass_of(variant)(translator(schedule)[0])
 
 
+@functools.cache
+def launches_of(variant: StepVariant, schedule: str) -> list[tuple[fx.Node, OperationId | None, OperationId | None]]:
+    """The nodes of a phase that have to do with launches: which of them each submits or is of, and which it awaits."""
+    nodes = graph_of(variant, schedule).phases[variant.phase].graph.nodes
+    found = [(node, launch_of(node), awaited(node)) for node in nodes]
+    return [each for each in found if each[1:] != (None, None)]
+
+
 def told(module: fx.GraphModule) -> list[str]:
     """What a phase does with launches, in order."""
     found = []
@@ -96,8 +104,7 @@ def test_in_any_run_what_is_submitted_is_awaited_once_and_rows_are_current(
         if isinstance(variant, ForwardVariant) and variant.arrives == "other":
             for each in unread:  # sent for a batch that did not come
                 del under_way[each]
-        for node in graph_of(variant, schedule).phases[variant.phase].graph.nodes:
-            launch, awaits = launch_of(node), awaited(node)
+        for node, launch, awaits in launches_of(variant, schedule):
             if op_name(node) == "embrace::submit_rows" and launch is not None:
                 late = launch.part == "late" and unread and as_expected
                 kinds = ("gradients",) if late else ("gradients", "delayed")

@@ -16,7 +16,7 @@ from embrace_fx.cost.exchanges import predict
 from embrace_fx.cost.links import Cluster, Handling, Link
 from embrace_fx.cost.sparsity import Sparsity, random_sparsity
 from embrace_fx.planning import findings as planning
-from embrace_fx.vocabulary.plan import STRATEGIES, Plan
+from embrace_fx.vocabulary.plan import CANDIDATES, Plan
 from tests.support.ranks import run_ranks
 
 
@@ -92,7 +92,7 @@ def test_one_batch_stands_for_all_ranks(world_size: int) -> None:
     plan = embrace_fx.plan(model, batch(0), world_size=world_size, optimizer=Adam(model.parameters()))
 
     assert plan.world_size == world_size
-    assert {c.strategy for c in plan["table.weight"].candidates} == set(STRATEGIES)
+    assert {c.strategy for c in plan["table.weight"].candidates} == set(CANDIDATES)
 
 
 def test_nothing_is_changed() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from embrace_fx.passes.relax.order import OrderCompute
 from embrace_fx.session.pipeline import Compiled, relaxing_passes, run_passes, training_passes
-from embrace_fx.viz.graph_drawing import fold
+from embrace_fx.viz.drawing import fold
 from embrace_fx.viz.graphs import PHASES, Graphs
 from embrace_fx.vocabulary.ops import LAUNCHES, SUBMISSIONS, op_name
 from embrace_fx.vocabulary.plan import Decision, Plan

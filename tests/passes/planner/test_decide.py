@@ -14,7 +14,7 @@ from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import CLEARLY, upkeep_of_replicas
 from embrace_fx.passes.planner.shard_cost import ROUNDS, UPDATE_PASSES, launches_of, shard_exchange, shard_work
-from embrace_fx.vocabulary.plan import EXCHANGES, STRATEGIES, Decision, Plan
+from embrace_fx.vocabulary.plan import CANDIDATES, EXCHANGES, STRATEGIES, Decision, Plan
 from tests.support.graphs import IDS, analysed, table_of, tables_model
 from tests.support.planned import FACTS, OTHER, ROWS, TABLE, graph_of, planned
 from tests.support.table_cases import ILLEGAL, example, plain
@@ -247,10 +247,10 @@ def test_zen_has_the_scheme_that_takes_less_time() -> None:
     assert planned(strategy="ps")[TABLE].scheme == ""
 
 
-def test_every_strategy_is_weighed_and_one_chosen() -> None:
+def test_every_candidate_is_weighed_and_one_chosen() -> None:
     candidates = planned()[TABLE].candidates
 
-    assert {c.strategy for c in candidates} == set(STRATEGIES)
+    assert {c.strategy for c in candidates} == set(CANDIDATES)
     assert [c.strategy for c in candidates if not c.rejected] == ["alltoall"]
     assert [c.predicted_ms for c in candidates] == sorted(c.predicted_ms for c in candidates)
     blocked = {c.strategy: c.rejected for c in planned(row_update_blocker=MOVES)[TABLE].candidates}
@@ -258,6 +258,25 @@ def test_every_strategy_is_weighed_and_one_chosen() -> None:
     forced = {c.strategy: c.rejected for c in planned(strategy="ps")[TABLE].candidates}
     assert forced["zen"] == "ps was asked for"
     assert planned()["linear.bias"].candidates == ()
+
+
+def test_what_auto_never_picks_is_weighed_where_it_is_asked_for() -> None:
+    assert set(STRATEGIES) - set(CANDIDATES) == {"omnireduce"}
+
+    candidates = planned(strategy="omnireduce")[TABLE].candidates
+
+    assert {c.strategy for c in candidates} == set(STRATEGIES)
+    assert [c.strategy for c in candidates if not c.rejected] == ["omnireduce"]
+
+
+def test_a_plan_in_use_is_weighed_with_the_strategy_that_it_has() -> None:
+    forced = planned(LARGE, strategy="omnireduce")
+    facts = (replace(FACTS, name=TABLE, shape=(LARGE, 4)),)
+
+    anew = decide(graph_of(LARGE), facts, ROWS, world_size=2, current=forced)[TABLE]
+
+    assert anew.strategy == "alltoall"
+    assert {c.strategy for c in anew.candidates} == set(STRATEGIES)
 
 
 def test_ids_that_ranks_share_make_unions_small_and_zen_cheap() -> None:

@@ -42,15 +42,19 @@ class Translator(nn.Module):
 
 
 @functools.cache
+def captured() -> TrainingGraph:
+    ids = torch.randint(WORDS, (BATCH, LENGTH))
+    return analysed(Translator(), ids, ids + 0)
+
+
+@functools.cache
 def translator(name: str) -> tuple[TrainingGraph, Plan]:
     """Its graph under a schedule, as one of four ranks has it, each block a bucket of two chunks."""
-    torch.manual_seed(0)
     sent = 2 * BATCH * LENGTH * DIM * 4 * 3 // 4
     decisions = tuple(Decision(t, (WORDS, DIM), True, "alltoall", "asked for", sent, 0, 0.0) for t in TABLES)
     plan = Plan(4, decisions, tuple((f"blocks.{k}.weight", f"blocks.{k}.bias") for k in (2, 1, 0)))
-    ids = torch.randint(WORDS, (BATCH, LENGTH))
     passes = (*training_passes(plan, TABLES, 0), *relaxing_passes(plan, name, 0, CUTS))
-    return run_passes(analysed(Translator(), ids, ids + 0), passes).graph, plan
+    return run_passes(captured(), passes).graph, plan
 
 
 def steps_of_translator(name: str, sent: dict[OperationId, int] | None = None) -> StepGraph:

@@ -224,7 +224,7 @@ class Training:
             self.exchange.cut(following.ids, following.counts)
         else:
             self.exchange.forget_cut()
-            self.launcher.skip(EARLY, *self.pieces)
+            self.launcher.skip([EARLY, *self.pieces])
         if cut:
             self.exchange.submit_rows(EARLY, batch.ids, batch.counts, torch.float64)
         scale = 1 / self.communicator.world_size

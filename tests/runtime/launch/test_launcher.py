@@ -68,9 +68,9 @@ def test_a_skipped_launch_holds_up_nothing() -> None:
     launcher, link = make(), Link(instant=True)
 
     submit(launcher, link, "bucket 0")
-    launcher.skip(ID["early rows"])
+    launcher.skip([ID["early rows"]])
     link.expect()
-    launcher.skip(ID["prior"])
+    launcher.skip([ID["prior"]])
     link.expect("bucket 0")
 
 
@@ -99,7 +99,7 @@ def test_windows_follow_each_other() -> None:
     submit(launcher, link, "bucket 0", "rows", "early rows")
     launcher.open_window()
     submit(launcher, link, "prior")
-    launcher.skip(ID["early rows"])
+    launcher.skip([ID["early rows"]])
     link.expect("early rows", "bucket 0")
     link.end("early rows")
     link.expect("early rows", "bucket 0", "rows")
@@ -145,7 +145,7 @@ def test_all_that_is_submitted_is_launched_in_order(windows: list[tuple[list[str
     tickets, expected = [], []
 
     for submitted, skipped in windows:
-        launcher.skip(*(ID[name] for name in skipped))
+        launcher.skip([ID[name] for name in skipped])
         tickets += submit(launcher, link, *submitted)
         expected += [name for name in NAMES if name in submitted]
         launcher.open_window()

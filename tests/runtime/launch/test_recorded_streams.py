@@ -259,7 +259,8 @@ def trains_while_one_rank_stops(rank: int, world_size: int) -> dict[str, Tensor]
                 dist.barrier()
             elif step in (2, 4):
                 launcher.STANDSTILL_S = 0.1
-                flow.launcher.skip()  # wakes the thread that stands by
+                with flow.launcher._changing():  # wakes the thread that stands by
+                    pass
                 dist.barrier()
                 launcher.STANDSTILL_S = 1e6
         return trained(compiled).parameters
