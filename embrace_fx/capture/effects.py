@@ -1,4 +1,4 @@
-"""What a forward does besides returning results: state that it assigns, lists that it fills, what it prints.
+"""What a forward does besides returning results: state that it assigns, lists that it fills, what it prints and logs.
 
 Dynamo keeps all of that out of the graph (`self.h = h.detach()`, a queue, an auxiliary loss left on a module, `print`)
 and writes code that does it after the graph has run, from the graph's outputs. Where a forward has such effects, the
@@ -24,6 +24,7 @@ from torch._dynamo.source import GlobalSource, TempLocalSource
 
 from embrace_fx.capture.errors import RefusedError
 from embrace_fx.capture.guards import OF_PROGRAMS
+from embrace_fx.capture.printing import put_off
 from embrace_fx.capture.read_values import ReadValues
 
 _NO_CONSTANT = object()
@@ -36,7 +37,7 @@ class Effects:
     Attributes:
         objects: whose attributes or items it writes, as Dynamo names them.
         attributes: of those, the attributes with the constants that they get, `L['self'].count` -> 1.
-        prints: whether it calls `print`.
+        prints: whether it prints or logs.
         tensor_hooks: whether it hooks tensors.
         globals: global names that it assigns.
     """
@@ -69,7 +70,7 @@ def noted_effects() -> Iterator[Effects]:
 
     OutputGraph.codegen_suffix = noting  # type: ignore[method-assign]
     try:
-        with torch._dynamo.config.patch(reorderable_logging_functions={print}):
+        with put_off():
             yield effects
     finally:
         OutputGraph.codegen_suffix = suffix  # type: ignore[method-assign]

@@ -10,7 +10,6 @@ Routes, tried in this order:
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 import sys
 import warnings
@@ -40,9 +39,6 @@ from embrace_fx.capture.left_behind import LeftBehind
 from embrace_fx.capture.model_forms import STATES, OpenResults, Untied
 from embrace_fx.capture.read_values import ReadValues
 from embrace_fx.capture.rnn_mode import WHOLE, KeepRnnWhole
-
-_LOG_METHODS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
-"""How methods that write to a log begin; libraries add their own to the class, `warning_once` say."""
 
 
 @dataclass
@@ -90,17 +86,14 @@ def private_copies(
 def quiet_dynamo() -> Iterator[None]:
     """Dynamo as this capture needs it.
 
-    Numbers are constants and sizes vary where this capture says so, whatever Dynamo has seen of other models; a log
-    message is no reason to give up, it is left out.
+    Numbers are constants and sizes vary where this capture says so, whatever Dynamo has seen of other models.
     """
-    loggers = {value for name, value in vars(logging.Logger).items() if name.startswith(_LOG_METHODS)}
     options = {
         "allow_rnn": True,
         "specialize_int": True,
         "specialize_float": True,
         "automatic_dynamic_shapes": False,
         "assume_static_by_default": True,
-        "ignore_logging_functions": loggers,
     }
     with torch._dynamo.config.patch(options), warnings.catch_warnings():
         # Where warnings are errors, Dynamo would give up for what torch warns of meanwhile. Of autograd functions:

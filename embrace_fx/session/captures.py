@@ -25,9 +25,9 @@ capture."""
 
 _KNOWS_LESS = (
     "expected a forward that Dynamo can read, in %s, found one that it cannot (%s): it was traced as Python ran it. "
-    "What it prints or logs, and what its hooks do besides computing, happened this once. Attributes and hooks of its "
-    "modules are looked at in each call; where it reads globals, closures, the environment or the inside of objects, a "
-    "change will not be noticed."
+    "What it prints or logs, and what its hooks do besides computing, happened this once, with names in the place of "
+    "tensors' values. Attributes and hooks of its modules are looked at in each call; where it reads globals, "
+    "closures, the environment or the inside of objects, a change will not be noticed."
 )
 
 logger = logging.getLogger(__name__)

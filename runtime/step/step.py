@@ -145,11 +145,17 @@ class Step:
             program.flow.begin_plain_forward()
         return values, ForwardVariant()
 
-    def backward(self, tangents: Sequence[Tensor | None], *, for_parameters: bool) -> list[Tensor | None]:
+    def backward(
+        self, tangents: Sequence[Tensor | None], *, for_parameters: bool, twice: bool = False
+    ) -> list[Tensor | None]:
         """Runs the backward, delivers the parameters' gradients, and returns the batch tensors' ones.
 
         Args:
             for_parameters: whether parameters are to get gradients; `torch.autograd.grad` of inputs wants none.
+            twice: whether the gradients are to be differentiated again.
+
+        Raises:
+            RuntimeError: they are; a second backward; or as `launch_flags` says.
         """
         program = self.program
         if self._values is None:
@@ -158,6 +164,8 @@ class Step:
                 "same results; what it needs has been freed and its gradients have been reduced. Call the model again, "
                 "or add the losses and call backward once."
             )
+        if twice and not self._tells_of_failures():
+            raise RuntimeError(_TWICE)
         program.state.awaiting_backward.discard(self)
         values, self._values = self._values, None
         flow, recorder = program.flow, program.recorder
@@ -169,7 +177,7 @@ class Step:
         used = program.used.words(given, state.unreduced)
         if state.hooked:
             state.unreached = program.used.absent(program.used.words(given))
-        outputs, roles, counts = self._run_backward(values, tangents, used)
+        outputs, roles, counts = self._run_backward(values, tangents, used, twice)
         if recorder is not None:
             recorder.mark(WHOLE_BACKWARD)
         if not for_parameters:
@@ -200,7 +208,7 @@ class Step:
         return gate
 
     def _run_backward(
-        self, values: Values, tangents: Sequence[Tensor | None], used: Sequence[int]
+        self, values: Values, tangents: Sequence[Tensor | None], used: Sequence[int], twice: bool
     ) -> tuple[tuple[Any, ...], Sequence[OutputRole], tuple[int, ...]]:
         """The backward's outputs, their roles, and how many ranks' backwards reach each parameter.
 
@@ -221,9 +229,7 @@ class Step:
         written, names = 0, ""
         outputs: tuple[Any, ...] = ()
         try:
-            if flow is not None:
-                assert program.ids_program is not None
-                flow.begin_backward(program.ids_program, variant)
+            self._begin_backward(variant, twice)
             written, names = self._written()
             if gate is None:  # on the host, what ranks tell each other is read at the end, and tells of failures too
                 finish = self._launch_flags(used, written)
@@ -249,6 +255,14 @@ class Step:
             if flow is not None:
                 flow.discard()
             raise
+
+    def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
+        program = self.program
+        if program.flow is not None:
+            assert program.ids_program is not None
+            program.flow.begin_backward(program.ids_program, variant)
+        if twice:  # told to the others as any failure is
+            raise RuntimeError(_TWICE)
 
     def _next_backward(self, values: Values) -> BackwardVariant:
         flow, of_ids = self.program.flow, self.program.ids_program
@@ -311,6 +325,12 @@ class Step:
         return [found.get(k) for k, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
+_TWICE = (
+    "expected a backward of the compiled model without create_graph=True, in backward(), found one with it: its "
+    "gradients cannot be differentiated again. Train such a loss with the plain model."
+)
+
+
 class _Run(torch.autograd.Function):
     """One call of the model as one node of the user's autograd graph."""
 
@@ -327,13 +347,9 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "expected a backward of the compiled model without create_graph=True, in backward(), found one with "
-                "it: its gradients cannot be differentiated again. Train such a loss with the plain model."
-            )
+        twice = torch.is_grad_enabled()
         ctx.step.program.state.graph_task = torch._C._current_graph_task_id()
         anchor, _ = ctx.next_functions[0]  # not reached by `torch.autograd.grad` or `backward(inputs=...)`
         with torch.no_grad(), autocast_is_in_the_graph():
             wanted = torch._C._will_engine_execute_node(anchor)
-            return (None, None, *ctx.step.backward(tangents, for_parameters=wanted))
+            return (None, None, *ctx.step.backward(tangents, for_parameters=wanted, twice=twice))

@@ -1,0 +1,87 @@
+"""What a forward prints and logs: at each call, after the graph has run.
+
+Dynamo puts off `print` of tensors, constants and formatted strings until the graph has run. Here numbers that
+`.item()` reads and containers may be printed too, by the functions that a forward calls as well. What goes to loggers,
+by their methods or by `logging.info` and its like, and what `warnings.warn` is told, is put off alike.
+
+rewrite: print("norm", x.norm().item()); return x.sum()  ->  graph(x) -> (norm, sum);   then   print("norm", norm)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch._dynamo import variables
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable, StringFormatVariable
+
+_LOG_METHODS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
+"""How methods that write to a log begin; libraries add their own to the class, `warning_once` say."""
+
+_HEEDED = {"flush", "stacklevel", "category"}
+"""Options of `print`, of logs and of warnings that change no text, or that are passed on."""
+
+_AS_THEY_ARE = (
+    variables.TensorVariable,
+    variables.ConstantVariable,
+    variables.SymNodeVariable,
+    StringFormatVariable,
+    variables.BuiltinVariable,
+    variables.UserDefinedClassVariable,
+)
+
+
+@contextlib.contextmanager
+def put_off() -> Iterator[None]:
+    """Dynamo puts off what the forward prints and logs, where it is told inside."""
+    call, log = DebuggingVariable.call_function, LoggingLoggerVariable.call_method
+
+    def called(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        category = [kwargs["category"]] if "category" in kwargs else []
+        args = [_as_now(each) for each in (*args, *category)]
+        in_region = tx.output.current_tracer.parent is not None  # checkpointed, say: its values are known within alone
+        known = variables.ConstantVariable if in_region else _AS_THEY_ARE
+        if kwargs.keys() - _HEEDED or not all(isinstance(each, known) for each in args):
+            _cannot(self.value)
+        tx.output.root_tx.debug_locals.append((self, args))  # those of functions that are called Dynamo forgets
+        return variables.ConstantVariable.create(None)
+
+    def logged(self: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if self.source is None or not name.startswith(_LOG_METHODS):
+            return log(self, tx, name, args, kwargs)
+        method = DebuggingVariable(getattr(self.value, name), source=AttrSource(self.source, name))
+        return method.call_function(tx, args, kwargs)
+
+    functions = {print, warnings.warn, *(vars(logging)[name] for name in _LOG_METHODS if name in vars(logging))}
+    DebuggingVariable.call_function = called  # type: ignore[method-assign]
+    LoggingLoggerVariable.call_method = logged  # type: ignore[method-assign]
+    try:
+        with torch._dynamo.config.patch(reorderable_logging_functions=functions):
+            yield
+    finally:
+        DebuggingVariable.call_function = call  # type: ignore[method-assign]
+        LoggingLoggerVariable.call_method = log  # type: ignore[method-assign]
+
+
+def _cannot(function: Any) -> NoReturn:
+    torch._dynamo.exc.unimplemented(
+        gb_type="cannot be put off",
+        context="",
+        explanation=f"{getattr(function, '__name__', function)} of containers, with options, or in a region of its own",
+        hints=[],
+    )
+
+
+def _as_now(value: Any) -> Any:
+    """What is printed of a value: a list may be written before it is printed, its text may not."""
+    if isinstance(value, _AS_THEY_ARE):
+        return value
+    if isinstance(value, variables.ListVariable) and all(isinstance(each, _AS_THEY_ARE) for each in value.items):
+        return StringFormatVariable.create(f"[{', '.join('{!r}' for _ in value.items)}]", list(value.items), {})
+    fixed = isinstance(value, variables.TupleVariable) or value.is_python_constant()
+    return StringFormatVariable.create("{}", [value], {}) if fixed else value

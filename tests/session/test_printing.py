@@ -1,0 +1,118 @@
+"""What a forward prints and logs: at each call what it does under DDP, or once, which is said once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import embrace_fx
+from tests.support.ranks import run_ranks
+
+spoken = logging.getLogger("tests.spoken")
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 6)
+        self.seen: list[float] = []
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        x = self.words(ids_BT).square()
+        self.tell(x)
+        return x.sum() / x.detach().max().item()
+
+    def tell(self, x: Tensor) -> None: ...
+
+
+class Telling(Words):
+    def tell(self, x: Tensor) -> None:
+        print("mean", x.mean().item(), x.shape, x.dtype, flush=True)
+        print(f"largest {x.max().item():.4f}", x.detach().sum(), (x.min().item(), 1))
+        found = [x.std().item(), 2]
+        print(found)
+        found.append(3)
+        spoken.info("mean %.3f of %s", x.mean().item(), x.shape[0], stacklevel=2)
+        spoken.debug("not shown")
+        logging.warning("sum %s", x.detach().sum())
+        warnings.warn("careful", stacklevel=2)
+        self.seen.append(x.sum().item())
+
+
+def _told(wrap: Callable[[nn.Module], Any], rank: int) -> tuple[list[str], list[float], list[str]]:
+    """What is printed and logged, and losses."""
+    torch.manual_seed(0)
+    model, text, losses = Telling(), io.StringIO(), []
+    compiled, handler = wrap(model), logging.StreamHandler(text)
+    spoken.setLevel(logging.INFO)
+    logging.getLogger().addHandler(handler)
+    try:
+        with contextlib.redirect_stdout(text), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(3):
+                loss = compiled(torch.arange(4).view(2, 2) + step + rank)
+                loss.backward()
+                losses.append(loss.item())
+    finally:
+        logging.getLogger().removeHandler(handler)
+        spoken.setLevel(logging.NOTSET)
+    lines = [line for line in text.getvalue().splitlines() if not line.startswith("embrace_fx: ")]
+    return lines, losses + model.seen, [str(each.message) for each in caught if "careful" in str(each.message)]
+
+
+def _both(rank: int, world_size: int) -> tuple[Any, Any]:
+    return _told(lambda m: embrace_fx.compile(m, strategy="alltoall"), rank), _told(DistributedDataParallel, rank)
+
+
+def test_each_call_tells_what_it_tells_under_ddp() -> None:
+    for (lines, numbers, warned), (expected, expected_numbers, expected_warned) in run_ranks(2, _both):
+        assert lines == expected
+        assert len(lines) == 15
+        assert numbers == pytest.approx(expected_numbers, rel=1e-6)
+        assert warned == expected_warned == ["careful"] * 3
+
+
+class Region(Words):
+    """What a checkpointed region prints is known in it alone."""
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            found = x.square()
+            print("mean", found.mean())
+            return found
+
+        found: Tensor = checkpoint(run, self.words(ids_BT), use_reentrant=False)
+        return found.sum()
+
+
+class Separated(Words):
+    def tell(self, x: Tensor) -> None:
+        print("mean", x.mean().item(), sep=": ")
+
+
+@pytest.mark.parametrize("kind", [Separated, Region])
+def test_what_cannot_be_put_off_is_told_once_and_that_is_said(
+    kind: type[Words], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = embrace_fx.compile(kind())
+    with caplog.at_level(logging.WARNING, "embrace_fx"):
+        compiled(torch.zeros((2, 2), dtype=torch.long)).backward()
+        printed = capsys.readouterr().out
+        compiled(torch.zeros((2, 2), dtype=torch.long)).backward()
+
+    assert printed.startswith("mean")
+    assert capsys.readouterr().out == ""
+    (said,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert "test_printing.py" in said
+    assert "What it prints or logs" in said
+    assert "happened this once, with names in the place of tensors' values" in said
