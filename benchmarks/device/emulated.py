@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+import benchmarks.device.ops  # noqa: F401  (declares the ops)
 from benchmarks.device.profile import BlockTimes, profile_of
 from benchmarks.device.stages import Stage, stages
 from benchmarks.models.base import Batch, Lookups, TableModel, Workload
@@ -20,12 +21,13 @@ class EmulatedBlock(nn.Module):
         super().__init__()
         self.weights = nn.ParameterList(stage.parameters)
         self.reads = stage.reads
-        self.shape = list(times.shape)
+        self.makes_loss = not times.shape
+        self.shape = list(times.shape) or [1]  # autograd takes an empty list for one of tensors
         self.times_ms = [ms * slow for ms in (times.forward_ms, times.data_gradient_ms, times.weight_gradient_ms)]
 
     def forward(self, reads: list[Tensor]) -> Tensor:
         made: Tensor = torch.ops.lab.forward(reads, list(self.weights), self.shape, self.times_ms)
-        return made
+        return made.squeeze(0) if self.makes_loss else made
 
 
 class EmulatedModel(TableModel):

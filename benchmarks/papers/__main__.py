@@ -9,9 +9,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.papers import embrace, omnireduce, zen
 
 Printed = tuple[str, Sequence[str], Iterable[Sequence[str]], str]
@@ -91,17 +88,19 @@ def of_embrace() -> Printed:
     lines = [
         [row.model, row.cluster, str(row.gpus)]
         + [f"{row.step_ms[name]:.1f}" for name in embrace.SYSTEMS]
-        + [row.best, f"{row.speedup:.2f}"]
+        + [row.best, f"{row.speedup:.2f}", f"{row.over_slowest:.2f}"]
         for row in rows
     ]
-    best = max(row.speedup for row in rows)
+    best, slowest = max(row.speedup for row in rows), max(row.over_slowest for row in rows)
     return (
         "EmbRace (ICPP 2022): a step in ms, predicted",
-        ("model", "GPU", "GPUs", *embrace.SYSTEMS, "best baseline", "over EmbRace"),
+        ("model", "GPU", "GPUs", *embrace.SYSTEMS, "best baseline", "over EmbRace", "slowest over EmbRace"),
         lines,
         f"Predicted by embrace_fx on data sheets, {embrace.GPUS_PER_MACHINE} GPUs a machine, {embrace.GBIT} Gb/s "
-        f"between them. The best baseline takes at most {best:.2f} times EmbRace's step; published is at most "
-        f"{embrace.PUBLISHED_BEST:.2f}, predicted / published {best / embrace.PUBLISHED_BEST:.2f}.",
+        f"between them. Published is the largest ratio of all settings. Over the best baseline: predicted {best:.2f}, "
+        f"published {embrace.PUBLISHED_BEST:.2f} ({best / embrace.PUBLISHED_BEST:.2f} of it); over the slowest: "
+        f"predicted {slowest:.2f}, published {embrace.PUBLISHED_ANY:.2f} ({slowest / embrace.PUBLISHED_ANY:.2f} of "
+        "it).",
     )
 
 
@@ -114,16 +113,12 @@ def main() -> None:
     asked = parser.parse_args().papers or list(PAPERS)
     if unknown := [name for name in asked if name not in PAPERS]:
         parser.error(f"expected papers of {', '.join(PAPERS)}, found {', '.join(unknown)}")
-    console = Console(width=170)
     for name in asked:
         title, columns, lines, about = PAPERS[name]()
-        table = Table(title=title, title_style="")
-        for column in columns:
-            table.add_column(column, justify="left" if column in ("model", "GPU", "best baseline") else "right")
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
-        console.print(about)
+        print(f"## {title}\n")
+        for line in (columns, ["---"] * len(columns), *lines):
+            print("|", " | ".join(line), "|")
+        print(f"\n{about}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from benchmarks.models.base import Batch
 from benchmarks.peers.base import Recorded, Task, Training
 from embrace_fx.runtime.launch import launcher
 
-
 STANDSTILL_S = launcher.STANDSTILL_S
 """After which classes of communication overtake each other: in slow motion it, too, takes longer."""
 
