@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.lab.choice import OWN
 from benchmarks.lab.rounds import Spread, Target
-from benchmarks.lab.settings import ABLATION, LARGER, REPLICAS, SHARDED, Setting
+from benchmarks.lab.settings import ABLATION, CHOSEN, LARGER, REPLICAS, SHARDED, Setting
 
 AGREES = 0.03
 """How far the perceived steps of two slow motions may be apart."""
@@ -22,23 +22,32 @@ ABLATION_OF_TABLES, ABLATION_OF_OTHERS = 1.15, 1.08
 EFFICIENCY, SCALED = 0.9, (2, 16)
 PREDICTED, CHOICE, ROWS = 0.05, 1.03, 1.02
 PREDICTED_STRATEGY = 0.15
+WHOLE = ("main", CHOSEN)
+"""Groups whose `OWN` is compared with its floors; in the others it is beside the systems of the group alone."""
 
 Blocks = Sequence[Mapping[str, Any]]
 
 
 def device_targets(setting: Setting, blocks: Blocks) -> list[Target]:
-    """Whether slow motions agree, then each target, of the slowest motion where several were measured."""
+    """Whether slow motions agree, then each target, at each of them."""
     found = list(_agreement(blocks))
-    for model in setting.models:
-        for ratio in setting.ratios:
-            rate = setting.rate_mbit(model, len(setting.rates_mbit) + setting.ratios.index(ratio))
-            for ranks in setting.ranks:
-                at = [b for b in blocks if (b["model"], b["rate_mbit"], b["ranks"]) == (model, rate, ranks)]
-                slowest = max((b["slow"] for b in at), default=0.0)
-                for block in at:
-                    if block["slow"] == slowest:
-                        found += _of_block(block, f"{model}, {ranks} ranks, wire / compute {ratio:g}", ratio)
-    return found + list(_scaling(setting, blocks))
+    ratios = _ratios(setting)
+    for block in blocks:
+        ratio = ratios.get((block["model"], block["rate_mbit"]))
+        rate = f"wire / compute {ratio:g}" if ratio else f"{block['rate_mbit']:g} Mb/s"
+        where = f"{block['model']}, {block['ranks']} ranks, {rate}, k = {block['slow']:g}"
+        found += _of_block(block, where, ratio)
+    return found + list(_scaling(ratios, blocks))
+
+
+def _ratios(setting: Setting) -> dict[tuple[str, float], float]:
+    """(model, perceived rate) -> wire over compute."""
+    first = len(setting.rates_mbit)
+    return {
+        (model, setting.rate_mbit(model, first + number)): ratio
+        for model in setting.models
+        for number, ratio in enumerate(setting.ratios)
+    }
 
 
 def _rows(block: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,25 +56,26 @@ def _rows(block: Mapping[str, Any]) -> dict[str, Any]:
 
 def _agreement(blocks: Blocks) -> Iterator[Target]:
     """Of each system that was measured at several k: how far the perceived steps are apart."""
-    motions: dict[tuple[Any, ...], dict[float, Mapping[str, Any]]] = {}
+    motions: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
     for block in blocks:
-        where = (block["model"], block["ranks"], block["rate_mbit"], block["group"])
-        motions.setdefault(where, {})[block["slow"]] = block
-    for (model, ranks, *_), by_slow in motions.items():
+        by_slow = motions.setdefault((block["model"], block["ranks"], block["rate_mbit"]), {})
+        by_slow[block["slow"]] = {**_rows(block), **by_slow.get(block["slow"], {})}
+    for (model, ranks, rate_mbit), by_slow in motions.items():
         for less, more in pairwise(sorted(by_slow)):
-            faster, slower = _rows(by_slow[less]), _rows(by_slow[more])
+            faster, slower = by_slow[less], by_slow[more]
             for system in [name for name in faster if name in slower]:
                 apart = abs(faster[system].step_ms.median / slower[system].step_ms.median - 1)
                 what = f"{system}: perceived steps at k = {less:g} and {more:g} are apart by"
-                yield Target(f"{model}, {ranks} ranks", what, AGREES, True, Spread(apart, apart, apart))
+                where = f"{model}, {ranks} ranks, {rate_mbit:g} Mb/s"
+                yield Target(where, what, AGREES, True, Spread(apart, apart, apart))
 
 
-def _of_block(block: Mapping[str, Any], where: str, ratio: float) -> Iterator[Target]:
+def _of_block(block: Mapping[str, Any], where: str, ratio: float | None) -> Iterator[Target]:
     rows, floors = _rows(block), block["floors"]
     own, model, ranks = rows.get(OWN), block["model"], block["ranks"]
     if own is None:
         return
-    if block["group"] == "main":
+    if block["group"] in WHOLE:
         yield from _to_floors(own, floors, where)
         none = rows.get(ABLATION[0])
         if none is not None and none.ratio is not None:
@@ -115,19 +125,18 @@ def _allowed(row: Any, block: Mapping[str, Any]) -> Spread | None:
     return Spread(allowed, allowed, allowed)
 
 
-def _scaling(setting: Setting, blocks: Blocks) -> Iterator[Target]:
+def _scaling(ratios: Mapping[tuple[str, float], float], blocks: Blocks) -> Iterator[Target]:
     """Examples per second and rank with the most ranks, over those with the fewest."""
+    steps: dict[tuple[str, float, float], dict[int, float]] = {}
+    for block in blocks:
+        if OWN in _rows(block):
+            of_ranks = steps.setdefault((block["model"], block["rate_mbit"], block["slow"]), {})
+            of_ranks.setdefault(block["ranks"], _rows(block)[OWN].step_ms.median)
     few, many = SCALED
-    for model in setting.models:
-        for ratio in setting.ratios:
-            rate = setting.rate_mbit(model, len(setting.rates_mbit) + setting.ratios.index(ratio))
-            steps = {
-                block["ranks"]: _rows(block)[OWN].step_ms.median
-                for block in blocks
-                if (block["model"], block["rate_mbit"], block["group"]) == (model, rate, "main") and OWN in _rows(block)
-            }
-            if few in steps and many in steps:
-                value = steps[few] / steps[many]
-                wanted = EFFICIENCY if model in MOSTLY_TABLES and ratio == 1.0 else None
-                what = f"efficiency of {OWN} from {few} to {many} ranks"
-                yield Target(f"{model}, wire / compute {ratio:g}", what, wanted, False, Spread(value, value, value))
+    for (model, rate_mbit, slow), of_ranks in steps.items():
+        if few in of_ranks and many in of_ranks:
+            ratio, value = ratios.get((model, rate_mbit)), of_ranks[few] / of_ranks[many]
+            wanted = EFFICIENCY if model in MOSTLY_TABLES and ratio == 1.0 else None
+            where = f"{model}, {rate_mbit:g} Mb/s, k = {slow:g}"
+            yield Target(where, f"efficiency of {OWN} from {few} to {many} ranks", wanted, False,
+                         Spread(value, value, value))  # fmt: skip

@@ -188,6 +188,7 @@ GROUPS = {
 DEVICE_GROUPS = {
     "main": (
         "alone_sparse",
+        "embrace_alone",
         "ddp_sparse",
         "horovod_sparse",
         "torchrec_column",
@@ -254,7 +255,7 @@ SETTINGS = {
     "device-quick": Setting(
         "device-quick",
         ("lm",),
-        {"quick": ("alone_sparse", "ddp_sparse", "embrace_none", "embrace_2d")},
+        {"quick": ("alone_sparse", "embrace_alone", "ddp_sparse", "embrace_none", "embrace_2d")},
         rounds=3,
         ranks=(4,),
         rates_mbit=(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from io import StringIO
@@ -18,12 +19,13 @@ from benchmarks.device.profile import Profile, profile_of
 from benchmarks.device.queue import DeviceQueue
 from benchmarks.device.stages import run, stages
 from benchmarks.lab import __main__ as lab
-from benchmarks.lab.kept import Kept
+from benchmarks.lab.cell import Measured
+from benchmarks.lab.kept import Kept, Opened
 from benchmarks.lab.results import results
 from benchmarks.lab.settings import SETTINGS, Setting
 from benchmarks.models import MODELS
 from benchmarks.models.base import TableModel
-from benchmarks.network import Links
+from benchmarks.network import Links, Reached
 from benchmarks.peers import SYSTEMS
 from benchmarks.peers.base import Task
 from tests.benchmarks.test_lab import options
@@ -247,6 +249,42 @@ def test_the_lab_measures_in_slow_motion_and_says_what_was_perceived(tmp_path: P
 def test_slow_motion_is_refused_where_ranks_compute_on_the_cores() -> None:
     with pytest.raises(ValueError, match="expected a setting of emulated devices"):
         lab.chosen(options(slow=(4.0,)))
+
+
+def test_targets_are_told_of_every_k_and_slow_motions_are_compared(tmp_path: Path) -> None:
+    """Two ranks of 20 perceived ms, 25 alone at k = 2, 25.5 at k = 4, and 8 ranks that are slower."""
+    setting = replace(TINY, groups={"main": ("embrace_none", "embrace_2d")}, ranks=(2, 16))
+    kept = Kept(tmp_path)
+    for block in setting.blocks():
+        kept.network(block, Reached(block.links, True, "", (block.links.carried_mbit,)))
+        for system, perceived_ms in (("embrace_none", 25.0), ("embrace_2d", 20.0 if block.ranks == 2 else 40.0)):
+            kept.opened(block, system, Opened(1.0, (1.0,), "", perceived_ms * block.slow * 1.02))
+            apart = 1.02 if block.slow == 4.0 else 1.0
+            step_ms = perceived_ms * block.slow * apart
+            rank = Measured(step_ms, (step_ms,), 100.0, 3.0, 1.0, 0.9, peak_bytes=300, start_bytes=200)
+            kept.measured(block, system, 0, {"run": "one"}, (rank,) * block.ranks)
+
+    found = results(setting, kept)
+
+    told = {(target.model, target.what): target for target in found["targets"]}
+    rate = f"{setting.rate_mbit('bert', 0):g}"
+    agreement = told[f"bert, 2 ranks, {rate} Mb/s", "embrace_2d: perceived steps at k = 2 and 4 are apart by"]
+    assert agreement.value is not None
+    assert agreement.value.median == pytest.approx(0.02, rel=0.05)
+    assert agreement.met
+    where = "bert, 2 ranks, wire / compute 1, k = 2"
+    ablation = told[where, "embrace_none / embrace_2d"].value
+    assert ablation is not None
+    assert ablation.median == pytest.approx(1.25)
+    predicted = told[where, "prediction of embrace_2d is off by"]
+    assert predicted.value is not None
+    assert predicted.value.median == pytest.approx(0.02)
+    assert predicted.met
+    efficiency = told[f"bert, {rate} Mb/s, k = 2", "efficiency of embrace_2d from 2 to 16 ranks"].value
+    assert efficiency is not None
+    assert efficiency.median == pytest.approx(0.5)
+    row = found["blocks"][0]["rows"][0]
+    assert row.cores_busy.median == pytest.approx(2 * 4.0 / (50.0 * (os.cpu_count() or 1)))
 
 
 def test_profiles_add_up() -> None:
