@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -47,8 +47,9 @@ PACKET_BYTES = 60_000
 """The largest packet that TCP hands to an interface, which on a real link would cut it into frames. A bucket does so
 with every packet larger than itself, and wakes up for each: the smaller packets are, the more they take of the cores
 that the ranks compute on."""
+MIN_PACKET_BYTES = 3_000
+"""Of slow motion: two Ethernet frames."""
 BURST_MS = 1.0
-MIN_BURST_BYTES = 70_000
 """A bucket holds what passes in 1 ms, which is not delayed, and is small against a step's messages; or one packet."""
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 """For glibc: memory that is freed stays with the process. Otherwise a training step gives its activations back to the
@@ -80,20 +81,35 @@ class Links:
     Attributes:
         ranks: number of hosts.
         rate_mbit: what each host can send, and what it can receive, in megabits (1e6) per second, headers included.
+        slow: slow motion: links are so many times slower than `rate_mbit` says, packets so many times smaller, so that
+            one takes as long, and a queue holds as many bytes.
     """
 
     ranks: int
     rate_mbit: float
+    slow: float = 1.0
 
     def __post_init__(self) -> None:
         if not 2 <= self.ranks <= MAX_RANKS:
             raise ValueError(f"expected 2 to {MAX_RANKS} ranks, in Links, found {self.ranks}.")
+        if not self.slow >= 1:
+            raise ValueError(f"expected slow to be 1 or more, in Links, found {self.slow}.")
         if not self.rate_mbit > 0:
             raise ValueError(f"expected a positive rate_mbit, in Links, found {self.rate_mbit}.")
 
     @property
     def burst_bytes(self) -> int:
-        return max(MIN_BURST_BYTES, round(self.rate_mbit * 1e6 / 8 * BURST_MS / 1e3))
+        """What passes a link at once: more than the largest packet, with its headers."""
+        return max(self.packet_bytes * 7 // 6, round(self.carried_mbit * 1e6 / 8 * BURST_MS / 1e3))
+
+    @property
+    def carried_mbit(self) -> float:
+        """What a link carries."""
+        return self.rate_mbit / self.slow
+
+    @property
+    def packet_bytes(self) -> int:
+        return max(MIN_PACKET_BYTES, round(PACKET_BYTES / self.slow))
 
 
 @dataclass(frozen=True)
@@ -135,9 +151,9 @@ def network(links: Links) -> Iterator[Network]:
             host.call(os.sched_setaffinity, 0, {cores[rank % len(cores)]})
         rates = tuple(transfer_mbit(host, hosts[(r + 1) % links.ranks]) for r, host in enumerate(hosts))
         reached = Reached(links, not reason, reason, rates)
-        if reached.shaped and max(rates) > MOST_OF_RATE * links.rate_mbit:
+        if reached.shaped and max(rates) > MOST_OF_RATE * links.carried_mbit:
             raise RuntimeError(
-                f"expected at most {links.rate_mbit} Mb/s from each rank to the next, in network(), "
+                f"expected at most {links.carried_mbit} Mb/s from each rank to the next, in network(), "
                 f"found {', '.join(f'{rate:.0f}' for rate in rates)}: the limit of `tc ... tbf` is not kept."
             )
         yield Network(reached, tuple(hosts), _free_port())
@@ -216,7 +232,7 @@ class Network:
         """
         if not self.reached.shaped:
             raise RuntimeError(f"expected ranks with hosts of their own, in set_rate(), found {self.reached.reason}.")
-        host, links = self._hosts[rank], Links(self.reached.links.ranks, rate_mbit)
+        host, links = self._hosts[rank], replace(self.reached.links, rate_mbit=rate_mbit)
         host.configure(f"tc qdisc change dev {host.interface} {_shape(links)}")
 
     def sent_bytes(self) -> tuple[int, ...]:
@@ -287,7 +303,8 @@ class _Host:
 
 def _shape(links: Links) -> str:
     """The limit, as `tc` is told."""
-    return f"root tbf rate {round(links.rate_mbit * 1e6)}bit burst {links.burst_bytes} latency {QUEUE_MS}ms"
+    latency_ms = QUEUE_MS * links.slow
+    return f"root tbf rate {round(links.carried_mbit * 1e6)}bit burst {links.burst_bytes} latency {latency_ms:g}ms"
 
 
 def _cabled_hosts(links: Links, stack: ExitStack) -> list[_Host]:
@@ -305,7 +322,7 @@ def _cabled_hosts(links: Links, stack: ExitStack) -> list[_Host]:
         host.configure(
             "ip link set lo up",
             f"ip link add eth0 type veth peer name port{rank} netns {bridge.thread_id}",
-            f"ip link set eth0 gso_max_size {PACKET_BYTES}",
+            f"ip link set eth0 gso_max_size {links.packet_bytes}",
             f"ip address add {host.address}/24 dev eth0",
             f"tc qdisc add dev eth0 {shape}",
             "ip link set eth0 up",

@@ -3,6 +3,9 @@
     python -m benchmarks.lab quick      4 ranks, two models, minutes
     python -m benchmarks.lab full       8, 4 and 2 ranks, two rates, all models and systems; up to two hours
     python -m benchmarks.lab full --models lm --ranks 8 --rates-mbit 200 --minutes 8
+    python -m benchmarks.lab device     8, 16, 4 and 2 ranks with an emulated device each, in slow motion; hours
+    python -m benchmarks.lab device --quick        4 ranks, one model, minutes
+    python -m benchmarks.lab profile    records what the emulated device's blocks take, on one core
     python -m benchmarks.lab full --minutes 0      measures nothing, writes what is kept
 
 A block is one model on one network, under one group of systems. All of these are opened and warmed up, then take turns;
@@ -38,6 +41,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from benchmarks.device import profile
 from benchmarks.lab.block import BlockRun
 from benchmarks.lab.hosts import ROOT, Crew, CrewFailed, crew
 from benchmarks.lab.kept import Kept, fingerprint
@@ -45,9 +49,11 @@ from benchmarks.lab.report import write
 from benchmarks.lab.results import results
 from benchmarks.lab.settings import CHOSEN, SETTINGS, Block, Setting
 from benchmarks.models import MODELS
-from benchmarks.network import Links, Network, network
+from benchmarks.network import Network, network
 from benchmarks.peers import SYSTEMS
 
+PROFILE = "profile"
+"""In a setting's place: records what the blocks of all models take on one core (benchmarks/device/profiles.json)."""
 KEPT = ROOT / "build" / "lab"
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -70,7 +76,7 @@ class Lab:
         with _progress(self.console) as progress:
             total = sum(self.setting.rounds * len(self.setting.systems(block)) for block in blocks)
             task = progress.add_task("", total=total, completed=total - sum(map(len, missing.values())))
-            for links, of_links in groupby((b for b in blocks if missing[b]), lambda b: Links(b.ranks, b.rate_mbit)):
+            for links, of_links in groupby((b for b in blocks if missing[b]), lambda b: b.links):
                 if self._is_over():
                     break
                 with contextlib.ExitStack() as stack:
@@ -157,6 +163,8 @@ def chosen(options: argparse.Namespace) -> Setting:
     Raises:
         ValueError: a model or system that does not exist.
     """
+    if options.setting not in SETTINGS:
+        raise ValueError(f"expected a setting of {', '.join(SETTINGS)}, found {options.setting}.")
     setting = SETTINGS[options.setting]
     asked = (("model", "models", MODELS), ("group", "groups", setting.groups), ("system", "systems", SYSTEMS))
     for kind, option, known in asked:
@@ -166,8 +174,14 @@ def chosen(options: argparse.Namespace) -> Setting:
     groups = {name: setting.groups[name] for name in options.groups or setting.groups}
     if options.systems:
         groups = {CHOSEN: options.systems}
-    given = ("models", "rounds", "ranks", "rates_mbit", "turn_ms", "size", "optimizer", "timeout_s")
+    given = ("models", "rounds", "ranks", "rates_mbit", "slow", "ratios", "turn_ms", "size", "optimizer", "timeout_s")
     changes = {name: getattr(options, name) for name in given if getattr(options, name) is not None}
+    if "slow" in changes and not setting.slow:
+        raise ValueError(
+            f"expected a setting of emulated devices for slow motion, in the options, found {setting.name}."
+        )
+    if "rates_mbit" in changes:
+        changes.setdefault("ratios", ())
     elsewhere = tuple(groups) if options.groups or options.systems else setting.elsewhere
     return replace(setting, groups=groups, elsewhere=elsewhere, **changes)
 
@@ -180,6 +194,8 @@ def whole(setting: Setting, base: Setting) -> Setting:
         groups={**base.groups, **setting.groups},
         ranks=tuple(dict.fromkeys((*base.ranks, *setting.ranks))),
         rates_mbit=tuple(dict.fromkeys((*base.rates_mbit, *setting.rates_mbit))),
+        slow=tuple(dict.fromkeys((*base.slow, *setting.slow))),
+        ratios=tuple(dict.fromkeys((*base.ratios, *setting.ratios))),
         elsewhere=tuple(dict.fromkeys((*base.elsewhere, *(group for group in setting.groups if group == CHOSEN)))),
     )
 
@@ -190,13 +206,18 @@ def several(kind: type[int] | type[float] | type[str]) -> Callable[[str], tuple[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("setting", choices=SETTINGS)
+    parser.add_argument("setting", choices=(*SETTINGS, PROFILE))
+    parser.add_argument("--quick", action="store_true", help="the short form of `device`")
     parser.add_argument("--models", type=several(str), help=f"of {', '.join(MODELS)}; separated by commas")
     parser.add_argument("--groups", type=several(str), help="of the setting's groups of systems")
     parser.add_argument("--systems", type=several(str), help=f"a group of its own, of {', '.join(SYSTEMS)}")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--ranks", type=several(int), help="numbers of ranks, separated by commas")
     parser.add_argument("--rates-mbit", type=several(float), help="what a rank can send; separated by commas")
+    parser.add_argument(
+        "--slow", type=several(float), help="of emulated devices: how many times slower; separated by commas"
+    )
+    parser.add_argument("--ratios", type=several(float), help="of emulated devices: rates by wire over compute")
     parser.add_argument("--turn-ms", type=float, help="about how long the steps of a turn are that count")
     parser.add_argument("--size", choices=("lab", "tiny"))
     parser.add_argument("--optimizer", choices=("adagrad", "sgd"))
@@ -209,6 +230,11 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.setting == PROFILE:
+        profile.record()
+        return
+    if options.quick:
+        options.setting = f"{options.setting}-quick"
     try:
         setting = chosen(options)
     except ValueError as error:

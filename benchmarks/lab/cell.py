@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.device.emulated import Emulated
 from benchmarks.models import MODELS
 from benchmarks.models.base import MoreRows
 from benchmarks.peers import SYSTEMS
@@ -26,6 +27,8 @@ class Cell:
     """A system that trains a model.
 
     Attributes:
+        rate_mbit: what the rank's link carries.
+        slow: how many times slower than its profile the emulated device is; 0: the rank computes on its core.
         warm_up_steps: before its first turn, at least two.
         port: where the ranks meet, on rank 0's host.
         timeout_s: for opening it, and for each of its turns.
@@ -41,12 +44,16 @@ class Cell:
     warm_up_steps: int
     port: int
     timeout_s: float
+    slow: float = 0.0
 
     def task(self) -> Task:
         workload, rows = MODELS[self.model][self.size], SYSTEMS[self.system].rows
+        if self.slow:
+            workload = Emulated(self.model, self.size, workload, self.slow)
         if rows > 1:
             workload = MoreRows(workload, rows)
-        return Task(workload, self.optimizer, self.learning_rate, seed=self.seed, rate_mbit=self.rate_mbit)
+        slow = self.slow or 1.0
+        return Task(workload, self.optimizer, self.learning_rate, self.seed, self.rate_mbit, slow)
 
 
 @dataclass(frozen=True)

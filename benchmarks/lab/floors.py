@@ -21,6 +21,8 @@ import torch
 from benchmarks.models.base import Lookups, Workload, on_meta, sizes
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 
+FLOOR_BATCHES = 8
+"""Batches of each rank whose rows are counted."""
 FLOAT_BYTES = 4
 ID_BYTES = 8
 

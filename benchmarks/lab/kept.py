@@ -13,7 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -28,12 +28,13 @@ from benchmarks.peers.base import Recorded
 
 MEASURED_SOURCES = (
     "embrace_fx/**/*.py", "passes/**/*.py", "runtime/**/*.py", "benchmarks/models/*.py", "benchmarks/peers/*.py",
-    "benchmarks/network.py", "benchmarks/lab/cell.py", "benchmarks/lab/rank.py",
+    "benchmarks/device/*.py", "benchmarks/device/*.json", "benchmarks/network.py", "benchmarks/lab/cell.py",
+    "benchmarks/lab/rank.py",
 )  # fmt: skip
 """What a measurement depends on, besides the setting and the versions."""
 UNMEASURED_SOURCES = ("embrace_fx/viz/**/*",)
 VERSIONED = ("torch", "numpy", "torchrec", "fbgemm-gpu-cpu", "horovod")
-FREE = ("name", "models", "groups", "rounds", "ranks", "rates_mbit", "elsewhere", "together")
+FREE = ("name", "models", "groups", "rounds", "ranks", "rates_mbit", "elsewhere", "slow", "ratios", "together")
 """Fields of a setting that a cell does not depend on, or that its folder and file name."""
 
 
@@ -82,6 +83,10 @@ class Opened:
     notes: str
     predicted_ms: float | None = None
     plan: dict[str, str] = field(default_factory=dict)
+
+    def perceived(self, slow: float) -> Opened:
+        """The same in the time that its ranks perceive, which goes `slow` times slower."""
+        return self if self.predicted_ms is None else replace(self, predicted_ms=self.predicted_ms / slow)
 
 
 @dataclass(frozen=True)

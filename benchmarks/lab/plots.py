@@ -8,7 +8,8 @@ from html import escape
 from typing import Any
 
 from benchmarks.lab.choice import OWN
-from benchmarks.lab.results import ABLATION, REPLICAS, SHARDED, Row
+from benchmarks.lab.results import Row
+from benchmarks.lab.settings import ABLATION, REPLICAS, SHARDED
 
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 860, 210, 110, 20, 8, 44
 COMPUTE, EXPOSED, FLOOR, INK, FAINT = "#7a9cc6", "#e08a4f", "#b03a48", "#222", "#888"

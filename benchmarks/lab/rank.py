@@ -60,8 +60,9 @@ LOOK_S, COMMUNICATION_NICE = 0.2, -10
 PAUSED_S = 7200.0
 """How long a system may be stopped; its collectives must not take a pause for a failure."""
 QUIET_BYTES, QUIET_S, QUIET_LOOKS, MOST_LOOKS = 20_000, 0.02, 4, 100
-"""A turn is over when its interface has sent next to nothing in four looks in a row. Horovod never falls silent: its
-ranks ask each other every millisecond what there is to reduce."""
+QUIET_SHARE = 0.25
+"""A turn is over when its interface has sent next to nothing, at most a quarter of what it can, in four looks in a row.
+Horovod never falls silent: its ranks ask each other every millisecond what there is to reduce."""
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9  # linux/prctl.h
 
 
@@ -83,6 +84,7 @@ class Session:
         task = cell.task()
         batches = [task.workload.batch(step, rank, cell.seed) for step in range(BATCHES)]
         self._interface = os.environ["GLOO_SOCKET_IFNAME"]
+        self._quiet_bytes = min(QUIET_BYTES, cell.rate_mbit * 1e6 / 8 * QUIET_S * QUIET_SHARE)
         self._start_bytes = resident_bytes("VmRSS")
         dist.barrier()
         started = time.perf_counter()
@@ -101,7 +103,7 @@ class Session:
         predicted_ms = compiled.schedule.diagnostics().step_ms if compiled is not None else None
         plan = {each.parameter: each.name for each in compiled.plan.decisions} if compiled is not None else {}
         self.ready = Ready(first_step_s, last_s * 1e3, tuple(loss.item() for loss in losses), notes, predicted_ms, plan)
-        await_quiet(self._interface)
+        await_quiet(self._interface, self._quiet_bytes)
         give_memory_back()
 
     def turn(self, steps: int) -> Measured:
@@ -115,7 +117,7 @@ class Session:
             sent.append(interface_sent_bytes(self._interface))
         main_cpu_s, all_cpu_s = time.thread_time() - main_cpu_s, time.process_time() - all_cpu_s
         busy, idle = (end - begin for begin, end in zip(cores, core_times(), strict=True))
-        await_quiet(self._interface)
+        await_quiet(self._interface, self._quiet_bytes)
         give_memory_back()
         each = tuple((end - begin) * 1e3 for begin, end in itertools.pairwise(ends))
         return Measured(
@@ -136,17 +138,17 @@ class Session:
 
         dist.barrier()
         recorded = self._training.record(train)
-        await_quiet(self._interface)
+        await_quiet(self._interface, self._quiet_bytes)
         return recorded
 
 
-def await_quiet(interface: str) -> None:
-    """Returns when the interface no longer sends."""
+def await_quiet(interface: str, quiet_bytes: float) -> None:
+    """Returns when the interface no longer sends, which is less than so many bytes between two looks."""
     before, looks = interface_sent_bytes(interface), 0
     for _ in range(MOST_LOOKS):
         time.sleep(QUIET_S)
         now = interface_sent_bytes(interface)
-        looks = looks + 1 if now - before < QUIET_BYTES else 0
+        looks = looks + 1 if now - before < quiet_bytes else 0
         before = now
         if looks == QUIET_LOOKS:
             return

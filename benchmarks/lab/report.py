@@ -10,7 +10,9 @@ from typing import Any
 from benchmarks.lab.choice import OWN
 from benchmarks.lab.kept import write_whole
 from benchmarks.lab.plots import pictures
-from benchmarks.lab.results import ABLATION, Row, Target, as_data
+from benchmarks.lab.results import Row, as_data
+from benchmarks.lab.rounds import Target
+from benchmarks.lab.settings import ABLATION
 from benchmarks.records import write_record
 
 MIB = 2**20
@@ -39,9 +41,9 @@ def markdown(found: Mapping[str, Any], plots: Mapping[str, str]) -> str:
     lines = [
         f"# Lab, {setting['name']}, {found['date']}",
         "",
-        f"Measured: models at size `{setting['size']}`, {setting['optimizer']}; systems take turns within a round, a "
-        f"turn is one step that does not count and {setting['fewest_steps']} to {setting['most_steps']} that do. "
-        f"{found['machine']}; {_versions(found['versions'])}. How to read this: README.md.",
+        f"{_what(setting)}: models at size `{setting['size']}`, {setting['optimizer']}; systems take turns within a "
+        f"round, a turn is one step that does not count and {setting['fewest_steps']} to {setting['most_steps']} that "
+        f"do. {found['machine']}; {_versions(found['versions'])}. How to read this: README.md.",
     ]
     if found["missing"]:
         lines += ["", f"**Partial:** not every round of every system has been measured of {_list(found['missing'])}."]
@@ -61,6 +63,17 @@ def markdown(found: Mapping[str, Any], plots: Mapping[str, str]) -> str:
             lines += ["", *_timeline(block, plots[f"{name}-timeline.svg"])]
         lines += [f"\n{system} did not run: {reason}" for system, reason in block["failures"].items()]
     return "\n".join(lines) + "\n"
+
+
+def _what(setting: Mapping[str, Any]) -> str:
+    if not setting["slow"]:
+        return "Measured"
+    return (
+        f"**Emulated device, k = {', '.join(f'{slow:g}' for slow in setting['slow'])}.** Compute takes the time of a "
+        "profile recorded on one core, in a rank that sleeps; device and links are k times slower than they are said "
+        "to be; steps and rates are perceived ones, what was measured over k and times k; processor time is as "
+        "measured. Measured"
+    )
 
 
 def _versions(versions: Mapping[str, Mapping[str, str]]) -> str:
@@ -89,7 +102,7 @@ def _about(block: Mapping[str, Any]) -> list[str]:
     size, floors, network = block["sizes"], block["floors"], block["network"]
     limited = (
         f"Each rank on a host of its own (network namespaces), {block['rate_mbit']:g} Mb/s each way; a bare transfer "
-        f"reaches {median(network['transfer_mbit']):.0f} Mb/s."
+        f"reaches {median(network['transfer_mbit']) * (block['slow'] or 1):.0f} Mb/s."
         if network["shaped"]
         else f"On the loopback interface WITHOUT a limit, because: {network['reason']}"
     )
@@ -149,11 +162,13 @@ def _chosen(plan: Mapping[str, str]) -> str:
 
 def _timeline(block: Mapping[str, Any], file: str) -> list[str]:
     measured, predicted = block["timeline"]["measured"], block["timeline"]["predicted"]
-    waits = ", ".join(f"{lane} {value:,.0f} ms" for lane, value in measured["exposed_ms"].items())
+    slow = block["slow"] or 1.0
+    waits = ", ".join(f"{lane} {value / slow:,.1f} ms" for lane, value in measured["exposed_ms"].items())
+    drawn = f", drawn {slow:g} times slower" if block["slow"] else ""
     return [
-        f"Timeline of {OWN} ({block['timeline']['source']}): step {measured['step_ms']:,.0f} ms (predicted "
-        f"{predicted['step_ms']:,.0f}), compute {measured['compute_ms']:,.0f} (predicted "
-        f"{predicted['compute_ms']:,.0f}), waits for {waits}: [{Path(file).name}]({file})."
+        f"Timeline of {OWN} ({block['timeline']['source']}{drawn}): step {measured['step_ms'] / slow:,.0f} ms "
+        f"(predicted {predicted['step_ms'] / slow:,.0f}), compute {measured['compute_ms'] / slow:,.0f} (predicted "
+        f"{predicted['compute_ms'] / slow:,.0f}), waits for {waits}: [{Path(file).name}]({file})."
     ]
 
 

@@ -14,26 +14,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.device.profile import profile_of
 from benchmarks.lab.choice import CHOICE_TARGET, OWN, PREDICTION_TARGET, choice
-from benchmarks.lab.floors import dependences_ms, floor, ideal, step_graph
+from benchmarks.lab.device_targets import device_targets
+from benchmarks.lab.floors import FLOOR_BATCHES, dependences_ms, floor, ideal, step_graph
 from benchmarks.lab.kept import Kept, Opened, Round, versions
-from benchmarks.lab.rounds import Rounds, Spread, paired
-from benchmarks.lab.settings import FORCED, Block, Setting
+from benchmarks.lab.rounds import Rounds, Spread, Target, paired, perceived
+from benchmarks.lab.settings import FORCED, LARGER, REPLICAS, SHARDED, Block, Setting
 from benchmarks.models import MODELS
 from benchmarks.models.base import on_meta, sizes
 from benchmarks.peers import SYSTEMS
 
-LARGER = "embrace_2d_rows10"
-REPLICAS = ("ddp", "ddp_sparse", "horovod", "horovod_sparse")
-SHARDED = ("torchrec_column", "torchrec_row", "torchrec_planner", "ours_parameter_server", "ours_parallax")
-ABLATION = ("embrace_none", "embrace_vertical", "embrace_horizontal", "embrace_2d")
-
 LIMIT_TARGET, ROWS_TARGET = 1.15, 1.05
 REPLICAS_TARGET, SHARDED_TARGET = {"lm": 2.41}, {"lm": 1.5}
 OTHER_REPLICAS_TARGET, OTHER_SHARDED_TARGET = 1.3, 1.2
-
-FLOOR_BATCHES = 8
-"""Batches of each rank whose rows are counted."""
 
 
 @dataclass(frozen=True)
@@ -71,26 +65,6 @@ class Row:
     notes: str
     predicted: Spread | None
     plan: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Target:
-    """One figure that was asked for: `value` at most or at least `wanted`, unless it is only to be known.
-
-    `value` is None where it has not been measured.
-    """
-
-    model: str
-    what: str
-    wanted: float | None
-    at_most: bool
-    value: Spread | None
-
-    @property
-    def met(self) -> bool | None:
-        if self.wanted is None or self.value is None:
-            return None
-        return self.value.median <= self.wanted if self.at_most else self.value.median >= self.wanted
 
 
 def summarize(cells: Mapping[str, Rounds], openings: Mapping[str, Opened], shaped: bool) -> list[Row]:
@@ -167,7 +141,9 @@ def _of_block(setting: Setting, kept: Kept, block: Block) -> dict[str, Any]:
     if not cells:
         return {**about, "rows": [], "failures": failures}
     reached, timeline = kept.reached(block), kept.timeline(block)
-    rows = summarize(cells, {s: kept.opening(block, s) for s in cells}, reached["shaped"])
+    cells = {s: perceived(rounds, block.stretched) for s, rounds in cells.items()}
+    openings = {s: kept.opening(block, s).perceived(block.stretched) for s in cells}
+    rows = summarize(cells, openings, reached["shaped"])
     floors = _floors(setting, block, rows, reached, timeline.figures)
     return {
         **about,
@@ -175,7 +151,7 @@ def _of_block(setting: Setting, kept: Kept, block: Block) -> dict[str, Any]:
         "sizes": asdict(sizes(on_meta(MODELS[block.model][setting.size]))),
         "floors": floors,
         "rows": rows,
-        "choice": choice(cells, {s: kept.opening(block, s).plan for s in cells})
+        "choice": choice(cells, {s: opening.plan for s, opening in openings.items()})
         if block.group == FORCED and OWN in cells
         else None,
         "failures": failures,
@@ -193,8 +169,12 @@ def _floors(
 ) -> dict[str, Any]:
     """The three floors, of which the limit is the largest that is known."""
     cheapest = floor(MODELS[block.model][setting.size], block.ranks, range(FLOOR_BATCHES), setting.seed)
-    compute_ms = min((row.step_ms.median for row in rows if not SYSTEMS[row.system].alone), default=None)
-    rate_mbit = max(reached["transfer_mbit"]) if reached["shaped"] else None
+    compute_ms = (
+        profile_of(block.model, setting.size).compute_ms
+        if block.slow
+        else min((row.step_ms.median for row in rows if not SYSTEMS[row.system].alone), default=None)
+    )
+    rate_mbit = max(reached["transfer_mbit"]) * block.stretched if reached["shaped"] else None
     found = {
         "compute": compute_ms,
         "wire": cheapest.time_ms(rate_mbit) if rate_mbit else None,
@@ -216,7 +196,12 @@ def _floors(
 
 
 def targets(setting: Setting, blocks: Sequence[Mapping[str, Any]]) -> list[Target]:
-    """What was asked for, at the first number of ranks and the first rate; scaling over all numbers of ranks."""
+    """What was asked for: of emulated devices, see `device_targets`; else at the first number of ranks and rate.
+
+    Scaling is over all numbers of ranks.
+    """
+    if setting.slow:
+        return device_targets(setting, blocks)
     found = []
     for model in setting.models:
         here = [

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from benchmarks.lab.kept import Round
@@ -27,7 +28,52 @@ class Spread:
         return f"{self.median:,.{digits}f} ({self.min:,.{digits}f} to {self.max:,.{digits}f})"
 
 
+@dataclass(frozen=True)
+class Target:
+    """One figure that was asked for: `value` at most or at least `wanted`, unless it is only to be known.
+
+    `value` is None where it has not been measured.
+    """
+
+    model: str
+    what: str
+    wanted: float | None
+    at_most: bool
+    value: Spread | None
+
+    @property
+    def met(self) -> bool | None:
+        if self.wanted is None or self.value is None:
+            return None
+        return self.value.median <= self.wanted if self.at_most else self.value.median >= self.wanted
+
+
 def paired(rounds: Rounds, others: Rounds, combine: Callable[[float, float], float]) -> Spread | None:
     """Over the rounds that both have of one run."""
     both = [(rounds[r], others[r]) for r in rounds if r in others]
     return Spread.of([combine(own.step_ms, other.step_ms) for own, other in both if own.is_with(other)])
+
+
+def perceived(rounds: Rounds, slow: float) -> Rounds:
+    """The rounds of ranks whose time goes `slow` times slower, in the time that they perceive.
+
+    Processor time stays what it was. How busy the cores were is then that of the ranks' own processes: other work of
+    the machine hardly touches ranks that sleep.
+    """
+    if slow == 1.0:
+        return rounds
+    found = {}
+    for number, each in rounds.items():
+        cpu_ms = sum(rank.main_cpu_ms + rank.other_cpu_ms for rank in each.ranks)
+        busy = cpu_ms / (each.step_ms * (os.cpu_count() or 1))
+        ranks = tuple(
+            replace(
+                rank,
+                step_ms=rank.step_ms / slow,
+                each_step_ms=tuple(ms / slow for ms in rank.each_step_ms),
+                cores_busy=busy,
+            )
+            for rank in each.ranks
+        )
+        found[number] = replace(each, ranks=ranks)
+    return found

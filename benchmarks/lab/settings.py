@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from benchmarks.device.profile import profile_of
 from benchmarks.lab.cell import Cell
+from benchmarks.lab.floors import FLOOR_BATCHES, floor
+from benchmarks.models import MODELS as WORKLOADS
+from benchmarks.network import Links
 from benchmarks.peers import FORCED_STRATEGIES, SYSTEMS
 
 
 class Block(NamedTuple):
-    """What is measured together, in turns, over one network."""
+    """What is measured together, in turns, over one network.
+
+    Attributes:
+        rate_mbit: what a rank can send; perceived, where there is slow motion.
+        slow: how many times slower device and links are than they are said to be; 0: ranks compute on the cores.
+    """
 
     model: str
     ranks: int
     rate_mbit: float
     group: str
+    slow: float = 0.0
 
     @property
     def title(self) -> str:
-        return f"{self.model}, {self.ranks} ranks, {self.rate_mbit:g} Mb/s, {self.group}"
+        where = f"{self.model}, {self.ranks} ranks"
+        if not self.slow:
+            return f"{where}, {self.rate_mbit:g} Mb/s, {self.group}"
+        return f"{where}, emulated device, k = {self.slow:g}, perceived rate {self.rate_mbit:g} Mb/s, {self.group}"
 
     @property
     def stem(self) -> str:
-        return f"{self.model}-{self.ranks}-{self.rate_mbit:g}-{self.group}"
+        stem = f"{self.model}-{self.ranks}-{self.rate_mbit:g}-{self.group}"
+        return f"{stem}-k{self.slow:g}" if self.slow else stem
+
+    @property
+    def stretched(self) -> float:
+        """How many times as long everything takes as it is said to."""
+        return self.slow or 1.0
+
+    @property
+    def links(self) -> Links:
+        return Links(self.ranks, self.rate_mbit, self.stretched)
 
 
 @dataclass(frozen=True)
@@ -39,6 +64,9 @@ class Setting:
         ranks, rates_mbit: what is measured first stands first; a rate is what a rank can send, and receive.
         elsewhere: groups that are measured over fewer ranks and other rates too; all of them at `ranks[0]` and
             `rates_mbit[0]`.
+        slow: of an emulated device: one block for each; empty: ranks compute on the cores that they share.
+        ratios: of an emulated device, after `rates_mbit`: rates at which what `RATED_RANKS` ranks must send takes
+            so many times as long as what they compute.
         together: of fewer than `MOST_RANKS`, the systems of all groups but `CHOSEN` are one block, for the memory
             holds them.
         turn_ms: a system's turn has as many steps as this is long, at least `fewest_steps` and at most `most_steps`.
@@ -52,6 +80,8 @@ class Setting:
     ranks: tuple[int, ...]
     rates_mbit: tuple[float, ...]
     elsewhere: tuple[str, ...] = ()
+    slow: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()
     together: bool = False
     turn_ms: float = 1_000.0
     fewest_steps: int = 2
@@ -63,15 +93,20 @@ class Setting:
     timeout_s: float = 300.0
 
     def blocks(self) -> Iterator[Block]:
-        for rate_mbit in self.rates_mbit:
-            for ranks in self.ranks:
-                first = ranks == self.ranks[0] and rate_mbit == self.rates_mbit[0]
-                groups = [group for group in self.groups if first or group in self.elsewhere]
-                if self.together and ranks < MOST_RANKS:
-                    groups = list(dict.fromkeys(CHOSEN if group == CHOSEN else TOGETHER for group in groups))
-                for model in self.models:
-                    for group in groups:
-                        yield Block(model, ranks, rate_mbit, group)
+        rates = range(len(self.rates_mbit) + len(self.ratios))
+        for slow, rate, ranks in itertools.product(self.slow or (0.0,), rates, self.ranks):
+            first = (slow, rate, ranks) == ((self.slow or (0.0,))[0], 0, self.ranks[0])
+            groups = [group for group in self.groups if first or group in self.elsewhere]
+            if self.together and ranks < MOST_RANKS:
+                groups = list(dict.fromkeys(CHOSEN if group == CHOSEN else TOGETHER for group in groups))
+            for model, group in itertools.product(self.models, groups):
+                yield Block(model, ranks, self.rate_mbit(model, rate), group, slow)
+
+    def rate_mbit(self, model: str, number: int) -> float:
+        """A model's rate of that number: those that are given come first, then those of `ratios`."""
+        if number < len(self.rates_mbit):
+            return self.rates_mbit[number]
+        return perceived_rate_mbit(model, self.size, self.ratios[number - len(self.rates_mbit)], self.seed)
 
     def systems(self, block: Block) -> tuple[str, ...]:
         if block.group != TOGETHER:
@@ -87,17 +122,34 @@ class Setting:
             self.optimizer,
             self.learning_rate,
             self.seed,
-            block.rate_mbit,
+            block.rate_mbit / block.stretched,
             SYSTEMS[system].warm_up_steps,
             port,
             self.timeout_s,
+            block.slow,
         )
+
+
+RATED_RANKS = 8
+"""A rate is set for these, and the same for more and for fewer: only the number of ranks differs."""
+
+
+@functools.cache
+def perceived_rate_mbit(model: str, size: str, ratio: float, seed: int) -> float:
+    """At which the cheapest exchange takes `ratio` times the profile's compute, to three digits."""
+    cheapest = floor(WORKLOADS[model][size], RATED_RANKS, range(FLOOR_BATCHES), seed)
+    rate = cheapest.bytes_per_rank * 8 / 1e3 / (ratio * profile_of(model, size).compute_ms)
+    return float(f"{rate:.3g}")
 
 
 TOGETHER, MOST_RANKS = "together", 8
 CHOSEN = "chosen"
 """The group of systems that a user names."""
 MODELS = ("lm", "transformer", "bert", "gnmt", "recommender")
+LARGER = "embrace_2d_rows10"
+REPLICAS = ("ddp", "ddp_sparse", "horovod", "horovod_sparse")
+SHARDED = ("torchrec_column", "torchrec_row", "torchrec_planner", "ours_parameter_server", "ours_parallax")
+ABLATION = ("embrace_none", "embrace_vertical", "embrace_horizontal", "embrace_2d")
 FORCED = "forced"
 """The group of `embrace_2d`, whose planner chooses, beside each strategy forced on all tables."""
 GROUPS = {
@@ -133,6 +185,32 @@ GROUPS = {
 }
 """All of them have `embrace_2d`, which the others of the group are compared with."""
 
+DEVICE_GROUPS = {
+    "main": (
+        "alone_sparse",
+        "embrace_alone",
+        "ddp_sparse",
+        "horovod_sparse",
+        "torchrec_column",
+        "embrace_none",
+        "embrace_horizontal",
+        "embrace_vertical",
+        "embrace_2d",
+    ),
+    "shards": (
+        "alone_sparse",
+        "torchrec_row",
+        "torchrec_planner",
+        "ours_parameter_server",
+        "ours_parallax",
+        "embrace_2d",
+    ),
+    "dense": ("alone_dense", "ddp", "ddp_compiled", "horovod", "embrace_2d"),
+    "rows": ("embrace_2d", "embrace_2d_rows10"),
+    FORCED: ("embrace_2d", *(f"forced_{strategy}" for strategy in FORCED_STRATEGIES)),
+}
+"""On emulated devices; `embrace_2d` is what `strategy="auto"` chooses."""
+
 SETTINGS = {
     "quick": Setting(
         "quick",
@@ -160,5 +238,29 @@ SETTINGS = {
         ranks=(8, 4, 2),
         rates_mbit=(200.0, 2_000.0),
         elsewhere=(FORCED,),
+    ),
+    "device": Setting(
+        "device",
+        ("lm", "recommender", "transformer", "bert", "gnmt"),
+        DEVICE_GROUPS,
+        rounds=3,
+        ranks=(8, 16, 4, 2),
+        rates_mbit=(),
+        elsewhere=("main",),
+        slow=(16.0,),
+        ratios=(1.0, 2.0, 0.5),
+        turn_ms=1.0,
+        timeout_s=900.0,
+    ),
+    "device-quick": Setting(
+        "device-quick",
+        ("lm",),
+        {"quick": ("alone_sparse", "embrace_alone", "ddp_sparse", "embrace_none", "embrace_2d")},
+        rounds=3,
+        ranks=(4,),
+        rates_mbit=(),
+        slow=(8.0,),
+        ratios=(1.0,),
+        turn_ms=1.0,
     ),
 }

@@ -42,10 +42,13 @@ class LanguageModel(TableModel):
         }
 
     def loss(self, rows: Mapping[str, Tensor], *batch: Tensor) -> Tensor:
+        return self.of_words(batch, self.lstm(rows["input"])[0], rows["target"], rows["sampled"])
+
+    def of_words(self, batch: Batch, hidden_BLD: Tensor, target_BLD: Tensor, sampled_SD: Tensor) -> Tensor:
+        """The softmax over the target and the sampled words, whose rows are given."""
         _, targets_BL, sampled_S = batch
-        hidden_BLD, _ = self.lstm(rows["input"])
-        of_target_BL = (hidden_BLD * rows["target"]).sum(-1) - self.log_q(targets_BL)
-        of_sampled_BLS = hidden_BLD @ rows["sampled"].t() - self.log_q(sampled_S)
+        of_target_BL = (hidden_BLD * target_BLD).sum(-1) - self.log_q(targets_BL)
+        of_sampled_BLS = hidden_BLD @ sampled_SD.t() - self.log_q(sampled_S)
         accidental_BLS = targets_BL.unsqueeze(-1) == sampled_S
         logits = torch.cat([of_target_BL.unsqueeze(-1), of_sampled_BLS.masked_fill(accidental_BLS, -1e9)], -1)
         return F.cross_entropy(logits.flatten(0, 1), targets_BL.new_zeros(targets_BL.numel()))

@@ -48,12 +48,15 @@ class Recommender(TableModel):
         return {name: (name, ids_B) for name, ids_B in zip(self.categories, batch[1].unbind(1), strict=True)}
 
     def loss(self, rows: Mapping[str, Tensor], *batch: Tensor) -> Tensor:
-        dense_BD = self.bottom(batch[0])
-        vectors_BFD = torch.stack([dense_BD, *rows.values()], 1)
+        x = self.interact(self.bottom(batch[0]), list(rows.values()))
+        return F.binary_cross_entropy_with_logits(self.click(self.top(x)).squeeze(-1), batch[2])
+
+    def interact(self, dense_BD: Tensor, rows_BD: list[Tensor]) -> Tensor:
+        """The dense features' vector, and the products of all pairs of vectors."""
+        vectors_BFD = torch.stack([dense_BD, *rows_BD], 1)
         products_BFF = vectors_BFD @ vectors_BFD.transpose(1, 2)
         one, other = torch.tril_indices(products_BFF.shape[1], products_BFF.shape[2], offset=-1, device=dense_BD.device)
-        logits_B = self.click(self.top(torch.cat([dense_BD, products_BFF[:, one, other]], -1))).squeeze(-1)
-        return F.binary_cross_entropy_with_logits(logits_B, batch[2])
+        return torch.cat([dense_BD, products_BFF[:, one, other]], -1)
 
 
 def perceptron(*widths: int) -> nn.Sequential:

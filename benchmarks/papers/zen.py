@@ -16,7 +16,7 @@ from torch import Tensor
 from embrace_fx.cost.devices import DEVICES
 from embrace_fx.cost.exchanges import predict
 from embrace_fx.cost.links import Cluster
-from embrace_fx.cost.sparsity import Sparsity, in_blocks, measure
+from embrace_fx.cost.sparsity import Sparsity, in_blocks, independent, measure
 
 BYTES_PER_MS_OF_GBIT = 1e9 / 8 / 1e3
 FLOAT_BYTES = 4
@@ -73,7 +73,12 @@ PUBLISHED = {("LSTM", 16, 25): 6.77, ("DeepFM", 16, 25): 2.10}
 
 @dataclass(frozen=True)
 class Row:
-    """One setting: predicted times of each strategy over AllReduce's, the higher the faster."""
+    """One setting: predicted times of each strategy over AllReduce's, the higher the faster.
+
+    Attributes:
+        union: how many times as many elements all machines have together as one has (g of the paper's formula).
+        implied: g with which the bytes of the paper's formula alone come to what is published; None where nothing is.
+    """
 
     model: str
     machines: int
@@ -81,6 +86,8 @@ class Row:
     allreduce_ms: float
     speedups: dict[str, float]
     published: float | None
+    union: float
+    implied: float | None
 
 
 def rows() -> Iterator[Row]:
@@ -93,7 +100,9 @@ def rows() -> Iterator[Row]:
                 cluster = device.cluster(gbit * BYTES_PER_MS_OF_GBIT)
                 allreduce_ms = predict("allreduce", lying, cluster=cluster).time_ms(cluster)
                 published = PUBLISHED.get((model, machines, gbit))
-                yield Row(model, machines, gbit, allreduce_ms, speedups(lying, cluster), published)
+                implied = 1 / (published * embedding.density) - 1 if published is not None else None
+                found = speedups(lying, cluster)
+                yield Row(model, machines, gbit, allreduce_ms, found, published, lying.densification(machines), implied)
 
 
 def by_elements(lying: Sparsity) -> Sparsity:
@@ -108,6 +117,11 @@ def by_elements(lying: Sparsity) -> Sparsity:
     )
 
 
+def drawn_evenly(lying: Sparsity) -> Sparsity:
+    """As many units on each machine, none more frequent than others: as few in common as there can be by chance."""
+    return independent(lying.num_units, lying.width, lying.itemsize, lying.units_by_rank)
+
+
 def speedups(lying: Sparsity, cluster: Cluster) -> dict[str, float]:
     """AllReduce's predicted time over that of Zen, as the paper has it and by rows, and of what it is compared with.
 
@@ -116,6 +130,7 @@ def speedups(lying: Sparsity, cluster: Cluster) -> dict[str, float]:
     """
     compared = {
         "zen": ("zen", by_elements(lying)),
+        "zen, no words in common": ("zen", drawn_evenly(by_elements(lying))),
         "zen by rows": ("zen", lying),
         "allgather": ("allgather", by_elements(lying)),
         "omnireduce": ("omnireduce", in_blocks(lying, BLOCK)),

@@ -39,6 +39,7 @@ class Task:
         learning_rate: of dense parameters and tables alike.
         seed: of the initial parameters.
         rate_mbit: what a rank can send, for systems that plan by it.
+        slow: how many times slower than real time everything runs, for systems that look at a clock.
     """
 
     workload: Workload
@@ -46,6 +47,7 @@ class Task:
     learning_rate: float = 0.01
     seed: int = 0
     rate_mbit: float = 200.0
+    slow: float = 1.0
 
     def model(self) -> TableModel:
         """The same parameters on every rank and in every system."""

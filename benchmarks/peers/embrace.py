@@ -14,6 +14,10 @@ from torch import Tensor
 import embrace_fx
 from benchmarks.models.base import Batch
 from benchmarks.peers.base import Recorded, Task, Training
+from embrace_fx.runtime.launch import launcher
+
+STANDSTILL_S = launcher.STANDSTILL_S
+"""After which classes of communication overtake each other: in slow motion it, too, takes longer."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class EmbraceFx:
     apart: bool = False
 
     def prepare(self, task: Task) -> Training:
+        launcher.STANDSTILL_S = STANDSTILL_S * task.slow
         plain = task.model()
         optimizer = task.make_optimizer(plain.parameters())
         model = embrace_fx.compile(

@@ -67,7 +67,7 @@ def test_without_its_tools_ranks_run_on_loopback_and_the_result_says_so(monkeypa
         printed = hosts.run(python("import os; print(os.environ['GLOO_SOCKET_IFNAME'])"), timeout_s=PATIENCE_S)
 
     assert printed == ("lo\n", "lo\n")
-    assert asdict(hosts.reached)["links"] == {"ranks": 2, "rate_mbit": 100}
+    assert asdict(hosts.reached)["links"] == {"ranks": 2, "rate_mbit": 100, "slow": 1.0}
 
 
 @needs_hosts

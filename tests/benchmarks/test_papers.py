@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.papers.zen import Embedding, by_elements, speedups
+from benchmarks.papers import embrace, omnireduce
+from benchmarks.papers.zen import Embedding, by_elements, drawn_evenly, speedups
 from embrace_fx.cost.devices import DEVICES
 
 SMALL = Embedding(parameters=1e6, width=10, density=0.02)
@@ -34,3 +35,34 @@ def test_fewer_indices_and_fewer_machines_are_faster() -> None:
     assert few["zen by rows"] > few["zen"] > 1
     assert few["zen"] > many["zen"]
     assert many["zen"] > many["allgather"]
+
+
+def test_machines_that_share_no_words_have_more_to_exchange() -> None:
+    lying = SMALL.sparsity(4)
+    even = drawn_evenly(lying)
+
+    assert even.units_by_rank == lying.units_by_rank
+    assert even.densification(4) > lying.densification(4)
+    found = speedups(lying, DEVICES["V100"].cluster(3.125e6))
+    assert found["zen"] > found["zen, no words in common"] > 1
+
+
+def test_omnireduce_gains_as_blocks_are_zero() -> None:
+    found = {(row.workers, row.density): row for row in omnireduce.rows()}
+
+    of_eight = [found[8, density] for density in omnireduce.DENSITIES]
+    assert [row.by_bytes for row in of_eight] == sorted(row.by_bytes for row in of_eight)
+    assert of_eight[0].speedup < 1 < of_eight[-1].speedup < of_eight[-1].by_bytes
+    assert [row.published for row in of_eight if row.published] == [5.5]
+
+
+def test_a_step_of_each_system_is_foreseen() -> None:
+    device = DEVICES["RTX 3090"]
+    steps = {
+        name: embrace.predicted_ms("bert", "tiny", device, 8, embrace.SYSTEMS[name]) for name in ("embrace", "Parallax")
+    }
+    row = embrace.Row("bert", device.name, 8, steps)
+
+    assert row.best == "Parallax"
+    assert row.speedup == steps["Parallax"] / steps["embrace"]
+    assert all(step > 0 for step in steps.values())

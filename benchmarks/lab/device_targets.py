@@ -1,0 +1,142 @@
+"""How far the targets of emulated devices are met, and whether the slow motion was slow enough.
+
+A figure is valid where k and 2 k agree: then the processors' own time no longer counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from benchmarks.lab.choice import OWN
+from benchmarks.lab.rounds import Spread, Target
+from benchmarks.lab.settings import ABLATION, CHOSEN, LARGER, REPLICAS, SHARDED, Setting
+
+AGREES = 0.03
+"""How far the perceived steps of two slow motions may be apart."""
+MOSTLY_TABLES = ("lm", "recommender")
+DEPENDENCES, WIRE = 1.05, 1.12
+LM_RANKS, LM_RATIO, LM_REPLICAS, LM_SHARDED, OTHERS = 16, 2.0, 2.41, 1.8, 1.3
+ABLATION_OF_TABLES, ABLATION_OF_OTHERS = 1.15, 1.08
+EFFICIENCY, SCALED = 0.9, (2, 16)
+PREDICTED, CHOICE, ROWS = 0.05, 1.03, 1.02
+PREDICTED_STRATEGY = 0.15
+WHOLE = ("main", CHOSEN)
+"""Groups whose `OWN` is compared with its floors; in the others it is beside the systems of the group alone."""
+
+Blocks = Sequence[Mapping[str, Any]]
+
+
+def device_targets(setting: Setting, blocks: Blocks) -> list[Target]:
+    """Whether slow motions agree, then each target, at each of them."""
+    found = list(_agreement(blocks))
+    ratios = _ratios(setting)
+    for block in blocks:
+        ratio = ratios.get((block["model"], block["rate_mbit"]))
+        rate = f"wire / compute {ratio:g}" if ratio else f"{block['rate_mbit']:g} Mb/s"
+        where = f"{block['model']}, {block['ranks']} ranks, {rate}, k = {block['slow']:g}"
+        found += _of_block(block, where, ratio)
+    return found + list(_scaling(ratios, blocks))
+
+
+def _ratios(setting: Setting) -> dict[tuple[str, float], float]:
+    """(model, perceived rate) -> wire over compute."""
+    first = len(setting.rates_mbit)
+    return {
+        (model, setting.rate_mbit(model, first + number)): ratio
+        for model in setting.models
+        for number, ratio in enumerate(setting.ratios)
+    }
+
+
+def _rows(block: Mapping[str, Any]) -> dict[str, Any]:
+    return {row.system: row for row in block["rows"]}
+
+
+def _agreement(blocks: Blocks) -> Iterator[Target]:
+    """Of each system that was measured at several k: how far the perceived steps are apart."""
+    motions: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
+    for block in blocks:
+        by_slow = motions.setdefault((block["model"], block["ranks"], block["rate_mbit"]), {})
+        by_slow[block["slow"]] = {**_rows(block), **by_slow.get(block["slow"], {})}
+    for (model, ranks, rate_mbit), by_slow in motions.items():
+        for less, more in pairwise(sorted(by_slow)):
+            faster, slower = by_slow[less], by_slow[more]
+            for system in [name for name in faster if name in slower]:
+                apart = abs(faster[system].step_ms.median / slower[system].step_ms.median - 1)
+                what = f"{system}: perceived steps at k = {less:g} and {more:g} are apart by"
+                where = f"{model}, {ranks} ranks, {rate_mbit:g} Mb/s"
+                yield Target(where, what, AGREES, True, Spread(apart, apart, apart))
+
+
+def _of_block(block: Mapping[str, Any], where: str, ratio: float | None) -> Iterator[Target]:
+    rows, floors = _rows(block), block["floors"]
+    own, model, ranks = rows.get(OWN), block["model"], block["ranks"]
+    if own is None:
+        return
+    if block["group"] in WHOLE:
+        yield from _to_floors(own, floors, where)
+        none = rows.get(ABLATION[0])
+        if none is not None and none.ratio is not None:
+            wanted = ABLATION_OF_TABLES if model in MOSTLY_TABLES else ABLATION_OF_OTHERS
+            yield Target(where, f"{ABLATION[0]} / {OWN}", wanted, False, none.ratio)
+    at_target = (ranks, ratio) == ((LM_RANKS, LM_RATIO) if model == "lm" else (8, 1.0))
+    for names, of_lm in ((REPLICAS, LM_REPLICAS), (SHARDED, LM_SHARDED)):
+        best = min((rows[s] for s in names if s in rows), key=lambda row: row.step_ms.median, default=None)
+        if best is not None and best.ratio is not None:
+            wanted = (of_lm if model == "lm" else OTHERS) if at_target else None
+            yield Target(where, f"best of {', '.join(s for s in names if s in rows)} ({best.system}) / {OWN}",
+                         wanted, False, best.ratio)  # fmt: skip
+            yield Target(where, f"of which its bytes allow at most ({best.system})", None, False,
+                         _allowed(best, block))  # fmt: skip
+    for system, row in rows.items():
+        if row.predicted is not None and system in (*ABLATION, *(s for s in rows if s.startswith("forced_"))):
+            off = sorted(abs(value - 1) for value in (row.predicted.min, row.predicted.max))
+            wanted = PREDICTED if system in ABLATION else PREDICTED_STRATEGY
+            spread = Spread(abs(row.predicted.median - 1), *off)
+            yield Target(where, f"prediction of {system} is off by", wanted, True, spread)
+    if block["choice"] and block["choice"].to_other:
+        yield Target(where, f"auto / best of another plan ({block['choice'].other})", CHOICE, True,
+                     block["choice"].to_other)  # fmt: skip
+    if LARGER in rows and rows[LARGER].ratio:
+        yield Target(where, "step with 10 x the rows / step", ROWS, True, rows[LARGER].ratio)
+
+
+def _to_floors(own: Any, floors: Mapping[str, Any], where: str) -> Iterator[Target]:
+    step, dependences = own.step_ms, floors["dependences_ms"]
+    bounds = [floors[name] for name in ("compute_ms", "wire_ms") if floors[name]]
+    for what, floor, wanted in (
+        ("dependence limit", dependences, DEPENDENCES),
+        ("max(compute, wire)", max(bounds, default=None), WIRE),
+    ):
+        if floor:
+            over = Spread(step.median / floor, step.min / floor, step.max / floor)
+            yield Target(where, f"{OWN} / {what}", wanted, True, over)
+
+
+def _allowed(row: Any, block: Mapping[str, Any]) -> Spread | None:
+    """A step that hides nothing takes its compute and its bytes one after the other: over the limit of any step."""
+    floors = block["floors"]
+    if not floors["limit_ms"] or not block["network"]["shaped"]:
+        return None
+    sent_ms = row.sent_bytes.median / block["ranks"] * 8 / 1e3 / block["rate_mbit"]
+    allowed = (floors["compute_ms"] + sent_ms) / floors["limit_ms"]
+    return Spread(allowed, allowed, allowed)
+
+
+def _scaling(ratios: Mapping[tuple[str, float], float], blocks: Blocks) -> Iterator[Target]:
+    """Examples per second and rank with the most ranks, over those with the fewest."""
+    steps: dict[tuple[str, float, float], dict[int, float]] = {}
+    for block in blocks:
+        if OWN in _rows(block):
+            of_ranks = steps.setdefault((block["model"], block["rate_mbit"], block["slow"]), {})
+            of_ranks.setdefault(block["ranks"], _rows(block)[OWN].step_ms.median)
+    few, many = SCALED
+    for (model, rate_mbit, slow), of_ranks in steps.items():
+        if few in of_ranks and many in of_ranks:
+            ratio, value = ratios.get((model, rate_mbit)), of_ranks[few] / of_ranks[many]
+            wanted = EFFICIENCY if model in MOSTLY_TABLES and ratio == 1.0 else None
+            where = f"{model}, {rate_mbit:g} Mb/s, k = {slow:g}"
+            yield Target(where, f"efficiency of {OWN} from {few} to {many} ranks", wanted, False,
+                         Spread(value, value, value))  # fmt: skip
