@@ -105,6 +105,7 @@ $(READY): pyproject.toml
 	echo "making $(VENV) with $$("$$python" --version): $(TORCH), then the project and its tools; takes minutes"
 	"$$python" -m venv $(VENV)
 	$(PIP) install $(TORCH)
+	echo "torch is there; now the project, its tests and tools"
 	$(PIP) install --editable '.[test,dev,triton]'
 	touch $@
 

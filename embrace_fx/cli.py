@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 import webbrowser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,11 +33,15 @@ def main() -> None:
 @main.command()
 @click.argument("factory")
 @click.option("--world-size", type=click.IntRange(1), default=8, show_default=True, help="ranks to plan for")
-@click.option("--cluster", type=click.Path(exists=True, dir_okay=False), help="a JSON file of embrace_fx.Cluster")
+@click.option(
+    "--cluster", type=click.Path(exists=True, dir_okay=False), help="JSON of embrace_fx.Cluster; without: 25 Gb/s"
+)
 @click.option(
     "--schedule", default="2d", show_default=True, type=click.Choice(["2d", "horizontal", "vertical", "none"])
 )
-@click.option("--row-updates", default="exact", show_default=True, type=click.Choice(["exact", "lazy"]))
+@click.option(
+    "--row-updates", default="exact", show_default=True, type=click.Choice(["exact", "sweep", "replay", "lazy"])
+)
 @click.option(
     "--output", type=click.Path(dir_okay=False), multiple=True, help="a file: .txt, .json, or .html, .svg, .dot"
 )
@@ -97,20 +102,26 @@ def show(saved: str, output: str | None) -> None:
     if source.suffix != ".json":
         if output is not None:
             raise click.UsageError(f"expected a picture saved as .json, to convert it, found {source.name}")
-        webbrowser.open(source.resolve().as_uri())
+        _open(source)
         return
     from embrace_fx.viz import save  # noqa: PLC0415
     from embrace_fx.viz.reading import read_trace  # noqa: PLC0415
 
     with told_plainly():
         schedule, timeline = read_trace(source)
-        target = Path(output) if output is not None else source.with_suffix(".html")
+        # Not beside the file: a page that was saved there knows more than one made from a .json.
+        target = Path(output or Path(tempfile.mkdtemp(prefix="embrace-fx-"), f"{source.stem}.html"))
         if target.suffix == ".dot":
             raise ValueError("expected .html or .svg, in --output, found .dot: a .json holds no dependences")
         save(target, schedule=schedule, timeline=timeline)
     click.echo(f"wrote {target}")
     if output is None:
-        webbrowser.open(target.resolve().as_uri())
+        _open(target)
+
+
+def _open(page: Path) -> None:
+    if not webbrowser.open(page.resolve().as_uri()):
+        click.echo(f"no browser is to be had here; open {page.resolve()} where there is one", err=True)
 
 
 @main.command()

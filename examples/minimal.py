@@ -7,6 +7,7 @@ import embrace_fx
 
 if distributed.is_torchelastic_launched():
     distributed.init_process_group("gloo")
+leads = not distributed.is_initialized() or distributed.get_rank() == 0
 
 plain = nn.Sequential(nn.Embedding(100_000, 64), nn.Flatten(), nn.Linear(8 * 64, 1))
 model = embrace_fx.compile(plain, optimizer=torch.optim.Adagrad(plain.parameters(), lr=0.01))
@@ -17,6 +18,7 @@ for _ in range(20):
     loss.backward()
     model.optimizer.step()
     model.optimizer.zero_grad()
-    print(f"loss {loss.item():.4f}")
-if not distributed.is_initialized() or distributed.get_rank() == 0:
+    if leads:
+        print(f"loss {loss.item():.4f}")
+if leads:
     print(model.report())

@@ -21,7 +21,7 @@ def summary(plan: Plan, step_ms: float | None) -> str:
     >>> print(summary(Plan(2, (*tables, *dense), (("top",),), links=Cluster(1e5, 0.1)), 1.5).replace("; ", ";\\n"))
     1 table sharded: item, 0 whole;
     a rank sends 2.2 KiB a step, DDP 281.5 KiB (1/125);
-    a step is predicted to take 1.5 ms, DDP's AllReduce alone 3.1 ms;
+    a step is predicted to take 1.5 ms without the optimizer, DDP's AllReduce alone 3.1 ms;
     model.report() tells why, model.schedule.save("schedule.html") draws it
     """
     if plan.world_size == 1:
@@ -45,7 +45,9 @@ def summary(plan: Plan, step_ms: float | None) -> str:
         # Of a ring, a rank sends 2 (N - 1) / N of what is reduced.
         reduced = round(ddp_bytes * plan.world_size / (2 * (plan.world_size - 1)))
         ddp_ms = all_reduce(reduced, plan.world_size).time_ms(plan.links.among(plan.world_size), "all_reduce")
-        parts.append(f"a step is predicted to take {step_ms:.1f} ms, DDP's AllReduce alone {ddp_ms:.1f} ms")
+        parts.append(
+            f"a step is predicted to take {step_ms:.1f} ms without the optimizer, DDP's AllReduce alone {ddp_ms:.1f} ms"
+        )
     return "; ".join([*parts, 'model.report() tells why, model.schedule.save("schedule.html") draws it'])
 
 

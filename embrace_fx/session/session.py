@@ -159,8 +159,9 @@ class Session:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._plainly.is_stateless():
             return self.model(*args, **kwargs)
-        first = stage("beginning", self.communicator.rank) if self.planned.plan is None else contextlib.nullcontext()
-        with first:  # what it is made of may be short each, and long together
+        is_first, rank = self.planned.plan is None, self.communicator.rank
+        # What a first step is made of may be short each, and long together.
+        with stage("preparing the first step", rank) if is_first else contextlib.nullcontext():
             check_call(self.communicator.group, begun=self._begun)
             if not self._begun:
                 self._begin()

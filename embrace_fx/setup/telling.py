@@ -95,7 +95,7 @@ def _live_line(stages: _Stages) -> Iterator[None]:
 
     def line() -> Spinner:
         found = _current(stages)
-        spinner.update(text=f"embrace_fx: {found[0]}, {found[1]:.0f} s" if found else "")
+        spinner.update(text=f"embrace_fx: {found[0]}, {found[1]:.0f} s so far" if found else "")
         return spinner
 
     console = Console(file=sys.stderr)
@@ -114,7 +114,7 @@ def _lines(stages: _Stages) -> Iterator[None]:
         while not ended.wait(LINE_EVERY_S):
             found = _current(stages)
             if found is not None:
-                tell("%s, %.0f s", *found)
+                tell("%s, %.0f s so far", *found)
 
     thread = threading.Thread(target=watch, name="embrace_fx progress", daemon=True)
     thread.start()

@@ -33,9 +33,11 @@ def read_trace(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline 
         predicted = _timeline(content["traceEvents"], ranks, "predicted")
         schedule = None if predicted is None or "schedule" not in other else _schedule(predicted, other)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        is_unread = isinstance(error, OSError | json.JSONDecodeError)
+        found = f"{type(error).__name__}: {error}" if is_unread else "other data"
         raise ValueError(
-            f"expected a schedule or a timeline saved as .json, in {path}, found {type(error).__name__}: {error}. Save "
-            "it by model.schedule.save(path) or model.timeline.save(path)."
+            f"expected a schedule or a timeline saved as .json, in {path}, found {found}. Save it by "
+            "model.schedule.save(path) or model.timeline.save(path)."
         ) from error
     if schedule is None and measured is None:
         raise ValueError(f"expected a schedule or a timeline saved as .json, in {path}, found a trace of other events.")

@@ -50,7 +50,7 @@ Options = Mapping[str, Any]
 MayRest = Literal["never", "while it pays", "always"]
 """Of rows without gradient. It does not pay where all of them are asked for after every step: then a sweep is less."""
 
-ASKED_FOR_OFTEN = 8
+ASKED_FOR_OFTEN = 2
 """Steps in a row after each of which all rows of a table were asked for: a loop that has parameters handed out."""
 
 

@@ -91,7 +91,7 @@ def test_stages_that_take_long_are_told_of(monkeypatch: pytest.MonkeyPatch, caps
 
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) >= 2
-    assert all(re.fullmatch(r"embrace_fx: (probing links|planning), \d s", line) for line in lines)
+    assert all(re.fullmatch(r"embrace_fx: (probing links|planning), \d s so far", line) for line in lines)
     assert not telling._of_thread.stages
 
 

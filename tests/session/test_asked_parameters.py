@@ -1,0 +1,66 @@
+"""A loop that asks for the parameters in every step is told what that costs, once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import embrace_fx
+from tests.support.ranks import run_ranks
+
+
+class Lines(logging.Handler):
+    """What is told."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def train(rank: int, world_size: int, clips_by_model: bool) -> tuple[list[str], bool]:
+    """Six clipped steps: what was told, and whether rows rest at the end."""
+    logger, told = logging.getLogger("embrace_fx"), Lines()
+    level = logger.level
+    logger.addHandler(told)
+    logger.setLevel(logging.INFO)
+    torch.manual_seed(0)
+    model = embrace_fx.compile(
+        nn.Sequential(nn.EmbeddingBag(1_000, 8), nn.Linear(8, 1)), strategy="alltoall", row_updates="exact"
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    clip: Callable[[], object] = (
+        (lambda: model.clip_grad_norm_(1.0))
+        if clips_by_model
+        else (lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    )
+    try:
+        for _ in range(6):
+            model(torch.randint(1_000, (4, 3))).square().mean().backward()
+            clip()
+            optimizer.step()
+            optimizer.zero_grad()
+        (table,) = model._session.state.tables.values()
+        return [line for line in told.lines if "asks for the parameters" in line], table.is_swept(table.param_group())
+    finally:
+        model.close()
+        logger.removeHandler(told)
+        logger.setLevel(level)
+
+
+def test_a_loop_that_asks_in_every_step_is_told_once() -> None:
+    first, second = run_ranks(2, train, False)
+
+    assert len(first[0]) == 1
+    assert second[0] == []
+    assert first[1]
+    assert second[1]
+
+
+def test_clipping_by_the_model_asks_for_none() -> None:
+    assert all(told == [] for told, _ in run_ranks(2, train, True))
