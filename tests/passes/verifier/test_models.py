@@ -1,0 +1,77 @@
+"""What runs is proved for whole models, published ones among them: every pass, every variant of a step, the launches.
+
+The graphs are those of rank 0 of four ranks that are not there, made by the passes that `compile` runs and in the
+pieces that it would cut; `run_passes` verifies them after each pass, as it always does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Adagrad
+
+import embrace_fx
+from embrace_fx.passes.relax.variants import is_steady
+from embrace_fx.scheduling.scheduling import cuts
+from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
+from embrace_fx.session.step_graphs import StepGraphs
+from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.vocabulary.ops import SUBMISSIONS, launch_of, op_name
+from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
+from embrace_fx.vocabulary.step_variant import VARIANTS
+from tests.support.cases import long_but
+from tests.support.hugging_face import LONG, TRAININGS
+from tests.support.models import MODELS
+
+RANKS = 4
+Made = tuple[nn.Module, Any]
+"""A model, and a batch of its."""
+
+
+def _own(name: str) -> Made:
+    workload = dict(MODELS)[name]
+    return workload.make(torch.float32, 0), workload.batches(0, 0, 0)
+
+
+def _published(name: str) -> Made:
+    training = (TRAININGS | LONG)[name]
+    return training.make_model(torch.float32), training.batch(0, 0)
+
+
+MAKE: dict[str, Callable[[], Made]] = {name: partial(_own, name) for name, _ in MODELS}
+MAKE |= {name: partial(_published, name) for name in (*TRAININGS, *LONG)}
+CASES = {f"{model}, {schedule}": (model, schedule) for model, schedule in product(MAKE, SCHEDULES)}
+QUICK = ("two_table_lm, none", "two_table_lm, 2d")
+
+
+@pytest.mark.parametrize(("model", "schedule"), long_but(QUICK, CASES))
+def test_all_that_a_model_runs_is_sound(model: str, schedule: ScheduleName) -> None:
+    module, batch = MAKE[model]()
+    optimizer = Adagrad(module.parameters(), lr=0.1)
+    planned = embrace_fx.plan(
+        module, batch, world_size=RANKS, optimizer=optimizer, strategy="alltoall", schedule=schedule
+    )
+    graph, found = planned._graph, cuts(planned._setting, planned)
+
+    compiled = run_passes(graph, training_passes(planned, {table.parameter for table in graph.tables}, 0))
+    compiled = run_passes(graph, relaxing_passes(planned, schedule, 0, found), compiled)
+
+    cut = schedule in ("vertical", "2d") and bool(planned.sharded)
+    assert is_steady(compiled.graph) == cut
+    steps = StepGraphs(compiled, graph)
+    for variant in VARIANTS if cut else ():
+        assert variant.phase in steps.graph(variant).phases
+    if schedule != "none":  # the order of launches is proved as it is made
+        submitted = {launch for module in compiled.graph.phases.values() for launch in _submitted(module)}
+        assert submitted <= set(planned.schedule.launches)
+
+
+def _submitted(module: torch.fx.GraphModule) -> list[OperationId]:
+    launches = [launch_of(node) for node in module.graph.nodes if op_name(node) in SUBMISSIONS]
+    return [launch for launch in launches if launch is not None]

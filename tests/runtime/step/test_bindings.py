@@ -1,0 +1,158 @@
+"""What nodes call: each by its own launch, whatever their order, and the exchanges as the flow does them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import embrace_fx.vocabulary.flow_ops  # noqa: F401  (declares the ops)
+from embrace_fx.cost.links import Cluster
+from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.ranks.announcement import Announcements
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.step.bindings import Bindings
+from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.vocabulary.graph import Shard, TrainingGraph
+from embrace_fx.vocabulary.operation_id import IDS, OperationId, chunk_id
+from tests.support.flows import DELAYED, EARLY, LATE, PRIOR, Listening, listening_flow
+
+embrace = torch.ops.embrace
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+
+
+@dataclass
+class Bound:
+    """The calls of a graph's nodes, and what hears them."""
+
+    bindings: Bindings
+    state: ModelState
+    table: Listening
+    flow: Flow | None
+
+    def call(self, phase: str, node: fx.Node, *args: Any) -> Any:
+        found = getattr(self.bindings, phase)(node)
+        assert found is not None
+        return found(*args)
+
+
+def bound(flow: Flow | None = None, table: Listening | None = None) -> Bound:
+    state, announcements = ModelState(Layer()), Announcements(Communicator(None))
+    graph = cast(TrainingGraph, None)  # looked at on a device alone
+    bindings = Bindings(graph, state, announcements, (("weight", "bias"),), flow, Cluster())
+    return Bound(bindings, state, table or Listening(), flow)
+
+
+@pytest.fixture
+def relaxed() -> Iterator[Bound]:
+    """Under a flow."""
+    table = Listening()
+    flow = listening_flow(table, lambda: None)
+    yield bound(flow, table)
+    flow.launcher.close()
+
+
+def node(target: Any, launch: OperationId | None = None, **meta: Any) -> fx.Node:
+    """One that calls an op on a placeholder."""
+    graph = fx.Graph()
+    value = graph.placeholder("value")
+    value.meta["role"] = Shard("t")
+    found = graph.call_function(target, (value,))
+    found.meta |= meta if launch is None else {"launch": launch, **meta}
+    return found
+
+
+ROWS, COUNTS = torch.tensor([1, 2]), torch.tensor([2])
+
+
+@pytest.mark.parametrize(
+    ("phase", "target", "launch", "args", "told"),
+    [
+        ("forward", embrace.submit_rows.default, LATE, (ROWS, ROWS, COUNTS, "t", torch.float32, "rows"), "submit_rows"),
+        ("forward", embrace.await_rows.default, LATE, (ROWS, COUNTS, "t", torch.float32, "t rows"), "await_rows"),
+        ("forward", embrace.update_rows.default, PRIOR, (ROWS, "t", "t prior"), "update"),
+        ("backward", embrace.update_rows.default, DELAYED, (ROWS, "t", "t delayed"), "update"),
+        ("backward", embrace.submit_rows.default, EARLY, (ROWS, ROWS, COUNTS, "t", torch.float32, ""), "submit_rows"),
+        (
+            "backward",
+            embrace.submit_gradients.default,
+            PRIOR,
+            (ROWS, ROWS, COUNTS, "t", -1, 1.0, "t prior"),
+            "submit_gradient",
+        ),
+    ],
+)  # fmt: skip
+def test_a_node_calls_its_tables_exchange_with_its_own_launch(
+    relaxed: Bound, phase: str, target: Any, launch: OperationId, args: tuple[Any, ...], told: str
+) -> None:
+    relaxed.call(phase, node(target, launch), *args)
+
+    assert relaxed.table.heard == [(told, launch)]
+
+
+def test_an_update_passes_on_the_value_that_it_orders(relaxed: Bound) -> None:
+    assert relaxed.call("forward", node(embrace.update_rows.default, PRIOR), ROWS, "t", "t prior") is ROWS
+
+
+def test_the_next_batchs_ids_are_the_flows(relaxed: Bound, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert relaxed.flow is not None
+    told: list[str] = []
+    monkeypatch.setattr(relaxed.flow, "submit_ids", lambda: told.append("submitted"))
+    monkeypatch.setattr(relaxed.flow, "await_ids", lambda: told.append("awaited"))
+
+    relaxed.call("forward", node(embrace.submit_ids.default, IDS), [ROWS], "ids")
+    relaxed.call("backward", node(embrace.await_ids.default, IDS), [ROWS], "ids")
+
+    assert told == ["submitted", "awaited"]
+
+
+def test_without_a_flow_no_node_is_one_of_its() -> None:
+    assert bound().bindings.forward(node(embrace.await_chunk.default, chunk_id(0, 0))) is None
+
+
+def test_a_bucket_is_packed_in_the_order_of_its_parameters_and_scaled() -> None:
+    each = bound()
+
+    flat = each.call(
+        "backward", node(embrace.pack_bucket.default, bucket=0), [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], 0.5
+    )
+
+    assert flat.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_bucket_takes_along_what_backwards_under_no_sync_have_left() -> None:
+    each = bound()
+    each.state.parameter("bias").grad = torch.tensor([10.0])
+    each.state.unreduced.add("bias")
+
+    flat = each.call(
+        "backward", node(embrace.pack_bucket.default, bucket=0), [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], 0.5
+    )
+
+    assert flat.tolist() == [1.0, 2.0, 8.0]
+
+
+def test_rows_that_rest_take_their_steps_before_they_are_looked_up() -> None:
+    each = bound()
+    order: list[object] = []
+
+    class Resting:
+        def catch_up(self, ids: Tensor) -> None:
+            order.append(ids.tolist())
+
+    each.state.tables["t"] = cast(Any, Resting())
+    shard = torch.arange(6.0).view(3, 2)
+
+    found = each.call("forward", node(embrace.lookup.default), shard, ROWS)
+
+    assert order == [[1, 2]]
+    assert torch.equal(found, shard[1:])

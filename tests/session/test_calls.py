@@ -1,0 +1,105 @@
+"""Calls told apart: which share a capture, and which sizes a capture leaves open."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from embrace_fx.session.calls import Kind, Kinds, kind_key
+from embrace_fx.session.captures import _varying
+
+IDS, MASK = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3)
+
+
+def key(*args: Any, train: bool = True, modes: tuple[bool, ...] = (True,)) -> Any:
+    leaves, spec = pytree.tree_flatten(args)
+    return kind_key(modes, leaves, spec, train)
+
+
+def test_shapes_and_values_of_tensors_do_not_tell_calls_apart() -> None:
+    assert key(IDS, MASK) == key(torch.ones(5, 7, dtype=torch.int64), MASK[:1])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(key(IDS.int(), MASK), id="a dtype"),
+        pytest.param(key(IDS[0], MASK), id="dimensions"),
+        pytest.param(key(IDS, MASK.clone().requires_grad_()), id="a gradient of the batch"),
+        pytest.param(key((IDS, MASK)), id="structure"),
+        pytest.param(key(IDS, 1), id="a constant in place of a tensor"),
+        pytest.param(key(IDS, MASK, train=False), id="an evaluation"),
+        pytest.param(key(IDS, MASK, modes=(False,)), id="a module's mode"),
+    ],
+)
+def test_what_tells_calls_apart(other: Any) -> None:
+    assert key(IDS, MASK) != other
+
+
+def test_constants_are_told_apart_by_value_and_type() -> None:
+    assert len({key(IDS, constant) for constant in (1, 2, 1.0, True, None, "1")}) == 6
+
+
+def test_a_constant_that_cannot_be_hashed_is_told_apart_by_its_text() -> None:
+    class Listed:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __init__(self, *numbers: int) -> None:
+            self.numbers = numbers
+
+        def __repr__(self) -> str:
+            return f"Listed{self.numbers}"
+
+    assert key(IDS, Listed(1, 2)) == key(IDS, Listed(1, 2))
+    assert key(IDS, Listed(1, 2)) != key(IDS, Listed(1, 3))
+
+
+def test_autocast_tells_calls_apart() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        half = key(IDS)
+
+    assert half != key(IDS)
+
+
+def test_an_evaluation_knows_what_has_varied_in_training() -> None:
+    kinds = Kinds()
+    kinds[key(IDS)].shapes.append({0: (2, 3)})
+
+    assert kinds[key(IDS, train=False)].shapes == [{0: (2, 3)}]
+    assert kinds[key(MASK)].shapes == []
+    assert kinds[key(IDS)] is not kinds[key(IDS, train=False)]
+
+
+# -- sizes that vary ---------------------------------------------------------------------------------------------------
+
+
+def varying(*shapes: tuple[int, ...], dynamic: bool | None = None) -> frozenset[tuple[int, int]]:
+    """Of calls with one tensor each."""
+    return _varying(Kind(shapes=[{0: shape} for shape in shapes]), dynamic)
+
+
+def test_the_first_call_has_only_numbers() -> None:
+    assert varying((4, 7)) == frozenset()
+    assert varying((4, 7), dynamic=True) == {(0, 0), (0, 1)}
+
+
+def test_a_size_that_has_varied_is_open_and_so_are_first_sizes() -> None:
+    assert varying((4, 7), (4, 9)) == {(0, 0), (0, 1)}
+    assert varying((4, 7), (4, 9), dynamic=False) == frozenset()
+
+
+def test_a_first_size_as_large_as_one_that_has_varied_stays_a_number() -> None:
+    assert varying((4, 7), (4, 4)) == {(0, 1)}
+
+
+def test_a_size_that_varied_long_ago_is_still_open() -> None:
+    assert (0, 1) in varying((4, 7), (4, 9), (4, 9))
+
+
+def test_tensors_are_told_apart_by_their_place() -> None:
+    calls = [{0: (4,), 1: (4, 7)}, {0: (4,), 1: (4, 9)}]
+
+    assert _varying(Kind(shapes=calls), None) == {(0, 0), (1, 0), (1, 1)}

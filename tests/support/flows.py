@@ -1,0 +1,101 @@
+"""A flow on one process, whose table only listens: what a flow decides, without anything being sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.flow.ahead import IdsProgram, TableRoute
+from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.flow.row_exchange import RowExchange
+from embrace_fx.runtime.launch.launcher import Launcher
+from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.ranks.announcement import Announcements
+from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
+from embrace_fx.runtime.step.phases import Values
+from embrace_fx.vocabulary.operation_id import IDS, OperationId, gradients_id, rows_id
+
+ROWS = 10
+"""Of the table, whose name is "t"."""
+EARLY, LATE = rows_id("t", "early"), rows_id("t", "late")
+PRIOR, DELAYED = gradients_id("t", "prior"), gradients_id("t", "delayed")
+
+
+class Listening:
+    """In place of a table's exchange: tells what it is asked to do, and answers as the test says.
+
+    Attributes:
+        told: what it has been asked to do.
+        heard: likewise, of what is of one launch, with that.
+    """
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.heard: list[tuple[str, OperationId]] = []
+        self.stepped = self.waiting = self.written = False
+        self.usable = self.holds = self.splits = True
+        self.stale = False
+        self.early, self.table, self.name = self, self, "t"
+
+    def was_written(self) -> bool:
+        return self.written
+
+    def hold(self, *, stepped: bool) -> bool:
+        self.told.append("hold")
+        return self.holds
+
+    def can_split(self, ids: Tensor | None) -> bool:
+        return self.splits and ids is not None
+
+    def cut(self, ids: Tensor, counts: Tensor, split: object) -> None:
+        self.told.append(f"cut for {ids.tolist()}")
+
+    def __getattr__(self, name: str) -> Any:
+        def told(*args: object) -> Any:
+            self.told.append(name)
+            self.heard += [(name, launch) for launch in args[:1] if isinstance(launch, OperationId)]
+
+        return told
+
+
+class Buckets:
+    """In place of buckets: there are none."""
+
+    waiting = False
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def ids_program() -> IdsProgram:
+    """Of one table, whose lookups read the batch's only tensor."""
+
+    def unique(leaves: Sequence[Any]) -> Values:
+        return {"unique": leaves[0].unique()}
+
+    def routing(values: Values, gathered: InFlight) -> None:
+        values["ids"], values["counts"] = values["unique"], torch.tensor([values["unique"].numel()])
+
+    route = TableRoute("t", "ids", "counts", torch.float32, -1, (("t", 0),))
+    return IdsProgram(
+        unique,
+        lambda leaves: (unique(leaves), []),
+        lambda values: [values["unique"]],
+        routing,
+        lambda values, unpacked: None,
+        ("t",),
+        (ROWS,),
+        (route,),
+    )
+
+
+def listening_flow(table: Listening, warn: Callable[[], None], order: Iterable[OperationId] = ()) -> Flow:
+    """A flow of one table and no buckets. Its launcher is to be closed."""
+    launcher = Launcher(order or [EARLY, PRIOR, DELAYED, IDS, LATE], [IDS, LATE], Recorder())
+    flow = Flow(Announcements(Communicator(None)), launcher, Recorder(), True, warn, lambda: None)
+    flow.exchanges["t"] = cast(RowExchange, table)
+    flow.buckets = cast(Any, Buckets())
+    return flow
