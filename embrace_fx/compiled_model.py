@@ -66,6 +66,14 @@ class CompiledModel(nn.Module, Joinable):
             self._session.parameters_may_change()
         return found
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "module":
+            raise AttributeError(
+                "expected the model that was compiled to stay, in an assignment to .module of the compiled one, found "
+                f"a {type(value).__name__}. Load its weights by load_state_dict(), or compile it."
+            )
+        super().__setattr__(name, value)
+
     def _is_as_asked(
         self, options: Options, optimizers: tuple[Optimizer, ...], group: dist.ProcessGroup | None
     ) -> bool:

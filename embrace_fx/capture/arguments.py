@@ -7,13 +7,21 @@ Pytree knows containers. A class whose objects have tensors in their attributes 
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.errors import RefusedError
 from embrace_fx.capture.result_objects import holds_tensors, is_plain_object
+
+_TAKEN = (
+    *(Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, complex, str, bytes, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.ScriptObject, types.EllipsisType),
+)
+"""Kinds of leaves that torch's captures take: tensors, and constants."""
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
@@ -75,3 +83,13 @@ def check_arguments(leaves: list[Any], kind: str) -> None:
                 f"expected arguments of tensors, numbers and texts, in containers or in objects with attributes, in a "
                 f"call of {kind}, found a {type(leaf).__name__}, whose tensors are in slots. Pass the tensors."
             )
+        if not isinstance(leaf, _TAKEN):
+            raise RefusedError(
+                f"expected arguments of tensors, numbers and texts, in containers or in objects with attributes, in a "
+                f"call of {kind}, found {_spoken(leaf)}. Keep it on the model, as an attribute: another one in its "
+                "place is noticed."
+            )
+
+
+def _spoken(leaf: Any) -> str:
+    return f"the class {leaf.__name__}" if isinstance(leaf, type) else f"a {type(leaf).__name__}"

@@ -27,6 +27,6 @@ def bench() -> Iterator[Bench]:
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in names()]
 )
 def test_a_body_does_what_the_table_says(name: str, bench: Bench) -> None:
-    verdict, line = judged(name, bench.run(name, "DDP"), bench.run(name, "embrace_fx"))
+    verdict, line = judged(name, bench)
 
     assert verdict == RECORDED.get(name), f"{line}\nRun `python -m tests.conformance` and look at what it changes."

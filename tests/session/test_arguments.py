@@ -206,15 +206,19 @@ def refuse(rank: int, world_size: int) -> list[str]:
         told(OfOneValue(), nested),
         told(OfOneValue(), Slotted(ids_BT)),
         told(OfOneValue(), ids_BT.to_sparse()),
+        told(OfOneValue(), Pair),
+        told(OfOneValue(), nn.ReLU()),
     ]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_others_are_refused_with_what_to_do() -> None:
-    for packs, nested, slotted, sparse in run_ranks(2, refuse):
+    for packs, nested, slotted, sparse, kind, module in run_ranks(2, refuse):
         assert "found pack_padded_sequence()" in packs
         assert "test_arguments.py" in packs
         assert "PackedSequence(rows, *ids[1:])" in packs
         assert "found a NestedTensor" in nested
         assert "found a Slotted, whose tensors are in slots" in slotted
         assert "found a sparse one" in sparse
+        assert "found the class Pair. Keep it on the model, as an attribute" in kind
+        assert "found a ReLU. Keep it on the model" in module

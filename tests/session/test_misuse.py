@@ -35,6 +35,17 @@ def test_a_model_with_nothing_to_train() -> None:
     assert_grammar(str(caught.value), "in compile()", "Words", "call the model itself")
 
 
+def test_another_model_in_the_place_of_the_compiled_one() -> None:
+    compiled = embrace_fx.compile(words_model())
+    names = list(compiled.state_dict())
+
+    with pytest.raises(AttributeError) as caught:
+        compiled.module = words_model()  # type: ignore[misc]
+
+    assert_grammar(str(caught.value), "an assignment to .module", "found a Words", "load_state_dict()")
+    assert list(compiled.state_dict()) == names
+
+
 @pytest.mark.parametrize("name", ["report", "plan", "graphs"])
 def test_nothing_to_see_before_the_first_call(name: str) -> None:
     model = embrace_fx.compile(words_model())
