@@ -15,7 +15,7 @@ import operator
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from embrace_fx.passes.rewriter import Rewriter, rewrite_each
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -69,5 +69,12 @@ def _replace_backwards(rewriter: Rewriter, mask: fx.Node, noise: fx.Node) -> Non
     for backward in list(mask.users):
         with rewriter.before(backward):
             gradient = rewriter.call(aten.mul.Tensor, backward.args[0], noise, name=f"{backward.name}_scaled")
+            # What was traced behind it views it as it lay then; a gradient of something transposed is transposed, too.
+            traced: Tensor = backward.meta["val"]
+            if traced.is_contiguous() and not gradient.meta["val"].is_contiguous():
+                name = f"{backward.name}_contiguous"
+                gradient = rewriter.create(
+                    aten.clone.default, gradient, name=name, memory_format=torch.contiguous_format
+                )
         backward.replace_all_uses_with(gradient)
         rewriter.graph.erase_node(backward)

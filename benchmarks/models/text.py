@@ -33,7 +33,8 @@ def tokenize(library: Path) -> Tensor:
     text = [word for file in files for word in WORD.findall(file.read_text(encoding="utf-8", errors="replace"))]
     counts = Counter(text)
     number = {word: i for i, word in enumerate(sorted(counts, key=lambda word: (-counts[word], word)))}
-    return torch.tensor([number[word] for word in text], dtype=torch.int32)
+    # Whatever device a model is being made on: the numbers are kept in a file, for all that follow.
+    return torch.tensor([number[word] for word in text], dtype=torch.int32, device="cpu")
 
 
 @lru_cache(maxsize=1)

@@ -11,20 +11,28 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 
 from embrace_fx import cost
 from embrace_fx.passes.memory.cheap import RecomputeCheap
-from embrace_fx.passes.memory.choose import Choice, Costs, choices
-from embrace_fx.passes.memory.foresee import Foreseen, foresee
+from embrace_fx.passes.memory.choose import NEVER, Choice, Growing, choices
+from embrace_fx.passes.memory.foresee import Foreseen, Foresight
 from embrace_fx.passes.memory.held import Held, held
+from embrace_fx.passes.memory.numbered import Costs, Numbered
 from embrace_fx.passes.memory.offload import insert_copies, values_that_leave
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate, place
 from embrace_fx.passes.memory.regions import can_run_again, compute_again, written_by
 from embrace_fx.passes.scheduler.node_cost import estimate
 from embrace_fx.vocabulary.graph import TrainingGraph
+
+BETTERED = 3
+"""Of so many choices, the best, it is tried to give up less."""
+
+MOST_TAKEN_BACK = 100
+"""Storages of a choice of which it is tried whether they can be kept all the same."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +62,12 @@ class Memory:
 
 def _within(graph: TrainingGraph, before: Held, limit: int, costs: Costs) -> TrainingGraph:
     written = written_by(graph)
-    found = [
-        _least_given_up(before, each, limit, costs)
-        for each in choices(before, lambda node: can_run_again(node, written), costs)
-    ]
+    step = Numbered(before, costs)
+    search = _Search(Foresight(step), limit)
+    for growing in choices(step, lambda node: can_run_again(node, written)):
+        search.look_at(growing)
     least = before.peak_bytes
-    for foreseen in sorted(found, key=lambda each: (each.peak_bytes > limit, each.added_ms, each.peak_bytes)):
+    for foreseen in search.found():
         if foreseen.peak_bytes > limit and least <= foreseen.peak_bytes:
             continue
         result = apply(graph, before, foreseen.choice, limit, costs)
@@ -73,27 +81,64 @@ def _within(graph: TrainingGraph, before: Held, limit: int, costs: Costs) -> Tra
     )
 
 
-def _least_given_up(before: Held, each: Sequence[Choice], limit: int, costs: Costs) -> Foreseen:
-    """The first of growing choices that keeps to the limit; the one that holds the least where none does."""
-    tried: dict[int, Foreseen] = {}
+class _Search:
+    """Choices that keep to a limit, those left out that cannot be the best; of those that do not, the leanest."""
 
-    def at(position: int) -> Foreseen:
-        if position not in tried:
-            tried[position] = foresee(before, each[position], limit, costs)
-        return tried[position]
+    def __init__(self, foresight: Foresight, limit: int) -> None:
+        self._foresight = foresight
+        self._limit = limit
+        self._within: list[tuple[Foreseen, Growing, int]] = []
+        self._above: list[Foreseen] = []
+        self._best_ms = inf
 
-    # Giving up more may hold more, for what runs again is held, too: several places are looked at.
-    places = [(len(each) - 1) * part // 8 for part in range(9)]
-    low, high = 0, next((place for place in places if at(place).peak_bytes <= limit), -1)
-    if high < 0:
-        return min(tried.values(), key=lambda foreseen: foreseen.peak_bytes)
-    while low < high:
-        middle = (low + high) // 2
-        if at(middle).peak_bytes <= limit:
-            high = middle
-        else:
-            low = middle + 1
-    return at(high)
+    def look_at(self, growing: Growing) -> None:
+        """Gives up as little of one sequence as keeps to the limit."""
+        tried: dict[int, Foreseen] = {}
+
+        def fits(count: int) -> bool:
+            tried[count] = tried.get(count) or self._foresight.foresee(growing.first(count), self._limit)
+            return tried[count].peak_bytes <= self._limit
+
+        # Giving up more may hold more, for what runs again is held, too: several places are looked at.
+        low, high, before = 1, 0, 0
+        for count in sorted({1 + (len(growing) - 1) * part // 8 for part in range(9)}):
+            if not self._may_be_better(growing, before + 1):
+                break
+            if fits(count):
+                high = count
+                break
+            before = count
+        if not high:
+            self._above += sorted(tried.values(), key=lambda foreseen: foreseen.peak_bytes)[:1]
+            return
+        while low < high:
+            middle = (low + high) // 2
+            if fits(middle):
+                high = middle
+            else:
+                low = middle + 1
+        self._within.append((tried[high], growing, high))
+        self._best_ms = min(self._best_ms, tried[high].added_ms)
+
+    def found(self) -> Iterator[Foreseen]:
+        """The best first."""
+        best = sorted(self._within, key=lambda each: each[0].added_ms)
+        yield from sorted((self._taken_back(*each) for each in best[:BETTERED]), key=lambda each: each.added_ms)
+        yield from (foreseen for foreseen, _, _ in best)
+        yield from sorted(self._above, key=lambda foreseen: foreseen.peak_bytes)
+
+    def _may_be_better(self, growing: Growing, count: int) -> bool:
+        return self._foresight.recomputed_ms(growing.first(count)) < self._best_ms
+
+    def _taken_back(self, foreseen: Foreseen, growing: Growing, count: int) -> Foreseen:
+        """Keeps what need not be given up once all the others are: the dearest first."""
+        given_up = list(growing.given_up[:count])
+        for each in given_up[-MOST_TAKEN_BACK:][::-1]:
+            fewer = [other for other in given_up if other is not each]
+            kept = self._foresight.foresee(growing.choice(fewer), self._limit)
+            if kept.peak_bytes <= self._limit and kept.added_ms < foreseen.added_ms:
+                foreseen, given_up = kept, fewer
+        return foreseen
 
 
 def apply(graph: TrainingGraph, before: Held, choice: Choice, limit: int, costs: Costs) -> TrainingGraph:
@@ -104,10 +149,10 @@ def apply(graph: TrainingGraph, before: Held, choice: Choice, limit: int, costs:
         limit: what it is to hold at most, bytes; copies are placed so, where they can be.
     """
     result = graph.edit()
-    numbers = {node.name: (number, node in choice.kept) for node, number in choice.segment.items()}
+    numbers = {before.nodes[k].name: (number, k in choice.kept) for k, number in enumerate(choice.segment)}
     for node in result.graph.nodes:
-        if node.name in numbers:
-            number, kept = numbers[node.name]
+        number, kept = numbers.get(node.name, (NEVER, False))
+        if number != NEVER:
             node.meta["region"], node.meta["kept"] = (number,), kept
     compute_again(result)
     if choice.offloaded:

@@ -9,15 +9,18 @@ changes nothing: `Memory` applies it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 
+import numpy as np
 from torch import fx
 
 from embrace_fx.passes.memory.held import Held, Storage
+from embrace_fx.passes.memory.numbered import Numbered
 from embrace_fx.passes.memory.offload import values_that_leave
-from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
 
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Into how many pieces a forward is cut: all are tried."""
@@ -25,50 +28,92 @@ SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SEGMENTS_WITH_COPIES = (1, 2, 4, 8, 16, 32)
 """Where values may be offloaded, too: fewer, for each is tried with offloading and without."""
 
+NEVER = -1
+"""The segment of a node that does not run again."""
+
 
 @dataclass(frozen=True)
 class Choice:
     """What to do with a step's saved values.
 
     Attributes:
-        segment: node -> the segment that computes it again.
-        kept: nodes that are saved although their segment runs again.
+        segment: for each node of the forward, the segment that computes it again, or `NEVER`.
+        kept: nodes, by number, that are saved although their segment runs again.
         offloaded: storages that leave for the host, or a file, until the backward.
     """
 
-    segment: Mapping[fx.Node, int] = field(default_factory=dict)
-    kept: frozenset[fx.Node] = frozenset()
+    segment: Sequence[int]
+    kept: frozenset[int] = frozenset()
     offloaded: tuple[Storage, ...] = ()
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Times, as far as deciding needs them.
+class GivenUp:
+    """A storage that is not simply saved.
 
     Attributes:
-        node_ms: of a node.
-        copies: how fast values are offloaded and reloaded.
+        names: the nodes that run again, by number; None: it is offloaded.
     """
 
-    node_ms: Callable[[fx.Node], float]
-    copies: CopyRate = NO_COPIES
+    storage: Storage
+    names: frozenset[int] | None
 
 
-def choices(held: Held, runs_again: Callable[[fx.Node], bool], costs: Costs) -> Iterator[list[Choice]]:
-    """For each way of cutting the forward and each order: choices, each of which gives up more than the one before."""
+@dataclass(frozen=True)
+class Growing:
+    """Choices, each of which gives up one storage more than the one before.
+
+    Attributes:
+        kept: nodes that are saved where nothing is given up.
+    """
+
+    segment: Sequence[int]
+    kept: frozenset[int]
+    given_up: Sequence[GivenUp]
+
+    def __len__(self) -> int:
+        return len(self.given_up)
+
+    def first(self, count: int) -> Choice:
+        """Gives up the first so many."""
+        return self.choice(self.given_up[:count])
+
+    def choice(self, given_up: Sequence[GivenUp]) -> Choice:
+        """Gives up some of them."""
+        again = frozenset[int]().union(*(each.names for each in given_up if each.names is not None))
+        return Choice(self.segment, self.kept - again, tuple(each.storage for each in given_up if each.names is None))
+
+
+def choices(step: Numbered, runs_again: Callable[[fx.Node], bool]) -> Iterator[Growing]:
+    """Growing choices, for each way of cutting the forward and each order."""
+    held = step.held
     candidates = _candidates(held)
     if not candidates:
         return
-    can_leave = values_that_leave(held) if costs.copies.bytes_per_ms else {}
+    able = [runs_again(node) for node in held.nodes[: held.backward]]
+    cut = _Cut(held, able)
+    can_leave = values_that_leave(held) if step.copies.bytes_per_ms else {}
     copied = {id(storage) for storage in candidates if id(storage) in can_leave}
-    for count in SEGMENTS if not copied else SEGMENTS_WITH_COPIES:
-        segment = _segments(held, count, runs_again)
-        for order in (_filter_order, _knapsack_order):
-            yield list(_giving_up(held, segment, order(held, candidates, segment, set(), costs), set(), costs))
-    for count in (0, *SEGMENTS_WITH_COPIES) if copied else ():
-        segment = _segments(held, count, runs_again) if count else {}
-        for order in (_filter_order, _knapsack_order):
-            yield list(_giving_up(held, segment, order(held, candidates, segment, copied, costs), copied, costs))
+    yield from _in_both_orders(step, candidates, able, set(), cut, SEGMENTS if not copied else SEGMENTS_WITH_COPIES)
+    if copied:
+        yield from _in_both_orders(step, candidates, able, copied, cut, SEGMENTS_WITH_COPIES)
+        yield from _in_both_orders(step, candidates, [False] * len(able), copied, cut, (0,))
+
+
+def _in_both_orders(
+    step: Numbered,
+    candidates: Sequence[Storage],
+    able: Sequence[bool],
+    copied: Set[int],
+    cut: _Cut,
+    counts: Sequence[int],
+) -> Iterator[Growing]:
+    found = [s for s in candidates if able[step.position[s.node]] or id(s) in copied]
+    orders = _filter_order(step, found), _knapsack_order(step, found, able, copied)
+    for count in counts:
+        segment = cut.segments(count) if count else [NEVER] * len(able)
+        for order in orders:
+            yield _giving_up(step, segment, order, copied)
 
 
 def _candidates(held: Held) -> list[Storage]:
@@ -78,125 +123,120 @@ def _candidates(held: Held) -> list[Storage]:
     return [storage for storage in saved if storage.nbytes >= 0.01 * mean]
 
 
-def _segments(held: Held, count: int, runs_again: Callable[[fx.Node], bool]) -> dict[fx.Node, int]:
-    """Segment numbers of the forward's nodes, about even in what they save; cut where the least is in use."""
-    nodes = held.nodes[: held.backward]
-    crossing, saved = [0] * (len(nodes) + 1), [0] * (len(nodes) + 1)
-    for storage in held.storages:
-        if storage.born < held.backward:
-            for position in range(storage.born + 1, min(storage.last_forward, len(nodes)) + 1):
-                crossing[position] += storage.nbytes
-            if storage.first_backward is not None:
-                saved[storage.born] += storage.nbytes
-    total, sums = sum(saved), [0]
-    for size in saved:
-        sums.append(sums[-1] + size)
-    cuts = []
-    for k in range(1, count):
-        middle = next(p for p, so_far in enumerate(sums) if so_far >= total * k / count)
-        near = [p for p in range(len(nodes)) if abs(sums[p] - total * k / count) <= total / (2 * count)] or [middle]
-        cuts.append(min(near, key=lambda p: (crossing[p], abs(sums[p] - total * k / count))))
-    segment: dict[fx.Node, int] = {}
-    number = 0
-    for position, node in enumerate(nodes):
-        number += sum(cut == position for cut in cuts)
-        if runs_again(node):
-            segment[node] = number
-    return segment
+class _Cut:
+    """Cuts a forward into segments that save about as much each, where the least is in use."""
+
+    def __init__(self, held: Held, able: Sequence[bool]) -> None:
+        self._able = able
+        crossing, saved = [0] * (len(able) + 2), [0] * len(able)
+        for storage in held.storages:
+            if storage.born < held.backward:
+                crossing[storage.born + 1] += storage.nbytes
+                crossing[min(storage.last_forward, len(able)) + 1] -= storage.nbytes
+                if storage.first_backward is not None:
+                    saved[storage.born] += storage.nbytes
+        self._crossing = list(accumulate(crossing))
+        self._saved = list(accumulate(saved, initial=0))
+
+    def segments(self, count: int) -> list[int]:
+        """The segment of each node of the forward."""
+        cuts = [self._place(k / count, 0.5 / count) for k in range(1, count)]
+        number, found = 0, []
+        for position, able in enumerate(self._able):
+            number += cuts.count(position)
+            found.append(number if able else NEVER)
+        return found
+
+    def _place(self, share: float, around: float) -> int:
+        """Where about a share of all has been saved."""
+        total = self._saved[-1]
+        first = bisect_left(self._saved, (share - around) * total)
+        last = bisect_right(self._saved, (share + around) * total, first)
+        near = range(first, min(last, len(self._able))) or [bisect_left(self._saved, share * total)]
+        return min(near, key=lambda p: (self._crossing[p], abs(self._saved[p] - total * share)))
 
 
-def _filter_order(
-    held: Held, candidates: Sequence[Storage], segment: Mapping[fx.Node, int], copied: Set[int], costs: Costs
-) -> list[Storage]:
+def _filter_order(step: Numbered, candidates: Sequence[Storage]) -> list[Storage]:
     """The biggest and longest unused of those that are there at the peak, one after the other: argmax of m s."""
-    by_time = list(held.by_time)
-    started = [0.0]
-    for node in held.nodes:
-        started.append(started[-1] + costs.node_ms(node))
-    left = [each for each in candidates if each.node in segment or id(each) in copied]
+    held = np.array(step.held.by_time, dtype=np.int64)
+    begin = np.array([s.last_forward for s in candidates], dtype=np.int64)
+    end = np.array([s.first_backward or 0 for s in candidates], dtype=np.int64)
+    starts_ms = np.array(step.starts_ms)
+    score = np.array([s.nbytes for s in candidates], dtype=np.int64) * (starts_ms[end] - starts_ms[begin])
     order: list[Storage] = []
-    while left:
-        peak = max(range(len(by_time)), key=by_time.__getitem__)
-        there = [s for s in left if s.last_forward < peak < (s.first_backward or 0)] or left
-        chosen = max(there, key=lambda s: s.nbytes * (started[s.first_backward or 0] - started[s.last_forward]))
-        for position in range(chosen.last_forward + 1, chosen.first_backward or 0):
-            by_time[position] -= chosen.nbytes
-        left.remove(chosen)
-        order.append(chosen)
+    for _ in candidates:
+        peak = held.argmax()
+        there = np.where((begin < peak) & (peak < end), score, -1.0)
+        chosen = int((there if there.max() >= 0 else score).argmax())
+        held[begin[chosen] + 1 : end[chosen]] -= candidates[chosen].nbytes
+        score[chosen] = -1.0
+        order.append(candidates[chosen])
     return order
 
 
 def _knapsack_order(
-    held: Held, candidates: Sequence[Storage], segment: Mapping[fx.Node, int], copied: Set[int], costs: Costs
+    step: Numbered, candidates: Sequence[Storage], able: Sequence[bool], copied: Set[int]
 ) -> list[Storage]:
     """By the time that giving them up costs for each byte, the least first: what is left to keep is worth the most."""
-    saved = {name for storage in held.saved for name in storage.names}
-    found = [each for each in candidates if each.node in segment or id(each) in copied]
-    interval_ms = _intervals_ms(held, costs)
+    segment = [0 if each else NEVER for each in able]
+    saved = {name for storage in step.held.saved for name in step.names(storage)}
 
     def least_ms(storage: Storage) -> float:
-        ways = [_again_ms(storage, saved, segment, costs)] if storage.node in segment else []
-        ways += [_copied_ms(storage, interval_ms(storage), costs)] if id(storage) in copied else []
-        return min(ways)
+        copied_ms = _copied_ms(step, storage, step.unread_ms(storage)) if id(storage) in copied else inf
+        return min(copied_ms, _again_ms(step, storage, saved, segment, copied_ms))
 
-    return sorted(found, key=lambda s: least_ms(s) / s.nbytes)
-
-
-def _intervals_ms(held: Held, costs: Costs) -> Callable[[Storage], float]:
-    """How long a storage is not read between forward and backward."""
-    started = list(accumulate(map(costs.node_ms, held.nodes), initial=0.0))
-    return lambda storage: started[storage.first_backward or 0] - started[storage.last_forward + 1]
+    return sorted(candidates, key=lambda s: least_ms(s) / s.nbytes)
 
 
-def _copied_ms(storage: Storage, idle_ms: float, costs: Costs) -> float:
+def _copied_ms(step: Numbered, storage: Storage, idle_ms: float) -> float:
     """What copying a storage out and back takes where the link is idle so long in between."""
-    both_ms = 2 * costs.copies.ms(storage.nbytes)
-    return max(0.0, both_ms - idle_ms) + costs.copies.share * both_ms
+    both_ms = 2 * step.copies.ms(storage.nbytes)
+    return max(0.0, both_ms - idle_ms) + step.copies.share * both_ms
 
 
-def _again_ms(storage: Storage, saved: set[fx.Node], segment: Mapping[fx.Node, int], costs: Costs) -> float:
-    """What computing a storage again takes, from what is saved besides."""
-    total, seen, waiting = 0.0, set(), [storage.node]
-    while waiting:
+def _again_ms(step: Numbered, storage: Storage, saved: Set[int], segment: Sequence[int], most_ms: float) -> float:
+    """What computing a storage again takes, from what is saved besides; more than `most_ms` is not counted on."""
+    total, seen, waiting = 0.0, set(), [step.position[storage.node]]
+    if segment[waiting[0]] == NEVER:
+        return inf
+    while waiting and total <= most_ms:
         node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        total += costs.node_ms(node)
-        waiting += [value for value in node.all_input_nodes if value in segment and value not in saved]
+        if node not in seen:
+            seen.add(node)
+            total += step.ms[node]
+            waiting += [value for value in step.inputs[node] if segment[value] != NEVER and value not in saved]
     return total
 
 
-def _giving_up(
-    held: Held, segment: Mapping[fx.Node, int], order: Sequence[Storage], copied: Set[int], costs: Costs
-) -> Iterator[Choice]:
-    """Choices that give up one storage of `order` after the other: computed again, or, of those in `copied`, offloaded,
-    whichever costs less."""
-    across = _read_across(held, segment)
-    of_candidates = {name for storage in order for name in storage.names}
-    kept = {name for storage in held.saved for name in storage.names if name not in of_candidates} | across
-    kept |= of_candidates
-    interval_ms, busy_ms = _intervals_ms(held, costs), 0.0
-    saved = {name for storage in held.saved for name in storage.names} if copied else set()
-    offloaded: list[Storage] = []
+def _giving_up(step: Numbered, segment: Sequence[int], order: Sequence[Storage], copied: Set[int]) -> Growing:
+    """Gives up one storage of `order` after the other: computed again, or, of those in `copied`, offloaded, whichever
+    costs less."""
+    across = _read_across(step, segment)
+    saved = {name for storage in step.held.saved for name in step.names(storage)}
+    kept = frozenset(saved | across)
+    busy_ms = 0.0
+    given_up = []
     for storage in order:
-        runs_again = storage.node in segment and storage.node not in across
+        maker = step.position[storage.node]
+        runs_again = segment[maker] != NEVER and maker not in across
         if id(storage) in copied:
-            copied_ms = _copied_ms(storage, interval_ms(storage) - busy_ms, costs)
-            if not runs_again or copied_ms < _again_ms(storage, saved, segment, costs):
-                offloaded.append(storage)
-                busy_ms += 2 * costs.copies.ms(storage.nbytes)
-                yield Choice(segment, frozenset(kept), tuple(offloaded))
+            copied_ms = _copied_ms(step, storage, step.unread_ms(storage) - busy_ms)
+            if not runs_again or copied_ms < _again_ms(step, storage, saved, segment, copied_ms):
+                busy_ms += 2 * step.copies.ms(storage.nbytes)
+                given_up.append(GivenUp(storage, None))
                 continue
-        saved.difference_update(storage.names)
-        kept = kept - (set(storage.names) - across)
-        yield Choice(segment, frozenset(kept), tuple(offloaded))
+        names = step.names(storage)
+        saved.difference_update(names)
+        given_up.append(GivenUp(storage, frozenset(names) - across))
+    return Growing(segment, kept, given_up)
 
 
-def _read_across(held: Held, segment: Mapping[fx.Node, int]) -> set[fx.Node]:
+def _read_across(step: Numbered, segment: Sequence[int]) -> set[int]:
     """What a segment takes from another one: it runs again from there."""
-    nodes = set(held.nodes[: held.backward])
-    found: set[fx.Node] = set()
-    for node, own in segment.items():
-        found |= {value for value in node.all_input_nodes if value in nodes and segment.get(value) != own}
-    return found
+    return {
+        value
+        for node, own in enumerate(segment)
+        if own != NEVER
+        for value in step.inputs[node]
+        if segment[value] != own
+    }

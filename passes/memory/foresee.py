@@ -1,15 +1,17 @@
-"""What a choice would make of a step's memory and time, foreseen without rewriting the graph: hundreds are compared."""
+"""What a choice would make of a step's memory and time, foreseen without rewriting the graph: hundreds are compared.
+
+The forward stays as it is, and so does the backward, but for where its nodes stand. What differs from choice to choice
+is all that is simulated: copies, what they read, and which of the forward's storages the backward still reads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from torch import fx
-
-from embrace_fx.passes.memory.choose import Choice, Costs
-from embrace_fx.passes.memory.held import Held, Storage
+from embrace_fx.passes.memory.choose import Choice
+from embrace_fx.passes.memory.numbered import Numbered
 from embrace_fx.passes.memory.place import place
 
 
@@ -22,100 +24,155 @@ class Foreseen:
     added_ms: float
 
 
-def foresee(held: Held, choice: Choice, limit: int, costs: Costs) -> Foreseen:
-    """Simulates a choice. What `held` says of the graph that comes of it may differ in what random draws save."""
-    again = _computed_again(held, choice)
-    order = _order(held, choice, again)
-    lives = _lives(held, choice, order, again)
-    by_time = _by_time(lives.values(), len(order))
-    recomputed_ms = sum(map(costs.node_ms, again))
-    offloaded = [lives[id(s), False] for s in choice.offloaded if lives[id(s), False].first_backward is not None]
-    if not offloaded:
-        return Foreseen(choice, max(by_time, default=0), recomputed_ms)
-    starts_ms = list(accumulate((costs.node_ms(node) for node, _ in order), initial=0.0))
-    placed = place(offloaded, by_time, starts_ms, held.backward, limit, costs.copies)
-    return Foreseen(choice, placed.peak_bytes, recomputed_ms + placed.added_ms)
+class Foresight:
+    """Simulates choices for one step. `held` of what comes of one may say otherwise of what random draws save."""
+
+    def __init__(self, step: Numbered) -> None:
+        self._step = step
+        self._backward, self._count = step.held.backward, len(step.held.nodes)
+        storages = step.held.storages
+        self._born = [s.born for s in storages]
+        self._sizes = [s.nbytes for s in storages]
+        # Where a storage dies that the backward reads no more; one that the backward makes, as it does now.
+        self._dies = [s.dies if s.born >= self._backward or s.dies == self._count else s.last_forward for s in storages]
+        self._read = _read_in_backward(step)
+        self._viewed = _viewed_in_backward(step)
+
+    def foresee(self, choice: Choice, limit: int) -> Foreseen:
+        """What a choice comes to.
+
+        Args:
+            limit: what the step is to hold at most, bytes; copies out of memory are placed so.
+        """
+        again = self._computed_again(choice)
+        added_ms = sum(self._step.ms[node] for node in again)
+        stands, copies = self._places(choice, again)
+        lives = self._lives(choice, again, stands, copies)
+        held = self._held(lives, stands, copies)
+        if not choice.offloaded:
+            return Foreseen(choice, max(held, default=0), added_ms)
+        leaving = [
+            replace(storage, first_backward=first, dies=lives.dies[number])
+            for storage in choice.offloaded
+            if (first := lives.first_read.get(number := self._step.number(storage))) is not None
+        ]
+        placed = place(leaving, held, self._starts_ms(stands, copies), self._backward, limit, self._step.copies)
+        return Foreseen(choice, placed.peak_bytes, added_ms + placed.added_ms)
+
+    def recomputed_ms(self, choice: Choice) -> float:
+        """The part of what a choice adds that needs no simulation."""
+        return sum(self._step.ms[node] for node in self._computed_again(choice))
+
+    def _computed_again(self, choice: Choice) -> set[int]:
+        """The nodes of which the backward has copies."""
+        segment, kept, inputs = choice.segment, choice.kept, self._step.inputs
+        found = {node for node in self._read if segment[node] >= 0 and node not in kept}
+        waiting = list(found)
+        while waiting:
+            node = waiting.pop()
+            for value in inputs[node]:
+                if segment[value] == segment[node] and value not in kept and value not in found:
+                    found.add(value)
+                    waiting.append(value)
+        return found
+
+    def _places(self, choice: Choice, again: set[int]) -> tuple[list[int], dict[int, int]]:
+        """Where the step's own nodes come to stand, and one more, the end; where copies stand, in their order."""
+        members: dict[int, list[int]] = {}
+        begins: dict[int, int] = {}
+        for node in sorted(again):
+            number = choice.segment[node]
+            members.setdefault(number, []).append(node)
+            if node in self._read:
+                begins[number] = min(begins.get(number, self._count), self._read[node][0])
+        stands = list(range(self._backward))
+        copies: dict[int, int] = {}
+        for number in sorted(begins, key=begins.__getitem__):
+            stands += range(len(stands) + len(copies), begins[number] + len(copies))
+            copies |= {node: begins[number] + len(copies) + k for k, node in enumerate(members[number])}
+        stands += range(len(stands) + len(copies), self._count + 1 + len(copies))
+        return stands, copies
+
+    def _lives(self, choice: Choice, again: set[int], stands: Sequence[int], copies: Mapping[int, int]) -> _Lives:
+        memory, inputs, makers, segment = self._step.memory, self._step.inputs, self._step.makers, choice.segment
+        lives = _Lives([stands[position] for position in self._dies], {}, {})
+        for node, (first, last) in self._read.items():
+            of_copy = node in again
+            for storage in memory[node]:
+                lives.read(storage, stands[first], stands[last], of_copy=of_copy and makers[storage] in again)
+        for storage, last in self._viewed.items():  # a view that the backward makes is one of the copy
+            lives.lasts(storage, stands[last], of_copy=makers[storage] in again)
+        for node, here in copies.items():
+            for storage in memory[node]:  # a copied view of what is not copied is a view of the original
+                lives.lasts(storage, here, of_copy=makers[storage] in again)
+            for value in inputs[node]:
+                of_copy = value in again and segment[value] == segment[node]
+                for storage in memory[value]:
+                    lives.read(storage, here, here, of_copy=of_copy and makers[storage] in again)
+        return lives
+
+    def _held(self, lives: _Lives, stands: Sequence[int], copies: Mapping[int, int]) -> list[int]:
+        """Bytes while each node runs, copies among them."""
+        end = stands[-1]
+        copied = list(lives.dies_copied)
+        born = [*(stands[position] for position in self._born), *(copies[self._step.makers[s]] for s in copied)]
+        dies = [*lives.dies, *lives.dies_copied.values()]
+        change = [0] * (end + 1)
+        for begin, last, nbytes in zip(born, dies, [*self._sizes, *(self._sizes[s] for s in copied)], strict=True):
+            change[begin] += nbytes
+            change[min(last + 1, end)] -= nbytes
+        return list(accumulate(change[:end]))
+
+    def _starts_ms(self, stands: Sequence[int], copies: Mapping[int, int]) -> list[float]:
+        """When each node begins, copies among them; one more: when the last ends."""
+        ms = [0.0] * stands[-1]
+        for node, position in (*enumerate(stands[:-1]), *copies.items()):
+            ms[position] = self._step.ms[node]
+        return list(accumulate(ms, initial=0.0))
 
 
-_Order = Sequence[tuple[fx.Node, bool]]
-"""Nodes, and whether each is a copy that runs again."""
+@dataclass(frozen=True)
+class _Lives:
+    """How long storages live under a choice, by number.
 
-_Key = tuple[int, bool]
-"""A storage, and whether it is a copy's."""
+    Attributes:
+        dies: the position of the last reader of each original.
+        dies_copied: of the copies of those that are computed again.
+        first_read: of originals that the backward reads: where first.
+    """
+
+    dies: list[int]
+    dies_copied: dict[int, int]
+    first_read: dict[int, int]
+
+    def read(self, storage: int, first: int, last: int, *, of_copy: bool) -> None:
+        self.lasts(storage, last, of_copy=of_copy)
+        if not of_copy:
+            self.first_read[storage] = min(first, self.first_read.get(storage, first))
+
+    def lasts(self, storage: int, until: int, *, of_copy: bool) -> None:
+        if of_copy:
+            self.dies_copied[storage] = max(until, self.dies_copied.get(storage, 0))
+        else:
+            self.dies[storage] = max(until, self.dies[storage])
 
 
-def _order(held: Held, choice: Choice, again: set[fx.Node]) -> _Order:
-    order: list[tuple[fx.Node, bool]] = [(node, False) for node in held.nodes[: held.backward]]
-    placed: set[int] = set()
-    copies: dict[int, list[fx.Node]] = {}
-    for node in held.nodes:
-        if node in again:
-            copies.setdefault(choice.segment[node], []).append(node)
-    for node in held.nodes[held.backward :]:
-        for value in node.all_input_nodes:
-            number = choice.segment.get(value)
-            if number is not None and value in again and number not in placed:
-                placed.add(number)
-                order += [(copied, True) for copied in copies[number]]
-        order.append((node, False))
-    return order
-
-
-def _computed_again(held: Held, choice: Choice) -> set[fx.Node]:
-    """The nodes of which the backward has copies."""
-    found: set[fx.Node] = set()
-    waiting: list[tuple[fx.Node, int | None]] = []
-    for node in held.nodes[held.backward :]:
-        waiting += [(value, None) for value in node.all_input_nodes]
-    while waiting:
-        value, reader = waiting.pop()
-        own = choice.segment.get(value)
-        if own is None or value in choice.kept or value in found or (reader is not None and reader != own):
-            continue
-        found.add(value)
-        waiting += [(each, own) for each in value.all_input_nodes]
+def _read_in_backward(step: Numbered) -> dict[int, tuple[int, int]]:
+    """Nodes of the forward that the backward reads -> the first and the last of their readers there."""
+    backward = step.held.backward
+    found: dict[int, tuple[int, int]] = {}
+    for reader in range(backward, len(step.held.nodes)):
+        for value in step.inputs[reader]:
+            if value < backward:
+                found[value] = (found.get(value, (reader, reader))[0], reader)
     return found
 
 
-def _lives(held: Held, choice: Choice, order: _Order, again: set[fx.Node]) -> dict[_Key, Storage]:
-    """Storages and their copies, at their places in an order."""
-    lives = {  # the forward is what it was
-        (id(s), False): Storage(s.node, s.nbytes, s.born, s.last_forward, s.last_forward)
-        for s in held.storages
-        if s.born < held.backward
-    }
-    in_backward = set(held.nodes[held.backward :])
-    for position, (node, is_copy) in enumerate(order[held.backward :], held.backward):
-        for storage in held.memory[node]:  # a view that the backward makes is one of the copy
-            key = _key(storage, is_copy or node in in_backward, again)
-            if key not in lives:
-                lives[key] = Storage(storage.node, storage.nbytes, position, position, position)
-            lives[key].dies = position
-        for value in node.all_input_nodes:
-            if value not in held.memory:
-                continue
-            of_copy = value in in_backward or (value in again and position >= held.backward)
-            if is_copy:
-                of_copy = value in again and choice.segment[node] == choice.segment[value]
-            for storage in held.memory[value]:
-                life = lives[_key(storage, of_copy, again)]
-                life.dies = position
-                if life.born < held.backward and life.first_backward is None:
-                    life.first_backward = position
-    for storage in held.storages:
-        if storage.dies == len(held.nodes):
-            lives[id(storage), False].dies = len(order)
-    return lives
-
-
-def _by_time(lives: Iterable[Storage], count: int) -> list[int]:
-    changes = [0] * (count + 2)
-    for life in lives:
-        changes[life.born] += life.nbytes
-        changes[min(life.dies + 1, count)] -= life.nbytes
-    return list(accumulate(changes[:count]))
-
-
-def _key(storage: Storage, of_copy: bool, again: set[fx.Node]) -> _Key:
-    """A storage, or its copy's: a copied view of what is not copied is a view of the original."""
-    return id(storage), of_copy and storage.node in again
+def _viewed_in_backward(step: Numbered) -> dict[int, int]:
+    """Storages of the forward of which the backward makes views -> the last node that is one, or reads one."""
+    backward, storages = step.held.backward, step.held.storages
+    found: dict[int, int] = {}
+    for node in range(backward, len(step.held.nodes)):
+        for of in (node, *(value for value in step.inputs[node] if value >= backward)):
+            found |= {storage: node for storage in step.memory[of] if storages[storage].born < backward}
+    return found

@@ -6,6 +6,7 @@ own (`register_flop_formula`); of an op that it does not know, the bytes alone c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,8 +32,8 @@ ELEMENT_BYTES = 4
 
 
 def estimate(compute: cost.Compute) -> NodeMs:
-    """What nodes are estimated to take where compute is so fast."""
-    return lambda node: node_ms(node, compute)
+    """What nodes are estimated to take where compute is so fast; each is estimated once."""
+    return functools.cache(lambda node: node_ms(node, compute))
 
 
 def node_ms(node: fx.Node, compute: cost.Compute) -> float:

@@ -102,6 +102,16 @@ def test_words_are_as_frequent_as_zipf_has_it() -> None:
     assert -1.4 < float(slope) < -0.7
 
 
+def test_words_are_read_from_any_device(tmp_path: Path) -> None:
+    """They are kept in a file, whatever the model is made on that asks for them first."""
+    (tmp_path / "a.py").write_text("a b a")
+
+    with torch.device("meta"):
+        found = text.tokenize(tmp_path)
+
+    assert found.tolist() == [0, 1, 0]
+
+
 def test_a_folder_without_sources_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected Python sources"):
         text.tokenize(tmp_path)

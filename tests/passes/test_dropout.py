@@ -26,6 +26,13 @@ def twice(model: Tables, ids: Tensor) -> Tensor:
     return F.dropout(model.linear(hidden), 0.25)
 
 
+def transposed(model: Tables, ids: Tensor) -> Tensor:
+    """The gradient of what is dropped comes back transposed, and the linear layer's backward views it."""
+    hidden = model.linear(model.table(ids))
+    dropped = F.dropout(F.dropout(hidden.tanh(), 0.2) * hidden, 0.5)
+    return dropped.transpose(0, 1).contiguous()
+
+
 def test_golden() -> None:
     graph = analysed(tables_model(once), IDS)
     before = text(graph.module)
@@ -34,7 +41,7 @@ def test_golden() -> None:
     assert text(graph.module) == before
 
 
-@pytest.mark.parametrize("forward", [once, twice])
+@pytest.mark.parametrize("forward", [once, twice, transposed])
 def test_results_and_gradients_are_eagers(forward: Callable[..., Tensor]) -> None:
     model = tables_model(forward)
     graph = analysed(model, IDS)

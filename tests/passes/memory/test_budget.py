@@ -14,11 +14,12 @@ import embrace_fx
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory, apply
-from embrace_fx.passes.memory.choose import Costs, choices
-from embrace_fx.passes.memory.foresee import foresee
+from embrace_fx.passes.memory.choose import choices
+from embrace_fx.passes.memory.foresee import Foresight
 from embrace_fx.passes.memory.held import held
+from embrace_fx.passes.memory.numbered import Costs, Numbered
 from embrace_fx.passes.memory.regions import can_run_again, written_by
-from embrace_fx.passes.scheduler.node_cost import node_ms
+from embrace_fx.passes.scheduler.node_cost import estimate, node_ms
 from embrace_fx.runtime.memory.counted import CountedMemory
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session.pipeline import run_passes
@@ -106,11 +107,14 @@ def test_what_is_predicted_is_what_is_held(form: str, blocks: Callable[[], nn.Mo
 def test_what_is_foreseen_of_a_choice_is_what_its_graph_holds(blocks: Callable[[], nn.Module]) -> None:
     graph = run_passes(analysed(make(blocks), IDS), (EagerDropout(),)).graph
     before, written = held(graph), written_by(graph)
-    costs = Costs(lambda node: node_ms(node, CORE))
+    costs = Costs(estimate(CORE))
+    step = Numbered(before, costs)
+    foresight = Foresight(step)
 
-    for growing in choices(before, lambda node: can_run_again(node, written), costs):
-        for choice in (growing[0], growing[len(growing) // 2], growing[-1]):
-            foreseen, found = foresee(before, choice, 0, costs), held(apply(graph, before, choice, 0, costs))
+    for growing in choices(step, lambda node: can_run_again(node, written)):
+        for count in (1, len(growing) // 2, len(growing)):
+            choice = growing.first(count)
+            foreseen, found = foresight.foresee(choice, 0), held(apply(graph, before, choice, 0, costs))
             assert foreseen.peak_bytes == pytest.approx(found.peak_bytes, abs=before.peak_bytes * 0.01 + 12 * 5056)
 
 

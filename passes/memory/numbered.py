@@ -1,0 +1,69 @@
+"""A step with its nodes and storages numbered: what deciding about its memory reads thousands of times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from torch import fx
+
+from embrace_fx.passes.memory.held import Held, Storage
+from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
+from embrace_fx.passes.scheduler.node_cost import NodeMs
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times, as far as deciding needs them.
+
+    Attributes:
+        node_ms: of a node.
+        copies: how fast values are offloaded and reloaded.
+    """
+
+    node_ms: NodeMs
+    copies: CopyRate = NO_COPIES
+
+
+class Numbered:
+    """A step: nodes are numbered in the order in which they run, storages as in `Held.storages`.
+
+    Attributes:
+        ms: of each node.
+        inputs: node -> those that it reads.
+        memory: node -> the storages that its value lies in.
+        makers: storage -> the node that makes it.
+    """
+
+    def __init__(self, held: Held, costs: Costs) -> None:
+        self.held = held
+        self.copies = costs.copies
+        self.position: dict[fx.Node, int] = {node: k for k, node in enumerate(held.nodes)}
+        self.ms: Sequence[float] = [costs.node_ms(node) for node in held.nodes]
+        self.inputs: Sequence[Sequence[int]] = [
+            [self.position[value] for value in node.all_input_nodes if value in self.position] for node in held.nodes
+        ]
+        self._numbers = {id(storage): k for k, storage in enumerate(held.storages)}
+        self.memory: Sequence[Sequence[int]] = [
+            [self._numbers[id(s)] for s in held.memory[node]] for node in held.nodes
+        ]
+        self.makers: Sequence[int] = [self.position[storage.node] for storage in held.storages]
+
+    def number(self, storage: Storage) -> int:
+        """Of a storage."""
+        return self._numbers[id(storage)]
+
+    def names(self, storage: Storage) -> list[int]:
+        """The nodes whose values lie in a storage."""
+        return [self.position[node] for node in storage.names]
+
+    @cached_property
+    def starts_ms(self) -> list[float]:
+        """When each node begins; one more: when the last ends."""
+        return list(accumulate(self.ms, initial=0.0))
+
+    def unread_ms(self, storage: Storage) -> float:
+        """How long a storage is not read between forward and backward."""
+        return self.starts_ms[storage.first_backward or 0] - self.starts_ms[storage.last_forward + 1]
