@@ -9,10 +9,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
-from embrace_fx.runtime.optimizer.own_step import is_element_wise as shown_element_wise
+from embrace_fx.runtime.optimizer.own_step import shown_element_wise
 from embrace_fx.runtime.optimizer.skipped_steps import skipping
 from embrace_fx.vocabulary.exactness import RowUpdates, is_element_wise, not_element_wise, row_update_blocker
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
+
+Flags = tuple[tuple[str, bool | str | None], ...]
+"""The options of a param group that choose between ways to step."""
 
 
 class Holders:
@@ -20,7 +23,7 @@ class Holders:
 
     def __init__(self) -> None:
         self._known: list[weakref.ref[Optimizer]] = []
-        self._kinds: dict[type[Optimizer], bool] = {}  # whether they are element-wise
+        self._shown: dict[tuple[type[Optimizer], Flags], bool] = {}  # whether they are element-wise
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -44,15 +47,16 @@ class Holders:
         ]
 
     def is_element_wise(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-        """Whether an update depends on its element alone: known, declared, or shown the first time it is asked. Or on
-        its row, where what is to be known of that is added up over ranks."""
+        """Whether an update depends on its element alone: known, declared, or shown the first time it is asked of a
+        class under the group's flags. Or on its row, where what is to be known of that is added up over ranks."""
         kind = type(optimizer)
-        if kind is RowWiseAdagrad:
-            return True
-        if kind not in self._kinds:
-            known = is_element_wise(kind)
-            self._kinds[kind] = shown_element_wise(optimizer, group) if known is None else known
-        return self._kinds[kind]
+        known = True if kind is RowWiseAdagrad else is_element_wise(kind)
+        if known is not None:
+            return known
+        asked = kind, _flags(group)
+        if asked not in self._shown:
+            self._shown[asked] = shown_element_wise(optimizer, group)
+        return self._shown[asked]
 
     def needs_whole(self, parameter: Tensor) -> str | None:
         """Why a table cannot be stepped in shards by an optimizer that is known to hold it, or None."""
@@ -84,3 +88,7 @@ class Holders:
         optimizer, group = held[0]
         known = row_update_blocker(optimizer, group, row_updates) is None
         return type(optimizer) is SparseAdam or (row_updates == "lazy" and known)
+
+
+def _flags(group: Mapping[str, Any]) -> Flags:
+    return tuple((name, value) for name, value in group.items() if value is None or isinstance(value, bool | str))

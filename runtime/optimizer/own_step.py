@@ -7,7 +7,7 @@ its step over some rows and their state is its step over the table, as far as th
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 State = dict[str, Any]
-"""What an optimizer keeps of one parameter."""
+"""What an optimizer keeps of one parameter: tensors, and a step counter as its class has it."""
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,16 +39,30 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def step_groups(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """The class's own step over other param groups, without its hooks, which are of the step it stands for."""
+    """The class's own step over other param groups, whose gradients are unscaled."""
     step: Callable[..., Any] = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
-    before = optimizer.param_groups
-    optimizer.param_groups = list(groups)
-    try:
+    with _set_aside(optimizer):
+        optimizer.param_groups = list(groups)
         step(optimizer)
+
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OF_ITS_STEP = ("param_groups", *_HOOKS, "grad_scale", "found_inf")
+"""What belongs to the step that another one is a part of. The last two are a GradScaler's."""
+
+
+@contextmanager
+def _set_aside(optimizer: Optimizer) -> Iterator[None]:
+    """Without hooks, which a class whose step calls that of its base would run."""
+    held = optimizer.__dict__
+    before = {name: held.pop(name) for name in _OF_ITS_STEP if name in held}
+    held.update({name: OrderedDict() for name in _HOOKS})
+    try:
+        yield
     finally:
-        optimizer.param_groups = before
+        held.update(before)
 
 
 def step_tensor(
@@ -138,7 +152,7 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, bool]:
     return {key: isinstance(value, Tensor) for key, value in state.items()}
 
 
-def is_element_wise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+def shown_element_wise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     """Whether three steps over a small table are those over its quarters: what a norm or a matrix would tell apart.
 
     On made-up numbers, so that every rank finds the same; on copies of the optimizer, which stays as it is.

@@ -26,9 +26,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from embrace_fx.runtime.kernels import gpu
-
-State = dict[str, Any]
-"""One table's optimizer state: tensors (V, d), and the step counter as the optimizer's class has it."""
+from embrace_fx.runtime.optimizer.own_step import State
 
 
 class RowOptimizer(ABC):
@@ -51,7 +49,7 @@ class RowOptimizer(ABC):
             state: as `init_state` made it, written.
             ids: (K,) int64, sorted and unique.
             rows: (K, d), the shard's dtype: the gradient of each row, summed over its lookups, averaged over ranks.
-            group: the options of this iteration. `hyperparameters` keeps them for a part that is applied later.
+            group: the options of this iteration.
         """
         for block_ids, block_rows in _blocks(ids, rows):
             self._update(shard, state, block_ids, block_rows, group)
@@ -74,13 +72,6 @@ def row_optimizer(kind: type[Optimizer]) -> RowOptimizer:
             "keep the table data-parallel"
         )
     return _ROW_OPTIMIZERS[kind]
-
-
-def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a param group as they are now; schedulers write into the group, and in place into a tensor lr."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
-    }
 
 
 class _RowSGD(RowOptimizer):

@@ -108,7 +108,9 @@ def _decays(options: Mapping[str, Any]) -> bool:
         return False
     if not (0 < beta1 < 1 and 0 < beta2 < 1 and beta1 < 0.99 * math.sqrt(beta2) and options["eps"] > 0):
         return False
-    return options["weight_decay"] == 0 or (options["decoupled_weight_decay"] and _shrink(options) > 0)
+    if not float(options["lr"]) >= 0:
+        return False
+    return options["weight_decay"] == 0 or (options["decoupled_weight_decay"] and 0 < _shrink(options) <= 1)
 
 
 def _shrink(options: Mapping[str, Any]) -> float:

@@ -10,9 +10,11 @@ Contract
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 Hook = Callable[..., Any]
 
+_TORCHS_FILE = Optimizer.profile_hook_step.__code__.co_filename
+
 
 @dataclass
 class DenseTable:
@@ -55,30 +59,38 @@ class _Step:
     """One step of an optimizer, while torch's own part of it runs.
 
     Attributes:
-        gradients: what `.grad` is to be again after it.
+        gradients: what `.grad` is to be again after it, and what it is meanwhile.
         buckets: parameters whose update is left to the next forward.
         late: exchanges of tables whose update is.
         rows: tables to be updated by rows, at once.
         swept: tables, and the plain gradients (V', d) that torch's step takes for theirs, with their versions.
         replicas: data-parallel tables to be updated by rows.
+        frame: torch's call of it. The step of a base class, called by that of a derived one, is another call.
     """
 
-    gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    frame: FrameType
+    gradients: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     buckets: set[nn.Parameter] = field(default_factory=set)
     late: list[RowExchange] = field(default_factory=list)
     rows: list[RowTable] = field(default_factory=list)
     swept: list[tuple[RowTable, Tensor, int]] = field(default_factory=list)
     replicas: list[tuple[DenseTable, Tensor]] = field(default_factory=list)
 
+    def is_under_way(self) -> bool:
+        """Whether it neither has ended nor raised."""
+        return any(frame is self.frame for frame in _calls())
+
     def hide(self, parameter: nn.Parameter, instead: Tensor | None = None) -> None:
         """Takes a gradient away from torch's step, or puts a plain one in its place."""
         assert parameter.grad is not None
-        self.gradients[parameter] = parameter.grad
+        self.gradients[parameter] = parameter.grad, instead
         parameter.grad = instead
 
-    def restore(self) -> None:
-        for parameter, gradient in self.gradients.items():
-            parameter.grad = gradient
+    def restore(self, *, raised: bool) -> None:
+        """Puts gradients back; of a step that raised, those that nobody has cleared or made anew since."""
+        for parameter, (gradient, instead) in self.gradients.items():
+            if not raised or parameter.grad is instead:
+                parameter.grad = gradient
         self.gradients = {}
 
 
@@ -140,7 +152,10 @@ class Stepping:
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._restore(optimizer)  # of a step that raised
+        step = self._steps.get(id(optimizer))
+        if step is not None and step.is_under_way():
+            return None
+        self._restore(optimizer, raised=True)  # if the last one did
         found: tuple[Any, ...] | None = None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         group = optimizer.param_groups[0]
@@ -172,7 +187,7 @@ class Stepping:
 
     def _take(self, optimizer: Optimizer) -> None:
         """Sorts gradients: what torch's step takes, what is applied by rows, and what is left to the next forward."""
-        step = self._steps[id(optimizer)] = _Step()
+        step = self._steps[id(optimizer)] = _Step(_step_call())
         tables = self._own_tables(optimizer)
         replicas = self._own_replicas(optimizer)
         may_wait = self._may_wait(optimizer)
@@ -202,7 +217,7 @@ class Stepping:
             if may_wait and not replicas:
                 taken = self.flow.buckets.take(optimizer, {table.parameter for table in tables})
                 step.buckets = set(taken)
-                step.gradients |= taken
+                step.gradients |= {parameter: (gradient, None) for parameter, gradient in taken.items()}
             else:  # rows must be cut out of whole gradients, at once; or torch's step looks at all of them
                 self.flow.buckets.release(optimizer)
 
@@ -275,9 +290,9 @@ class Stepping:
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         step = self._steps.get(id(optimizer))
-        if step is None:
+        if step is None or step.frame is not _step_call():
             return
-        self._restore(optimizer)
+        self._restore(optimizer, raised=False)
         self._count_step(optimizer)
         for table, plain, version in step.swept:
             if plain._version != version:  # torch's step has unscaled it
@@ -315,10 +330,10 @@ class Stepping:
                 gradient.div_(scale)
         return True
 
-    def _restore(self, optimizer: Optimizer) -> None:
+    def _restore(self, optimizer: Optimizer, *, raised: bool) -> None:
         step = self._steps.pop(id(optimizer), None)
         if step is not None:
-            step.restore()
+            step.restore(raised=raised)
 
     # -- state dicts ---------------------------------------------------------------------------------------------------
 
@@ -356,6 +371,21 @@ def _told(stepping: Stepping, method: Callable[..., Any]) -> Hook:
 
     hook.stepping = itself  # type: ignore[attr-defined]
     return hook
+
+
+def _calls() -> Iterator[FrameType]:
+    """Those under way, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _step_call() -> FrameType:
+    """Torch's call of the step whose hook asks."""
+    return next(
+        frame for frame in _calls() if frame.f_code.co_filename == Optimizer.profile_hook_step.__code__.co_filename
+    )
 
 
 def _move(hooks: Any, stepping: Stepping, *, last: bool) -> None:

@@ -58,7 +58,7 @@ class Resting:
 
 
 RESTING = {
-    "two_table_lm": Resting(TwoTableLMWorkload(), "num_words", 60),
+    "two_table_lm": Resting(TwoTableLMWorkload(length=4), "num_words", 60),
     "transformer_encoder": Resting(TransformerEncoderWorkload(), "num_words", 50),
     "bag_recommender": Resting(BagRecommenderWorkload(), "num_items", 70),
 }

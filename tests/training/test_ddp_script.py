@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from tests.support.models import TwoTableLMWorkload
 from tests.support.ranks import run_ranks
 from tests.support.training import SEED, whole, whole_state
 
-DTYPE = torch.float64
 STEPS = 6
 WORKLOAD = TwoTableLMWorkload()
 
@@ -38,6 +38,7 @@ class Script:
         clip: "norm", "value" or "": how gradients are clipped.
         resumed: the state of model and optimizer is saved and loaded in the middle.
         ahead: batches are read through `lookahead`, where there is one.
+        autocast: the forward runs in bfloat16, parameters are float32. DDP rounds a gradient in other places.
     """
 
     made: str = "after"
@@ -48,7 +49,20 @@ class Script:
     clip: str = "norm"
     resumed: bool = False
     ahead: bool = False
+    autocast: bool = False
     kind: Callable[..., Optimizer] = AdamW
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.autocast else torch.float64
+
+    @property
+    def tolerance(self) -> float:
+        return 0.05 if self.autocast else 1e-9
+
+
+def _momentum(groups: Any, lr: float, eps: float) -> Optimizer:
+    return SGD(groups, lr=lr, momentum=0.9)
 
 
 SCRIPTS = {
@@ -64,15 +78,17 @@ SCRIPTS = {
     "clipped by value": Script(clip="value", made="before"),
     "not clipped, ahead": Script(clip="", ahead=True),
     "resumed": Script(resumed=True, ahead=True),
-    "fused, resumed": Script(resumed=True, kind=lambda *args, **options: AdamW(*args, **options, fused=True)),
-    "momentum, scaler": Script(scaler=True, kind=lambda groups, lr, eps: SGD(groups, lr=lr, momentum=0.9)),
+    "fused, resumed": Script(resumed=True, kind=partial(AdamW, fused=True)),
+    "bfloat16": Script(autocast=True),
+    "bfloat16, accumulation, ahead": Script(autocast=True, micro_batches=2, ahead=True),
+    "momentum, scaler": Script(scaler=True, kind=_momentum),
 }
 DEFAULT = ("as in every tutorial", "two optimizers before", "scaler and accumulation", "resumed")
 
 
 def run_script(rank: int, wrap: Callable[[nn.Module], Any], script: Script) -> tuple[list[float], dict[str, Tensor]]:
     """The losses and norms it logs, and where parameters and optimizer state end."""
-    plain = WORKLOAD.make(DTYPE, SEED)
+    plain = WORKLOAD.make(script.dtype, SEED)
     optimizers = _optimizers(plain, script) if script.made == "before" else []
     model = wrap(plain)
     optimizers = optimizers or _optimizers(plain if script.made == "plain" else model, script)
@@ -84,7 +100,8 @@ def run_script(rank: int, wrap: Callable[[nn.Module], Any], script: Script) -> t
     for k, batch in enumerate(read):
         steps = (k + 1) % script.micro_batches == 0
         with contextlib.nullcontext() if steps else model.no_sync():
-            loss = model(*batch) / script.micro_batches
+            with torch.autocast("cpu", torch.bfloat16, enabled=script.autocast):
+                loss = model(*batch) / script.micro_batches
             scaler.scale(loss).backward()
         log.append(loss.item())
         if not steps:
@@ -138,11 +155,13 @@ def _compare(rank: int, world_size: int, script: Script) -> tuple[Any, Any, list
     return found, expected, list(compiled[0].plan.sharded)
 
 
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("script", long_but(DEFAULT, {name: (script,) for name, script in SCRIPTS.items()}))
-def test_a_script_for_ddp_runs_with_its_wrapping_line_changed(script: Script) -> None:
-    for (log, ends), (expected_log, expected), sharded in run_ranks(2, _compare, script):
+def test_a_script_for_ddp_runs_with_its_wrapping_line_changed(script: Script, world_size: int) -> None:
+    for (log, ends), (expected_log, expected), sharded in run_ranks(world_size, _compare, script):
         assert len(sharded) == 2
-        assert log == pytest.approx(expected_log, rel=1e-9)
+        assert log == pytest.approx(expected_log, rel=script.tolerance)
         assert ends.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(ends[name], value, rtol=1e-9, atol=1e-11, msg=name)
+            far, allowed = (ends[name] - value).abs().max(), script.tolerance * value.abs().max()
+            assert far <= allowed, f"{name}: differs by {far:.3g}, allowed {allowed:.3g}"

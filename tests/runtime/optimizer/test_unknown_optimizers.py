@@ -135,6 +135,30 @@ def test_what_is_element_wise_is_known_declared_or_shown(make: Callable[[Any], O
     assert optimizer.state_dict() == before
 
 
+class Choosing(Trusting):
+    """Divides by the norm where it is told to."""
+
+    def __init__(self, params: Any) -> None:
+        Optimizer.__init__(self, params, {"lr": 0.1, "by_norm": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(group["lr"] * parameter.grad / (parameter.grad.norm() if group["by_norm"] else 1.0))
+
+
+def test_a_class_is_tried_out_under_the_flags_of_each_group() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(3, 4))], "by_norm": by_norm} for by_norm in (False, True, False)]
+    optimizer = Choosing(groups)
+    holders = Holders()
+
+    found = [holders.is_element_wise(optimizer, group) for group in optimizer.param_groups]
+    assert found == [True, False, True]
+    optimizer.param_groups[0]["by_norm"] = True
+    assert not holders.is_element_wise(optimizer, optimizer.param_groups[0])
+
+
 def _mean_loss(rank: int, world_size: int) -> tuple[float, float]:
     plain = words_model()
     optimizer = SGD(plain.parameters(), lr=0.1)
