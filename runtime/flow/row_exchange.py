@@ -315,7 +315,7 @@ class RowExchange:
             self._check_unwritten()
             mine = [part for part in gradient.parts if part.ticket.id == launch]
             gradient.parts = [part for part in gradient.parts if part.ticket.id != launch]
-            arrived = self.arrive(gradient, mine)
+            arrived = [self._arrive(gradient, part) for part in mine]
             if launch.part == "delayed" and not gradient.parts:
                 self.table.finish(arrived, gradient.options)
                 self._gradients.remove(gradient)
@@ -327,9 +327,10 @@ class RowExchange:
     def apply_prior(self) -> None:
         """Applies whatever a step has taken but delayed parts: what no node of a program has applied."""
         if not self.waiting:
-            for part in [part for gradient in self._gradients for part in gradient.parts]:
-                if part.ticket.id.part != "delayed":
-                    self.update(part.ticket.id)
+            with self._launcher.hurrying():  # rows of this forward stand before them
+                for part in [part for gradient in self._gradients for part in gradient.parts]:
+                    if part.ticket.id.part != "delayed":
+                        self.update(part.ticket.id)
 
     def apply_delayed(self) -> None:
         """Applies everything a step has taken."""

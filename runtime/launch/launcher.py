@@ -7,6 +7,9 @@ Contract
     The order between classes is for speed. Within a class it is what makes ranks meet, and never changes; but where
     nothing moves for `STANDSTILL_S` (a rank saves a checkpoint while the others train on), classes overtake each
     other. So whatever has been submitted on all ranks completes, and no rank waits for a launch that is still to come.
+    Whoever waits for something while the order has launches before it that are still to come says so (`hurrying`): then
+    what is waited for overtakes them, and nothing else does. More would be on its way in another order than the other
+    ranks', where no more than `IN_FLIGHT` of them may be.
     A backward's launches are held until every rank is known to be in that backward: where one is not, all are dropped,
     and no rank has sent what another one will never receive.
 """
@@ -63,6 +66,7 @@ class Ticket:
     measured: Callable[[], int] | None = None
     state: _State = field(default=None)  # type: ignore[assignment]
     dropped: bool = False
+    wanted: bool = False  # by someone in a hurry
 
     @property
     def done(self) -> bool:
@@ -80,6 +84,9 @@ class Ticket:
         """
         if not self.done:
             with self.state.changed:
+                if self.state.hurried:
+                    self.wanted = True
+                    self.state.changed.notify_all()
                 self.state.changed.wait_for(lambda: self.done or self.dropped or self.state.error is not None)
         if self.state.error is not None:
             raise self.state.error
@@ -124,7 +131,8 @@ class _State:
         self.in_flight: deque[Ticket] = deque()
         self.error: BaseException | None = None
         self.stopped = False
-        self.hurried = 0
+        self.hurried = 0  # how many are in a hurry
+        self.draining = False  # everything submitted is to leave, whatever is still to come
         self.moved_s = time.perf_counter()
         self.callbacks: weakref.WeakSet[Any] = weakref.WeakSet()  # of collectives, run and dropped by threads of theirs
 
@@ -137,20 +145,33 @@ class _State:
             return None
         while len(self.windows) > 1 and not self.windows[0].waiting:
             self.windows.popleft()
+        may_overtake = self._lanes() if standing_still or self.draining else self._lanes(wanted=True)
         passed_over: set[Lane] = set()
         for window in self.windows:
             if window.held:
                 return None
             for launch in window.order:
                 ticket = window.waiting.get(launch)
-                if ticket is not None and launch.lane not in passed_over:
-                    return window.waiting.pop(launch)
                 if ticket is None and launch not in window.expected:
                     continue
-                if not standing_still and not self.hurried:
+                in_turn = not passed_over or launch.lane in may_overtake
+                if ticket is not None and in_turn and launch.lane not in passed_over:
+                    return window.waiting.pop(launch)
+                if not may_overtake:
                     return None
                 passed_over.add(launch.lane)
         return None
+
+    def _lanes(self, *, wanted: bool = False) -> set[Lane]:
+        """Those of what waits; if `wanted`, of what someone in a hurry waits for."""
+        if wanted and not self.hurried:
+            return set()
+        return {
+            launch.lane
+            for window in self.windows
+            for launch, ticket in window.waiting.items()
+            if ticket.wanted or not wanted
+        }
 
     def under_way(self) -> bool:
         """Whether anything has been submitted that has not completed."""
@@ -186,7 +207,9 @@ class Launcher:
         Raises:
             RuntimeError: a collective failed.
         """
-        with self.hurrying(), self._state.changed:
+        with self._state.changed:
+            self._state.draining = True
+            self._state.changed.notify_all()
             self._state.changed.wait_for(lambda: self._state.error is not None or not self._state.under_way())
         self._stop()
         if self._state.error is not None:
@@ -299,16 +322,14 @@ class Launcher:
 
     @contextlib.contextmanager
     def hurrying(self) -> Iterator[None]:
-        """Within, what has not been submitted holds up nothing: the caller waits for what has been."""
-        self._hurry(1)
+        """Within, what has not been submitted does not hold up what the caller waits for."""
+        with self._state.changed:
+            self._state.hurried += 1
         try:
             yield
         finally:
-            self._hurry(-1)
-
-    def _hurry(self, change: int) -> None:
-        with self._changing():
-            self._state.hurried += change
+            with self._state.changed:
+                self._state.hurried -= 1
 
 
 def _run(state: _State) -> None:
@@ -377,7 +398,7 @@ def _stop(state: _State, thread: threading.Thread) -> None:
     """Ends the thread, and everything under way: a completion that comes while the interpreter shuts down aborts it."""
     deadline_s = time.monotonic() + _FAREWELL_S
     with state.changed:
-        state.hurried += 1
+        state.draining = True
         state.changed.notify_all()
         # All ranks have submitted the same, so it completes; unless one is gone.
         state.changed.wait_for(lambda: state.error is not None or not state.under_way(), timeout=_FAREWELL_S)

@@ -106,7 +106,7 @@ class _Issuer:
         with state.changed:
             if state.error is not None:
                 return
-            state.hurried += hurry
+            was_draining, state.draining = state.draining, state.draining or hurry
             try:
                 while (ticket := state.next()) is not None:
                     assert isinstance(ticket, StreamTicket)
@@ -116,7 +116,7 @@ class _Issuer:
                 state.error = error
                 raise
             finally:
-                state.hurried -= hurry
+                state.draining = was_draining
 
     def _is_out_of_turn(self, ticket: StreamTicket) -> bool:
         windows = [window for window in self.state.windows if window.number <= ticket.place[0]]

@@ -160,13 +160,25 @@ def test_all_that_is_submitted_is_launched_in_order(windows: list[tuple[list[str
 
 def test_who_waits_is_not_held_up_by_what_is_still_to_be_submitted() -> None:
     launcher, link = make(), Link(instant=True)
-    submit(launcher, link, "prior", "delayed", "bucket 1", "rows")
+    _, delayed, *_ = submit(launcher, link, "prior", "delayed", "bucket 1", "rows")
 
     link.expect()
     with launcher.hurrying():
-        link.expect("delayed")  # the others wait for launches of their classes, which keep their order
-        submit(launcher, link, "early rows")
-        link.expect("delayed", "early rows", "prior", "rows")
+        delayed.wait()
+    link.expect("delayed")
+    submit(launcher, link, "early rows")
+    link.expect("delayed", "early rows", "prior")
+
+
+def test_nothing_but_what_is_waited_for_overtakes_what_is_still_to_be_submitted() -> None:
+    """Another rank need not be in a hurry: with other launches on its way it would wait for this one's."""
+    launcher, link = make(), Link(instant=True)
+    *_, last = submit(launcher, link, "delayed", "bucket 1", "bucket 0")  # classes of "delayed" and of buckets
+
+    with launcher.hurrying():
+        last.wait()
+
+    link.expect("bucket 0")
 
 
 def test_the_order_holds_again_after_a_hurry() -> None:
