@@ -219,7 +219,7 @@ TINY = replace(
     groups={"main": ("alone_sparse", "ddp_sparse")},
     rounds=1,
     ranks=(RANKS,),
-    slow=(2.0, 4.0),
+    slow=(2.0,),
     size="tiny",
 )
 
@@ -232,18 +232,14 @@ def run_lab(setting: Setting, kept: Kept) -> dict[str, object]:
 def test_the_lab_measures_in_slow_motion_and_says_what_was_perceived(tmp_path: Path) -> None:
     found = run_lab(TINY, Kept(tmp_path))
 
-    twice, four = found["blocks"]  # type: ignore[misc]
-    assert re.fullmatch(r"bert, 2 ranks, emulated device, k = 2, perceived rate [\d.]+ Mb/s, main", twice["title"])
-    assert twice["floors"]["compute_ms"] == four["floors"]["compute_ms"] == profile_of("bert", "tiny").compute_ms
-    for block, slow in ((twice, 2.0), (four, 4.0)):
-        (alone, ddp) = block["rows"]
-        kept = block["rounds"]["ddp_sparse"][0]["ranks"]
-        assert ddp.loss_difference is None
-        assert alone.step_ms.median > profile_of("bert", "tiny").compute_ms
-        assert kept[0]["step_ms"] == pytest.approx(ddp.step_ms.median, rel=0.5)
-        assert block["slow"] == slow
-    agreement = [target for target in found["targets"] if "are apart by" in target.what]  # type: ignore[attr-defined]
-    assert len(agreement) == 2
+    (block,) = found["blocks"]  # type: ignore[misc]
+    assert re.fullmatch(r"bert, 2 ranks, emulated device, k = 2, perceived rate [\d.]+ Mb/s, main", block["title"])
+    compute_ms = profile_of("bert", "tiny").compute_ms
+    assert block["floors"]["compute_ms"] == compute_ms
+    (alone, _) = block["rows"]
+    assert alone.step_ms.median > compute_ms
+    raw = Kept(tmp_path).rounds(*TINY.blocks(), "alone_sparse")[0].step_ms
+    assert raw == pytest.approx(2.0 * alone.step_ms.median)
 
 
 def test_slow_motion_is_refused_where_ranks_compute_on_the_cores() -> None:
@@ -253,7 +249,8 @@ def test_slow_motion_is_refused_where_ranks_compute_on_the_cores() -> None:
 
 def test_targets_are_told_of_every_k_and_slow_motions_are_compared(tmp_path: Path) -> None:
     """Two ranks of 20 perceived ms, 25 alone at k = 2, 25.5 at k = 4, and 8 ranks that are slower."""
-    setting = replace(TINY, groups={"main": ("embrace_none", "embrace_2d")}, ranks=(2, 16))
+    setting = replace(TINY, groups={"main": ("embrace_none", "embrace_2d")}, elsewhere=("main",))
+    setting = replace(setting, ranks=(2, 16), slow=(2.0, 4.0))
     kept = Kept(tmp_path)
     for block in setting.blocks():
         kept.network(block, Reached(block.links, True, "", (block.links.carried_mbit,)))

@@ -313,7 +313,7 @@ def test_a_part_of_a_setting_is_shown_with_all_that_is_kept_of_it() -> None:
     part = lab.chosen(options(models=("bert",), groups=("shards",), ranks=(4,), rates_mbit=(200.0,)))
     full = SETTINGS["full"]
 
-    assert list(part.blocks()) == [("bert", 4, 200.0, "together")]
+    assert list(part.blocks()) == [Block("bert", 4, 200.0, "together")]
     assert set(part.systems(*part.blocks())) == set(GROUPS["shards"])
     assert list(lab.whole(part, full).blocks()) == list(full.blocks())
     own = lab.chosen(options(systems=("ddp", "embrace_2d"), ranks=(2,)))
