@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from embrace_fx.passes.tables import draws_randomly, extract_ids
-from embrace_fx.planning.drift import SAMPLED_EVERY, TrainingCalls
+from embrace_fx.planning.replanning import SAMPLED_EVERY, TrainingCalls
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.ranks.announcement import bad_id_report, unreadable
 from embrace_fx.runtime.step.phases import reader

@@ -17,7 +17,7 @@ from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.held import Held, held
 from embrace_fx.passes.relax.order import OrderCompute
 from embrace_fx.passes.take_part import ExchangedParameter, TakePart
-from embrace_fx.planning.drift import TrainingCalls
+from embrace_fx.planning.replanning import TrainingCalls
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.step.program import Program

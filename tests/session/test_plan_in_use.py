@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import embrace_fx
-from embrace_fx.planning.drift import SAMPLED_EVERY, Drift
 from embrace_fx.planning.fitting import Misfit
+from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift
 from embrace_fx.runtime.ranks.failure import PeerFailure, PlanDoesNotFit
 from embrace_fx.session.calls import Kind, Variant
 from embrace_fx.session.session import Session

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from embrace_fx.cost.links import Cluster, Link
-from embrace_fx.planning.drift import CONFIRMED_BY, LOOK_EVERY
+from embrace_fx.planning.replanning import CONFIRMED_BY, LOOK_EVERY
 
 ROWS, WIDTH = 120, 10
 FEW, MOST = 8, 400
