@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 from collections.abc import Iterator
+from types import CodeType
 
 from torch import fx
 from torch._dynamo.utils import get_metrics_context
@@ -65,7 +66,7 @@ def _forget_texts() -> None:
 def _living(base: type) -> Iterator[str]:
     """The names of the code of all graph modules that live."""
     for each in base.__subclasses__():
-        code = getattr(vars(each).get("forward"), "__code__", None)
+        code: CodeType | None = getattr(vars(each).get("forward"), "__code__", None)
         if code is not None:
             yield code.co_filename
         yield from _living(each)

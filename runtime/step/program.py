@@ -146,8 +146,9 @@ class Program:
         module, is_last = graph.phases[phase], phase == "backward"
         special, owed = (bound.backward, bound.owed_backward) if is_last else (bound.forward, bound.owed_forward)
         run = runnable(module, self.state, bound.by_op, special, self.regions, last=is_last)
-        launches = (launch_of(node) for node in module.graph.nodes if op_name(node) in SUBMISSIONS | LAUNCHES)
-        absent = self.flow.launcher.absent(set(launches), forward=not is_last) if self.flow is not None else ()
+        found = (launch_of(node) for node in module.graph.nodes if op_name(node) in SUBMISSIONS | LAUNCHES)
+        launches = {launch for launch in found if launch is not None}
+        absent = self.flow.launcher.absent(launches, forward=not is_last) if self.flow is not None else ()
         return LoweredPhase(run, owed, absent)
 
     def phase(self, variant: StepVariant) -> LoweredPhase:
