@@ -272,7 +272,7 @@ class ProgramBuilder:
             recorder=self.alone.recorder if self.alone is not None and train else None,
             links=self._plan.links,
             regions=self._region_compiler(),
-            variants=of_steps.graph if of_steps is not None else None,
+            variants=of_steps.graph if of_steps is not None and of_steps.vary else None,
             copies=self._offloading.copies,
         )
 

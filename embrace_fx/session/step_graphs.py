@@ -30,6 +30,11 @@ class StepGraphs:
         self._analysed = analysed
         self._derived: dict[StepVariant, TrainingGraph] = {}
 
+    @property
+    def vary(self) -> bool:
+        """Whether steps differ at all: where no rows are cut, what a step knows of the next batch changes nothing."""
+        return "backward" in self.steady.graph.phases and is_steady(self.steady.graph)
+
     def graph(self, variant: StepVariant) -> TrainingGraph:
         """A graph with the phase of a variant.
 
@@ -47,7 +52,7 @@ class StepGraphs:
 
     def modules(self) -> Mapping[str, Callable[[], fx.GraphModule]]:
         """Name of a variant -> its phase, made when it is asked for."""
-        if "backward" not in self.steady.graph.phases or not is_steady(self.steady.graph):
+        if not self.vary:
             return {}
         return {str(variant): partial(self._module, variant) for variant in VARIANTS if not variant.is_steady}
 

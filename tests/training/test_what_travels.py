@@ -101,10 +101,11 @@ class Training:
         """`Program.phase`, which tells what runs next."""
 
         def noted(program: Program, variant: Any) -> Any:
+            name = variant.phase if program.variants is None else str(variant)
             if variant.phase == "backward":
                 self.windows.append(Window())
-            if self.windows and (not self.windows[-1].phases or self.windows[-1].phases[-1] != str(variant)):
-                self.windows[-1].phases.append(str(variant))
+            if self.windows and (not self.windows[-1].phases or self.windows[-1].phases[-1] != name):
+                self.windows[-1].phases.append(name)
             return phase(program, variant)
 
         return noted
