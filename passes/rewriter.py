@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Rewriter:
         self.graph = module.graph
         self.fake_mode = _fake_mode(module.graph)
         self._region: tuple[int, ...] | None = None
+        self._taken = {node.name for node in module.graph.nodes}
 
     @contextlib.contextmanager
     def before(self, node: fx.Node) -> Iterator[None]:
@@ -69,10 +71,25 @@ class Rewriter:
     def create(self, target: Any, *args: Any, name: str, **options: Any) -> fx.Node:
         """Inserts a call with options by name."""
         node = self.graph.create_node("call_function", target, args, options, name=name)
+        self._taken.add(node.name)
         if self._region is not None:
             node.meta["region"] = self._region
         self.refresh(node)
         return node
+
+    def copy(self, node: fx.Node, reads: Callable[[fx.Node], fx.Node], name: str) -> fx.Node:
+        """Inserts a copy of a node at the current place, for the backward to run again.
+
+        Args:
+            reads: an input of the node -> what the copy reads instead.
+            name: the copy's; a number is put behind it where another node has it.
+        """
+        copy = self.graph.node_copy(node, reads)
+        names = itertools.chain((name,), (f"{name}_x{number}" for number in itertools.count(2)))
+        copy.name = next(each for each in names if each not in self._taken)
+        self._taken.add(copy.name)
+        copy.meta = {**node.meta, "again": node.name}
+        return copy
 
     def item(self, node: fx.Node, index: int, name: str) -> fx.Node:
         return self.call(operator.getitem, node, index, name=name)

@@ -1,101 +1,111 @@
-"""`python -m benchmarks.memory`: peaks and times of models under memory budgets, beside what else saves memory.
+"""`python -m benchmarks.memory`: what models hold under memory budgets, beside what else saves memory.
 
-    python -m benchmarks.memory --quick        three models, budgets 0.7 and 0.5
-    python -m benchmarks.memory                all models, budgets 0.9, 0.7, 0.5, 0.4
+    python -m benchmarks.memory                bytes, counted and predicted, of all models, systems and budgets
+    python -m benchmarks.memory --model bert   of one model
+    python -m benchmarks.memory --times        times, too: steps that take turns, of a machine that does nothing else
+    python -m benchmarks.memory --batches      larger batches in the bytes that eager mode needs, counted
     python -m benchmarks.memory --paper        predictions at paper size, on the meta device
-    python -m benchmarks.memory --one CELL     one cell, in this process
 
-Cells that the output directory has are not measured again: a run that was stopped goes on.
+What the output directory has is not done again: a run that was stopped goes on.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import click
+import torch
 
-from benchmarks.memory.cells import BUDGETS, PAPER, QUICK, WORKLOADS, Cell, cells
-from benchmarks.memory.report import table
+from benchmarks.memory import report
+from benchmarks.memory.cells import LARGER, PAPER, WORKLOADS, Cell, cells
 
-RESULT = "RESULT "
 DEVICE_BYTES = 24 * 2**30
 """What a step may hold where the largest batch is asked for: a device of 40 GB, less parameters and their state."""
 
 
 @click.command(help=__doc__)
-@click.option("--quick", is_flag=True, help="three models and two budgets")
+@click.option("--model", "models", multiple=True, type=click.Choice([*WORKLOADS, *PAPER]), help="by default all")
+@click.option("--times", is_flag=True, help="measure times")
+@click.option("--batches", is_flag=True, help="larger batches in the same bytes")
 @click.option("--paper", is_flag=True, help="predictions at paper size")
-@click.option("--one", default=None, hidden=True)
 @click.option("--output", type=click.Path(path_type=Path), default=Path("build/memory"), show_default=True)
-def main(quick: bool, paper: bool, one: str | None, output: Path) -> None:
-    if one is not None:
-        from benchmarks.memory.measure import run  # noqa: PLC0415  (imports all of torch's compiler)
-
-        model, system, budget = one.split(" | ")
-        print(RESULT + json.dumps(run(Cell(model, system, None if budget == "None" else float(budget)))))
-        return
+def main(models: tuple[str, ...], times: bool, batches: bool, paper: bool, output: Path) -> None:
+    torch.set_num_threads(1)
     output.mkdir(parents=True, exist_ok=True)
     if paper:
-        _predict(output)
+        _predict(_Known(output / "paper.json"), models or tuple(PAPER))
         return
-    file = output / "cells.json"
-    known = json.loads(file.read_text()) if file.exists() else {}
-    wanted = cells(QUICK if quick else tuple(WORKLOADS), (0.7, 0.5) if quick else BUDGETS)
-    for cell in wanted:
-        if cell.key not in known:
-            known[cell.key] = _measured(cell)
-            file.write_text(json.dumps(known, indent=1))
-    page = table([cell for cell in wanted if cell.key in known], known)
+    if batches:
+        _batches(_Known(output / "batches.json"), models or tuple(LARGER))
+        return
+    known = _Known(output / "cells.json")
+    wanted = cells(models or tuple(WORKLOADS))
+    for model, of_model in groupby(wanted, key=lambda cell: cell.model):
+        _count(known, model, list(of_model))
+    if times:
+        _time(known, wanted)
+    page = report.table(wanted, known.found)
     (output / "memory.md").write_text(page)
     click.echo(page)
 
 
-def _measured(cell: Cell) -> dict[str, object]:
-    """A cell, in a process of its own whose allocator gives back what is freed."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }
-    command = [sys.executable, "-m", "benchmarks.memory", "--one", cell.key]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    if lines:
-        found: dict[str, object] = json.loads(lines[0].removeprefix(RESULT))
-        click.echo(f"{cell.key}: {found['median_ms']:.0f} ms", err=True)
-        return found
-    error = (done.stderr.strip().splitlines() or ["no output"])[-1]
-    click.echo(f"{cell.key}: {error}", err=True)
-    return {"error": error}
+class _Known:
+    """What has been found so far, in a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
+
+    def add(self, model: str, what: str, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Finds what is not known yet; an error is a finding, too."""
+        key = f"{model} | {what}"
+        if key in self.found:
+            return self.found[key]
+        try:
+            self.found[key] = find()
+        except (RuntimeError, ValueError) as error:
+            self.found[key] = {"error": str(error)}
+        self._file.write_text(json.dumps(self.found, indent=1))
+        click.echo(f"{key}: {self.found[key]}", err=True)
+        return self.found[key]
 
 
-def _predict(output: Path) -> None:
-    from benchmarks.memory.predict import graph_of, largest_batch, under  # noqa: PLC0415
+def _count(known: _Known, model: str, wanted: list[Cell]) -> None:
+    from benchmarks.memory.measure import count, gradients  # noqa: PLC0415  (imports all of torch's compiler)
 
-    file = output / "paper.json"
-    known = json.loads(file.read_text()) if file.exists() else {}
-    for name, workload in PAPER.items():
-        graph = None
-        for budget in BUDGETS:
-            key = f"{name} | {budget}"
-            if key in known:
-                continue
-            graph = graph or graph_of(workload)
-            try:
-                found = under(graph, budget)
-                for what in ("everything", "peak"):
-                    found[f"largest_batch_{what}"] = largest_batch(
-                        workload.batch_size, found[f"{what}_bytes"], DEVICE_BYTES
-                    )
-                known[key] = found
-            except ValueError as error:
-                known[key] = {"error": str(error)}
-            file.write_text(json.dumps(known, indent=1))
-            click.echo(f"{key}: {known[key]}")
+    if all(cell.key in known.found for cell in wanted):
+        return
+    expected = gradients(Cell(model, "embrace_fx"))
+    for cell in wanted:
+        known.add(model, cell.what, lambda cell=cell: count(cell, expected))  # type: ignore[misc]
+
+
+def _time(known: _Known, wanted: list[Cell]) -> None:
+    from benchmarks.memory.measure import times  # noqa: PLC0415
+
+    for model, of_model in groupby(wanted, key=lambda cell: cell.model):
+        timed = [cell for cell in of_model if "error" not in known.found[cell.key]]
+        known.add(model, "times", lambda timed=timed: dict(times(timed)))  # type: ignore[misc]
+
+
+def _batches(known: _Known, models: tuple[str, ...]) -> None:
+    from benchmarks.memory.measure import larger_batches  # noqa: PLC0415
+
+    for model in models:
+        known.add(model, "larger batches", lambda model=model: larger_batches(model))  # type: ignore[misc]
+
+
+def _predict(known: _Known, models: tuple[str, ...]) -> None:
+    from benchmarks.memory.predict import predicted  # noqa: PLC0415
+
+    for model in models:
+        predicted(PAPER[model], DEVICE_BYTES, partial(known.add, model))
+    click.echo(report.predictions(known.found))
 
 
 if __name__ == "__main__":

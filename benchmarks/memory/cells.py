@@ -1,4 +1,4 @@
-"""What is measured: models at a size that runs on one core, systems, budgets."""
+"""What is counted: models at a size that runs on one core, systems, budgets."""
 
 from __future__ import annotations
 
@@ -25,34 +25,42 @@ class Sized(Protocol):
     def batch(self, step: int, rank: int, seed: int) -> tuple[Tensor, ...]: ...
 
 
+Workload = ResidualWorkload | BertWorkload | DecoderWorkload
+
 WORKLOADS: Mapping[str, Sized] = {
-    "resnet-50": ResidualWorkload((3, 4, 6, 3), batch_size=16, pixels=64),
-    "resnet-101": ResidualWorkload((3, 4, 23, 3), batch_size=16, pixels=64),
+    "resnet-50": ResidualWorkload((3, 4, 6, 3), batch_size=16, pixels=112),
+    "resnet-101": ResidualWorkload((3, 4, 23, 3), batch_size=16, pixels=112),
     "bert": BertWorkload(2_000, 256, 4, 4, 128, batch_size=8, length=128),
     "gpt-2": DecoderWorkload(2_000, 256, 4, 4, batch_size=8, length=128),
     **{f"lab {name}": sizes["lab"] for name, sizes in MODELS.items()},
 }
-"""Model -> the size at which it is measured."""
+"""Model -> the size at which it is counted: gradients, which no budget saves, are its smaller part."""
 
-QUICK = ("bert", "gpt-2", "resnet-50")
-"""Models of the quick form."""
-
-PAPER: Mapping[str, ResidualWorkload | BertWorkload | DecoderWorkload] = {
+PAPER: Mapping[str, Workload] = {
     "resnet-50, 256 images of 224": ResidualWorkload((3, 4, 6, 3), batch_size=256, pixels=224),
+    "resnet-101, 256 images of 224": ResidualWorkload((3, 4, 23, 3), batch_size=256, pixels=224),
     "BERT-large, 32 x 384": BertWorkload(30_522, 1024, 16, 24, 512, batch_size=32, length=384),
     "GPT-2-large, 8 x 1024": DecoderWorkload(50_257, 1280, 20, 36, batch_size=8, length=1024),
 }
-"""Model and batch -> its paper's size, for predictions on the meta device."""
+"""Model and batch -> its paper's size, for predictions."""
+
+LARGER: Mapping[str, Workload] = {
+    "resnet-50": ResidualWorkload((3, 4, 6, 3), batch_size=8, pixels=112),
+    "bert": BertWorkload(2_000, 256, 4, 4, 128, batch_size=8, length=128),
+}
+"""Models of which larger batches are counted -> the batch that eager mode trains."""
+
+MULTIPLES = (2, 3, 4)
+"""How many times as many examples as eager mode holds are tried in the same bytes."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement.
+    """One count.
 
     Attributes:
-        system: "everything": eager, nothing is given up; "checkpointing": eager, every block; "knapsack": torch's own,
-            its partitioner without code generation; "embrace_fx".
-        budget: None where the system has none.
+        system: one of `SYSTEMS`.
+        budget: a fraction, or bytes; None where the system has none.
     """
 
     model: str
@@ -60,14 +68,33 @@ class Cell:
     budget: float | None = None
 
     @property
+    def what(self) -> str:
+        return f"{self.system} | {self.budget}"
+
+    @property
     def key(self) -> str:
-        return f"{self.model} | {self.system} | {self.budget}"
+        return f"{self.model} | {self.what}"
 
 
-def cells(models: tuple[str, ...], budgets: tuple[float, ...]) -> list[Cell]:
-    """In the order in which they are measured."""
-    found = []
-    for model in models:
-        found += [Cell(model, "everything"), Cell(model, "checkpointing"), Cell(model, "embrace_fx")]
-        found += [Cell(model, system, budget) for system in ("knapsack", "embrace_fx") for budget in budgets]
-    return found
+SYSTEMS: Mapping[str, tuple[float | None, ...]] = {
+    "everything": (None,),  # eager: nothing is given up
+    "checkpointing": (None,),  # eager: every block
+    "knapsack": BUDGETS,  # torch's own, its partitioner without code generation
+    "embrace_fx": (None, *BUDGETS),  # computes again
+    "offloading": BUDGETS,  # embrace_fx: computes again or offloads to a file
+}
+"""System -> its budgets."""
+
+BLOCKS = ("resnet-50", "resnet-101", "bert", "gpt-2", "lab bert")
+"""Models that are a row of blocks, which can be checkpointed one by one."""
+
+
+def cells(models: tuple[str, ...]) -> list[Cell]:
+    """In the order in which they are counted."""
+    return [
+        Cell(model, system, budget)
+        for model in models
+        for system, budgets in SYSTEMS.items()
+        for budget in budgets
+        if system != "checkpointing" or model in BLOCKS
+    ]

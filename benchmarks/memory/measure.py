@@ -1,28 +1,32 @@
-"""One measurement: a model under one system trains some steps in a process of its own.
+"""One count: a model under one system trains a step, and what the next one holds is counted.
 
-The peak is the resident set's: what a step adds to what is there before it, in new pages, as the kernel counts them
-(`VmHWM`, reset before the step). It sees everything that an op takes, whoever takes it. `counted` is what
-`CountedMemory` counts, op by op, in the same bytes as predictions; torch's compiled functions it does not see.
+Counted are the results of ops, from when they are made until nothing holds them (`CountedMemory`), in the same bytes as
+predictions. The resident set is no measure of a budget: pages that one step has freed are often still resident when the
+next one begins, and a file that is mapped for a copy is resident, too.
 """
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd  # noqa: TID251  (the knapsack has no other entrance)
+from torch._functorch import config  # noqa: TID251  (nor another switch)
+from torch._functorch.partitioners import min_cut_rematerialization_partition  # noqa: TID251
 from torch.utils.checkpoint import checkpoint
 
 import embrace_fx
-from benchmarks.memory.cells import WORKLOADS, Cell
+from benchmarks.memory.cells import LARGER, MULTIPLES, WORKLOADS, Cell, Sized
 from embrace_fx.runtime.memory.counted import CountedMemory
 
-WARM_UP, MEASURED = 2, 4
+WARM_UP, TIMED = 2, 5
 
 
 class Checkpointed(nn.Module):
@@ -36,79 +40,139 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
 
 
-def run(cell: Cell, directory: str | None = None) -> dict[str, Any]:
-    """What a cell comes to: milliseconds of each step, and the most bytes that a step adds."""
-    torch.manual_seed(0)
-    workload = WORKLOADS[cell.model]
-    model, batch = workload.make(), workload.batch(0, 0, 0)
-    with tempfile.TemporaryDirectory(dir=directory) as offload_to:
-        call = _call(cell, model, offload_to)
+class Training:
+    """A model under one system, which always starts from the same parameters.
 
-        def step() -> None:
-            call(*batch).backward()
-            model.zero_grad(set_to_none=True)
+    Args:
+        offload_to: a directory.
+    """
 
+    def __init__(self, workload: Sized, cell: Cell, offload_to: str) -> None:
+        torch.manual_seed(0)
+        self._model, self._batch = workload.make(), workload.batch(0, 0, 0)
+        self._within: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        self._around: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        self._call = self._under(cell, offload_to)
+
+    def step(self) -> dict[str, Tensor]:
+        """The gradients of the batch."""
+        torch.manual_seed(1)
+        with self._around:
+            self._call(*self._batch).backward()
+        named = self._model.named_parameters()
+        found = {name.replace(".block", ""): p.grad for name, p in named if p.grad is not None}
+        self._model.zero_grad(set_to_none=True)
+        return found
+
+    def counted_bytes(self) -> int:
+        """The most that a step holds at a time."""
+        counted = CountedMemory([*self._model.parameters(), *self._model.buffers(), *self._batch])
+        if self._is_compiled_by_torch:
+            self._within = counted  # Dynamo compiles nothing where a mode is active: its graphs enter it
+            self.step()
+            self._within = contextlib.nullcontext()
+        else:
+            with counted:
+                self.step()
+        return counted.peak_bytes
+
+    def timed_ms(self) -> float:
+        """Of a step."""
         began = time.perf_counter()
-        for _ in range(WARM_UP):
-            step()
-        first_s = time.perf_counter() - began
-        steps_ms = [_timed_ms(step) for _ in range(MEASURED)]
-        found: dict[str, Any] = {"ms": steps_ms, "median_ms": median(steps_ms), "first_s": first_s}
-        found["resident_bytes"] = min(_resident(step) for _ in range(2))
-        if cell.system != "knapsack":
-            found["counted_bytes"] = _counted(step, model, batch)
-        if isinstance(call, embrace_fx.CompiledModel):
-            held: Any = call._session.planned.builder.held()  # type: ignore[union-attr]
-            found |= {
-                "predicted_bytes": held.peak_bytes,
-                "predicted_ms": call.schedule.diagnostics().step_ms,
-                "run_again": sum("again" in node.meta for node in held.nodes),
-                "offloaded": len(call.schedule.steps.copies) // 2,
-            }
+        self.step()
+        return (time.perf_counter() - began) * 1e3
+
+    def predicted(self) -> dict[str, Any]:
+        """What embrace_fx says of its step; nothing of other systems."""
+        if not isinstance(self._call, embrace_fx.CompiledModel):
+            return {}
+        builder: Any = self._call._session.planned.builder
+        held = builder.held()
+        return {
+            "predicted_bytes": held.peak_bytes,
+            "predicted_ms": self._call.schedule.diagnostics().step_ms,
+            "limit_bytes": builder._joint.memory_limit,
+            "run_again": sum("again" in node.meta for node in held.nodes),
+            "offloaded": len(self._call.schedule.steps.copies) // 2,
+        }
+
+    def _under(self, cell: Cell, offload_to: str) -> Callable[..., Tensor]:
+        self._is_compiled_by_torch = cell.system == "knapsack"
+        if cell.system == "everything":
+            return self._model
+        if cell.system == "checkpointing":
+            blocks: Any = self._model.layers
+            for k, block in enumerate(blocks):
+                blocks[k] = Checkpointed(block)
+            return self._model
+        if self._is_compiled_by_torch:
+            self._around = config.patch(activation_memory_budget=cell.budget)
+            torch.compiler.reset()
+            backend = aot_autograd(
+                fw_compiler=self._lowered,
+                bw_compiler=self._lowered,
+                partition_fn=min_cut_rematerialization_partition,
+            )
+            return torch.compile(self._model, backend=backend, dynamic=False)
+        to = offload_to if cell.system == "offloading" else None
+        return embrace_fx.compile(self._model, memory_budget=cell.budget, offload_to=to)
+
+    def _lowered(self, module: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
+        """A graph of torch's partitioner, run op by op: it frees what nothing reads any more."""
+
+        def run(arguments: list[Any]) -> Any:
+            with self._within:
+                return fx.Interpreter(module).boxed_run(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+
+def gradients(cell: Cell) -> dict[str, Tensor]:
+    """Of a model's first step."""
+    with tempfile.TemporaryDirectory() as offload_to:
+        return Training(WORKLOADS[cell.model], cell, offload_to).step()
+
+
+def count(cell: Cell, expected: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What a cell comes to.
+
+    Args:
+        expected: gradients to compare with, bit for bit.
+    """
+    with tempfile.TemporaryDirectory() as offload_to:
+        training = Training(WORKLOADS[cell.model], cell, offload_to)
+        found = training.step()
+        same = found.keys() == expected.keys() and all(torch.equal(g, expected[name]) for name, g in found.items())
+        return {"counted_bytes": training.counted_bytes(), "same_bits": same, **training.predicted()}
+
+
+def larger_batches(model: str) -> dict[str, Any]:
+    """What steps with more examples hold in the bytes that eager mode takes: the first that does not fit ends it."""
+    workload = LARGER[model]
+    with tempfile.TemporaryDirectory() as offload_to:
+        eager = Training(workload, Cell(model, "everything"), offload_to)
+        eager.step()
+        found: dict[str, Any] = {"eager_bytes": eager.counted_bytes()}
+        for system in ("embrace_fx", "offloading"):
+            for times in MULTIPLES:
+                larger = replace(workload, batch_size=times * workload.batch_size)
+                training = Training(larger, Cell(model, system, found["eager_bytes"]), offload_to)
+                try:
+                    training.step()
+                except (RuntimeError, ValueError) as error:
+                    found[f"{system} x {times}"] = {"error": str(error)}
+                    break
+                found[f"{system} x {times}"] = {"counted_bytes": training.counted_bytes(), **training.predicted()}
     return found
 
 
-def _call(cell: Cell, model: nn.Module, offload_to: str) -> Callable[..., Tensor]:
-    if cell.system == "checkpointing":
-        blocks: Any = getattr(model, "layers", None)
-        if blocks is None:
-            raise ValueError(f"expected blocks to checkpoint, as `layers` of {cell.model}, found none")
-        for k, block in enumerate(blocks):
-            blocks[k] = Checkpointed(block)
-    if cell.system == "knapsack":
-        from torch._functorch import config  # noqa: PLC0415, TID251  (the knapsack has no other switch)
-
-        config.activation_memory_budget = cell.budget if cell.budget is not None else 1.0
-        return torch.compile(model, backend="aot_eager_decomp_partition")
-    if cell.system == "embrace_fx":
-        budget = cell.budget
-        return embrace_fx.compile(model, memory_budget=budget, offload_to=offload_to if budget is not None else None)
-    return model
-
-
-def _timed_ms(step: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    step()
-    return (time.perf_counter() - began) * 1e3
-
-
-def _resident(step: Callable[[], None]) -> int:
-    """Bytes by which the resident set grows in a step, at most."""
-    gc.collect()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = _status("VmRSS")
-    step()
-    return _status("VmHWM") - before
-
-
-def _status(name: str) -> int:
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
-
-
-def _counted(step: Callable[[], None], model: nn.Module, batch: tuple[Tensor, ...]) -> int:
-    with CountedMemory([*model.parameters(), *model.buffers(), *batch]) as counted:
-        step()
-    return int(counted.peak_bytes)
+def times(cells: Sequence[Cell]) -> dict[str, float]:
+    """The median milliseconds of a step of each cell, all of one model; their steps take turns."""
+    with tempfile.TemporaryDirectory() as offload_to:
+        trainings = {cell.key: Training(WORKLOADS[cell.model], cell, offload_to) for cell in cells}
+        for _ in range(WARM_UP):
+            for training in trainings.values():
+                training.step()
+        ms = [{key: training.timed_ms() for key, training in trainings.items()} for _ in range(TIMED)]
+    return {key: median(each[key] for each in ms) for key in trainings}

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
 import torch
 
-from benchmarks.memory.cells import Sized
+from benchmarks.memory.cells import BUDGETS, MULTIPLES, Workload
 from embrace_fx.capture import capture
+from embrace_fx.capture.meta_models import as_on_cpu
 from embrace_fx.cost.links import Compute
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.held import held
-from embrace_fx.passes.memory.place import CopyRate
-from embrace_fx.passes.scheduler.node_cost import estimate
+from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
+from embrace_fx.passes.partition import Partition
+from embrace_fx.scheduling.solo_schedule import SoloSchedule
 from embrace_fx.session.pipeline import analyse, run_passes
+from embrace_fx.vocabulary.copy_ops import OFFLOAD
 from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.ops import op_name
 
 DEVICE = Compute(3.1e14 * 0.5 / 1e3, 1.5e12 / 1e3)
 """About an A100 (NVIDIA's data sheet): half of 312 TFLOP/s of matrix products, 1.5 TB/s of memory."""
@@ -22,23 +31,61 @@ HOST_LINK = CopyRate(2.4e7, 0.02)
 """About PCIe 4 x 16: 24 GB/s, 20 us to start a copy."""
 
 
-def graph_of(workload: Sized) -> TrainingGraph:
+def graph_of(workload: Workload) -> TrainingGraph:
     """The joint graph of a step, captured on the meta device."""
     with torch.device("meta"):
         model = workload.make()
-        batch = tuple(tensor.to("meta") for tensor in workload.batch(0, 0, 0))
-    return run_passes(analyse(capture(model, batch, {}, train=True)), (EagerDropout(),)).graph
+    with as_on_cpu(model, workload.batch(0, 0, 0)) as (twin, batch):
+        captured = capture(twin, batch, {}, train=True)
+    return run_passes(analyse(captured), (EagerDropout(),)).graph
 
 
-def under(graph: TrainingGraph, budget: float) -> dict[str, float]:
-    """Bytes at the peak and time over no budget, predicted."""
-    node_ms = estimate(DEVICE)
-    plain_ms = sum(map(node_ms, held(graph).nodes))
-    found = held(Memory(budget, DEVICE, HOST_LINK)(graph))
-    again_ms = sum(map(node_ms, found.nodes)) - plain_ms
-    return {"peak_bytes": found.peak_bytes, "everything_bytes": held(graph).peak_bytes, "again": again_ms / plain_ms}
+def under(graph: TrainingGraph, budget: float, compute: Compute, copies: CopyRate = NO_COPIES) -> dict[str, Any]:
+    """What a step holds and takes within a budget, predicted; an error where the budget cannot be met."""
+    try:
+        lean = Memory(budget, compute, copies)(graph)
+    except ValueError as error:
+        return {"error": str(error)}
+    found = held(lean)
+    return {
+        "peak_bytes": found.peak_bytes,
+        "time": step_ms(lean, compute) / step_ms(graph, compute),
+        "run_again": sum("again" in node.meta for node in found.nodes),
+        "offloaded": sum(op_name(node) == OFFLOAD for node in found.nodes),
+    }
 
 
-def largest_batch(batch_size: int, held_bytes: float, most_bytes: int) -> int:
-    """Examples that fit where a batch holds so much: what a step makes grows with its batch."""
-    return int(batch_size * most_bytes / held_bytes)
+def step_ms(graph: TrainingGraph, compute: Compute) -> float:
+    """Of one process: its nodes one after the other, copies beside them."""
+    phases = run_passes(graph, (Partition(),)).graph
+    return SoloSchedule.of(phases, "none", compute, torch.device("cpu")).schedule.diagnostics().step_ms
+
+
+def predicted(
+    workload: Workload, device_bytes: int, add: Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
+) -> None:
+    """Has all that is predicted of a model added, by name: budgets, then batches in a device's memory."""
+    graph = lru_cache(2)(lambda examples: graph_of(replace(workload, batch_size=examples)))
+    own = workload.batch_size
+
+    def largest() -> dict[str, Any]:
+        """By a line through two batches."""
+        few, many = (held(graph(examples)).peak_bytes for examples in (own // 4, own))
+        of_each = (many - few) / (own - own // 4)
+        return {"peak_bytes": many, "examples": int(own + (device_bytes - many) / of_each)}
+
+    eager = add("everything", largest)["examples"]
+    for how, copies in (("again", NO_COPIES), ("offloading", HOST_LINK)):
+        for budget in BUDGETS:
+            add(f"{how} | {budget}", partial(_under, graph, own, budget, copies))
+    for times in MULTIPLES:
+        for how, copies in (("again", NO_COPIES), ("offloading", HOST_LINK)):
+            found = add(
+                f"{how} | {times} x {eager} examples", partial(_under, graph, times * eager, device_bytes, copies)
+            )
+        if "error" in found:
+            break
+
+
+def _under(graph: Callable[[int], TrainingGraph], examples: int, budget: float, copies: CopyRate) -> dict[str, Any]:
+    return under(graph(examples), budget, DEVICE, copies)

@@ -1,41 +1,88 @@
-"""The table of a run."""
+"""The tables of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.memory.cells import Cell
 
-COLUMNS = (
-    *("model", "system", "budget", "resident MiB", "of everything", "counted MiB", "predicted MiB", "ms", "over none"),
-    *("nodes again", "offloaded"),
+Found = Mapping[str, Mapping[str, Any]]
+
+COUNTS = (
+    *("model", "system", "budget", "counted MiB", "of everything", "predicted MiB", "of the budget", "predicted time"),
+    *("run again", "offloaded", "same bits"),
 )
+PREDICTIONS = ("model", "how", "budget", "peak GiB", "predicted time", "run again", "offloaded")
 
 
-def table(wanted: Sequence[Cell], known: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown. Shares are of saving everything in eager mode; times over embrace_fx without a budget, or eager."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-    for cell in wanted:
-        found = known[cell.key]
-        first = f"| {cell.model} | {cell.system} | {cell.budget if cell.budget is not None else ''} "
+def table(wanted: Sequence[Cell], known: Found) -> str:
+    """Markdown. A budget is a share of what embrace_fx predicts for saving everything; times are over no budget."""
+    return "\n".join([*_head(COUNTS), *(_counted(cell, known) for cell in wanted), *_times(wanted, known)]) + "\n"
+
+
+def predictions(known: Found) -> str:
+    """Markdown. Times are over no budget, of the same batch."""
+    lines = []
+    for key, found in known.items():
+        model, how, *budget = key.split(" | ")
+        first = [model, how, *(budget or [f"{found['examples']} examples fit" if "examples" in found else ""])]
         if "error" in found:
-            lines.append(f"{first}| {found['error']} |" + " |" * 7)
+            lines.append(_line([*first, _reason(found), "", "", ""]))
             continue
-        everything = known[Cell(cell.model, "everything").key]
-        base = known[Cell(cell.model, "embrace_fx" if cell.system == "embrace_fx" else "everything").key]
-        cells = [
-            _mib(found["resident_bytes"]),
-            f"{found['resident_bytes'] / everything['resident_bytes']:.2f}" if "error" not in everything else "",
-            _mib(found.get("counted_bytes")),
+        time = f"{found['time']:.3f}" if "time" in found else ""
+        copies = [str(found.get(each, "")) for each in ("run_again", "offloaded")]
+        lines.append(_line([*first, f"{found['peak_bytes'] / 2**30:.2f}", time, *copies]))
+    return "\n".join([*_head(PREDICTIONS), *lines]) + "\n"
+
+
+def _reason(found: Mapping[str, Any]) -> str:
+    """Why there are no figures, in short: the least that a step can hold, where its error says so."""
+    least = re.search(r"at least ([\d,]+) are needed", found["error"])
+    return f"at least {_mib(int(least[1].replace(',', '')))} MiB are needed" if least else str(found["error"])
+
+
+def _counted(cell: Cell, known: Found) -> str:
+    found = known[cell.key]
+    first = [cell.model, cell.system, "" if cell.budget is None else str(cell.budget)]
+    if "error" in found:
+        return _line([*first, _reason(found), *[""] * (len(COUNTS) - 4)])
+    everything, base = (known[Cell(cell.model, each).key] for each in ("everything", "embrace_fx"))
+    limit = found.get("limit_bytes")
+    return _line(
+        [
+            *first,
+            _mib(found["counted_bytes"]),
+            f"{found['counted_bytes'] / everything['counted_bytes']:.2f}" if "error" not in everything else "",
             _mib(found.get("predicted_bytes")),
-            f"{found['median_ms']:.0f}",
-            f"{found['median_ms'] / base['median_ms']:.2f}" if "error" not in base else "",
+            f"{found['counted_bytes'] / limit:.3f}" if limit else "",
+            f"{found['predicted_ms'] / base['predicted_ms']:.3f}" if "predicted_ms" in found else "",
             str(found.get("run_again", "")),
             str(found.get("offloaded", "")),
+            "yes" if found["same_bits"] else "no",
         ]
-        lines.append(first + "".join(f"| {each} " for each in cells) + "|")
-    return "\n".join(lines) + "\n"
+    )
+
+
+def _times(wanted: Sequence[Cell], known: Found) -> Iterator[str]:
+    """Measured, where they are."""
+    timed = [(cell, known.get(f"{cell.model} | times", {})) for cell in wanted]
+    if not any(found for _, found in timed):
+        return
+    yield from ("", *_head(("model", "system", "budget", "ms", "over eager")))
+    for cell, found in timed:
+        if cell.key in found:
+            ms, eager = found[cell.key], found[Cell(cell.model, "everything").key]
+            yield _line([cell.model, cell.system, str(cell.budget or ""), f"{ms:.0f}", f"{ms / eager:.2f}"])
+
+
+def _head(columns: Sequence[str]) -> list[str]:
+    return [_line(columns), "|" + "---|" * len(columns)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def _mib(nbytes: int | None) -> str:

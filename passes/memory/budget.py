@@ -11,7 +11,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
@@ -27,6 +27,9 @@ from embrace_fx.passes.memory.place import NO_COPIES, CopyRate, place
 from embrace_fx.passes.memory.regions import can_run_again, compute_again, written_by
 from embrace_fx.passes.scheduler.node_cost import estimate
 from embrace_fx.vocabulary.graph import TrainingGraph
+
+AIMS = 3
+"""Where a graph holds more than was foreseen, what random draws save say, so often is less aimed at."""
 
 BETTERED = 3
 """Of so many choices, the best, it is tried to give up less."""
@@ -63,17 +66,24 @@ class Memory:
 def _within(graph: TrainingGraph, before: Held, limit: int, costs: Costs) -> TrainingGraph:
     written = written_by(graph)
     step = Numbered(before, costs)
-    search = _Search(Foresight(step), limit)
-    for growing in choices(step, lambda node: can_run_again(node, written)):
-        search.look_at(growing)
-    least = before.peak_bytes
-    for foreseen in search.found():
-        if foreseen.peak_bytes > limit and least <= foreseen.peak_bytes:
-            continue
-        result = apply(graph, before, foreseen.choice, limit, costs)
-        least = min(least, held(result).peak_bytes)
-        if least <= limit:
+    foresight, sequences = Foresight(step), list(choices(step, lambda node: can_run_again(node, written)))
+    aim = limit
+    for _ in range(AIMS):
+        best = _Search(foresight, aim).best(sequences)
+        if best is None:
+            break
+        result = apply(graph, before, best.choice, aim, costs)
+        over = held(result).peak_bytes - limit
+        if over <= 0:
             return result
+        aim -= over
+    least = before.peak_bytes
+    for foreseen in _leanest(foresight, sequences, limit):
+        if foreseen.peak_bytes < least:
+            result = apply(graph, before, foreseen.choice, limit, costs)
+            least = min(least, held(result).peak_bytes)
+            if least <= limit:
+                return result
     raise ValueError(
         f"expected a memory budget that the step can keep to, in compile(), found {limit:,} bytes, and at least "
         f"{least:,} are needed ({before.peak_bytes:,} where everything is saved). Raise memory_budget, or train on "
@@ -81,35 +91,48 @@ def _within(graph: TrainingGraph, before: Held, limit: int, costs: Costs) -> Tra
     )
 
 
+def _counts(growing: Growing) -> list[int]:
+    """How many of a sequence's storages are given up at first: more may hold more, for what runs again is held, too."""
+    return sorted({1 + (len(growing) - 1) * part // 8 for part in range(9)})
+
+
+def _leanest(foresight: Foresight, sequences: Sequence[Growing], limit: int) -> list[Foreseen]:
+    """What holds the least of each sequence, the least first."""
+    foreseen = ([foresight.foresee(growing.first(n), limit) for n in _counts(growing)] for growing in sequences)
+    return sorted((min(each, key=lambda f: f.peak_bytes) for each in foreseen), key=lambda f: f.peak_bytes)
+
+
 class _Search:
-    """Choices that keep to a limit, those left out that cannot be the best; of those that do not, the leanest."""
+    """Looks for the choice that keeps to a limit at the least time; what cannot be it is not simulated."""
 
     def __init__(self, foresight: Foresight, limit: int) -> None:
         self._foresight = foresight
         self._limit = limit
-        self._within: list[tuple[Foreseen, Growing, int]] = []
-        self._above: list[Foreseen] = []
         self._best_ms = inf
 
-    def look_at(self, growing: Growing) -> None:
-        """Gives up as little of one sequence as keeps to the limit."""
+    def best(self, sequences: Sequence[Growing]) -> Foreseen | None:
+        """None: none is found."""
+        found = [each for growing in sequences for each in self._first_of(growing)]
+        better = [self._taken_back(*each) for each in sorted(found, key=lambda each: each[0].added_ms)[:BETTERED]]
+        return min(better, key=lambda foreseen: foreseen.added_ms, default=None)
+
+    def _first_of(self, growing: Growing) -> Iterator[tuple[Foreseen, Growing, int]]:
+        """The choice of a sequence that gives up the least, and how much that is."""
         tried: dict[int, Foreseen] = {}
 
         def fits(count: int) -> bool:
             tried[count] = tried.get(count) or self._foresight.foresee(growing.first(count), self._limit)
             return tried[count].peak_bytes <= self._limit
 
-        # Giving up more may hold more, for what runs again is held, too: several places are looked at.
         low, high, before = 1, 0, 0
-        for count in sorted({1 + (len(growing) - 1) * part // 8 for part in range(9)}):
-            if not self._may_be_better(growing, before + 1):
-                break
+        for count in _counts(growing):
+            if self._foresight.recomputed_ms(growing.first(before + 1)) >= self._best_ms:
+                return
             if fits(count):
                 high = count
                 break
             before = count
         if not high:
-            self._above += sorted(tried.values(), key=lambda foreseen: foreseen.peak_bytes)[:1]
             return
         while low < high:
             middle = (low + high) // 2
@@ -117,18 +140,8 @@ class _Search:
                 high = middle
             else:
                 low = middle + 1
-        self._within.append((tried[high], growing, high))
         self._best_ms = min(self._best_ms, tried[high].added_ms)
-
-    def found(self) -> Iterator[Foreseen]:
-        """The best first."""
-        best = sorted(self._within, key=lambda each: each[0].added_ms)
-        yield from sorted((self._taken_back(*each) for each in best[:BETTERED]), key=lambda each: each.added_ms)
-        yield from (foreseen for foreseen, _, _ in best)
-        yield from sorted(self._above, key=lambda foreseen: foreseen.peak_bytes)
-
-    def _may_be_better(self, growing: Growing, count: int) -> bool:
-        return self._foresight.recomputed_ms(growing.first(count)) < self._best_ms
+        yield tried[high], growing, high
 
     def _taken_back(self, foreseen: Foreseen, growing: Growing, count: int) -> Foreseen:
         """Keeps what need not be given up once all the others are: the dearest first."""

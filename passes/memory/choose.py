@@ -26,7 +26,7 @@ SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Into how many pieces a forward is cut: all are tried."""
 
 SEGMENTS_WITH_COPIES = (1, 2, 4, 8, 16, 32)
-"""Where values may be offloaded, too: fewer, for each is tried with offloading and without."""
+"""Likewise, where values are offloaded besides: fewer, for where copies stand takes longer to foresee."""
 
 NEVER = -1
 """The segment of a node that does not run again."""
@@ -94,7 +94,7 @@ def choices(step: Numbered, runs_again: Callable[[fx.Node], bool]) -> Iterator[G
     cut = _Cut(held, able)
     can_leave = values_that_leave(held) if step.copies.bytes_per_ms else {}
     copied = {id(storage) for storage in candidates if id(storage) in can_leave}
-    yield from _in_both_orders(step, candidates, able, set(), cut, SEGMENTS if not copied else SEGMENTS_WITH_COPIES)
+    yield from _in_both_orders(step, candidates, able, set(), cut, SEGMENTS)
     if copied:
         yield from _in_both_orders(step, candidates, able, copied, cut, SEGMENTS_WITH_COPIES)
         yield from _in_both_orders(step, candidates, [False] * len(able), copied, cut, (0,))

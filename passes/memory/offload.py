@@ -112,7 +112,6 @@ def insert_copies(graph: TrainingGraph, found: Held, copies: Sequence[PlacedCopy
 
 class _Copies:
     def __init__(self, graph: TrainingGraph, found: Held, rate: CopyRate) -> None:
-        self._graph = graph.graph
         self._rewriter = Rewriter(graph.module)
         self._held = found
         self._rate = rate
@@ -176,11 +175,8 @@ class _Copies:
             return back
         assert source is not None
         own = self._made_of(source, value, back, before)
-        with self._graph.inserting_before(before):
-            copy = self._graph.node_copy(name, lambda n: own if n is source else n)
-        copy.name = f"{name.name}_back"
-        copy.meta = {**name.meta, "again": name.name}
-        return copy
+        with self._rewriter.before(before):
+            return self._rewriter.copy(name, lambda n: own if n is source else n, f"{name.name}_back")
 
 
 def _next(node: fx.Node) -> fx.Node:

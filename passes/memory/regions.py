@@ -110,7 +110,6 @@ class _Copies:
         self._copies: dict[tuple[fx.Node, int], fx.Node] = {}
         self._states: dict[fx.Node, fx.Node] = {}  # first draw of a chain -> the state before it
         self._unwritten: dict[fx.Node, fx.Node] = {}
-        self._names = {node.name for node in graph.graph.nodes}
 
     def insert(self) -> list[fx.Node]:
         """Puts the copies in."""
@@ -198,20 +197,10 @@ class _Copies:
 
     def _copy(self, node: fx.Node, region: Path) -> None:
         inputs = {value: self._level(value, region) for value in node.all_input_nodes}
-        copy = self._graph.node_copy(node, lambda n: self._copies[n, inputs[n]] if inputs[n] else n)
-        copy.name = self._free_name(f"{node.name}_again" + (f"_{len(region)}" if len(region) > 1 else ""))
-        copy.meta = {**node.meta, "again": node.name}
+        name = f"{node.name}_again" + (f"_{len(region)}" if len(region) > 1 else "")
+        copy = self._rewriter.copy(node, lambda n: self._copies[n, inputs[n]] if inputs[n] else n, name)
         copy.meta.pop("region", None)
         self._copies[node, len(region)] = copy
-
-    def _free_name(self, wanted: str) -> str:
-        """A name that no node has: what a model checkpoints itself may run again once more."""
-        name, number = wanted, 1
-        while name in self._names:
-            number += 1
-            name = f"{wanted}_x{number}"
-        self._names.add(name)
-        return name
 
     def _replayed(self, nodes: list[fx.Node]) -> list[list[fx.Node]]:
         """The parts of chains that `nodes` have."""

@@ -136,7 +136,12 @@ def text(module: fx.GraphModule) -> str:
 
 
 def run_graph(
-    graph: TrainingGraph, model: nn.Module, *args: Any, communicator: Communicator | None = None, seed: int = 0
+    graph: TrainingGraph,
+    model: nn.Module,
+    *args: Any,
+    communicator: Communicator | None = None,
+    seed: int = 0,
+    kernels: Mapping[str, Any] | None = None,
 ) -> Outputs:
     """Runs a graph on a batch: role -> value. The model is left as it was.
 
@@ -146,6 +151,7 @@ def run_graph(
     Args:
         communicator: the ranks; None: this process alone.
         seed: of the random numbers that the graph draws.
+        kernels: op name -> what is called instead.
     """
     communicator = communicator or Communicator(None)
     leaves = pytree.tree_leaves((args, {}))
@@ -158,7 +164,7 @@ def run_graph(
                 values[role] if role in values else _input(role, node, model, leaves, communicator)
                 for node, role in inputs_of(module)
             ]
-            outputs = lower(module, _launches(communicator, module))(inputs)
+            outputs = lower(module, {**_launches(communicator, module), **(kernels or {})})(inputs)
             for (node, role), value in zip(outputs_of(module), outputs, strict=True):
                 if node is not None:
                     (values if isinstance(role, Saved) else found)[role] = value
