@@ -1,7 +1,8 @@
 """OmniReduce's micro-benchmark (SIGCOMM 2021): 100 MiB of which so many blocks are not zero, over AllReduce's time.
 
-Non-zero blocks of 256 elements lie at random, on each worker anew; an aggregator sits beside every worker. The paper
-gives one figure of such a setting: 5.5 times NCCL's at 99 % sparsity and 100 Gb/s, with GPUDirect.
+Non-zero blocks of 256 elements lie at random, on each worker anew; an aggregator sits beside every worker. One figure
+of such a setting is known here: 3.1 ms against NCCL's 17.2 at 99 % sparsity, with GPUDirect. It is taken to be of eight
+workers at 100 Gb/s, whose ring AllReduce sends for 14.7 ms.
 """
 
 from __future__ import annotations
