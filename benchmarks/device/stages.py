@@ -119,7 +119,8 @@ def _bert(model: Bert) -> list[Stage]:
 
 def _gnmt(model: Gnmt) -> list[Stage]:
     def residual(lstm: nn.LSTM, _: Batch, x: Tensor) -> Tensor:
-        return x + lstm(x)[0]
+        found: Tensor = x + lstm(x)[0]
+        return found
 
     def decode(lstm: nn.LSTM, first: bool, _: Batch, x: Tensor, context: Tensor) -> Tensor:
         made: Tensor = lstm(torch.cat([x, context], -1))[0]
@@ -154,7 +155,7 @@ def _recommender(model: Recommender) -> list[Stage]:
 
     def layers(name: str, perceptron: nn.Sequential, read: str | None) -> tuple[list[Stage], str]:
         found = []
-        for k, linear in enumerate(perceptron[::2]):
+        for k, linear in enumerate(list(perceptron)[::2]):
             reads = () if read is None else (read,)
             found.append(_of(f"{name}{k}", reads, linear, partial(_rectified, linear)))
             read = f"{name}{k}"

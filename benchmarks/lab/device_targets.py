@@ -85,9 +85,9 @@ def _of_block(block: Mapping[str, Any], where: str, ratio: float | None) -> Iter
     for names, of_lm in ((REPLICAS, LM_REPLICAS), (SHARDED, LM_SHARDED)):
         best = min((rows[s] for s in names if s in rows), key=lambda row: row.step_ms.median, default=None)
         if best is not None and best.ratio is not None:
-            wanted = (of_lm if model == "lm" else OTHERS) if at_target else None
+            least = (of_lm if model == "lm" else OTHERS) if at_target else None
             yield Target(where, f"best of {', '.join(s for s in names if s in rows)} ({best.system}) / {OWN}",
-                         wanted, False, best.ratio)  # fmt: skip
+                         least, False, best.ratio)  # fmt: skip
             yield Target(where, f"of which its bytes allow at most ({best.system})", None, False,
                          _allowed(best, block))  # fmt: skip
     for system, row in rows.items():

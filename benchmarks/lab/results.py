@@ -141,7 +141,7 @@ def _of_block(setting: Setting, kept: Kept, block: Block) -> dict[str, Any]:
     if not cells:
         return {**about, "rows": [], "failures": failures}
     reached, timeline = kept.reached(block), kept.timeline(block)
-    cells = {s: perceived(rounds, block.stretched) for s, rounds in cells.items()}
+    cells = {s: dict(perceived(rounds, block.stretched)) for s, rounds in cells.items()}
     openings = {s: kept.opening(block, s).perceived(block.stretched) for s in cells}
     rows = summarize(cells, openings, reached["shaped"])
     floors = _floors(setting, block, rows, reached, timeline.figures)

@@ -18,7 +18,7 @@ from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.held import held
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
 from embrace_fx.passes.partition import Partition
-from embrace_fx.scheduling.solo_schedule import SoloSchedule
+from embrace_fx.scheduling.one_process import SoloSchedule
 from embrace_fx.session.pipeline import analyse, run_passes
 from embrace_fx.vocabulary.copy_ops import OFFLOAD
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -58,7 +58,8 @@ def under(graph: TrainingGraph, budget: float, compute: Compute, copies: CopyRat
 def step_ms(graph: TrainingGraph, compute: Compute) -> float:
     """Of one process: its nodes one after the other, copies beside them."""
     phases = run_passes(graph, (Partition(),)).graph
-    return SoloSchedule.of(phases, "none", compute, torch.device("cpu")).schedule.diagnostics().step_ms
+    found: float = SoloSchedule.of(phases, "none", compute, torch.device("cpu")).schedule.diagnostics().step_ms
+    return found
 
 
 def predicted(

@@ -65,7 +65,8 @@ def _forget_texts() -> None:
 
 def _living(base: type) -> Iterator[str]:
     """The names of the code of all graph modules that live."""
-    for each in base.__subclasses__():
+    classes: list[type] = base.__subclasses__()
+    for each in classes:
         code: CodeType | None = getattr(vars(each).get("forward"), "__code__", None)
         if code is not None:
             yield code.co_filename

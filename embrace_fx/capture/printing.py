@@ -19,6 +19,7 @@ import torch
 from torch._dynamo import variables
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.misc import DebuggingVariable, LoggingLoggerVariable, StringFormatVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 
 _LOG_METHODS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
 """How methods that write to a log begin; libraries add their own to the class, `warning_once` say."""
@@ -29,7 +30,7 @@ _HEEDED = {"flush", "stacklevel", "category"}
 _AS_THEY_ARE = (
     variables.TensorVariable,
     variables.ConstantVariable,
-    variables.SymNodeVariable,
+    SymNodeVariable,
     StringFormatVariable,
     variables.BuiltinVariable,
     variables.UserDefinedClassVariable,

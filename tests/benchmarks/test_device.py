@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -224,7 +225,7 @@ TINY = replace(
 )
 
 
-def run_lab(setting: Setting, kept: Kept) -> dict[str, object]:
+def run_lab(setting: Setting, kept: Kept) -> dict[str, Any]:
     lab.Lab(setting, kept, Console(file=StringIO()), kept.folder / "logs").run()
     return results(setting, kept)
 
@@ -232,13 +233,14 @@ def run_lab(setting: Setting, kept: Kept) -> dict[str, object]:
 def test_the_lab_measures_in_slow_motion_and_says_what_was_perceived(tmp_path: Path) -> None:
     found = run_lab(TINY, Kept(tmp_path))
 
-    (block,) = found["blocks"]  # type: ignore[misc]
+    (block,) = found["blocks"]
     assert re.fullmatch(r"bert, 2 ranks, emulated device, k = 2, perceived rate [\d.]+ Mb/s, main", block["title"])
     compute_ms = profile_of("bert", "tiny").compute_ms
     assert block["floors"]["compute_ms"] == compute_ms
     (alone, _) = block["rows"]
     assert alone.step_ms.median > compute_ms
-    raw = Kept(tmp_path).rounds(*TINY.blocks(), "alone_sparse")[0].step_ms
+    (measured,) = TINY.blocks()
+    raw = Kept(tmp_path).rounds(measured, "alone_sparse")[0].step_ms
     assert raw == pytest.approx(2.0 * alone.step_ms.median)
 
 

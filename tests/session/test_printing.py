@@ -30,7 +30,8 @@ class Words(nn.Module):
     def forward(self, ids_BT: Tensor) -> Tensor:
         x = self.words(ids_BT).square()
         self.tell(x)
-        return x.sum() / x.detach().max().item()
+        found: Tensor = x.sum() / x.detach().max().item()
+        return found
 
     def tell(self, x: Tensor) -> None: ...
 

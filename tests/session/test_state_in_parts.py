@@ -100,7 +100,7 @@ def _save_and_load(
         second.train(4)
     with Largest() as loading_shards:
         weights, state = get_state_dict(third.plain, third.optimizer)
-        stored = {"model": weights, "optimizer": state}
+        stored: dict[str, Any] = {"model": weights, "optimizer": state}
         load(stored, checkpoint_id=directory / "shards")
         set_state_dict(
             third.plain, third.optimizer, model_state_dict=stored["model"], optim_state_dict=stored["optimizer"]

@@ -34,7 +34,9 @@ def _trained(rank: int, *, compiled: bool, kind: Any) -> tuple[Shown, Shown]:
     kept, listed = dict(plain.named_parameters()), list(plain.parameters())
     own = kept["words.weight"].detach().clone()
     model: Any = embrace_fx.compile(plain, strategy="alltoall") if compiled else DistributedDataParallel(plain)
-    optimizer, values, gradients = kind(listed, 0.05), {}, {}
+    optimizer = kind(listed, 0.05)
+    values: dict[str, Any] = {}
+    gradients: dict[str, Any] = {}
     if compiled:  # until the first call each rank has its own table
         assert torch.equal(kept["words.weight"], own)
     for step in range(4):

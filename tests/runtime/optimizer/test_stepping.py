@@ -169,10 +169,10 @@ def test_a_closure_is_evaluated_once_and_before_gradients_are_taken() -> None:
     case, losses = Case(), list[int]()
     case.stepping.adopt(case.optimizer)
 
-    def closure() -> Tensor:
+    def closure() -> float:
         losses.append(len(losses))
         case.give_rows([0])
-        return torch.tensor(2.0)
+        return 2.0
 
     assert case.optimizer.step(closure) == 2.0
     assert losses == [0]

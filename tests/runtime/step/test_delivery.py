@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from embrace_fx.runtime.step.delivery import Delivery, delivered
 from embrace_fx.runtime.step.model_state import ModelState
-from embrace_fx.vocabulary.graph import Gradient, Parameter, PendingGradients, PendingRows
+from embrace_fx.vocabulary.graph import Gradient, OutputRole, Parameter, PendingGradients, PendingRows
 
 NAMES = ("weight", "bias")
 
@@ -102,7 +102,12 @@ def test_hooks_of_an_own_gradient_run_once_and_change_it() -> None:
     case = Case(synchronised=False)
     case.state.hooked = frozenset(["weight"])
     seen: list[Tensor] = []
-    case.layer.weight.register_hook(lambda gradient: seen.append(gradient) or gradient * 2)
+
+    def double(gradient: Tensor) -> Tensor:
+        seen.append(gradient)
+        return gradient * 2
+
+    case.layer.weight.register_hook(double)
     found = torch.rand(3, 2)
 
     case(found.clone(), torch.rand(3))
@@ -112,6 +117,6 @@ def test_hooks_of_an_own_gradient_run_once_and_change_it() -> None:
 
 
 def test_what_a_backward_delivers_is_told_once_each_in_its_order() -> None:
-    roles = [Gradient(Parameter("b")), PendingGradients(0, ("c", "a")), Gradient(Parameter("b"))]
+    roles: list[OutputRole] = [Gradient(Parameter("b")), PendingGradients(0, ("c", "a")), Gradient(Parameter("b"))]
 
     assert delivered([*roles, PendingRows("t and 1 more", ("t", "u"))]) == ["b", "c", "a", "t", "u"]
