@@ -7,9 +7,7 @@ Contract
     The order between classes is for speed. Within a class it is what makes ranks meet, and never changes; but where
     nothing moves for `STANDSTILL_S` (a rank saves a checkpoint while the others train on), classes overtake each
     other. So whatever has been submitted on all ranks completes, and no rank waits for a launch that is still to come.
-    Whoever waits for something while the order has launches before it that are still to come says so (`hurrying`): then
-    what is waited for overtakes them, and nothing else does. More would be on its way in another order than the other
-    ranks', where no more than `IN_FLIGHT` of them may be.
+    What someone in a hurry waits for (`hurrying`) overtakes launches that are still to come; nothing else does.
     A backward's launches are held until every rank is known to be in that backward: where one is not, all are dropped,
     and no rank has sent what another one will never receive.
 """
@@ -145,7 +143,9 @@ class _State:
             return None
         while len(self.windows) > 1 and not self.windows[0].waiting:
             self.windows.popleft()
-        may_overtake = self._lanes() if standing_still or self.draining else self._lanes(wanted=True)
+        any_may = standing_still or self.draining
+        tickets = (ticket for window in self.windows for ticket in window.waiting.values())
+        may_overtake = {t.id.lane for t in tickets if any_may or t.wanted} if any_may or self.hurried else set()
         passed_over: set[Lane] = set()
         for window in self.windows:
             if window.held:
@@ -154,24 +154,13 @@ class _State:
                 ticket = window.waiting.get(launch)
                 if ticket is None and launch not in window.expected:
                     continue
-                in_turn = not passed_over or launch.lane in may_overtake
-                if ticket is not None and in_turn and launch.lane not in passed_over:
+                in_turn = not passed_over or launch.lane in may_overtake.difference(passed_over)
+                if ticket is not None and in_turn:
                     return window.waiting.pop(launch)
                 if not may_overtake:
                     return None
                 passed_over.add(launch.lane)
         return None
-
-    def _lanes(self, *, wanted: bool = False) -> set[Lane]:
-        """Those of what waits; if `wanted`, of what someone in a hurry waits for."""
-        if wanted and not self.hurried:
-            return set()
-        return {
-            launch.lane
-            for window in self.windows
-            for launch, ticket in window.waiting.items()
-            if ticket.wanted or not wanted
-        }
 
     def under_way(self) -> bool:
         """Whether anything has been submitted that has not completed."""
