@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,13 @@ class OpenResults(nn.Module):
         self._parameters = module._parameters
         self._buffers = module._buffers
         self._modules = module._modules
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Each module once. Tracing puts tensors in the place of parameters, by their names, and puts them back: those
+        of a module with two names it would take for parameters the second time, and leave them there."""
+        return super().named_modules(memo, prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.pop(STATES, ())
@@ -76,10 +83,11 @@ class Untied(nn.Module):
         self.names: dict[str, str] = {}
         self._aliases: list[tuple[str, str]] = []
         self.assigned: str | None = None
-        for fqn, value in model.named_parameters(remove_duplicate=False):
-            self._register(fqn, value, nn.Module.register_parameter)
-        for fqn, buffer in model.named_buffers(remove_duplicate=False):
-            self._register(fqn, buffer, nn.Module.register_buffer)
+        for prefix, module in model.named_modules():  # each once: what its parameters are is written there once
+            for name, parameter in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+                self._register(name, parameter, nn.Module.register_parameter)
+            for name, buffer in module.named_buffers(prefix, recurse=False, remove_duplicate=False):
+                self._register(name, buffer, nn.Module.register_buffer)
 
     def _register(self, fqn: str, value: Any, register: Callable[..., None]) -> None:
         if id(value) not in self._own_names:

@@ -1,0 +1,174 @@
+"""Training schemes of published papers, each as its authors' code has it: see `tests.support.habits`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from tests.support.habits import DIM, NUM_IDS, Words, Wrap, adam, ends, habit, ids_of, step_of
+
+
+class Encoder(Words):
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.normalize(self.encode(ids), dim=-1)
+
+
+@habit
+def two_views(wrap: Wrap, rank: int) -> list[Any]:
+    """Chen et al. 2020: two calls, one loss of both."""
+    model = wrap(Encoder())
+    optimizer, log = adam(model), []
+    for k in range(3):
+        a, b = model(ids_of(rank, 10 * k)), model(ids_of(rank, 10 * k + 1))
+        log.append(step_of(optimizer, F.cross_entropy(a @ b.t() / 0.5, torch.arange(5))))
+    return log + ends(model)
+
+
+class Centers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers = nn.Embedding(3, DIM)
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        found: Tensor = (x - self.centers(kinds)).square().mean()
+        return found
+
+
+@habit
+def a_loss_with_a_table_of_its_own(wrap: Wrap, rank: int) -> list[Any]:
+    """Wen et al. 2016: the criterion is compiled too, and called with what the model returns."""
+    model, criterion = wrap(Encoder()), wrap(Centers())
+    optimizer = SGD([*model.parameters(), *criterion.parameters()], 0.3, momentum=0.9)
+    log = [step_of(optimizer, criterion(model(ids_of(rank, k)), ids_of(rank, k) % 3)) for k in range(4)]
+    return log + ends(model, criterion)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(NUM_IDS, DIM)
+        self.cell = nn.GRUCell(DIM, DIM)
+
+    def forward(self, ids: Tensor, h: Tensor | None = None) -> Tensor:
+        found: Tensor = self.cell(self.words(ids), h)
+        return found
+
+
+@habit
+def truncated_through_time(wrap: Wrap, rank: int) -> list[Any]:
+    """Williams and Peng 1990: the state goes from call to call, and is cut each second time."""
+    model = wrap(Recurrent())
+    optimizer, log, h = adam(model), [], None
+    for k in range(4):
+        h = model(ids_of(rank, 10 * k + 1), model(ids_of(rank, 10 * k), h))
+        log.append(step_of(optimizer, h.square().mean()))
+        h = h.detach()
+    return log + ends(model)
+
+
+@habit
+def sharpness_aware(wrap: Wrap, rank: int) -> list[Any]:
+    """Foret et al. 2021: parameters are moved along their gradients and back between two backwards."""
+    model = wrap(Words())
+    optimizer, log = SGD(model.parameters(), 0.1), []
+    for k in range(4):
+        ids = ids_of(rank, k)
+        optimizer.zero_grad()
+        model(ids).square().mean().backward()
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+            moved = [p.grad * (0.05 / (norm + 1e-12)) for p in model.parameters()]
+            for p, by in zip(model.parameters(), moved, strict=True):
+                p.add_(by)
+        optimizer.zero_grad()
+        loss = model(ids).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for p, by in zip(model.parameters(), moved, strict=True):
+                p.sub_(by)
+        optimizer.step()
+        log += [loss.item(), norm.item()]
+    return log + ends(model)
+
+
+class Own(nn.Module):
+    """Grill et al. 2020: a target network that the forward writes in place, and a queue of what it has said."""
+
+    queue: Tensor
+    at: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Embedding(NUM_IDS, DIM), nn.Linear(DIM, DIM))
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.register_buffer("queue", torch.zeros(20, DIM))
+        self.register_buffer("at", torch.zeros((), dtype=torch.long))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        with torch.no_grad():
+            for own, target in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                target.mul_(0.9).add_(own, alpha=0.1)
+            said = self.target(b)
+            self.queue.index_copy_(0, (self.at + torch.arange(5)) % 20, said)
+            self.at.add_(5)
+        found: Tensor = (self.online(a) - said).square().mean()
+        return found + (self.online(a) @ self.queue.clone().t()).square().mean()
+
+
+@habit
+def a_target_network_within(wrap: Wrap, rank: int) -> list[Any]:
+    model = wrap(Own())
+    optimizer = SGD(model.parameters(), 0.1)
+    log = [step_of(optimizer, model(ids_of(rank, 10 * k), ids_of(rank, 10 * k + 1))) for k in range(4)]
+    whole = ends(model)  # of each rank its own buffers, until the next call
+    return log + (whole if rank == 0 else [])
+
+
+class Quantized(nn.Module):
+    """Van den Oord et al. 2017: a codebook of averages, reduced over ranks within the forward."""
+
+    embed: Tensor
+    cluster_size: Tensor
+    embed_avg: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(NUM_IDS, DIM)
+        self.out = nn.Linear(DIM, DIM)
+        self.register_buffer("embed", torch.randn(DIM, 6))
+        self.register_buffer("cluster_size", torch.zeros(6))
+        self.register_buffer("embed_avg", self.embed.clone())
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        flat = self.words(ids)
+        apart = flat.pow(2).sum(1, keepdim=True) - 2 * flat @ self.embed + self.embed.pow(2).sum(0, keepdim=True)
+        nearest = (-apart).max(1)[1]
+        onehot = F.one_hot(nearest, 6).type(flat.dtype)
+        quantized = F.embedding(nearest, self.embed.transpose(0, 1))
+        if self.training:
+            count, total = onehot.sum(0), flat.detach().transpose(0, 1) @ onehot
+            dist.all_reduce(count)
+            dist.all_reduce(total)
+            self.cluster_size.data.mul_(0.9).add_(count, alpha=0.1)
+            self.embed_avg.data.mul_(0.9).add_(total, alpha=0.1)
+            n = self.cluster_size.sum()
+            size = (self.cluster_size + 1e-5) / (n + 6e-5) * n
+            self.embed.data.copy_(self.embed_avg / size.unsqueeze(0))
+        apart_B = (quantized.detach() - flat).pow(2).mean()
+        return self.out(flat + (quantized - flat).detach()), apart_B
+
+
+@habit
+def a_codebook_of_averages(wrap: Wrap, rank: int) -> list[Any]:
+    model = wrap(Quantized())
+    optimizer, log = adam(model), []
+    for k in range(4):
+        out, apart = model(ids_of(rank, k))
+        log.append(step_of(optimizer, out.square().mean() + 0.25 * apart))
+    return log + ends(model)
