@@ -37,7 +37,8 @@ class OpenResults(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Each module once. Tracing puts tensors in the place of parameters, by their names, and puts them back: those
         of a module with two names it would take for parameters the second time, and leave them there."""
-        return super().named_modules(memo, prefix)
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(memo, prefix)
+        return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.pop(STATES, ())

@@ -218,10 +218,7 @@ class Launcher:
     def absent(self, submits: Collection[OperationId], *, forward: bool) -> tuple[OperationId, ...]:
         """Launches of a window that a phase leaves out, though they are its own: the forward's, or the backward's.
 
-        A window may have another order than the one before, but it has the same launches.
-
-        Args:
-            submits: what the phase submits.
+        Args: `submits`: what the phase submits. A window's order may change, its launches do not.
         """
         return tuple(o for o in self._order if (o in self._of_forward) == forward and o not in submits)
 

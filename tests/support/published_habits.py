@@ -118,7 +118,8 @@ class Own(nn.Module):
             self.queue.index_copy_(0, (self.at + torch.arange(5)) % 20, said)
             self.at.add_(5)
         found: Tensor = (self.online(a) - said).square().mean()
-        return found + (self.online(a) @ self.queue.clone().t()).square().mean()
+        found: Tensor = found + (self.online(a) @ self.queue.clone().t()).square().mean()
+        return found
 
 
 @habit
