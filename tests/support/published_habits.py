@@ -117,9 +117,9 @@ class Own(nn.Module):
             said = self.target(b)
             self.queue.index_copy_(0, (self.at + torch.arange(5)) % 20, said)
             self.at.add_(5)
-        found: Tensor = (self.online(a) - said).square().mean()
-        found: Tensor = found + (self.online(a) @ self.queue.clone().t()).square().mean()
-        return found
+        apart: Tensor = (self.online(a) - said).square().mean()
+        matched: Tensor = (self.online(a) @ self.queue.clone().t()).square().mean()
+        return apart + matched
 
 
 @habit
