@@ -6,6 +6,7 @@ Each call asks whether they still are; where one has changed, the graph is not v
 
 from __future__ import annotations
 
+import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -59,7 +60,7 @@ class ReadValues:
     @staticmethod
     def _of(names: Iterable[str], scope: dict[str, Any], is_kept: Callable[[Any], bool]) -> ReadValues:
         kept = {}
-        for name in (_OF_CLASS.sub(r"\1.\2", each) for each in names):
+        for name in (_OF_CLASS.sub(lambda match: _of_instance(match, scope), each) for each in names):
             try:
                 value = eval(name, scope)
             except Exception:  # of something that the trace has made, which is gone
@@ -87,6 +88,17 @@ class ReadValues:
         except Exception:  # an attribute has gone, a list has become shorter
             return False
         return all(map(_same, self.values, now))
+
+
+def _of_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
+    """What stands in a class, as its instance has it, which may have its own; but a property runs where it is read, and
+    may write (spectral normalisation moves its buffers)."""
+    whole, instance, name = match[0], match[1], match[2]
+    try:
+        found = inspect.getattr_static(eval(f"type({instance})", scope), name)
+    except Exception:  # of something that the trace has made, which is gone
+        return whole
+    return whole if hasattr(type(found), "__set__") else f"{instance}.{name}"
 
 
 def _tuple_of(names: Iterable[str]) -> types.CodeType:

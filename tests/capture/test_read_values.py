@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Callable
@@ -147,3 +148,15 @@ def test_values_of_expressions() -> None:
     assert read.unchanged().names == ("N['b'][1]", "N['c']")
     numbers.update(a=1, b=[])
     assert not read.hold()
+
+
+def test_a_parametrized_weight_is_read_by_the_forward_alone() -> None:
+    """Spectral normalisation moves its buffers whenever the weight is read: once a call, the first one included."""
+    plain = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)))
+    expected, batch = copy.deepcopy(plain), torch.randn(5, 4)
+    model = embrace_fx.compile(plain)
+
+    for _ in range(3):
+        assert torch.equal(model(batch), expected(batch))
+        for (name, own), (_, wanted) in zip(plain.named_buffers(), expected.named_buffers(), strict=True):
+            assert torch.equal(own, wanted), name

@@ -14,6 +14,48 @@ from torch.optim import SGD
 from tests.support.habits import DIM, NUM_IDS, Words, Wrap, adam, ends, habit, ids_of, step_of
 
 
+class Maker(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.Embedding(NUM_IDS, DIM)
+        self.net = nn.Sequential(nn.Linear(2 * DIM, 8), nn.ReLU(), nn.Linear(8, DIM))
+
+    def forward(self, kinds: Tensor, noise: Tensor) -> Tensor:
+        found: Tensor = self.net(torch.cat([self.kinds(kinds), noise], -1))
+        return found
+
+
+class Judge(nn.Module):
+    """With spectral normalisation (Miyato et al. 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.Embedding(NUM_IDS, DIM)
+        first = nn.utils.parametrizations.spectral_norm(nn.Linear(DIM, 8))
+        self.net = nn.Sequential(first, nn.LeakyReLU(0.2), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        found: Tensor = self.net(x + self.kinds(kinds)).squeeze(-1)
+        return found
+
+
+@habit
+def adversaries(wrap: Wrap, rank: int) -> list[Any]:
+    """Two compiled models and two optimizers; the judge is frozen while the maker trains."""
+    maker, judge = wrap(Maker()), wrap(Judge())
+    of_maker, of_judge = adam(maker), adam(judge)
+    log = []
+    for k in range(4):
+        kinds, random = ids_of(rank, k), torch.Generator().manual_seed(10 * k + rank)
+        noise, real = torch.randn(5, DIM, generator=random), torch.randn(5, DIM, generator=random)
+        judge.requires_grad_(True)
+        made = maker(kinds, noise).detach()
+        log.append(step_of(of_judge, (F.softplus(-judge(real, kinds)) + F.softplus(judge(made, kinds))).mean()))
+        judge.requires_grad_(False)
+        log.append(step_of(of_maker, F.softplus(-judge(maker(kinds, noise), kinds)).mean()))
+    return log + ends(maker, judge)
+
+
 class Encoder(Words):
     def forward(self, ids: Tensor) -> Tensor:
         return F.normalize(self.encode(ids), dim=-1)
