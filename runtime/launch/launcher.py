@@ -154,12 +154,13 @@ class _State:
                 ticket = window.waiting.get(launch)
                 if ticket is None and launch not in window.expected:
                     continue
-                in_turn = not passed_over or launch.lane in may_overtake.difference(passed_over)
-                if ticket is not None and in_turn:
+                lane = launch.lane
+                may_leave = lane not in passed_over and (not passed_over or lane in may_overtake)
+                if ticket is not None and may_leave:
                     return window.waiting.pop(launch)
                 if not may_overtake:
                     return None
-                passed_over.add(launch.lane)
+                passed_over.add(lane)
         return None
 
     def under_way(self) -> bool:
@@ -216,10 +217,7 @@ class Launcher:
         self._order = tuple(order)
 
     def absent(self, submits: Collection[OperationId], *, forward: bool) -> tuple[OperationId, ...]:
-        """Launches of a window that a phase leaves out, though they are its own: the forward's, or the backward's.
-
-        Args: `submits`: what the phase submits. A window's order may change, its launches do not.
-        """
+        """The launches of a window that belong to a phase, the forward or the backward, and that it does not submit."""
         return tuple(o for o in self._order if (o in self._of_forward) == forward and o not in submits)
 
     def open_window(self, *, held: bool = False) -> None:

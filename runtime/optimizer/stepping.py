@@ -383,9 +383,7 @@ def _calls() -> Iterator[FrameType]:
 
 def _step_call() -> FrameType:
     """Torch's call of the step whose hook asks."""
-    return next(
-        frame for frame in _calls() if frame.f_code.co_filename == Optimizer.profile_hook_step.__code__.co_filename
-    )
+    return next(frame for frame in _calls() if frame.f_code.co_filename == _TORCHS_FILE)
 
 
 def _move(hooks: Any, stepping: Stepping, *, last: bool) -> None:
