@@ -172,11 +172,16 @@ def _unsupported_option(group: Mapping[str, Any], kind: type[Optimizer]) -> str 
         return f"{name} with capturable=True is to be recorded in a CUDA graph; the number of rows changes every step"
     if isinstance(group["lr"], Tensor) and group["lr"].requires_grad:
         return f"{name} has an lr that requires grad; row updates run outside autograd"
-    for option in sorted(KNOWN_OPTIONS[kind] - {"lr"}):
-        value = group.get(option)
-        if any(isinstance(v, Tensor) for v in (value if isinstance(value, tuple | list) else (value,))):
+    known = KNOWN_OPTIONS[kind]
+    for option, value in group.items():
+        if option in known and option != "lr" and _holds_a_tensor(value):
             return f"{name} has a tensor as {option}; row updates read it on the host, pass a float"
     return None
+
+
+def _holds_a_tensor(value: object) -> bool:
+    """Of an option, or of a pair of them."""
+    return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value))
 
 
 def _unsupported_value(optimizer: Optimizer, group: Mapping[str, Any], kind: type[Optimizer]) -> str | None:

@@ -1,10 +1,14 @@
 """Rows of an Adam that have rested, brought up to date (`embrace_fx.runtime.optimizer.skipped_steps.Decaying`).
 
+On the CPU in two ways. The sum over a row's skipped steps is a few of its moments, which all rows share, where what
+that leaves out is below a weight's last bit (`_leap`); else it is made term by term (`_decay`).
+
 Shape legend: V' x d this rank's part of a table; K rows; C steps of a block; T steps of the history.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -39,6 +43,7 @@ class History(NamedTuple):
         largest: size of any.
         least_eps: of any.
         ratio: how much of an update without gradient the next one can be: beta1 / sqrt(beta2).
+        moments: of the steps; None: there are none.
     """
 
     coefficients: Tensor
@@ -46,6 +51,66 @@ class History(NamedTuple):
     largest: float
     least_eps: float
     ratio: float
+    moments: Moments | None = None
+
+
+class Moments:
+    """Sums over a history's steps, for each step that a row may have rested since, from which its update follows.
+
+    Without a gradient a step of Adam takes a * m / (x + eps) from a weight, where the momentum m and the root x of the
+    second average, bias correction included, fade. With z for such an x, y = z / (z + eps) and x = z (1 - u):
+
+        sum over steps of  a m / (x + eps)  =  m / (z + eps) * sum over n of  y^n * (sum over steps of  a f u^n)
+
+    where f is what is left of m. All but y, z and m is the same for every row that has rested for as long. u is small:
+    the root fades slowly, m has died away before u is large, and z is of the step that is the mean of m's. After TERMS
+    terms at most m / (z + eps) * y^TERMS * (sum of a f |u|^TERMS / min(1, 1 - u)) is left out.
+
+    Args:
+        most: steps of a history.
+        eps: the optimizer's, of all steps.
+        fades: whether the root does; with amsgrad its bias correction alone changes.
+
+    Attributes:
+        sums: (TERMS + 1, T) float64: of a f u^n, n below TERMS; and of what is left out.
+        centre: (T,) float64: z over the root of the second average that the row was left with.
+    """
+
+    TERMS = 12
+
+    def __init__(self, most: int, eps: float, *, fades: bool) -> None:
+        self.eps, self._fades = eps, fades
+        self._count, self._correction = 0, 1.0
+        self.sums = torch.zeros(self.TERMS + 1, most, dtype=torch.float64)
+        self.centre = torch.ones(most, dtype=torch.float64)
+        self._faded = torch.ones(most, dtype=torch.float64)  # of the momentum
+        self._root = torch.ones(most, dtype=torch.float64)  # 1 - u
+
+    def add(self, counted: int, size: float, correction: float, fading: tuple[float, float, float]) -> None:
+        """Adds a step.
+
+        Args:
+            counted: how many steps the optimizer has counted with it.
+            size: a of the step.
+            correction: of the root, for its bias.
+            fading: beta1, beta2 and what is left of a weight.
+        """
+        beta1, beta2, shrink = fading
+        fade = math.sqrt(beta2) if self._fades else 1.0
+        before, self._count = self._count, self._count + 1
+        mean = 1 / (1 - beta1)
+        self.centre[before] = fade**mean * (1 - beta2 ** (counted + mean - 1)) ** -0.5  # any number would be right
+        self.sums[:, :before] *= shrink
+        self._root[:before] *= fade * correction / self._correction
+        self._root[before] = fade * correction / self.centre[before]
+        self._correction = correction
+        faded, root, sums = self._faded[: self._count], self._root[: self._count], self.sums[:, : self._count]
+        faded *= beta1
+        term, u = faded * size, 1.0 - root
+        for total in sums[:-1]:
+            total += term
+            term *= u
+        sums[-1] += term.abs_().div_(root.clamp(max=1.0))
 
 
 def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History) -> None:
@@ -62,12 +127,71 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
         gpu.decay_rows(shard, averages, ids, taken, history)
         return
     ids = ids[taken.index_select(0, ids) < history.steps].unique()
-    rested, order = taken.index_select(0, ids).to(torch.int64).sort()  # those that have rested longest first
-    ids = ids.index_select(0, order)
+    if ids.numel() == 0:
+        return
+    rested = taken.index_select(0, ids).to(torch.int64)
     taken.index_fill_(0, ids, history.steps)
+    if history.moments is not None:
+        left = _leap(shard, averages, ids, rested, history, history.moments)
+        ids, rested = ids[left], rested[left]
+    rested, order = rested.sort()  # those that have rested longest first
+    ids = ids.index_select(0, order)
     rows = max(1, _ELEMENTS // (STEPS_PER_BLOCK * max(1, shard.shape[1])))
     for block, begun in zip(ids.split(rows), rested.split(rows), strict=True):
         _decay(shard, averages, block, begun, history)
+
+
+def _leap(
+    shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History, moments: Moments
+) -> Tensor:
+    """Likewise of rows (K,), no two the same, that have taken `taken` (K,) steps: all of their steps at once.
+
+    Returns:
+        (L,) places of the rows that it leaves as they are, whose weights would not be right to the last bit.
+    """
+    rows = max(1, _ELEMENTS // (STEPS_PER_BLOCK * max(1, shard.shape[1])))
+    left, begun = [], 0
+    for block, rested in zip(ids.split(rows), taken.split(rows), strict=True):
+        done = _leap_block(shard, averages, block, rested, history, moments)
+        if done is not None:
+            left.append(done.logical_not_().nonzero().squeeze(1) + begun)
+        begun += block.numel()
+    return torch.cat(left) if left else ids.new_empty(0)
+
+
+def _leap_block(
+    shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History, moments: Moments
+) -> Tensor | None:
+    """Which rows are done (K,); None: all of them."""
+    coefficients, dtype = history.coefficients, shard.dtype
+    exp_avg, exp_avg_sq, greatest = averages
+    weight, first, second = (each.index_select(0, ids) for each in (shard, exp_avg, exp_avg_sq))
+    root = second.sqrt() if greatest is None else greatest.index_select(0, ids).sqrt_()
+    whole = (coefficients[history.steps, :SIZE] - coefficients.index_select(0, taken)[:, :SIZE]).exp().to(dtype)
+    sums = moments.sums.index_select(1, taken).to(dtype).unsqueeze(-1)  # (TERMS + 1, K, 1)
+    root.mul_(moments.centre.index_select(0, taken).to(dtype)[:, None])
+    divisor = root + moments.eps
+    y = root.div_(divisor)
+    total = torch.addcmul(sums[-3], sums[-2], y)
+    for each in reversed(sums[:-3]):
+        total = torch.addcmul(each, total, y)
+    share = first / divisor
+    moved = total.mul_(share)
+    weight.mul_(whole[:, LOG_SHRINK, None])
+    least = torch.maximum(weight.abs(), moved.abs()).mul_(torch.finfo(dtype).eps / 4)
+    fourth = y.mul_(y).mul_(y)
+    left_out = share.abs_().mul_(fourth).mul_(fourth).mul_(fourth).mul_(sums[-1])
+    done = (left_out <= least).all(1)
+    weight.sub_(moved)
+    first.mul_(whole[:, LOG_BETA1, None])
+    second.mul_(whole[:, LOG_BETA2, None])
+    all_are = bool(done.all())
+    for tensor, found in ((shard, weight), (exp_avg, first), (exp_avg_sq, second)):
+        if all_are:
+            tensor.index_copy_(0, ids, found)
+        else:
+            tensor.index_copy_(0, ids[done], found[done])
+    return None if all_are else done
 
 
 def _decay(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History) -> None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from embrace_fx.runtime.kernels.decay import COLUMNS, Averages, History, decay_rows
+from embrace_fx.runtime.kernels.decay import COLUMNS, Averages, History, Moments, decay_rows
 
 MOST_STEPS = 4096
 """Of a history: then all rows take what they have skipped, and it begins anew."""
@@ -131,6 +131,7 @@ class Decaying(SkippedSteps):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._coefficients: Tensor | None = None
+        self._moments: Moments | None = None
         self._counted = 0  # what the optimizer counts
         self._logs: tuple[float, ...] = (0.0, 0.0, 0.0)
         self._bounds = (0.0, math.inf, 0.0)  # largest size, least eps, largest ratio
@@ -144,6 +145,8 @@ class Decaying(SkippedSteps):
             self._coefficients = torch.zeros((MOST_STEPS + 1, COLUMNS), dtype=torch.float64, device=self._device)
             self._counted = round(float(state["step"]))
             self._amsgrad = options["amsgrad"]
+            if self._device.type == "cpu":
+                self._moments = Moments(MOST_STEPS, options["eps"], fades=not options["amsgrad"])
         self.count += 1
         self._counted += 1
         (beta1, beta2), lr, eps = options["betas"], float(options["lr"]), options["eps"]
@@ -152,6 +155,10 @@ class Decaying(SkippedSteps):
         size = lr / (1 - beta1**self._counted)
         correction = (1 - beta2**self._counted) ** -0.5
         self._coefficients[self.count] = torch.tensor([*self._logs, size, correction, eps], dtype=torch.float64)
+        if self._moments is not None and self._moments.eps == eps:
+            self._moments.add(self._counted, size, correction, fading)
+        else:
+            self._moments = None
         largest, least, ratio = self._bounds
         self._bounds = (max(largest, size), min(least, eps), max(ratio, beta1 / math.sqrt(beta2)))
 
@@ -159,7 +166,7 @@ class Decaying(SkippedSteps):
         assert self._coefficients is not None
         greatest = state["max_exp_avg_sq"] if self._amsgrad else None
         averages = Averages(state["exp_avg"], state["exp_avg_sq"], greatest)
-        decay_rows(local, averages, ids, taken, History(self._coefficients, self.count, *self._bounds))
+        decay_rows(local, averages, ids, taken, History(self._coefficients, self.count, *self._bounds, self._moments))
 
 
 class Linear(SkippedSteps):

@@ -20,6 +20,7 @@ from embrace_fx.runtime.step.delivery import Delivery, delivered
 from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.owed import Owed
+from embrace_fx.runtime.step.own_results import OwnResults, memory_of
 from embrace_fx.runtime.step.phases import Runnable, Values, autocast_is_in_the_graph, runnable
 from embrace_fx.runtime.step.used_parameters import UsedParameters
 from embrace_fx.vocabulary.graph import (
@@ -82,6 +83,7 @@ class Program:
         synchronised: whether gradients are reduced.
         results: indices, among the flattened results, of those that the forward yields.
         differentiable: those of them that have a gradient.
+        own_results: makes plain tensors of those that are views of its own.
     """
 
     def __init__(  # noqa: PLR0913
@@ -178,6 +180,8 @@ class Program:
         """Which results the forward yields, which have a gradient, and which parameters get one from which."""
         self.results = [r.index for _, r in outputs_of(graph.phases["forward"]) if isinstance(r, Result)]
         self.differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
+        places = [place for place, index in enumerate(self.results) if index in self.differentiable]
+        self.own_results = OwnResults(places)
         roles = self._lowered["backward"].run.roles if self.has_backward else ()
         state, size = self.state, self.communicator.world_size
         self.used = UsedParameters(state.names, graph.results_behind, delivered(roles), size, state.ignored)
@@ -200,9 +204,9 @@ class Program:
         """What shares memory with tensors that were written, in words; nothing where none was."""
         if not written:
             return ""
-        names = {_memory(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}
-        names |= {_memory(self.state.parameter(name)): name for name in self.state.names}
-        return ", ".join(dict.fromkeys(names.get(_memory(tensor), "a result") for tensor in written))
+        names = {memory_of(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}
+        names |= {memory_of(self.state.parameter(name)): name for name in self.state.names}
+        return ", ".join(dict.fromkeys(names.get(memory_of(tensor), "a result") for tensor in written))
 
     def ahead(self, leaves: Sequence[Any]) -> Ahead | None:
         """A batch to come, with the rows it reads; None where that cannot be known before its turn."""
@@ -220,6 +224,3 @@ class Program:
 def _is_of_forward(key: StepVariant | str) -> bool:
     return key == "forward" or isinstance(key, ForwardVariant)
 
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -92,8 +92,10 @@ class Step:
         if program.recorder is not None:
             program.recorder.mark(WHOLE_FORWARD)
         self._values = values
+        results = program.own_results.of(results)
         self._results = [r.detach() if isinstance(r, Tensor) else r for r in results]
         self._read_again = program.read_again(self._leaves, values)
+        self._read_again += program.own_results.read_again(results, self._read_again)
         return results
 
     def _run_forward(self, forward: LoweredPhase, values: Values) -> tuple[Any, ...]:

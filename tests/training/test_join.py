@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
@@ -92,6 +93,15 @@ def _looking_ahead(rank: int, model: Any, optimizer: SGD, epoch: int) -> None:
             _step(model, optimizer, ids)
 
 
+def _hooked(hook: Any) -> Callable[..., None]:
+    def epoch(rank: int, model: Any, optimizer: SGD, epoch: int) -> None:
+        if epoch == 0:
+            model.register_comm_hook(None, hook)
+        _unequal(rank, model, optimizer, epoch)
+
+    return epoch
+
+
 EPOCHS = (_looking_ahead, _unequal, _divided_by_the_active, _accumulating, _zeroed_first)
 
 
@@ -105,6 +115,15 @@ def _compared(rank: int, world_size: int, epoch: Callable[..., None], options: d
 def test_ranks_that_have_run_out_of_batches(epoch: Callable[..., None]) -> None:
     for options in ({"schedule": "none"}, {"strategy": {"ids.weight": "alltoall"}}):
         run_ranks(2, _compared, epoch, options)
+
+
+@pytest.mark.parametrize("hook", [allreduce_hook, fp16_compress_hook])
+def test_a_communication_hook_is_called_for_ranks_that_have_run_out(hook: Any) -> None:
+    run_ranks(2, _compared_by_hook, hook)
+
+
+def _compared_by_hook(rank: int, world_size: int, hook: Any) -> None:
+    _compared(rank, world_size, _hooked(hook), {"schedule": "none"})
 
 
 def _stops(rank: int, world_size: int) -> None:

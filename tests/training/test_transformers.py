@@ -39,7 +39,7 @@ def test_bert_answers_questions() -> None:
 @pytest.mark.long
 def test_gpt2_keeps_its_tied_table_data_parallel() -> None:
     trained = check(TRAININGS["gpt2"])
-    assert trained.sharded == set()
+    assert trained.sharded == {"transformer.wpe.weight"}
     assert "dense" in trained.plan["transformer.wte.weight"].reason
     assert trained.captures == 2
     assert trained.result == ("CausalLMOutputWithCrossAttentions", ("loss", "logits", "past_key_values"))

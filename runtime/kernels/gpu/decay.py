@@ -76,7 +76,7 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
         ValueError: an argument is not contiguous.
     """
     state = {name: value for name, value in averages._asdict().items() if value is not None}
-    coefficients, until, largest, least_eps, ratio = history
+    coefficients, until, largest, least_eps, ratio, _ = history
     refuse_strided("decay_rows", shard=shard, ids=ids, taken=taken, coefficients=coefficients, **state)
     if ids.numel() == 0:
         return

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
+from embrace_fx.runtime.kernels import decay
 from embrace_fx.runtime.optimizer.skipped_steps import Decaying, Linear, form_of
 from embrace_fx.runtime.tables.resting import RestingRows
 
@@ -92,6 +93,32 @@ def test_rows_that_have_rested_end_where_the_optimizer_leads(name: str, dtype: t
         if step == 150:
             table.compare()
     table.compare()
+
+
+@pytest.mark.parametrize("name", ["adamw", "amsgrad"])
+def test_rows_take_all_steps_at_once_where_their_root_fades_slowly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer's first steps, whose bias corrections change fast, are taken one by one."""
+    one_by_one: list[int] = []
+    walk = decay._decay
+
+    def watched(shard: Tensor, averages: decay.Averages, ids: Tensor, *rest: Any) -> None:
+        one_by_one.append(ids.numel())
+        walk(shard, averages, ids, *rest)
+
+    monkeypatch.setattr(decay, "_decay", watched)
+    table = _Table(SKIPPED[name], torch.float32)
+    for _ in range(20):
+        table.step()
+    table.compare()
+    assert sum(one_by_one) > 0
+
+    for _ in range(300):
+        table.step(*range(ROWS))
+    one_by_one.clear()
+    for step in range(200):
+        table.step(step % 3, 5)
+    table.compare()
+    assert sum(one_by_one) == 0
 
 
 def test_a_row_is_caught_up_once_however_often_it_is_named() -> None:
