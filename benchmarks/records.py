@@ -15,6 +15,7 @@ def write_record(stem: Path, data: Any) -> Path:
 
     Equal data makes equal files, so that a version control keeps one of them.
     """
+    stem.parent.mkdir(parents=True, exist_ok=True)
     file = stem.parent / f"{stem.name}{SUFFIX}"
     partial = file.with_name(f"{file.name}.partial")
     text = json.dumps(data, separators=(",", ":")) + "\n"

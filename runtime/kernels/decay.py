@@ -141,9 +141,7 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
         _decay(shard, averages, block, begun, history)
 
 
-def _leap(
-    shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History, moments: Moments
-) -> Tensor:
+def _leap(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History, moments: Moments) -> Tensor:
     """Likewise of rows (K,), no two the same, that have taken `taken` (K,) steps: all of their steps at once.
 
     Returns:

@@ -1,7 +1,7 @@
 """Results that are views, made tensors that the user may write in place: `logits = model(x); logits += bias`.
 
-Autograd refuses to write a view that a custom function returns, since the function's gradient would no longer be that of
-what the view shows. Here no result with a gradient shares memory with another one, nor with an input (capture copies
+Autograd refuses to write a view that a custom function returns, since the function's gradient would no longer be that
+of what the view shows. Here no result with a gradient shares memory with another one, nor with an input (capture copies
 those that would): nobody sees that it is no view.
 """
 
@@ -17,7 +17,7 @@ class OwnResults:
     """The results of a program's calls, with plain tensors in the place of views.
 
     Args:
-        differentiable: places, among the results of a call, of those with a gradient. Others may be written as they are.
+        differentiable: places, among the results of a call, of those with a gradient; others may be written.
     """
 
     def __init__(self, differentiable: Sequence[int]) -> None:

@@ -223,4 +223,3 @@ class Program:
 
 def _is_of_forward(key: StepVariant | str) -> bool:
     return key == "forward" or isinstance(key, ForwardVariant)
-
