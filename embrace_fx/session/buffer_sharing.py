@@ -3,8 +3,8 @@
 Contract
     Behind its head a forward reads rank 0's buffers, as under DDP: those that forwards change and live on are sent at
     each training step, those that training has changed before an evaluation, and all of them once anything but a
-    forward has changed one on any rank. As under DDP, the forwards behind one under `no_sync` share none, until one
-    has been reduced.
+    forward has changed one on any rank, or while another rank's count, under `join`. As under DDP, the forwards behind
+    one under `no_sync` share none, until one has been reduced.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class BufferSharing:
         def share() -> None:
             due, self._due = self._due, reduce
             if due:
-                every = self._announcements.buffers_differ
+                # Ranks other than 0 are asked in turn, as others run out of batches: what one of them has, the next
+                # one goes on with.
+                every = self._announcements.buffers_differ or self._announcements.authority != 0
                 self._share(self._shared() if every else sorted(names()))
                 self._stale = frozenset()
                 self._were = self._are()

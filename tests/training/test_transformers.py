@@ -23,6 +23,8 @@ T5_BIASES = {f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weig
 SHARDED_IN_LONG = {
     "bert, large table": {f"bert.embeddings.{of}_embeddings.weight" for of in ("word", "position", "token_type")},
     "gpt2, large untied tables": {"transformer.wte.weight", "transformer.wpe.weight"},
+    "gpt2 without cache": {"transformer.wpe.weight"},
+    "t5": T5_BIASES,
     "marian": {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"},
     "bart": {f"model.{part}.embed_{of}.weight" for part in ("encoder", "decoder") for of in ("tokens", "positions")},
 }
