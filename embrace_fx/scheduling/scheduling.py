@@ -41,7 +41,8 @@ from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
 from embrace_fx.vocabulary.operation_id import IDS, OperationId, chunk_id
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.schedule import Cuts, Schedule, StepGraph
+from embrace_fx.vocabulary.schedule import LOOKS_AHEAD, Cuts, Schedule, StepGraph
+from embrace_fx.vocabulary.submissions import submitted
 
 PROFILED_AFTER, PROFILED = 5, 6
 """Steps that warm up, and steps that are measured. A median of six outlives a disturbed one or two."""
@@ -90,7 +91,7 @@ class Scheduling:
         self._steps, self._profiled = 0, False
         self._recording: Recording | None = None
         self._exchanged = _exchanged(plan)
-        self.looks_ahead = bool(self._exchanged) and setting.options.schedule in ("vertical", "2d")
+        self.looks_ahead = bool(cuts.pieces)
         self._cluster = plan.links.among(plan.world_size)
         self.cuts = cuts
         self.schedule = self._order(None)
@@ -104,7 +105,7 @@ class Scheduling:
         communicator.open_lanes(device, {launch.lane for launch in order})
         on = streams.streams_of(device)
         recorder = Recorder(on.clock() if on is not None else None, partial(bytes_in_use, device))
-        of_forward = [each for each in order if each == IDS or (each.kind == "lookups" and each.part != "early")]
+        of_forward = submitted(self._graph.phases["forward"])
         launcher = (
             Launcher(order, of_forward, recorder) if on is None else StreamLauncher(order, of_forward, recorder, on)
         )
@@ -239,9 +240,8 @@ class Scheduling:
 
 def cuts(setting: Setting, plan: Plan) -> Cuts:
     """In what pieces the communication of a plan travels."""
-    looks_ahead = setting.options.schedule in ("vertical", "2d")
     chunks = tuple(tuple(bucket_chunks(setting, plan, bucket, plan.links)) for bucket in plan.buckets)
-    exchanged = _exchanged(plan).items() if looks_ahead else ()
+    exchanged = _exchanged(plan).items() if setting.options.schedule in LOOKS_AHEAD else ()
     return Cuts(chunks, tuple((name, delayed_chunks(plan, tables, plan.links)) for name, tables in exchanged))
 
 

@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 import embrace_fx
-from embrace_fx.passes.collectives import is_launch, is_submission
+from embrace_fx.passes.collectives import is_launch
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.vocabulary.operation_id import IDS, OperationId
-from embrace_fx.vocabulary.ops import SUBMISSIONS, launch_of, op_name
+from embrace_fx.vocabulary.ops import SUBMISSIONS, op_name
 from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from embrace_fx.vocabulary.step_variant import VARIANTS
 from tests.support.models import MODELS
@@ -140,7 +140,7 @@ def _train(training: Training) -> Seen:
     for number, window in enumerate(training.windows):
         sent = [each for each in recording.transfers if each.window == number]
         window.transfers = [each.launch for each in sorted(sent, key=lambda each: each.started_s)]
-        window.submits = [each for phase in window.phases for each in _submissions(compiled.graphs[phase])]
+        window.submits = [each for phase in window.phases for each in submitted(compiled.graphs[phase])]
     return Seen(training.windows[:-1], compiled.schedule.launches, _besides(training))
 
 
@@ -163,11 +163,6 @@ def _epochs(training: Training) -> None:
     for batch in coming:
         training.step([batch])
     training.step(training.batches(1))
-
-
-def _submissions(module: fx.GraphModule) -> list[OperationId]:
-    launches = [launch_of(node) for node in module.graph.nodes if is_submission(node)]
-    return [launch for launch in launches if launch is not None]
 
 
 def _besides(training: Training) -> dict[str, tuple[list[str], list[str]]]:
