@@ -28,6 +28,7 @@ from embrace_fx.runtime.exchanges.in_place import ExchangeKind, ExchangeThread, 
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
+from embrace_fx.runtime.flow.under_way import waiting
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder, Recording, compute_spans
@@ -109,24 +110,24 @@ class Scheduling:
         launcher = (
             Launcher(order, of_forward, recorder) if on is None else StreamLauncher(order, of_forward, recorder, on)
         )
-        announcements, after = self._setting.announcements, self._after_announcement
-        flow = Flow(announcements, launcher, recorder, self.looks_ahead, warn, after, on)
-        self._flow = flow
+        wait, pieces = waiting(communicator, recorder), dict(self.cuts.pieces)
         stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
-        for name, tables in self._exchanged.items():
-            table, pieces = stacks.get(name) or state.tables[name], dict(self.cuts.pieces).get(name, 0)
-            exchange = RowExchange(table, communicator, launcher, pieces, flow.wait)
-            flow.exchanges[name] = exchange
-            flow.of_table |= dict.fromkeys(tables, exchange)
-        flow.buckets = BucketUpdates(
-            plan.buckets,
-            state.parameter,
-            communicator,
+        tables = {name: stacks.get(name) or state.tables[name] for name in self._exchanged}
+        by_bucket = self._exchanges(on_streams=on is not None)
+        self._flow = Flow(
+            self._setting.announcements,
             launcher,
-            flow.wait,
-            self._exchanges(on_streams=on is not None),
+            {
+                name: RowExchange(table, communicator, launcher, pieces.get(name, 0), wait)
+                for name, table in tables.items()
+            },
+            BucketUpdates(plan.buckets, state.parameter, communicator, launcher, wait, by_bucket),
+            looks_ahead=self.looks_ahead,
+            warn=warn,
+            after_announcement=self._after_announcement,
+            streams=on,
         )
-        return flow
+        return self._flow
 
     def _exchanges(self, on_streams: bool) -> dict[int, Callable[[Tensor], InFlight]]:
         """What starts the exchange of a bucket, for those that are not AllReduced. Collective.

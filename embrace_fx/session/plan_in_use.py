@@ -61,7 +61,7 @@ class PlanInUse:
         self._findings: Findings | None = None  # of rank 0
         self._drift: Drift | None = None  # of rank 0, where anything may drift
         self._misfit = Misfit()  # of the batch whose program is to be built
-        self._asked_at, self._asked_in_a_row, self._told_asked = -1, 0, False  # for parameters: the last step, how many
+        self._told_asked = False
         self._whole: set[str] = set()  # tables that some batch cannot read in shards
 
     @property
@@ -227,21 +227,14 @@ class PlanInUse:
 
     def parameters_may_change(self) -> None:
         """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
-        self._note_asked()
+        state = self._setting.state
         if self.flow is not None:
             self.flow.parameters_may_change()
-        self._setting.state.settle_tables()
-
-    def _note_asked(self) -> None:
-        """Tells, once, of a loop that asks for the parameters in every step."""
-        step, sharded = self._setting.communicator.progress.optimizer_steps, self.plan is not None and self.plan.sharded
-        if not sharded or step == self._asked_at:
-            return
-        self._asked_in_a_row = self._asked_in_a_row + 1 if step == self._asked_at + 1 else 1
-        self._asked_at = step
-        if self._asked_in_a_row == 3 and not self._told_asked and self._setting.communicator.rank == 0:
+        state.settle_tables()
+        if state.asked.often and state.tables and not self._told_asked:
             self._told_asked = True
-            tell(_ASKED)
+            if self._setting.communicator.rank == 0:
+                tell(_ASKED)
 
     def leave_model(self) -> None:
         """Puts all tables together, for another compiled model to begin with. Collective."""

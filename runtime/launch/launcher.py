@@ -181,6 +181,7 @@ class Launcher:
         self._order = tuple(order)
         self._of_forward = frozenset(of_forward)
         self.noted: Callable[[str], None] = lambda name: None  # told of every submission
+        self.recorder = recorder
         self._state = _State(recorder)
         self._state.windows.append(_Window(self._order))
         self._start()
