@@ -94,7 +94,7 @@ class Scheduling:
         self._exchanged = _exchanged(plan)
         self.looks_ahead = bool(cuts.pieces)
         self._cluster = plan.links.among(plan.world_size)
-        self.cuts = cuts
+        self._cuts = cuts
         self.schedule = self._order(None)
         self._flow: Flow | None = None
 
@@ -110,7 +110,7 @@ class Scheduling:
         launcher = (
             Launcher(order, of_forward, recorder) if on is None else StreamLauncher(order, of_forward, recorder, on)
         )
-        wait, pieces = waiting(communicator, recorder), dict(self.cuts.pieces)
+        wait, pieces = waiting(communicator, recorder), dict(self._cuts.pieces)
         stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
         tables = {name: stacks.get(name) or state.tables[name] for name in self._exchanged}
         by_bucket = self._exchanges(on_streams=on is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -34,7 +34,7 @@ from embrace_fx.setup.setting import Setting
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.schedule import Schedule
+from embrace_fx.vocabulary.schedule import Cuts, Schedule
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.lower.inductor import RegionCompiler
@@ -191,9 +191,13 @@ class ProgramBuilder:
         """Lets communication run into the next step, as the schedule says."""
         if not self._launches():
             return compiled
-        found = cuts(self._setting, self._plan) if self.scheduling is None else self.scheduling.cuts
-        passes = relaxing_passes(self._plan, self._setting.options.schedule, self._communicator.rank, found)
+        passes = relaxing_passes(self._plan, self._setting.options.schedule, self._communicator.rank, self._cuts)
         return run_passes(analysed, (*passes, *self._ordering()), compiled)
+
+    @cached_property
+    def _cuts(self) -> Cuts:
+        """In what pieces the communication of the plan travels."""
+        return cuts(self._setting, self._plan)
 
     def _launches(self) -> bool:
         """Whether a launcher sends what the steps exchange; a hook of the user's does by itself, within a step."""
@@ -203,24 +207,23 @@ class ProgramBuilder:
 
     def _start(self, compiled: Compiled) -> None:
         """Makes the flow, at the first training program. Collective then."""
-        if self._communicator.world_size == 1 and self.alone is None:
-            name, compute = self._setting.options.schedule, self._plan.links.compute
-            self.alone = SoloSchedule.of(compiled.graph, name, compute, next(self._setting.model.parameters()).device)
-        if self.flow is not None or self._communicator.world_size == 1:
+        name, devices = self._setting.options.schedule, {p.device for p in self._setting.model.parameters()}
+        if self._communicator.world_size == 1:
+            if self.alone is None:
+                device = next(self._setting.model.parameters()).device
+                self.alone = SoloSchedule.of(compiled.graph, name, self._plan.links.compute, device)
             return
-        if self._communicator.comm_hook is not None:
+        if self.flow is not None or self._communicator.comm_hook is not None:
             return
         if not self._launches():
-            schedule, devices = self._setting.options.schedule, {p.device for p in self._setting.model.parameters()}
             warnings.warn(
-                f"expected a model on the CPU or on one GPU for schedule={schedule!r}, found one on "
+                f"expected a model on the CPU or on one GPU for schedule={name!r}, found one on "
                 f"{', '.join(sorted(map(str, devices)))}: its communication is launched and waited for within each "
                 "step. Pass schedule='none' to say so.",
                 stacklevel=2,
             )
             return
-        found = cuts(self._setting, self._plan)
-        self.scheduling = Scheduling(self._setting, self._plan, compiled.graph, found, self._compute_in_order)
+        self.scheduling = Scheduling(self._setting, self._plan, compiled.graph, self._cuts, self._compute_in_order)
         self.flow = self.scheduling.start(self._on_other_batch)
         self._setting.stepping.flow = self.flow
 
