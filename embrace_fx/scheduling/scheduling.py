@@ -153,7 +153,7 @@ class Scheduling:
         return found
 
     def _after_announcement(self) -> None:
-        """Every rank goes on with this step: the place where all can do the same thing once."""
+        """Counts, profiles and orders steps, where every rank is known to go on with this one."""
         assert self._flow is not None
         if self._profiled:
             return

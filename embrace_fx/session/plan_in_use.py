@@ -29,7 +29,7 @@ from embrace_fx.vocabulary.plan import Plan
 
 
 class PlanInUse:
-    """One model's.
+    """Holds the plan that one model's calls run under, and what is built under it.
 
     Args:
         kinds: the calls that there have been, whose programs are built under the plan.
@@ -76,7 +76,7 @@ class PlanInUse:
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def build(self, variant: Variant, *, accumulates: bool = False) -> Program:
-        """A variant's program under the plan; built where it is not there.
+        """Yields a variant's program under the plan, and builds it where it is not there.
 
         Raises:
             PlanDoesNotFit: the plan must be changed first, on every rank.
@@ -111,7 +111,7 @@ class PlanInUse:
     # -- plans ---------------------------------------------------------------------------------------------------------
 
     def make(self, analysed: TrainingGraph, leaves: Sequence[Any]) -> None:
-        """The first plan, and parameters placed as it says. Collective.
+        """Makes the first plan, and places parameters as it says. Collective.
 
         Raises:
             PeerFailure: a rank's batch is bad, on every rank.
@@ -144,7 +144,7 @@ class PlanInUse:
             announcements.asks_to_plan = self._drift.wants_plan
 
     def make_again(self, variant: Variant, leaves: Sequence[Any]) -> None:
-        """Another plan, as rank 0 asked for in the last announcement, if this is a moment for it. Collective.
+        """Makes another plan, as rank 0 asked for in the last announcement, if this is a moment for it. Collective.
 
         Raises:
             PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
@@ -168,7 +168,7 @@ class PlanInUse:
         self._place_anew(variant.analysed, new, findings)
 
     def fit(self) -> None:
-        """The plan with what some rank's batch needs besides, before the step that asks for it. Collective.
+        """Adds to the plan what some rank's batch needs besides, before the step that asks for it. Collective.
 
         Raises:
             PeerFailure: this is no moment for it on some rank; on every rank, and nothing changed.
@@ -192,7 +192,7 @@ class PlanInUse:
         self._place_anew(self.any_variant().analysed, new, self._findings)
 
     def make_whole(self, names: Sequence[str], reason: str) -> None:
-        """Another plan, before a step is taken that needs tables whole. Collective, as the step is.
+        """Makes another plan, before a step is taken that needs tables whole. Collective, as the step is.
 
         Raises:
             RuntimeError: a backward under the plan in use is still to come; on every rank, and nothing changed.
@@ -226,7 +226,7 @@ class PlanInUse:
             tell("planned again %s", told)
 
     def parameters_may_change(self) -> None:
-        """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
+        """Brings parameters that are handed out up to date; nothing that was read from them ahead is used."""
         state = self._setting.state
         if self.flow is not None:
             self.flow.parameters_may_change()

@@ -125,7 +125,7 @@ class ProgramBuilder:
 
     @property
     def recorder(self) -> Recorder | None:
-        """What measures the steps, likewise."""
+        """What measures the steps; None before the first training program, and where nothing is scheduled."""
         return self.flow.recorder if self.flow is not None else self.alone.recorder if self.alone is not None else None
 
     def _show(self, compiled: Compiled, of_steps: StepGraphs | None = None) -> None:
@@ -160,7 +160,7 @@ class ProgramBuilder:
         self._narrow(variant)
 
     def _narrow(self, variant: Variant) -> None:
-        """What compiling regions has found out about the batches that they are valid for holds for the variant."""
+        """Has a variant take no other batches than those that its compiled regions are valid for."""
         if self._setting.options.backend == "inductor":
             variant.captured = variant.captured.guarded_again()
 
@@ -257,7 +257,12 @@ class ProgramBuilder:
     def _program(
         self, joint: Compiled, compiled: Compiled, variant: Variant, of_steps: StepGraphs | None = None, *, reduce: bool
     ) -> Program:
-        """Args: `joint`: before communication runs into the next step; `of_steps`: of the steps, where it does."""
+        """Makes a variant's program.
+
+        Args:
+            joint: its graph, before communication runs into the next step.
+            of_steps: the graphs of the steps, where it does.
+        """
         analysed, train = variant.analysed, variant.train
         flow = self.flow if train and reduce else None
         buffers = self._buffers.of_forward(analysed, self._assigned(variant), train=train, reduce=reduce)

@@ -141,7 +141,7 @@ class Session:
     # -- calling -------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """At the first call, ranks and model are those of that moment. Collective."""
+        """Takes ranks and model as they are at the first call. Collective."""
         if self._given_group is None:
             group = default_group()
             check_group(group, self.communicator.group)
@@ -287,7 +287,7 @@ class Session:
             return None
 
     def _end_lookahead(self) -> None:
-        """No batch is expected any more, and everything is applied."""
+        """Applies everything, and expects no batch any more."""
         if self._flow is not None:
             self._flow.expect_no_batch()
         self.synchronize()
@@ -326,7 +326,7 @@ class Session:
         return Joined(self.idling, divides_by_all=divides_by_all)
 
     def meet_joined(self) -> None:
-        """At the head of a call under `join`. Collective."""
+        """Meets ranks that have run out of batches, at the head of a call under `join`. Collective."""
         self.idling.meet(self._activity(torch.is_grad_enabled()))
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class Session:
         self.state.settle_tables()
 
     def parameters_were_loaded(self) -> None:
-        """Other parameters may stand in the place of those that were: `assign=True`."""
+        """Takes over parameters that may stand in the place of those that were: `assign=True`."""
         for name, table in self.state.tables.items():
             table.parameter = self.state.parameter(name)
         self.communicator.progress.optimizer_steps = 0  # ranks are alike again
@@ -348,7 +348,7 @@ class Session:
             self._note_places()
 
     def _note_places(self) -> None:
-        """Parameters are where the plan has them."""
+        """Notes that parameters are where the plan has them."""
         self._placed.note(self)
         self._outside.watch(frozenset(d.parameter for d in self.plan if d.strategy in ("unused", "frozen")))
 
@@ -362,7 +362,7 @@ class Session:
         self.state.synchronised = value
 
     def parameters_may_change(self) -> None:
-        """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
+        """Brings parameters that are handed out up to date; nothing that was read from them ahead is used."""
         self.planned.parameters_may_change()
 
     def close(self) -> None:
@@ -382,5 +382,5 @@ class Session:
         self.close()
 
     def clear_gradients(self) -> None:
-        """What backwards under `no_sync` left is gone with the gradients."""
+        """Forgets what backwards under `no_sync` left: it is gone with the gradients."""
         self.state.unreduced.clear()

@@ -92,7 +92,7 @@ class Flow:
     def begin_forward(
         self, program: IdsProgram, leaves: Sequence[Any], following: Ahead | None, absent: Absent
     ) -> tuple[Values, ForwardVariant]:
-        """The values of the batch's unique and ids phases, and which forward follows on them, on all ranks.
+        """Yields the values of the batch's unique and ids phases, and which forward follows on them, on all ranks.
 
         Args:
             following: the next batch, where it is known.
@@ -148,7 +148,7 @@ class Flow:
         return ahead
 
     def _arrives(self) -> Arrival:
-        """How the batch does whose forward begins."""
+        """How the batch arrives whose forward begins."""
         cut, self._has_cut = self._has_cut, False
         if cut:
             return "cut"
@@ -177,7 +177,7 @@ class Flow:
                     exchange.materialise()
 
     def begin_plain_forward(self) -> None:
-        """The head of a forward that leaves nothing to the next step and has found nothing of the last one."""
+        """Begins a forward that leaves nothing to the next step and has found nothing of the last one."""
         self._after_announcement()
         self.launcher.enter_forward()
         self._begin_compute()
@@ -212,7 +212,7 @@ class Flow:
         return BackwardVariant(self._left, coming, cut)
 
     def open_window(self, gate: Gate | None, absent: Sequence[OperationId]) -> None:
-        """At the head of a backward.
+        """Opens the window of a backward, at its head.
 
         Args:
             gate: what tells whether every rank is in it: nothing leaves before.
@@ -283,7 +283,7 @@ class Flow:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """`synchronize` for a caller outside of a step: nothing that is still to be submitted holds it up."""
+        """Applies updates for a caller outside of a step: nothing that is still to be submitted holds it up."""
         with self.launcher.hurrying():
             self.synchronize()
 
@@ -301,7 +301,7 @@ class Flow:
                 exchange.materialise()
 
     def land_untaken(self) -> None:
-        """`materialise`, where there is anything that no step has taken."""
+        """Calls `materialise`, where there is anything that no step has taken."""
         if self.buckets.waiting or any(exchange.waiting for exchange in self.exchanges.values()):
             self.materialise()
 
@@ -312,7 +312,7 @@ class Flow:
             exchange.discard()
 
     def parameters_may_change(self) -> None:
-        """Every update is applied, and whoever reads parameters from now on may write them too.
+        """Applies every update; whoever reads parameters from now on may write them too.
 
         Rows that were sent early are looked at before they are used. On a device the host would wait for that: there
         they are sent again.
@@ -323,7 +323,7 @@ class Flow:
         self._valid &= self.streams is None
 
     def state_may_change(self) -> None:
-        """The optimizer's state does: rows that were sent early have left as it was."""
+        """Applies every update: the optimizer's state may change, with which rows that were sent early have left."""
         self.settle()
         self.settle_rows()
         self._valid = False
@@ -334,11 +334,11 @@ class Flow:
             exchange.settle_rows()
 
     def expect_no_batch(self) -> None:
-        """The next batch may be any."""
+        """Forgets the next batch, which may be any."""
         self._ahead = None
 
     def leave(self) -> None:
-        """Before a call that runs without the flow: updates are applied, what was looked up ahead is forgotten."""
+        """Applies updates, and forgets what was looked up ahead, before a call that runs without the flow."""
         self.settle()
         self._ahead = None
         self._forget_rows()

@@ -76,7 +76,7 @@ class LateRows:
         self._of_tables: list[list[RowsOfTable]] | None = None
 
     def rows(self, k: int) -> list[RowsOfTable]:
-        """Those of the k-th table."""
+        """The rows of the k-th table."""
         if self._of_tables is None:
             table, arrive = self._table(), self._arrive()
             if table is None or arrive is None:
