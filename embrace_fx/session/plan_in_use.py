@@ -67,7 +67,7 @@ class PlanInUse:
     @property
     def flow(self) -> Flow | None:
         """What runs from one step into the next; None before the first training program, and on one rank."""
-        return None if self.builder is None else self.builder.flow
+        return self._setting.stepping.flow
 
     def _in_use(self) -> Plan:
         assert self.plan is not None
@@ -212,13 +212,13 @@ class PlanInUse:
         old, setting = self._in_use(), self._setting
         if self.flow is not None:
             self.flow.close()
+        setting.stepping.flow = None
         setting.state.settle_tables()
         with stage("placing parameters anew", setting.communicator.rank):
             place_anew(setting, analysed, old, new)
         told = story(self.calls.count, old, new)
         self._adopt(replace(new, history=(*old.history, told)), findings)
         self._on_placed()
-        setting.stepping.flow = None
         for kind in self._kinds.values():
             for each in kind.variants:
                 each.program = each.accumulating = None
@@ -258,10 +258,7 @@ class PlanInUse:
 
     def close(self) -> None:
         """Applies what is pending, and ends what runs between steps."""
-        flow = self.flow
-        self._setting.stepping.flow = None
-        if self.builder is not None:
-            self.builder.flow = None
+        flow, self._setting.stepping.flow = self.flow, None
         if flow is not None:
             flow.close()
 

@@ -47,7 +47,6 @@ class ProgramBuilder:
         on_other_batch: called when the batch that was looked ahead to does not come.
 
     Attributes:
-        flow: what runs from one step into the next; None before the first training program, and on one rank.
         scheduling: the schedule that the flow follows.
         alone: what one process shows of its steps; None on several ranks, and before the first training program.
         graphs: of the last training program, after each pass.
@@ -61,7 +60,6 @@ class ProgramBuilder:
         buffers: BufferSharing,
         on_other_batch: Callable[[], None],
     ) -> None:
-        self.flow: Flow | None = None
         self.scheduling: Scheduling | None = None
         self.alone: SoloSchedule | None = None
         self.graphs = Graphs()
@@ -116,6 +114,11 @@ class ProgramBuilder:
             self._relaxed[variant.program] = of_steps
             self._show(compiled, of_steps)
         self._narrow(variant)
+
+    @property
+    def flow(self) -> Flow | None:
+        """What runs from one step into the next; None before the first training program, and on one rank."""
+        return self._setting.stepping.flow
 
     @property
     def schedule(self) -> Schedule | None:
@@ -224,8 +227,7 @@ class ProgramBuilder:
             )
             return
         self.scheduling = Scheduling(self._setting, self._plan, compiled.graph, self._cuts, self._compute_in_order)
-        self.flow = self.scheduling.start(self._on_other_batch)
-        self._setting.stepping.flow = self.flow
+        self._setting.stepping.flow = self.scheduling.start(self._on_other_batch)
 
     def _ordering(self) -> tuple[OrderCompute, ...]:
         return (OrderCompute(self._units),) if self._units else ()
