@@ -81,17 +81,7 @@ class Session:
         self.state = ModelState(model)
         self._parameters = ParameterWatch(self.state)
         self._watch = ModelWatch(model)
-        itself = weakref.ref(self)  # optimizers must not keep their session alive
-
-        def make_whole(names: Sequence[str], reason: str) -> None:
-            if (session := itself()) is not None:
-                session.planned.make_whole(names, reason)
-
-        stepping = Stepping(self.state, self.communicator, make_whole)
-        stepping.listen()
-        for optimizer in optimizers:
-            stepping.adopt(optimizer)
-        self._setting = Setting(model, stepping, self.state, self.announcements, options)
+        self._setting = Setting(model, self._stepping(), self.state, self.announcements, options)
         self._captures = Captures(self._setting)
         self._plainly = PlainCalls(self._setting, self._watch)
         self._placed = add_state_hooks(self)
@@ -104,6 +94,20 @@ class Session:
         self.views = Views(self._setting, self.planned)
         self.idling = Idling(self._setting, self.planned)
         """What the user calls."""
+
+    def _stepping(self) -> Stepping:
+        """Listens to the optimizers of the model: those that were given, and whichever steps it."""
+        itself = weakref.ref(self)  # optimizers must not keep their session alive
+
+        def make_whole(names: Sequence[str], reason: str) -> None:
+            if (session := itself()) is not None:
+                session.planned.make_whole(names, reason)
+
+        stepping = Stepping(self.state, self.communicator, make_whole)
+        stepping.listen()
+        for optimizer in self.optimizers:
+            stepping.adopt(optimizer)
+        return stepping
 
     @property
     def plan(self) -> Plan:
