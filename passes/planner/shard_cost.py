@@ -25,7 +25,7 @@ REPLAY_PASSES = 4
 LONGEST_TAIL = 128
 """Steps after which a momentum of 0.9 reaches no bit of a float32 any more."""
 
-ONE_WAY = {name: 2 if name in LOOKS_AHEAD else 1 for name in SCHEDULES}
+ONE_WAY: dict[str, int] = {name: 2 if name in LOOKS_AHEAD else 1 for name in SCHEDULES}
 """Schedule -> AlltoAlls in which a table's rows travel, and as many for their gradients: early and late rows, prior and
 delayed gradients, where the next batch is known."""
 

@@ -35,8 +35,8 @@ class Announced:
 
     found: bool
     overtook: bool
-    rows: list[list[int]]
-    coming: list[list[int]]
+    rows: list[tuple[int, ...]]
+    coming: list[tuple[int, ...]]
 
 
 def announce(

@@ -29,6 +29,7 @@ from embrace_fx.vocabulary.operation_id import IDS, OperationId
 from embrace_fx.vocabulary.ops import SUBMISSIONS, op_name
 from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from embrace_fx.vocabulary.step_variant import VARIANTS
+from embrace_fx.vocabulary.submissions import submitted
 from tests.support.models import MODELS
 from tests.support.ranks import reset_torch_state, run_ranks
 from tests.support.training import SEED, make_optimizers
@@ -126,8 +127,8 @@ def _train(training: Training) -> Seen:
         recording = builder.recorder.start()
         _epochs(training)
         builder.recorder.stop()
-        submitted = [n for module in compiled.graphs.values() for n in module.graph.nodes if op_name(n) in SUBMISSIONS]
-        assert recording.transfers == submitted == []
+        launching = [n for module in compiled.graphs.values() for n in module.graph.nodes if op_name(n) in SUBMISSIONS]
+        assert recording.transfers == launching == []
         return Seen([], (), {})
     recording = flow.recorder.start()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
