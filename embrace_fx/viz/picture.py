@@ -256,7 +256,8 @@ def _of_stack(name: str) -> str:
     'user +2'
     """
     first, _, others = name.partition(" and ")
-    return f"{first.removesuffix('.weight')} +{others.removesuffix(' more')}" if others else name.removesuffix(".weight")
+    table = first.removesuffix(".weight")
+    return f"{table} +{others.removesuffix(' more')}" if others else table
 
 
 def _phases(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Iterator[Phase]:

@@ -284,7 +284,8 @@ def test_no_word_in_a_bar_is_cut_in_two(
         })"""
     )
 
-    assert words and all(inside or hidden for inside, hidden in words)
+    assert words
+    assert all(inside or hidden for inside, hidden in words)
     assert any(hidden for _, hidden in words)
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
 
