@@ -66,7 +66,7 @@ layers: $(INSTALLED)/.ready ## check that imports point down only (import-linter
 .PHONY: docs
 docs: $(READY) ## build the site from docs/ (build/site/index.html)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo "the site is in build/site/index.html"
+	@echo "the site is in build/site/index.html; its search needs a server: python -m http.server --directory build/site"
 
 .PHONY: format
 format: $(READY) ## format the code, apply ruff's safe fixes

@@ -29,16 +29,7 @@ from embrace_fx.vocabulary.graph import (
     inputs_of,
     outputs_of,
 )
-from embrace_fx.vocabulary.operation_id import OperationId
-from embrace_fx.vocabulary.ops import (
-    AWAITS,
-    LAUNCHES,
-    SUBMISSIONS,
-    is_users_launch,
-    is_users_wait,
-    launch_of,
-    op_name,
-)
+from embrace_fx.vocabulary.ops import LAUNCHES, is_users_launch, is_users_wait, launch_of, op_name
 
 EQUAL_SHAPES: frozenset[str] = frozenset(
     {"_c10d_functional::all_reduce", "_c10d_functional::all_reduce_", "embrace::exchange_gradient_"}
@@ -174,27 +165,9 @@ def is_launch(node: Argument) -> bool:
     return isinstance(node, fx.Node) and op_name(node) in LAUNCHES and not is_users_launch(node)
 
 
-def is_relaxed(graph: TrainingGraph) -> bool:
-    """Whether steps of this graph leave communication to the next one."""
-    handed_over = SUBMISSIONS | AWAITS
-    return any(op_name(node) in handed_over for module in graph.phases.values() for node in module.graph.nodes)
-
-
 def is_wait(node: fx.Node) -> bool:
     """Whether a node waits for a launch; of the collectives of the user's forward, it may be any."""
     return op_name(node) == "_c10d_functional::wait_tensor" and not is_users_wait(node)
-
-
-def is_submission(node: fx.Node) -> bool:
-    """Whether a node hands something to the launcher."""
-    return launch_of(node) is not None and op_name(node) in SUBMISSIONS | LAUNCHES
-
-
-def awaited(node: fx.Node) -> OperationId | None:
-    """The launch that a node waits for, if it does."""
-    if op_name(node) in AWAITS:
-        return launch_of(node)
-    return launch_of(node.all_input_nodes[0]) if op_name(node) == "_c10d_functional::wait_tensor" else None
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:

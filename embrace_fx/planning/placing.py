@@ -66,14 +66,14 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
     parameter, communicator = setting.state.parameter(name), setting.communicator
     if mesh is None:
         mesh = shard_parameter(parameter, communicator, plan[name].grid)
-    asked = setting.options.row_updates
+    always, asked = setting.options.row_updates == "replay", setting.state.asked
     table = RowTable(
         name,
         parameter,
         Place(shape, mesh),
         communicator,
-        semantics(asked),
-        resting=("always" if asked == "replay" else "while it pays") if plan[name].rests else "never",
+        semantics(setting.options.row_updates),
+        may_rest=(lambda: always or not asked.often) if plan[name].rests else (lambda: False),
         gradients=setting.state.gradients_reader(),
     )
     for optimizer in setting.stepping.holders.optimizers:

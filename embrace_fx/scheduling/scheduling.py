@@ -28,6 +28,7 @@ from embrace_fx.runtime.exchanges.in_place import ExchangeKind, ExchangeThread, 
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
+from embrace_fx.runtime.flow.under_way import waiting
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder, Recording, compute_spans
@@ -41,7 +42,8 @@ from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
 from embrace_fx.vocabulary.operation_id import IDS, OperationId, chunk_id
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.schedule import Cuts, Schedule, StepGraph
+from embrace_fx.vocabulary.schedule import LOOKS_AHEAD, Cuts, Schedule, StepGraph
+from embrace_fx.vocabulary.submissions import submitted
 
 PROFILED_AFTER, PROFILED = 5, 6
 """Steps that warm up, and steps that are measured. A median of six outlives a disturbed one or two."""
@@ -90,9 +92,9 @@ class Scheduling:
         self._steps, self._profiled = 0, False
         self._recording: Recording | None = None
         self._exchanged = _exchanged(plan)
-        self.looks_ahead = bool(self._exchanged) and setting.options.schedule in ("vertical", "2d")
+        self.looks_ahead = bool(cuts.pieces)
         self._cluster = plan.links.among(plan.world_size)
-        self.cuts = cuts
+        self._cuts = cuts
         self.schedule = self._order(None)
         self._flow: Flow | None = None
 
@@ -104,28 +106,28 @@ class Scheduling:
         communicator.open_lanes(device, {launch.lane for launch in order})
         on = streams.streams_of(device)
         recorder = Recorder(on.clock() if on is not None else None, partial(bytes_in_use, device))
-        of_forward = [each for each in order if each == IDS or (each.kind == "lookups" and each.part != "early")]
+        of_forward = submitted(self._graph.phases["forward"])
         launcher = (
             Launcher(order, of_forward, recorder) if on is None else StreamLauncher(order, of_forward, recorder, on)
         )
-        announcements, after = self._setting.announcements, self._after_announcement
-        flow = Flow(announcements, launcher, recorder, self.looks_ahead, warn, after, on)
-        self._flow = flow
+        wait, pieces = waiting(communicator, recorder), dict(self._cuts.pieces)
         stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
-        for name, tables in self._exchanged.items():
-            table, pieces = stacks.get(name) or state.tables[name], dict(self.cuts.pieces).get(name, 0)
-            exchange = RowExchange(table, communicator, launcher, pieces, flow.wait)
-            flow.exchanges[name] = exchange
-            flow.of_table |= dict.fromkeys(tables, exchange)
-        flow.buckets = BucketUpdates(
-            plan.buckets,
-            state.parameter,
-            communicator,
+        tables = {name: stacks.get(name) or state.tables[name] for name in self._exchanged}
+        by_bucket = self._exchanges(on_streams=on is not None)
+        self._flow = Flow(
+            self._setting.announcements,
             launcher,
-            flow.wait,
-            self._exchanges(on_streams=on is not None),
+            {
+                name: RowExchange(table, communicator, launcher, pieces.get(name, 0), wait)
+                for name, table in tables.items()
+            },
+            BucketUpdates(plan.buckets, state.parameter, communicator, launcher, wait, by_bucket),
+            looks_ahead=self.looks_ahead,
+            warn=warn,
+            after_announcement=self._after_announcement,
+            streams=on,
         )
-        return flow
+        return self._flow
 
     def _exchanges(self, on_streams: bool) -> dict[int, Callable[[Tensor], InFlight]]:
         """What starts the exchange of a bucket, for those that are not AllReduced. Collective.
@@ -151,7 +153,7 @@ class Scheduling:
         return found
 
     def _after_announcement(self) -> None:
-        """Every rank goes on with this step: the place where all can do the same thing once."""
+        """Counts, profiles and orders steps, where every rank is known to go on with this one."""
         assert self._flow is not None
         if self._profiled:
             return
@@ -239,9 +241,8 @@ class Scheduling:
 
 def cuts(setting: Setting, plan: Plan) -> Cuts:
     """In what pieces the communication of a plan travels."""
-    looks_ahead = setting.options.schedule in ("vertical", "2d")
     chunks = tuple(tuple(bucket_chunks(setting, plan, bucket, plan.links)) for bucket in plan.buckets)
-    exchanged = _exchanged(plan).items() if looks_ahead else ()
+    exchanged = _exchanged(plan).items() if setting.options.schedule in LOOKS_AHEAD else ()
     return Cuts(chunks, tuple((name, delayed_chunks(plan, tables, plan.links)) for name, tables in exchanged))
 
 

@@ -34,7 +34,7 @@ class ForwardBuffers:
 
 
 class BufferSharing:
-    """One model's.
+    """Makes one model's buffers equal on all ranks.
 
     Args:
         on: false: each rank keeps its own buffers, as DDP's `broadcast_buffers=False`.

@@ -35,7 +35,7 @@ _NO_BATCH = (
 
 
 class Idling:
-    """One session's."""
+    """Takes part in the calls of other ranks, once this one has run out of batches."""
 
     def __init__(self, setting: Setting, planned: PlanInUse) -> None:
         self._setting = setting
@@ -46,7 +46,7 @@ class Idling:
         self.divides_by_all = True
 
     def meet(self, activity: int) -> int:
-        """At the head of each call under `join`: what the ranks do that still have batches. Collective.
+        """Tells, at the head of each call under `join`, what the ranks do that still have batches. Collective.
 
         Args:
             activity: of this rank, as index into `ACTIVITIES`, or `JOINED`.
@@ -83,7 +83,7 @@ class Idling:
                 table.add_gradient(none, table.local.new_empty((0, table.local.shape[1])))
 
     def take_part(self) -> None:
-        """One call of the others, without a batch. Collective."""
+        """Takes part in one call of the others, without a batch. Collective."""
         activity = self.meet(JOINED)
         self._setting.announcements.activity = activity
         program = self._program(activity)
@@ -96,7 +96,7 @@ class Idling:
                 step.tell_nothing()
 
     def end(self, *, last: bool) -> None:
-        """All ranks have run out of batches. Collective.
+        """Ends `join`, where all ranks have run out of batches. Collective.
 
         Args:
             last: this rank was among the last.
@@ -116,7 +116,7 @@ class Idling:
             self._planned.change(sharded)
 
     def _program(self, activity: int) -> Program:
-        """Of no batch, for what the others do."""
+        """Yields the program of no batch, for what the others do."""
         state, planned = self._setting.state, self._planned
         if self._of_plan is not planned.plan:
             self._variants, self._of_plan = {}, planned.plan

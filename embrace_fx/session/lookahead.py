@@ -29,7 +29,7 @@ class Lookahead:
 
     @property
     def known(self) -> bool:
-        """Whether the next batch is."""
+        """Whether the next batch is known."""
         return self._known
 
     @property
@@ -39,7 +39,7 @@ class Lookahead:
         return active is not None and active.gi_frame is not None
 
     def warn_of_other_batch(self) -> None:
-        """Once: a call was not given the batch that it was to be given."""
+        """Warns, once, of a call that was not given the batch that it was to be given."""
         if not self._warned:
             warnings.warn(
                 "expected the batch that lookahead() yielded, as it was, in the model's call, found another one, or "

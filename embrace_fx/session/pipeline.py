@@ -28,7 +28,7 @@ from embrace_fx.passes.take_part import TakePart
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.vocabulary.graph import TrainingGraph, results_behind
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.schedule import Cuts
+from embrace_fx.vocabulary.schedule import INTO_FORWARD, LOOKS_AHEAD, Cuts
 
 Pass = Callable[[TrainingGraph], TrainingGraph]
 
@@ -105,8 +105,8 @@ def relaxing_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[P
     """
     if schedule == "none":
         return ()
-    vertical = (SplitRows(cuts.pieces),) if schedule in ("vertical", "2d") else ()
-    horizontal = (RelaxUpdates(plan.buckets, cuts.chunks),) if schedule in ("horizontal", "2d") else ()
+    vertical = (SplitRows(cuts.pieces),) if schedule in LOOKS_AHEAD else ()
+    horizontal = (RelaxUpdates(plan.buckets, cuts.chunks),) if schedule in INTO_FORWARD else ()
     return (
         RelaxRows(),  # rows and their gradients are submitted, awaited and applied
         StackRows(plan.stacks, rank),  # stacked tables share one exchange

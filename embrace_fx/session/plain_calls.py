@@ -14,7 +14,7 @@ from embrace_fx.setup.setting import Setting
 
 
 class PlainCalls:
-    """Those of one model: of `functional_call`, and evaluations before any training."""
+    """Answers calls by the model's own forward: `functional_call`, and evaluations before any training."""
 
     def __init__(self, setting: Setting, watch: ModelWatch) -> None:
         self._setting = setting
@@ -28,7 +28,7 @@ class PlainCalls:
         return self._watch.all_stand_ins(buffers=self._setting.options.shares_buffers)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before the first training call there is no plan, and no table is sharded. Collective."""
+        """Runs the model's own forward: before the first training call no table is sharded. Collective."""
         setting = self._setting
         agree_on_first_call(setting.announcements, None)
         check_has_values(setting.model)

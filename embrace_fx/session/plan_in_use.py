@@ -29,7 +29,7 @@ from embrace_fx.vocabulary.plan import Plan
 
 
 class PlanInUse:
-    """One model's.
+    """Holds the plan that one model's calls run under, and what is built under it.
 
     Args:
         kinds: the calls that there have been, whose programs are built under the plan.
@@ -61,13 +61,13 @@ class PlanInUse:
         self._findings: Findings | None = None  # of rank 0
         self._drift: Drift | None = None  # of rank 0, where anything may drift
         self._misfit = Misfit()  # of the batch whose program is to be built
-        self._asked_at, self._asked_in_a_row, self._told_asked = -1, 0, False  # for parameters: the last step, how many
+        self._told_asked = False
         self._whole: set[str] = set()  # tables that some batch cannot read in shards
 
     @property
     def flow(self) -> Flow | None:
         """What runs from one step into the next; None before the first training program, and on one rank."""
-        return None if self.builder is None else self.builder.flow
+        return self._setting.stepping.flow
 
     def _in_use(self) -> Plan:
         assert self.plan is not None
@@ -76,7 +76,7 @@ class PlanInUse:
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def build(self, variant: Variant, *, accumulates: bool = False) -> Program:
-        """A variant's program under the plan; built where it is not there.
+        """Yields a variant's program under the plan, and builds it where it is not there.
 
         Raises:
             PlanDoesNotFit: the plan must be changed first, on every rank.
@@ -111,7 +111,7 @@ class PlanInUse:
     # -- plans ---------------------------------------------------------------------------------------------------------
 
     def make(self, analysed: TrainingGraph, leaves: Sequence[Any]) -> None:
-        """The first plan, and parameters placed as it says. Collective.
+        """Makes the first plan, and places parameters as it says. Collective.
 
         Raises:
             PeerFailure: a rank's batch is bad, on every rank.
@@ -144,7 +144,7 @@ class PlanInUse:
             announcements.asks_to_plan = self._drift.wants_plan
 
     def make_again(self, variant: Variant, leaves: Sequence[Any]) -> None:
-        """Another plan, as rank 0 asked for in the last announcement, if this is a moment for it. Collective.
+        """Makes another plan, as rank 0 asked for in the last announcement, if this is a moment for it. Collective.
 
         Raises:
             PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
@@ -168,7 +168,7 @@ class PlanInUse:
         self._place_anew(variant.analysed, new, findings)
 
     def fit(self) -> None:
-        """The plan with what some rank's batch needs besides, before the step that asks for it. Collective.
+        """Adds to the plan what some rank's batch needs besides, before the step that asks for it. Collective.
 
         Raises:
             PeerFailure: this is no moment for it on some rank; on every rank, and nothing changed.
@@ -192,7 +192,7 @@ class PlanInUse:
         self._place_anew(self.any_variant().analysed, new, self._findings)
 
     def make_whole(self, names: Sequence[str], reason: str) -> None:
-        """Another plan, before a step is taken that needs tables whole. Collective, as the step is.
+        """Makes another plan, before a step is taken that needs tables whole. Collective, as the step is.
 
         Raises:
             RuntimeError: a backward under the plan in use is still to come; on every rank, and nothing changed.
@@ -212,13 +212,13 @@ class PlanInUse:
         old, setting = self._in_use(), self._setting
         if self.flow is not None:
             self.flow.close()
+        setting.stepping.flow = None
         setting.state.settle_tables()
         with stage("placing parameters anew", setting.communicator.rank):
             place_anew(setting, analysed, old, new)
         told = story(self.calls.count, old, new)
         self._adopt(replace(new, history=(*old.history, told)), findings)
         self._on_placed()
-        setting.stepping.flow = None
         for kind in self._kinds.values():
             for each in kind.variants:
                 each.program = each.accumulating = None
@@ -226,22 +226,15 @@ class PlanInUse:
             tell("planned again %s", told)
 
     def parameters_may_change(self) -> None:
-        """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
-        self._note_asked()
+        """Brings parameters that are handed out up to date; nothing that was read from them ahead is used."""
+        state = self._setting.state
         if self.flow is not None:
             self.flow.parameters_may_change()
-        self._setting.state.settle_tables()
-
-    def _note_asked(self) -> None:
-        """Tells, once, of a loop that asks for the parameters in every step."""
-        step, sharded = self._setting.communicator.progress.optimizer_steps, self.plan is not None and self.plan.sharded
-        if not sharded or step == self._asked_at:
-            return
-        self._asked_in_a_row = self._asked_in_a_row + 1 if step == self._asked_at + 1 else 1
-        self._asked_at = step
-        if self._asked_in_a_row == 3 and not self._told_asked and self._setting.communicator.rank == 0:
+        state.settle_tables()
+        if state.asked.often and state.tables and not self._told_asked:
             self._told_asked = True
-            tell(_ASKED)
+            if self._setting.communicator.rank == 0:
+                tell(_ASKED)
 
     def leave_model(self) -> None:
         """Puts all tables together, for another compiled model to begin with. Collective."""
@@ -265,10 +258,7 @@ class PlanInUse:
 
     def close(self) -> None:
         """Applies what is pending, and ends what runs between steps."""
-        flow = self.flow
-        self._setting.stepping.flow = None
-        if self.builder is not None:
-            self.builder.flow = None
+        flow, self._setting.stepping.flow = self.flow, None
         if flow is not None:
             flow.close()
 

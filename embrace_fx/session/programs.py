@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -34,7 +34,7 @@ from embrace_fx.setup.setting import Setting
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.schedule import Schedule
+from embrace_fx.vocabulary.schedule import Cuts, Schedule
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.lower.inductor import RegionCompiler
@@ -47,7 +47,6 @@ class ProgramBuilder:
         on_other_batch: called when the batch that was looked ahead to does not come.
 
     Attributes:
-        flow: what runs from one step into the next; None before the first training program, and on one rank.
         scheduling: the schedule that the flow follows.
         alone: what one process shows of its steps; None on several ranks, and before the first training program.
         graphs: of the last training program, after each pass.
@@ -61,7 +60,6 @@ class ProgramBuilder:
         buffers: BufferSharing,
         on_other_batch: Callable[[], None],
     ) -> None:
-        self.flow: Flow | None = None
         self.scheduling: Scheduling | None = None
         self.alone: SoloSchedule | None = None
         self.graphs = Graphs()
@@ -118,6 +116,11 @@ class ProgramBuilder:
         self._narrow(variant)
 
     @property
+    def flow(self) -> Flow | None:
+        """What runs from one step into the next; None before the first training program, and on one rank."""
+        return self._setting.stepping.flow
+
+    @property
     def schedule(self) -> Schedule | None:
         """What is meant to run when; None before the first training program, and where nothing is scheduled."""
         shown = self.scheduling or self.alone
@@ -125,7 +128,7 @@ class ProgramBuilder:
 
     @property
     def recorder(self) -> Recorder | None:
-        """What measures the steps, likewise."""
+        """What measures the steps; None before the first training program, and where nothing is scheduled."""
         return self.flow.recorder if self.flow is not None else self.alone.recorder if self.alone is not None else None
 
     def _show(self, compiled: Compiled, of_steps: StepGraphs | None = None) -> None:
@@ -160,7 +163,7 @@ class ProgramBuilder:
         self._narrow(variant)
 
     def _narrow(self, variant: Variant) -> None:
-        """What compiling regions has found out about the batches that they are valid for holds for the variant."""
+        """Has a variant take no other batches than those that its compiled regions are valid for."""
         if self._setting.options.backend == "inductor":
             variant.captured = variant.captured.guarded_again()
 
@@ -191,9 +194,13 @@ class ProgramBuilder:
         """Lets communication run into the next step, as the schedule says."""
         if not self._launches():
             return compiled
-        found = cuts(self._setting, self._plan) if self.scheduling is None else self.scheduling.cuts
-        passes = relaxing_passes(self._plan, self._setting.options.schedule, self._communicator.rank, found)
+        passes = relaxing_passes(self._plan, self._setting.options.schedule, self._communicator.rank, self._cuts)
         return run_passes(analysed, (*passes, *self._ordering()), compiled)
+
+    @cached_property
+    def _cuts(self) -> Cuts:
+        """In what pieces the communication of the plan travels."""
+        return cuts(self._setting, self._plan)
 
     def _launches(self) -> bool:
         """Whether a launcher sends what the steps exchange; a hook of the user's does by itself, within a step."""
@@ -203,26 +210,24 @@ class ProgramBuilder:
 
     def _start(self, compiled: Compiled) -> None:
         """Makes the flow, at the first training program. Collective then."""
-        if self._communicator.world_size == 1 and self.alone is None:
-            name, compute = self._setting.options.schedule, self._plan.links.compute
-            self.alone = SoloSchedule.of(compiled.graph, name, compute, next(self._setting.model.parameters()).device)
-        if self.flow is not None or self._communicator.world_size == 1:
+        name, devices = self._setting.options.schedule, {p.device for p in self._setting.model.parameters()}
+        if self._communicator.world_size == 1:
+            if self.alone is None:
+                device = next(self._setting.model.parameters()).device
+                self.alone = SoloSchedule.of(compiled.graph, name, self._plan.links.compute, device)
             return
-        if self._communicator.comm_hook is not None:
+        if self.flow is not None or self._communicator.comm_hook is not None:
             return
         if not self._launches():
-            schedule, devices = self._setting.options.schedule, {p.device for p in self._setting.model.parameters()}
             warnings.warn(
-                f"expected a model on the CPU or on one GPU for schedule={schedule!r}, found one on "
+                f"expected a model on the CPU or on one GPU for schedule={name!r}, found one on "
                 f"{', '.join(sorted(map(str, devices)))}: its communication is launched and waited for within each "
                 "step. Pass schedule='none' to say so.",
                 stacklevel=2,
             )
             return
-        found = cuts(self._setting, self._plan)
-        self.scheduling = Scheduling(self._setting, self._plan, compiled.graph, found, self._compute_in_order)
-        self.flow = self.scheduling.start(self._on_other_batch)
-        self._setting.stepping.flow = self.flow
+        self.scheduling = Scheduling(self._setting, self._plan, compiled.graph, self._cuts, self._compute_in_order)
+        self._setting.stepping.flow = self.scheduling.start(self._on_other_batch)
 
     def _ordering(self) -> tuple[OrderCompute, ...]:
         return (OrderCompute(self._units),) if self._units else ()
@@ -254,7 +259,12 @@ class ProgramBuilder:
     def _program(
         self, joint: Compiled, compiled: Compiled, variant: Variant, of_steps: StepGraphs | None = None, *, reduce: bool
     ) -> Program:
-        """Args: `joint`: before communication runs into the next step; `of_steps`: of the steps, where it does."""
+        """Makes a variant's program.
+
+        Args:
+            joint: its graph, before communication runs into the next step.
+            of_steps: the graphs of the steps, where it does.
+        """
         analysed, train = variant.analysed, variant.train
         flow = self.flow if train and reduce else None
         buffers = self._buffers.of_forward(analysed, self._assigned(variant), train=train, reduce=reduce)

@@ -81,17 +81,7 @@ class Session:
         self.state = ModelState(model)
         self._parameters = ParameterWatch(self.state)
         self._watch = ModelWatch(model)
-        itself = weakref.ref(self)  # optimizers must not keep their session alive
-
-        def make_whole(names: Sequence[str], reason: str) -> None:
-            if (session := itself()) is not None:
-                session.planned.make_whole(names, reason)
-
-        stepping = Stepping(self.state, self.communicator, make_whole)
-        stepping.listen()
-        for optimizer in optimizers:
-            stepping.adopt(optimizer)
-        self._setting = Setting(model, stepping, self.state, self.announcements, options)
+        self._setting = Setting(model, self._stepping(), self.state, self.announcements, options)
         self._captures = Captures(self._setting)
         self._plainly = PlainCalls(self._setting, self._watch)
         self._placed = add_state_hooks(self)
@@ -104,6 +94,20 @@ class Session:
         self.views = Views(self._setting, self.planned)
         self.idling = Idling(self._setting, self.planned)
         """What the user calls."""
+
+    def _stepping(self) -> Stepping:
+        """Listens to the optimizers of the model: those that were given, and whichever steps it."""
+        itself = weakref.ref(self)  # optimizers must not keep their session alive
+
+        def make_whole(names: Sequence[str], reason: str) -> None:
+            if (session := itself()) is not None:
+                session.planned.make_whole(names, reason)
+
+        stepping = Stepping(self.state, self.communicator, make_whole)
+        stepping.listen()
+        for optimizer in self.optimizers:
+            stepping.adopt(optimizer)
+        return stepping
 
     @property
     def plan(self) -> Plan:
@@ -141,7 +145,7 @@ class Session:
     # -- calling -------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """At the first call, ranks and model are those of that moment. Collective."""
+        """Takes ranks and model as they are at the first call. Collective."""
         if self._given_group is None:
             group = default_group()
             check_group(group, self.communicator.group)
@@ -287,7 +291,7 @@ class Session:
             return None
 
     def _end_lookahead(self) -> None:
-        """No batch is expected any more, and everything is applied."""
+        """Applies everything, and expects no batch any more."""
         if self._flow is not None:
             self._flow.expect_no_batch()
         self.synchronize()
@@ -326,7 +330,7 @@ class Session:
         return Joined(self.idling, divides_by_all=divides_by_all)
 
     def meet_joined(self) -> None:
-        """At the head of a call under `join`. Collective."""
+        """Meets ranks that have run out of batches, at the head of a call under `join`. Collective."""
         self.idling.meet(self._activity(torch.is_grad_enabled()))
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -339,7 +343,7 @@ class Session:
         self.state.settle_tables()
 
     def parameters_were_loaded(self) -> None:
-        """Other parameters may stand in the place of those that were: `assign=True`."""
+        """Takes over parameters that may stand in the place of those that were: `assign=True`."""
         for name, table in self.state.tables.items():
             table.parameter = self.state.parameter(name)
         self.communicator.progress.optimizer_steps = 0  # ranks are alike again
@@ -348,7 +352,7 @@ class Session:
             self._note_places()
 
     def _note_places(self) -> None:
-        """Parameters are where the plan has them."""
+        """Notes that parameters are where the plan has them."""
         self._placed.note(self)
         self._outside.watch(frozenset(d.parameter for d in self.plan if d.strategy in ("unused", "frozen")))
 
@@ -362,7 +366,7 @@ class Session:
         self.state.synchronised = value
 
     def parameters_may_change(self) -> None:
-        """Parameters are handed out: they are up to date, and nothing that was read from them ahead is used."""
+        """Brings parameters that are handed out up to date; nothing that was read from them ahead is used."""
         self.planned.parameters_may_change()
 
     def close(self) -> None:
@@ -382,5 +386,5 @@ class Session:
         self.close()
 
     def clear_gradients(self) -> None:
-        """What backwards under `no_sync` left is gone with the gradients."""
+        """Forgets what backwards under `no_sync` left: it is gone with the gradients."""
         self.state.unreduced.clear()

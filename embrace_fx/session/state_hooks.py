@@ -68,7 +68,7 @@ _MADE_BEFORE = (
 
 
 class _Hook:
-    """A hook.
+    """A hook of a model's state dicts, or of its modules' calls.
 
     Args:
         session: whose it is; None: nobody's, of a model that was copied.
@@ -122,7 +122,7 @@ class _Hook:
 
 
 class ParametersMayChange(_Hook):
-    """Before a state dict is taken: every update is applied."""
+    """Applies every update before a state dict is taken."""
 
     def __call__(self, *_: Any) -> None:
         if self.session is not None:
@@ -130,7 +130,7 @@ class ParametersMayChange(_Hook):
 
 
 class ShowShards(_Hook):
-    """After a state dict is taken."""
+    """Shows where the parts of tables lie, after a state dict is taken."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         def watch() -> contextlib.AbstractContextManager[None]:
@@ -141,7 +141,7 @@ class ShowShards(_Hook):
 
 
 class TakeOwnPart(_Hook):
-    """Before a state dict is loaded."""
+    """Takes this rank's part of tables, before a state dict is loaded."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         if self.session is not None:
@@ -151,7 +151,7 @@ class TakeOwnPart(_Hook):
 
 
 class ParametersWereLoaded(_Hook):
-    """After a state dict is loaded."""
+    """Tells the session that a state dict has been loaded."""
 
     def __call__(self, *_: Any) -> None:
         if self.session is not None:
@@ -159,7 +159,7 @@ class ParametersWereLoaded(_Hook):
 
 
 class OwnPartsAreNoTables(_Hook):
-    """Before a table's module is called, as Python: by the plain model, or a copy of it."""
+    """Refuses calls of a table's module, as Python: by the plain model, or a copy of it."""
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         if not torch.compiler.is_compiling() and self.places and isinstance(module.weight, nn.Parameter):

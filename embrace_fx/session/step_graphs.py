@@ -19,7 +19,7 @@ from embrace_fx.vocabulary.step_variant import VARIANTS, StepVariant
 
 
 class StepGraphs:
-    """Of one training program.
+    """Derives the graphs of one training program's steps, each once.
 
     Attributes:
         steady: the graph of a step between two others, whose next batch is known.

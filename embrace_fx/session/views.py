@@ -21,7 +21,7 @@ from embrace_fx.vocabulary.schedule import Schedule, Timeline
 
 
 class Views:
-    """Of one model."""
+    """Shows a user one model's plan, graphs, schedule and timeline."""
 
     def __init__(self, setting: Setting, planned: PlanInUse) -> None:
         self._setting = setting
@@ -114,7 +114,7 @@ class Views:
 
     @property
     def graphs_of_training(self) -> Graphs:
-        """Without any before the first training call."""
+        """The graphs of the last training program; none before the first."""
         return Graphs() if self._planned.builder is None else self._planned.builder.graphs
 
 

@@ -25,9 +25,9 @@ function fillTables(tables) {
   byId("tables").append(heads(names), body);
 }
 
-// Steps of the same plan on other numbers of ranks, estimated, beside DDP's.
+// Steps of the same plan on other numbers of ranks, estimated, beside DDP's: both with the compute that is predicted.
 function fillRanks(steps) {
-  const compute = data.panels.at(-1).figures.find((f) => f.label === "compute").value;
+  const compute = data.panels[0].figures.find((f) => f.label === "compute").value;
   const longest = Math.max(...steps.flatMap((s) => [s.step_ms, compute + s.ddp_exposed_ms]));
   for (const step of steps) {
     const both = [["embrace_fx", step.step_ms, "embedding"], ["DDP", compute + step.ddp_exposed_ms, "dense"]];

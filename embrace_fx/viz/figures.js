@@ -31,7 +31,8 @@ function fillBars() {
     track.setAttribute("aria-label", bar.parts.map((f) => `${f.label} ${f.text}`).join(", "));
     for (const figure of bar.parts) {
       const said = `${figure.label} ${figure.text}`;
-      const part = element("div", { className: "part", title: said }, figure.is_wait ? "" : said);
+      const words = figure.is_wait ? [] : [figure.label, figure.text].map((text) => element("span", {}, text));
+      const part = element("div", { className: "part", title: said }, ...words);
       part.style.width = `${(100 * figure.value) / longest}%`;
       if (figure.is_wait) {
         part.style.background = hatched(figure.lane);

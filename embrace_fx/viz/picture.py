@@ -245,8 +245,19 @@ class Picture:
 
 def labels(operation: Operation) -> tuple[str, ...]:
     """What may be written on an operation, the best first: its name, or what it serves where there is little room."""
-    served = ", ".join(operation.serves).removesuffix(".weight")
-    return (operation.name, served, re.split(r"[. ]", served)[-1])
+    served = ", ".join(_of_stack(name) for name in operation.serves)
+    return (operation.name, served, re.split(r"[. ](?!\+)", served)[-1])
+
+
+def _of_stack(name: str) -> str:
+    """A table without its ".weight", a stack by its first table and the number of the others.
+
+    >>> _of_stack("user.weight and 2 more")
+    'user +2'
+    """
+    first, _, others = name.partition(" and ")
+    table = first.removesuffix(".weight")
+    return f"{table} +{others.removesuffix(' more')}" if others else table
 
 
 def _phases(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Iterator[Phase]:

@@ -146,14 +146,14 @@ def _memory(panel: Panel, rank: int, axis: _Axis, top: float) -> _Part:
     base = min(low, 0) if panel.status == "predicted" else low
     at, corners = top, []
     for point, following in pairwise([*points, points[-1]]):
-        height = top + _MEMORY - (max(point.held_bytes, base) - base) / max(high - base, 1) * _MEMORY
+        height = top + _MEMORY - (max(point.held_bytes, base) - base) / max(high - base, MIB / 10) * _MEMORY
         corners += [f"{axis(point.at_ms)},{height:.1f}", f"{axis(following.at_ms)},{height:.1f}"]
     name = f"memory: from {base / MIB:,.1f} to {high / MIB:,.1f} MiB"
     return _Part(
         [
-            _text(_LEFT - 18, at + _MEMORY / 2 + 4, "memory", "lane"),
+            _text(_LEFT - 18, at + _MEMORY / 2 - 2, "memory", "lane"),
+            _text(_LEFT - 18, at + _MEMORY / 2 + 11, f"{base / MIB:,.1f} to {high / MIB:,.1f} MiB", "lane"),
             f'<g><title>{escape(name)}</title><polyline class="memory" points="{" ".join(corners)}"/></g>',
-            _text(_LEFT + 3, at + 9, f"{high / MIB:,.1f} MiB", "tick"),
         ],
         top + _MEMORY + 8,
     )

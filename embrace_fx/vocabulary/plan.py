@@ -269,11 +269,18 @@ def check_grid(grid: Grid, parameter: str, shape: tuple[int, ...], world_size: i
         )
 
 
+_ALONE = (
+    "ms alone: a parameter's exchange with nothing beside it, a table's with the update of its rows; "
+    "their sum is no step's time"
+)
+
+
 def render(plan: Plan) -> str:
     """The plan as a table: tables first, then everything else, and the totals against DDP."""
     text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s); bytes sent by one rank per step")
-    for column in ("parameter", "shape", "strategy", "predicted", "DDP", "ms", "reason"):
-        text.add_column(column, justify="right" if column in ("predicted", "DDP", "ms") else "left", overflow="fold")
+    for column in ("parameter", "shape", "strategy", "predicted", "DDP", "ms alone", "reason"):
+        right = column in ("predicted", "DDP", "ms alone")
+        text.add_column(column, justify="right" if right else "left", overflow="fold")
     for decision in sorted(plan.decisions, key=lambda d: not d.is_table):
         text.add_row(
             decision.parameter,
@@ -295,10 +302,12 @@ def render(plan: Plan) -> str:
         "",
         f"{len(plan.buckets)} bucket(s)",
     )
-    if plan.stacks:
-        text.caption = "\n".join(f"rows travel together: {', '.join(stack.tables)}" for stack in plan.stacks)
+    told = [f"rows travel together: {', '.join(stack.tables)}" for stack in plan.stacks]
     if not any(d.is_table for d in plan.decisions):
-        text.caption = "no tables: every gradient is reduced densely"
+        told.append("no tables: every gradient is reduced densely")
+    if plan.world_size > 1:
+        told.append(_ALONE)
+    text.caption = "\n".join(told)
     return _printed(text)
 
 
@@ -309,8 +318,9 @@ def explain(plan: Plan) -> str:
     Parameters that had no choice are left out.
     """
     text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s): what was weighed; one rank, one step")
-    for column in ("parameter", "strategy", "sent", "ms", "memory", "", "against it"):
-        text.add_column(column, justify="right" if column in ("sent", "ms", "memory") else "left", overflow="fold")
+    for column in ("parameter", "strategy", "sent", "ms alone", "memory", "", "against it"):
+        right = column in ("sent", "ms alone", "memory")
+        text.add_column(column, justify="right" if right else "left", overflow="fold")
     for decision in plan.decisions:
         for k, candidate in enumerate(decision.candidates):
             text.add_row(
@@ -330,7 +340,7 @@ def explain(plan: Plan) -> str:
         told = ["a single rank exchanges nothing; embrace_fx.plan(model, batch, world_size=8) plans for more"]
     else:
         told = [] if any(d.candidates for d in plan.decisions) else ["no parameter had a choice"]
-        told += [_links_text(plan), _handling_text(plan), *plan.history]
+        told += [_ALONE, _links_text(plan), _handling_text(plan), *plan.history]
     text.caption = "\n".join(told)
     return _printed(text)
 

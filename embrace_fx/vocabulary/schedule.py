@@ -32,6 +32,11 @@ ScheduleName = Literal["none", "horizontal", "vertical", "2d"]
 SCHEDULES: tuple[ScheduleName, ...] = ("none", "horizontal", "vertical", "2d")
 """The paper's ablation (EmbRace, ICPP 2022, section 4)."""
 
+LOOKS_AHEAD: frozenset[str] = frozenset({"vertical", "2d"})
+"""Schedules that cut a batch's rows by what the next batch reads."""
+INTO_FORWARD: frozenset[str] = frozenset({"horizontal", "2d"})
+"""Schedules that leave the updates of buckets to the next forward."""
+
 
 @dataclass(frozen=True)
 class Cuts:

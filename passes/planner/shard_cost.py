@@ -8,6 +8,7 @@ from embrace_fx import cost
 from embrace_fx.vocabulary.graph import Table
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
+from embrace_fx.vocabulary.schedule import LOOKS_AHEAD, SCHEDULES
 
 USEFUL_COLUMNS = 128
 """What shards on a grid have at least, where a table has as many: half a KiB of float32."""
@@ -24,7 +25,7 @@ REPLAY_PASSES = 4
 LONGEST_TAIL = 128
 """Steps after which a momentum of 0.9 reaches no bit of a float32 any more."""
 
-ONE_WAY = {"none": 1, "horizontal": 1, "vertical": 2, "2d": 2}
+ONE_WAY: dict[str, int] = {name: 2 if name in LOOKS_AHEAD else 1 for name in SCHEDULES}
 """Schedule -> AlltoAlls in which a table's rows travel, and as many for their gradients: early and late rows, prior and
 delayed gradients, where the next batch is known."""
 

@@ -26,20 +26,20 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import fx
 
-from embrace_fx.passes.collectives import is_submission
 from embrace_fx.passes.relax.launches import Phases, drop_unread, drop_unread_saved, launch_node, nodes_of
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, OperationId
 from embrace_fx.vocabulary.ops import launch_of
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant, StepVariant, Varied
+from embrace_fx.vocabulary.submissions import submitted
 
 embrace = torch.ops.embrace
 
@@ -79,7 +79,7 @@ def _with_phase(graph: TrainingGraph, variant: StepVariant, rewrite: Callable[[f
     module.recompile()
     varied = Varied(
         variant,
-        frozenset(_submitted(graph)),
+        frozenset(submitted(graph.phases["backward"], graph.phases["forward"])),
         into_forward=bool(nodes_of(graph.phases["forward"], embrace.await_chunk.default)),
     )
     return replace(graph, phases={**graph.phases, **phases.copied}, varied=varied)
@@ -135,11 +135,6 @@ def _delayed_of(graph: TrainingGraph) -> dict[str, list[OperationId]]:
         if _launch(node).part == "delayed":
             found.setdefault(_launch(node).what, []).append(_launch(node))
     return found
-
-
-def _submitted(graph: TrainingGraph) -> Iterator[OperationId]:
-    nodes = (node for phase in ("backward", "forward") for node in graph.phases[phase].graph.nodes)
-    return (_launch(node) for node in nodes if is_submission(node))
 
 
 def is_steady(graph: TrainingGraph) -> bool:

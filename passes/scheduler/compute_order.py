@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from embrace_fx.passes.collectives import is_submission
 from embrace_fx.passes.relax.order import BackwardUnits
 from embrace_fx.passes.scheduler.launch_order import quick_ms, schedule
 from embrace_fx.passes.scheduler.node_cost import NodeMs
 from embrace_fx.vocabulary.operation_id import compute_id
 from embrace_fx.vocabulary.schedule import Schedule, StepGraph
+from embrace_fx.vocabulary.submissions import is_submission
 
 TRIED = 200
 """So many orders may a search simulate."""

@@ -15,8 +15,9 @@ the queue runs once, before, on a simulated machine (`link_machine.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from embrace_fx.passes.scheduler.launch_search import refine
@@ -157,61 +158,83 @@ def story(schedule: Schedule, times: bool = True) -> str:
 
 def _queue(machine: LinkMachine, key: Key) -> list[int]:
     """`order`, in indices: several windows in a row, for what the last of them finds the link busy with."""
-    needed = _needed_at(machine)
-    finished: list[list[float]] = []
-    processor = link = 0.0
-    order: list[int] = []
-    for _ in range(_WARM_UP_WINDOWS):
-        ends: list[float | None] = [None] * len(machine.operations)
-        ran, order = 0, []
-        waiting, copies = list(range(machine.count, machine.copying)), machine.copies_in_order
-        begun = processor
-        while True:
-            while ran < machine.count:
-                while copies and (ready := _ready(machine, copies[0], ends, finished)) is not None:
-                    ends[copies[0]] = ready + machine.durations[copies[0]]
-                    copies = copies[1:]
-                ready = _ready(machine, ran, ends, finished)
-                if ready is None:
-                    break
-                ends[ran] = processor = max(processor, ready) + machine.durations[ran]
-                ran += 1
-            if not waiting:
-                break
-            times = {k: ready for k in waiting if (ready := _ready(machine, k, ends, finished)) is not None}
+    queue = _Queue(machine, key)
+    for _ in range(_WARM_UP_WINDOWS - 1):
+        queue.window()
+    return queue.window()
+
+
+class _Queue:
+    """A priority queue in simulated time, window after window."""
+
+    def __init__(self, machine: LinkMachine, key: Key) -> None:
+        self._machine = machine
+        self._key = key
+        self._needed = _needed_at(machine)
+        self._processor = self._link = 0.0  # when they are free
+        self._finished: list[list[float]] = []  # ends of operations, window by window
+        self._ends: list[float | None] = []  # of this window
+        self._ran = 0  # compute operations of this window
+        self._copies: list[int] = []  # of it, to come
+
+    def window(self) -> list[int]:
+        """The launches of the next window, in the order in which the queue lets them go."""
+        machine, begun = self._machine, self._processor
+        self._ends, self._ran, self._copies = [None] * len(machine.operations), 0, machine.copies_in_order
+        waiting, order = list(range(machine.count, machine.copying)), list[int]()
+        self._compute()
+        while waiting:
+            times = {k: ready for k in waiting if (ready := self._ready(k)) is not None}
             if not times:
                 machine.sequence([*order, *waiting])  # whatever stands first is blocked
                 raise AssertionError("expected a blocked order to be refused")
-            link = max(link, min(times.values()))
-            chosen = min(
-                (k for k, ready in times.items() if ready <= link),
-                key=lambda k: (
-                    key(Ready(machine.operations[k], times[k] - begun, needed[k])),
-                    machine.operations[k].name,
-                ),
+            self._link = max(self._link, min(times.values()))
+            launched = min(
+                (k for k, ready in times.items() if ready <= self._link), key=partial(self._rank, times, begun)
             )
-            ends[chosen] = link = link + machine.durations[chosen]
-            waiting.remove(chosen)
-            order.append(chosen)
-        for copy in copies:
-            ready = _ready(machine, copy, ends, finished)
-            assert ready is not None  # all compute has ended
-            ends[copy] = ready + machine.durations[copy]
-        finished.append([end for end in ends if end is not None])
-    return order
+            self._ends[launched] = self._link = self._link + machine.durations[launched]
+            waiting.remove(launched)
+            order.append(launched)
+            self._compute()
+        while self._copies:
+            self._copy()
+        self._finished.append([end for end in self._ends if end is not None])
+        return order
 
+    def _rank(self, times: Mapping[int, float], begun: float, k: int) -> tuple[Any, str]:
+        operation = self._machine.operations[k]
+        return self._key(Ready(operation, times[k] - begun, self._needed[k])), operation.name
 
-def _ready(machine: LinkMachine, k: int, ends: list[float | None], finished: list[list[float]]) -> float | None:
-    """When its dependences end; None while one of them has no end yet."""
-    ready = 0.0
-    for distance, before in machine.dependences(k):
-        if distance > len(finished):
-            continue
-        end = finished[-distance][before] if distance else ends[before]
-        if end is None:
-            return None
-        ready = max(ready, end)
-    return ready
+    def _compute(self) -> None:
+        """Runs the program until it waits for what has not been launched."""
+        while self._ran < self._machine.count:
+            while self._copies and self._ready(self._copies[0]) is not None:
+                self._copy()
+            ready = self._ready(self._ran)
+            if ready is None:
+                return
+            self._processor = max(self._processor, ready) + self._machine.durations[self._ran]
+            self._ends[self._ran] = self._processor
+            self._ran += 1
+
+    def _copy(self) -> None:
+        """Runs the next copy, whose dependences have ended."""
+        first, *self._copies = self._copies
+        ready = self._ready(first)
+        assert ready is not None
+        self._ends[first] = ready + self._machine.durations[first]
+
+    def _ready(self, k: int) -> float | None:
+        """When its dependences end; None while one of them has no end yet."""
+        ready = 0.0
+        for distance, before in self._machine.dependences(k):
+            if distance > len(self._finished):
+                continue
+            end = self._finished[-distance][before] if distance else self._ends[before]
+            if end is None:
+                return None
+            ready = max(ready, end)
+        return ready
 
 
 def _needed_at(machine: LinkMachine) -> list[float]:

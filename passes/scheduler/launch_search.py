@@ -47,7 +47,7 @@ class _Search:
         self._draw = random.Random(0).random  # the same numbers on every machine and version, which its others are not
 
     def run(self, order: list[int]) -> WindowTimes | None:
-        """None: the order deadlocks."""
+        """Simulates an order; None: it deadlocks."""
         found = self.machine.run_if_legal(order)
         self.starts_left -= len(order) if found is None else len(found.ends) * len(found.ends[0])
         return found

@@ -211,7 +211,11 @@ class LinkMachine:
         return sequence
 
     def run(self, order: Sequence[int], windows: int) -> WindowTimes:
-        """Raises ValueError where the order deadlocks."""
+        """Simulates windows in a row.
+
+        Raises:
+            ValueError: the order deadlocks.
+        """
         return self._time(self.sequence(order), windows)
 
     def run_if_legal(self, order: Sequence[int]) -> WindowTimes | None:

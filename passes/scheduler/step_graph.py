@@ -25,7 +25,6 @@ from typing import Any
 from torch import fx
 
 from embrace_fx import cost
-from embrace_fx.passes.collectives import awaited, is_submission
 from embrace_fx.passes.memory.held import nbytes
 from embrace_fx.passes.scheduler.node_cost import NodeMs, estimate
 from embrace_fx.vocabulary.copy_ops import COPY_OPS, OFFLOAD, RELOAD, compute_up_to, offload_id
@@ -33,6 +32,7 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import BETWEEN, COPIES, EARLY, END, IDS, START, OperationId, compute_id
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
+from embrace_fx.vocabulary.submissions import awaited, is_submission
 
 
 @dataclass(frozen=True)

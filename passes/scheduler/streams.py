@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 
 from embrace_fx.vocabulary import operation_id
-from embrace_fx.vocabulary.schedule import IN_FLIGHT, Operation, Schedule
+from embrace_fx.vocabulary.schedule import IN_FLIGHT, LOOKS_AHEAD, Operation, Schedule
 from embrace_fx.vocabulary.stream_program import HostRead, Kernels, Launch, Record, Step, StreamProgram, WaitEvent
 
 UNIQUE = "unique rows of the next batch"
@@ -53,7 +53,7 @@ class _Host:
         graph = schedule.steps
         self._compute_order = graph.compute_order
         self._launches = {o.name: o for o in graph.communications}
-        self._looks_ahead = schedule.name in ("vertical", "2d")
+        self._looks_ahead = schedule.name in LOOKS_AHEAD
         self._order = [name for name in schedule.launch_order if self._looks_ahead or name != IDS]
         self._needs: dict[str, list[tuple[int, str]]] = {name: [] for name in graph.compute_order}  # (distance, launch)
         self._sources: dict[str, set[str]] = {name: set() for name in self._launches}

@@ -21,12 +21,12 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from embrace_fx.passes.collectives import awaited, is_submission
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, OperationId, rows_id
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.step_variant import ForwardVariant, Varied
+from embrace_fx.vocabulary.submissions import awaited, is_submission
 
 Launches = frozenset[OperationId]
 

@@ -14,7 +14,6 @@ from embrace_fx.passes.collectives import (
     collective_sequence,
     group_of,
     is_launch,
-    is_relaxed,
     launch_options,
     running_modules,
 )
@@ -32,6 +31,7 @@ from embrace_fx.vocabulary.graph import (
     outputs_of,
 )
 from embrace_fx.vocabulary.ops import is_users_launch, op_name
+from embrace_fx.vocabulary.submissions import is_relaxed
 
 
 def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:

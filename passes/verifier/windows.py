@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from embrace_fx.passes.collectives import awaited, is_relaxed, is_submission
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.graph import Parameter, PendingGradients, PendingRows, TrainingGraph, inputs_of, outputs_of
 from embrace_fx.vocabulary.operation_id import IDS, OperationId, bucket_name
 from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, launch_of, op_name
+from embrace_fx.vocabulary.submissions import awaited, is_relaxed, is_submission, submitted
 
 
 @dataclass
@@ -201,7 +201,7 @@ def gradients_cut_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterato
 
 
 def _submitted(graph: TrainingGraph) -> list[OperationId]:
-    return [_id(node) for node in window(graph) if is_submission(node)]
+    return [*submitted(graph.phases["backward"], graph.phases["forward"])]
 
 
 # ---- buckets ----

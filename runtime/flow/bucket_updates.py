@@ -172,7 +172,7 @@ class BucketUpdates:
         )
 
     def submit_chunk(self, launch: OperationId, flat: Tensor, start: int, length: int) -> None:
-        """The same, to be waited for by its id, or taken over with its bucket."""
+        """Submits a chunk, to be waited for by its id, or taken over with its bucket."""
         self._submitted[launch] = self.launch(launch, flat, start, length)
 
     def await_chunk(self, launch: OperationId) -> None:
@@ -189,7 +189,7 @@ class BucketUpdates:
         return any(not bucket.updates for bucket in self._waiting.values())
 
     def forget_submitted(self) -> None:
-        """Chunks that a backward has submitted are no bucket's: it has been given up."""
+        """Forgets chunks that a backward has submitted, which has been given up: they are no bucket's."""
         self._submitted.clear()
 
     def take_over(self, k: int, flat: Tensor) -> None:
@@ -234,7 +234,7 @@ class BucketUpdates:
         return made
 
     def wanted(self, k: int, bucket: _Bucket) -> None:
-        """Someone uses a gradient of a bucket."""
+        """Lands a gradient of a bucket, which someone uses."""
         with self._launcher.hurrying():  # rows of a forward to come may stand before it
             if self._waiting.get(k) is not bucket:  # dropped since
                 bucket.arrived(self._land(bucket))
@@ -270,7 +270,7 @@ class BucketUpdates:
         return taken
 
     def step(self, optimizer: Optimizer, taken: Set[nn.Parameter]) -> None:
-        """The optimizer has stepped: what was taken will be, under the options of this moment."""
+        """Has what was taken step later, under the options of this moment: the optimizer has stepped."""
         bucket_of = {parameter: k for k, bucket in self._waiting.items() for parameter in bucket.parameters}
         groups: dict[int, list[dict[str, Any]]] = {}
         for group in optimizer.param_groups:

@@ -53,7 +53,7 @@ class EarlyRows:
         return torch.equal(self._table.local.index_select(0, self._ids), expected)
 
     def stepped(self, *, moved_all: bool, under_way: bool) -> None:
-        """A step has been taken; `moved_all`: of all rows, and not just of those with a gradient of their own.
+        """Notes a step that has been taken; `moved_all`: of all rows, not just of those with a gradient of their own.
 
         Args:
             under_way: rows have been sent that nothing has read yet.
@@ -66,10 +66,10 @@ class EarlyRows:
                 self.stale |= moved_all
 
     def arrived(self) -> None:
-        """They have been put together with the others."""
+        """Notes that they have been put together with the others."""
         self._ids = self._before = self._left = None
 
     def forget(self) -> None:
-        """What has left is not read."""
+        """Forgets what has left: nobody reads it."""
         self.arrived()
         self.stale, self._supposed = False, None

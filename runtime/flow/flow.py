@@ -8,33 +8,24 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from embrace_fx import cost
 from embrace_fx.runtime.flow.ahead import Ahead, AheadOfDevice, Coming, IdsProgram
 from embrace_fx.runtime.flow.bucket_updates import WRITTEN, BucketUpdates
 from embrace_fx.runtime.flow.forward_segments import ForwardSegments
+from embrace_fx.runtime.flow.head import announce, read
 from embrace_fx.runtime.flow.routing import Routing
 from embrace_fx.runtime.flow.row_exchange import RowExchange
-from embrace_fx.runtime.launch.launcher import Launcher, Ticket
-from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.flow.under_way import waiting
+from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.streams import Streams
-from embrace_fx.runtime.ranks.announcement import Announcements, bad_id_report, unreadable
+from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.runtime.step.phases import Values
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, IDS, START, OperationId
 from embrace_fx.vocabulary.step_variant import Arrival, BackwardVariant, ForwardVariant
-
-ANNOUNCEMENT = OperationId("ids", "announcement", "early", lane="ids")
-"""What a recording shows of the wait for the slowest rank."""
-
-_FOUND, _OVERTOOK = 1, 2
-"""What a rank announces of its state: the batch is the one looked ahead to; launches of the last window have left out
-of turn, so that no rank's next ones may wait for them."""
-
 
 Absent = Callable[[ForwardVariant], Sequence[OperationId]]
 
@@ -43,26 +34,26 @@ class Flow:
     """Everything under way between two steps.
 
     Args:
+        exchanges: by table, or by stack.
+        buckets: those of the plan.
         looks_ahead: whether prior and delayed rows are told apart.
         warn: told that a batch was not the one looked ahead to.
         after_announcement: called in each step when every rank is known to go on with it.
         streams: of a device, which nothing in a steady step makes the host wait for; None: the model is on the CPU.
 
     Attributes:
-        exchanges: by table, or by stack.
-        of_table: likewise, but by table alone: those of a stack have one exchange.
-        buckets: those of the plan.
+        of_table: exchanges by table alone: those of a stack have one.
         segments: what the forward computes, for the recorder.
         awaits_ids: whether `await_ids` is still to be called in the backward that runs, where it is.
     """
-
-    buckets: BucketUpdates
 
     def __init__(
         self,
         announcements: Announcements,
         launcher: Launcher,
-        recorder: Recorder,
+        exchanges: Mapping[str, RowExchange],
+        buckets: BucketUpdates,
+        *,
         looks_ahead: bool,
         warn: Callable[[], None],
         after_announcement: Callable[[], None],
@@ -73,9 +64,11 @@ class Flow:
         self.streams = streams
         self.launcher = launcher
         launcher.noted = self.communicator.progress.note
-        self.recorder = recorder
-        self.exchanges: dict[str, RowExchange] = {}
-        self.of_table: dict[str, RowExchange] = {}
+        self.recorder = launcher.recorder
+        self.exchanges = exchanges
+        self.of_table = {table.name: exchange for exchange in exchanges.values() for table in exchange.table.members}
+        self.buckets = buckets
+        self.wait = waiting(self.communicator, self.recorder)
         self.looks_ahead = looks_ahead
         self._warn = warn
         self._after_announcement = after_announcement
@@ -85,7 +78,7 @@ class Flow:
         self._left = False  # delayed gradients of the last backward are still to be applied
         self._valid = True  # what was prefetched may be used
         self._handed_out = False  # parameters were, and anyone may have written them
-        self.segments = ForwardSegments(recorder)
+        self.segments = ForwardSegments(launcher.recorder)
         self.awaits_ids = False
 
     def look_at(self, program: IdsProgram, leaves: Sequence[Any]) -> Ahead:
@@ -99,7 +92,7 @@ class Flow:
     def begin_forward(
         self, program: IdsProgram, leaves: Sequence[Any], following: Ahead | None, absent: Absent
     ) -> tuple[Values, ForwardVariant]:
-        """The values of the batch's unique and ids phases, and which forward follows on them, on all ranks.
+        """Yields the values of the batch's unique and ids phases, and which forward follows on them, on all ranks.
 
         Args:
             following: the next batch, where it is known.
@@ -108,56 +101,54 @@ class Flow:
         Raises:
             PeerFailure: a rank could not go on, on every rank.
         """
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and self.streams is not None:
-            ahead = self._route(ahead)  # a batch that holds a bad id is not what was looked ahead to, on any rank
         failure = self._look_for_writes()
-        fresh = self._valid and all(exchange.early.usable for exchange in self.exchanges.values())
-        if fresh and ahead is not None and self._handed_out:
-            fresh = all(exchange.early.hold(stepped=exchange.stepped) for exchange in self.exchanges.values())
-        found = ahead is not None and ahead.is_batch(leaves) and ahead.program is program and fresh
-        expected = ahead is not None and fresh
-        if found:
-            assert ahead is not None
-            values = ahead.values
-        else:
-            values, bad = self._read(program, leaves)
-            failure = failure or bad
-        unique = program.rows_of_batch(values)
-        now = [rows.numel() for rows in unique]
-        coming = following.sizes() if following is not None and self.looks_ahead else [-1] * len(now)
-        state = found * _FOUND + (not self.launcher.took_turns()) * _OVERTOOK
-        with self.recorder.waiting(ANNOUNCEMENT):
-            everyone = self.announcements.announce([state, *now, *coming], failure)
-        self.announcements.note_rows(program.tables, [row[1 : 1 + len(now)] for row in everyone])
+        expected = self._expected()
+        found = expected is not None and expected.is_batch(leaves) and expected.program is program
+        values, bad = (
+            (expected.values, None) if expected is not None and found else read(self.announcements, program, leaves)
+        )
+        rows = program.rows_of_batch(values)
+        coming = following.sizes() if following is not None and self.looks_ahead else None
+        everyone = announce(self.announcements, self.launcher, rows, coming, failure or bad, found=found)
+        self.announcements.note_rows(program.tables, everyone.rows)
         self._after_announcement()
-        if any(row[0] & _OVERTOOK for row in everyone):
+        if everyone.overtook:
             self.launcher.catch_up()
-        if not all(row[0] & _FOUND for row in everyone):
-            if expected and not found:  # on this rank
+        if expected is not None and everyone.found:
+            self._route(expected)
+        else:
+            if expected is not None and not found:  # on this rank
                 self._warn()
             self._forget_rows()
             if program.tables:
-                sizes = [row[1 : 1 + len(now)] for row in everyone]
-                program.routing(values, self.communicator.gather_rows_read(unique, sizes, program.num_rows, "ids"))
-        else:
-            assert ahead is not None
-            self._route(ahead)
+                ids = self.communicator.gather_rows_read(rows, everyone.rows, program.num_rows, "ids")
+                program.routing(values, ids)
         self._valid, self._handed_out = True, False
         self._land_waiting()
         self.launcher.enter_forward()
-        sizes = [row[1 + len(now) :] for row in everyone]
         self._coming = None
-        if following is not None and program.routes and all(size >= 0 for row in sizes for size in row):
+        if following is not None and program.routes and all(size >= 0 for row in everyone.coming for size in row):
             current = {route.table: Routing.of(values[route.ids], values[route.counts]) for route in program.routes}
-            self._coming = Coming(following, sizes, current)
+            self._coming = Coming(following, everyone.coming, current)
         variant = ForwardVariant(self._arrives(), self._coming is not None)
         self.launcher.skip(absent(variant))
         self._begin_compute()
         return values, variant
 
+    def _expected(self) -> Ahead | None:
+        """The batch that was looked ahead to, where what has left for it may still be used."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and self.streams is not None:
+            ahead = self._route(ahead)  # a batch that holds a bad id is not what was looked ahead to, on any rank
+        exchanges = self.exchanges.values()
+        if not self._valid or not all(exchange.early.usable for exchange in exchanges):
+            return None
+        if ahead is not None and self._handed_out:
+            return ahead if all(exchange.early.hold(stepped=exchange.stepped) for exchange in exchanges) else None
+        return ahead
+
     def _arrives(self) -> Arrival:
-        """How the batch does whose forward begins."""
+        """How the batch arrives whose forward begins."""
         cut, self._has_cut = self._has_cut, False
         if cut:
             return "cut"
@@ -167,21 +158,6 @@ class Flow:
     def _begin_compute(self) -> None:
         self.recorder.mark(BETWEEN)
         self.segments.begin(START)
-
-    def _read(self, program: IdsProgram, leaves: Sequence[Any]) -> tuple[Values, str | None]:
-        """The values of a batch's unique phase, and what is wrong with its ids.
-
-        Raises:
-            PeerFailure: they cannot be computed; on every rank.
-        """
-        try:
-            values = program.unique(leaves)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            self.announcements.announce((), unreadable(error))
-            raise
-        named = zip(program.rows_of_batch(values), program.tables, program.num_rows, strict=True)
-        reports = (bad_id_report(*each) for each in named)
-        return values, next((report for report in reports if report is not None), None)
 
     def _look_for_writes(self) -> str | None:
         """What is wrong where a table was written behind the model's back; rows that left early are read anew."""
@@ -201,7 +177,7 @@ class Flow:
                     exchange.materialise()
 
     def begin_plain_forward(self) -> None:
-        """The head of a forward that leaves nothing to the next step and has found nothing of the last one."""
+        """Begins a forward that leaves nothing to the next step and has found nothing of the last one."""
         self._after_announcement()
         self.launcher.enter_forward()
         self._begin_compute()
@@ -236,7 +212,7 @@ class Flow:
         return BackwardVariant(self._left, coming, cut)
 
     def open_window(self, gate: Gate | None, absent: Sequence[OperationId]) -> None:
-        """At the head of a backward.
+        """Opens the window of a backward, at its head.
 
         Args:
             gate: what tells whether every rank is in it: nothing leaves before.
@@ -307,7 +283,7 @@ class Flow:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """`synchronize` for a caller outside of a step: nothing that is still to be submitted holds it up."""
+        """Applies updates for a caller outside of a step: nothing that is still to be submitted holds it up."""
         with self.launcher.hurrying():
             self.synchronize()
 
@@ -325,7 +301,7 @@ class Flow:
                 exchange.materialise()
 
     def land_untaken(self) -> None:
-        """`materialise`, where there is anything that no step has taken."""
+        """Calls `materialise`, where there is anything that no step has taken."""
         if self.buckets.waiting or any(exchange.waiting for exchange in self.exchanges.values()):
             self.materialise()
 
@@ -336,7 +312,7 @@ class Flow:
             exchange.discard()
 
     def parameters_may_change(self) -> None:
-        """Every update is applied, and whoever reads parameters from now on may write them too.
+        """Applies every update; whoever reads parameters from now on may write them too.
 
         Rows that were sent early are looked at before they are used. On a device the host would wait for that: there
         they are sent again.
@@ -347,7 +323,7 @@ class Flow:
         self._valid &= self.streams is None
 
     def state_may_change(self) -> None:
-        """The optimizer's state does: rows that were sent early have left as it was."""
+        """Applies every update: the optimizer's state may change, with which rows that were sent early have left."""
         self.settle()
         self.settle_rows()
         self._valid = False
@@ -358,11 +334,11 @@ class Flow:
             exchange.settle_rows()
 
     def expect_no_batch(self) -> None:
-        """The next batch may be any."""
+        """Forgets the next batch, which may be any."""
         self._ahead = None
 
     def leave(self) -> None:
-        """Before a call that runs without the flow: updates are applied, what was looked up ahead is forgotten."""
+        """Applies updates, and forgets what was looked up ahead, before a call that runs without the flow."""
         self.settle()
         self._ahead = None
         self._forget_rows()
@@ -378,10 +354,3 @@ class Flow:
         self._has_cut = False
         for exchange in self.exchanges.values():
             exchange.forget_rows()
-
-    def wait(self, ticket: Ticket) -> Tensor:
-        """A ticket's value; where that takes time, the recorder knows."""
-        if ticket.done:
-            return ticket.wait()
-        with self.communicator.watching(str(ticket.id)), self.recorder.waiting(ticket.id):
-            return ticket.wait()

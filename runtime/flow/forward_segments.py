@@ -16,24 +16,24 @@ class ForwardSegments:
 
     @property
     def runs(self) -> bool:
-        """Whether a forward does."""
+        """Whether a forward runs."""
         return self._segment is not None
 
     def begin(self, operation: OperationId) -> None:
-        """From here on the forward computes this."""
+        """Notes that the forward computes this from here on."""
         self._segment, self._stands = operation, False
 
     def stand(self) -> None:
-        """The forward's compute stands still, until what is awaited is put to use."""
+        """Notes that the forward's compute stands still, until what is awaited is put to use."""
         if self._segment is not None and not self._stands:
             self._recorder.mark(self._segment)
         self._stands = True
 
     def end(self) -> None:
-        """The forward does."""
+        """Notes that the forward ends."""
         self.stand()
         self.forget()
 
     def forget(self) -> None:
-        """No forward runs any more."""
+        """Notes that no forward runs any more."""
         self._segment = None

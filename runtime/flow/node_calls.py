@@ -86,7 +86,7 @@ class NodeCalls:
     # -- exchanges that are waited for in the phase that launches them -------------------------------------------------
 
     def launch_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
-        """`all_to_all_rows` of a table."""
+        """Launches the rows of a table: `all_to_all_rows`."""
         ticket = self._flow.exchanges[launch.what].send_rows(launch, columns, by_row(counts))
         self._recorder.mark(compute_id("update", launch.what))
         return ticket
@@ -94,12 +94,12 @@ class NodeCalls:
     def launch_gradients(
         self, launch: OperationId, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object
     ) -> Ticket:
-        """`all_to_all_gradients` of a table."""
+        """Launches the gradients of a table: `all_to_all_gradients`."""
         self._recorder.mark(compute_id("backward", launch.what))
         return self._flow.exchanges[launch.what].send_gradients(launch, flat, by_row(counts), embedding_dim)
 
     def launch_bucket(self, launch: OperationId, flat: Tensor, *_: object) -> Ticket:
-        """`all_reduce_` or `exchange_gradient_` of a bucket."""
+        """Launches a bucket: `all_reduce_` or `exchange_gradient_`."""
         self._recorder.mark(compute_id("backward", launch.what))
         return self._flow.buckets.launch(launch, flat, 0, flat.numel())
 

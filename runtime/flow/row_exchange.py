@@ -175,7 +175,7 @@ class RowExchange:
         )
 
     def cut(self, ids: Tensor, counts: Tensor, split: Split | None = None) -> None:
-        """At the start of a backward, with the next batch's routing: cuts both batches.
+        """Cuts both batches at the start of a backward, with the next batch's routing.
 
         Args:
             split: how they are cut, where that has been found already.
@@ -187,7 +187,7 @@ class RowExchange:
         self._arriving = Arriving(routing=split.following, late=split.late)
 
     def forget_cut(self) -> None:
-        """At the start of a backward: all of its gradients are prior, unless `cut` follows."""
+        """Treats all gradients of a backward that starts as prior ones, unless `cut` follows."""
         self._split = None
 
     def submit_gradient(
@@ -231,7 +231,7 @@ class RowExchange:
         return written
 
     def note_version(self) -> None:
-        """The table as it is now is this exchange's own doing."""
+        """Takes the table as it is now for this exchange's own doing."""
         self._version = self.table.version
 
     @property
@@ -246,7 +246,7 @@ class RowExchange:
         return False
 
     def deliver(self, absent: Collection[str] = ()) -> None:
-        """At the end of a backward: its gradient is what `.grad` of the tables is, or is added to what it was.
+        """Makes a backward's gradient what `.grad` of the tables is, or adds it to what it was.
 
         Args:
             absent: names of tables that this backward gives no gradient, of those of a stack.
@@ -273,17 +273,17 @@ class RowExchange:
         )
 
     def begin_step(self) -> None:
-        """An optimizer is about to step: what the last step has left is applied."""
+        """Applies what the last step has left: an optimizer is about to step."""
         self.apply_delayed()
         self.early.stale |= self.was_written()
 
     def step(self) -> None:
-        """The optimizer has stepped: its options of this moment are those of the gradient on its way."""
+        """Gives the gradient on its way the options of this moment: the optimizer has stepped."""
         self._gradients[-1].options = hyperparameters(self.table.begin_step())
         self.stepped_at_once(moved_all=self.table.may_move())
 
     def stepped_at_once(self, *, moved_all: bool) -> None:
-        """A step has been taken; `moved_all`: of all rows, and not just of those with a gradient of their own."""
+        """Notes a step that has been taken; `moved_all`: of all rows, not just of those with a gradient."""
         self.early.stepped(moved_all=moved_all, under_way=bool(self._arriving.rows))
         self.note_version()
 
@@ -340,7 +340,7 @@ class RowExchange:
         self._gradients = [gradient for gradient in self._gradients if gradient.options is not None]
 
     def forget_rows(self) -> None:
-        """What was looked up early is not read: parameters may have been written since."""
+        """Forgets what was looked up early: parameters may have been written since."""
         self._arriving = Arriving()
         self.early.forget()
 

@@ -20,11 +20,12 @@ from embrace_fx.runtime.flow.split_ahead import unique_ids
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
+from embrace_fx.vocabulary.ops import op_name
 
 _READERS = frozenset(
     {
-        *("embrace.all_gather_ids.default", "embrace.lookup.default", "embrace.coalesce.default"),
-        *("embrace.all_to_all_rows.default", "embrace.all_to_all_gradients.default"),
+        *("embrace::all_gather_ids", "embrace::lookup", "embrace::coalesce"),
+        *("embrace::all_to_all_rows", "embrace::all_to_all_gradients"),
     }
 )
 """What may read unique rows, or their counts, as long as the batch has ids."""
@@ -39,10 +40,10 @@ class SoloRows:
 
     def kernel(self, node: fx.Node) -> Callable[..., Any] | None:
         """What a node of the ids' phases, or of the backward, is to call instead."""
-        match str(node.target):
-            case "embrace.unique_ids.default":
+        match op_name(node):
+            case "embrace::unique_ids":
                 return self.unique_ids
-            case "embrace.all_gather_ids.default":
+            case "embrace::all_gather_ids":
                 tables: tuple[str, ...] = node.meta["tables"]
 
                 def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], *_: object) -> list[Tensor]:
@@ -51,11 +52,11 @@ class SoloRows:
                     return list(unique)
 
                 return all_gather_ids
-            case "_c10d_functional.wait_tensor.default" if _is(node.all_input_nodes[0], "all_gather_ids"):
+            case "_c10d_functional::wait_tensor" if op_name(node.all_input_nodes[0]) == "embrace::all_gather_ids":
                 return lambda unique: unique
-            case "embrace.unpack_ids.default":
+            case "embrace::unpack_ids":
                 return lambda unique, *_: [t for rows in unique for t in (rows, torch.tensor([rows.numel()]))]
-            case "embrace.coalesce.default":
+            case "embrace::coalesce":
                 return self.coalesce
         return None
 
@@ -89,7 +90,7 @@ class SoloRows:
 def fits(graph: TrainingGraph) -> bool:
     """Whether nothing in a graph needs to know how many unique rows there are, but what takes their gradients."""
     phases = graph.phases
-    if "backward" not in phases or not any(_is(n, "unpack_ids") for n in phases["ids"].graph.nodes):
+    if "backward" not in phases or not any(op_name(n) == "embrace::unpack_ids" for n in phases["ids"].graph.nodes):
         return False
     names = {n.name for p in ("unique", "ids") for n in phases[p].graph.nodes if _is_rows(n)}
     readers = [
@@ -99,14 +100,12 @@ def fits(graph: TrainingGraph) -> bool:
         if isinstance(role, Saved) and role.name in names
         for user in node.users
     ]
-    return all(str(user.target) in _READERS for user in readers)
+    return all(op_name(user) in _READERS for user in readers)
 
 
 def _is_rows(node: fx.Node) -> bool:
     """Unique rows, or what `unpack_ids` makes of them."""
     source = node.all_input_nodes[0] if node.all_input_nodes else node
-    return _is(source, "unpack_ids") or (_is(source, "unique_ids") and node.args[1:] == (0,))
-
-
-def _is(node: fx.Node, op: str) -> bool:
-    return str(node.target) == f"embrace.{op}.default"
+    return op_name(source) == "embrace::unpack_ids" or (
+        op_name(source) == "embrace::unique_ids" and node.args[1:] == (0,)
+    )

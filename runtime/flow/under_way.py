@@ -16,13 +16,29 @@ from embrace_fx.runtime.flow.bucket_updates import GONE
 from embrace_fx.runtime.flow.grid_parts import GridPart
 from embrace_fx.runtime.flow.routing import Routing, Selection
 from embrace_fx.runtime.launch.launcher import Ticket
+from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held_gradient import Rows as RowsOfTable
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
 
 Wait = Callable[[Ticket], Tensor]
+"""Waits for a ticket (and takes the time of it)."""
+
 Arrive = Callable[["StepGradient", Sequence["Part"]], list[RowsOfTable]]
 """The rows of parts of a gradient, once they are here."""
+
+
+def waiting(communicator: Communicator, recorder: Recorder) -> Wait:
+    """What yields a ticket's value; where that takes time, the recorder knows."""
+
+    def wait(ticket: Ticket) -> Tensor:
+        if ticket.done:
+            return ticket.wait()
+        with communicator.watching(str(ticket.id)), recorder.waiting(ticket.id):
+            return ticket.wait()
+
+    return wait
 
 
 @dataclass
@@ -60,7 +76,7 @@ class LateRows:
         self._of_tables: list[list[RowsOfTable]] | None = None
 
     def rows(self, k: int) -> list[RowsOfTable]:
-        """Those of the k-th table."""
+        """The rows of the k-th table."""
         if self._of_tables is None:
             table, arrive = self._table(), self._arrive()
             if table is None or arrive is None:

@@ -112,7 +112,7 @@ class _Window:
         self.in_forward = False
 
     def drop(self) -> None:
-        """Nothing of it leaves."""
+        """Has nothing of it leave."""
         self.dropped = True
         for ticket in self.waiting.values():
             ticket.drop()
@@ -181,6 +181,7 @@ class Launcher:
         self._order = tuple(order)
         self._of_forward = frozenset(of_forward)
         self.noted: Callable[[str], None] = lambda name: None  # told of every submission
+        self.recorder = recorder
         self._state = _State(recorder)
         self._state.windows.append(_Window(self._order))
         self._start()
@@ -207,13 +208,13 @@ class Launcher:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[_Window]:
-        """Within, the current window may be changed; whatever is due then is launched."""
+        """A context in which the current window may be changed; whatever is due then is launched."""
         with self._state.changed:
             yield self._state.windows[-1]
             self._state.changed.notify_all()
 
     def reorder(self, order: Iterable[OperationId]) -> None:
-        """Another order, from the next window on."""
+        """Launches in another order, from the next window on."""
         self._order = tuple(order)
 
     def absent(self, submits: Collection[OperationId], *, forward: bool) -> tuple[OperationId, ...]:
@@ -256,7 +257,7 @@ class Launcher:
         return launch in self._state.windows[-1].expected
 
     def leave_backward(self) -> None:
-        """What the window's backward has not submitted is not coming any more."""
+        """Expects no more of what the window's backward submits."""
         with self._changing() as window:
             window.expected &= self._of_forward
 
@@ -268,7 +269,7 @@ class Launcher:
         self.leave_backward()
 
     def skip(self, launches: Collection[OperationId]) -> None:
-        """Launches of the current window that are not coming. Where there are none, the thread is not woken."""
+        """Expects no more of some launches of the current window. Where there are none, the thread is not woken."""
         if launches:
             with self._changing() as window:
                 window.expected.difference_update(launches)
@@ -307,7 +308,7 @@ class Launcher:
 
     @contextlib.contextmanager
     def hurrying(self) -> Iterator[None]:
-        """Within, what has not been submitted does not hold up what the caller waits for."""
+        """A context in which what has not been submitted does not hold up what the caller waits for."""
         with self._state.changed:
             self._state.hurried += 1
         try:

@@ -107,7 +107,7 @@ class RecordedStreams(TorchDispatchMode):
         return HostClock()
 
     def expect_on_host(self, tensors: Iterable[Tensor]) -> None:
-        """These would be on the host beside a device: to ask for their values makes nobody wait."""
+        """Takes tensors for such as would be on the host beside a device: to ask for their values makes nobody wait."""
         for tensor in tensors:
             self._name(tensor)
             self._host.add(tensor.untyped_storage()._cdata)

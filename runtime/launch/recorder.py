@@ -26,13 +26,13 @@ class Clock(Protocol):
     """Takes moments of a recording."""
 
     def start(self) -> None:
-        """A recording begins."""
+        """Begins a recording."""
 
     def now(self) -> Moment:
         """This moment, in the program's order."""
 
     def stop(self) -> None:
-        """A recording has ended: from here on `seconds` may be asked for."""
+        """Ends a recording: from here on `seconds` may be asked for."""
 
     def seconds(self, moment: Moment) -> float:
         """A moment on the scale of `time.perf_counter`."""
@@ -125,13 +125,13 @@ class Recorder:
         self.recording: Recording | None = None
 
     def window(self) -> None:
-        """A backward begins."""
+        """Notes that a backward begins."""
         if self.recording is not None:
             self.recording.window += 1
             self.recording.marks.append((None, self.recording.window, self.clock.now()))
 
     def mark(self, operation: OperationId) -> None:
-        """Everything since the last mark was this operation, or more of it."""
+        """Notes that everything since the last mark was this operation, or more of it."""
         recording = self.recording
         if recording is not None:
             if recording.marks and recording.marks[-1][:2] == (operation, recording.window):
@@ -143,7 +143,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def waiting(self, launch: OperationId) -> Iterator[None]:
-        """The thread, or its stream, stands still for a launch."""
+        """A context in which the thread, or its stream, stands still for a launch."""
         recording = self.recording
         if recording is None:
             yield
@@ -155,7 +155,7 @@ class Recorder:
             recording.waits.append((launch, recording.window, start, self.clock.now()))
 
     def transferred(self, transfer: Transfer) -> None:
-        """A launch has completed, or will have by the recording's end (called by whichever thread saw it)."""
+        """Notes a launch that has completed, or will have by the recording's end; called by whichever thread saw it."""
         if self.recording is not None:
             self.recording.transfers.append(transfer)
 

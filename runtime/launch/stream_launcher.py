@@ -192,7 +192,7 @@ class StreamLauncher(Launcher):
 
     @contextlib.contextmanager
     def hurrying(self) -> Iterator[None]:
-        """Nothing to do: a ticket that is waited for is launched then, out of its turn only where it must be."""
+        """Does nothing: a ticket that is waited for is launched then, out of its turn only where it must be."""
         yield
 
     def _ticket(self, which: OperationId, launch: Launch, sent_bytes: int, window: int) -> Ticket:

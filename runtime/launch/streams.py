@@ -28,16 +28,16 @@ class Streams(Protocol):
     """One device's streams: that of compute, and one for each communication class."""
 
     def on(self, lane: Lane, what: str) -> AbstractContextManager[None]:
-        """Within, `what` is enqueued on the stream of a communication class."""
+        """A context in which `what` is enqueued on the stream of a communication class."""
 
     def record(self, name: str) -> Event:
         """An event that passes when everything enqueued on the current stream has ended."""
 
     def wait(self, event: Event) -> None:
-        """What is enqueued on the current stream from here on waits for the event. The host does not."""
+        """Has what is enqueued on the current stream from here on wait for the event. The host does not."""
 
     def keep(self, *tensors: Tensor) -> None:
-        """Memory that the current stream uses, allocated on another, is not reused before that use has ended."""
+        """Has memory that the current stream uses, allocated on another, not be reused before that use has ended."""
 
     def from_host(self, values: Sequence[int], device: torch.device) -> Tensor:
         """(V,) int64 on the device, for what is enqueued on the current stream from here on."""

@@ -315,8 +315,9 @@ class Stepping:
 
     def _count_step(self, optimizer: Optimizer) -> None:
         """Ranks compare how many they have taken, of those that move anything."""
-        moves = any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
-        self._communicator.progress.optimizer_steps += moves
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            self._communicator.progress.optimizer_steps += 1
+            self._state.asked.stepped(optimizer)
 
     def _unscale(self, optimizer: Optimizer, step: _Step) -> bool:
         """Unscales what is applied by rows, as torch's own step does its gradients for a GradScaler; false: skip."""

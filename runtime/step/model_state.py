@@ -8,6 +8,7 @@ from weakref import WeakSet, ref
 
 from torch import Tensor, nn
 
+from embrace_fx.runtime.tables.asked import Asked
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.row_table import RowTable
@@ -32,6 +33,8 @@ class ModelState:
         self.ignored = names_to_ignore(model)
         """Parameters and buffers that each rank has for itself."""
         self.tables: dict[str, RowTable] = {}
+        self.asked = Asked()
+        """How often the training loop asks for all parameters."""
         self.unreduced: set[str] = set()
         """Parameters whose `.grad` holds this rank's own sum, from backwards under `no_sync`."""
         self.hooked: frozenset[str] = frozenset()
@@ -64,9 +67,10 @@ class ModelState:
         return {name: tables[parameter] for name, parameter in named if parameter in tables}
 
     def settle_tables(self) -> None:
-        """Has all rows of tables take the steps they have skipped."""
+        """Has all rows of tables take the steps they have skipped: parameters are asked for. No update is pending."""
         for table in self.tables.values():
             table.settle()
+        self.asked.note()
 
     def refresh(self, model: nn.Module) -> None:
         """Looks for parameters and buffers again, where modules have been replaced."""

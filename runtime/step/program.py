@@ -34,8 +34,9 @@ from embrace_fx.vocabulary.graph import (
     outputs_of,
 )
 from embrace_fx.vocabulary.operation_id import OperationId
-from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, op_name
+from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.step_variant import ForwardVariant, StepVariant
+from embrace_fx.vocabulary.submissions import is_relaxed, submitted
 
 if TYPE_CHECKING:  # importing Inductor takes seconds, which only those who use it are to pay
     from embrace_fx.runtime.lower.inductor import RegionCompiler
@@ -148,9 +149,7 @@ class Program:
         module, is_last = graph.phases[phase], phase == "backward"
         special, owed = (bound.backward, bound.owed_backward) if is_last else (bound.forward, bound.owed_forward)
         run = runnable(module, self.state, bound.by_op, special, self.regions, last=is_last)
-        found = (launch_of(node) for node in module.graph.nodes if op_name(node) in SUBMISSIONS | LAUNCHES)
-        launches = {launch for launch in found if launch is not None}
-        absent = self.flow.launcher.absent(launches, forward=not is_last) if self.flow is not None else ()
+        absent = self.flow.launcher.absent({*submitted(module)}, forward=not is_last) if self.flow is not None else ()
         return LoweredPhase(run, owed, absent)
 
     def phase(self, variant: StepVariant) -> LoweredPhase:
@@ -170,9 +169,7 @@ class Program:
 
     def _note_communication(self, graph: TrainingGraph) -> None:
         """What is announced, awaited, and the same a step earlier."""
-        self.is_relaxed = any(
-            op_name(node) in SUBMISSIONS | AWAITS for module in graph.phases.values() for node in module.graph.nodes
-        )
+        self.is_relaxed = is_relaxed(graph)
         self._ids_are_pure = ids_are_pure(graph.phases["unique"], graph.phases["forward"])
         self.announces = any(op_name(node) == "embrace::all_gather_ids" for node in graph.phases["ids"].graph.nodes)
 

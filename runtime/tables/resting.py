@@ -24,17 +24,12 @@ ROWS_AT_ONCE = 1 << 16
 
 
 class RestingRows:
-    """Those of one table.
-
-    Attributes:
-        settled: how many steps in a row all rows have been asked for after each.
-    """
+    """Those of one table."""
 
     def __init__(self) -> None:
         self._skipped: SkippedSteps | None = None
         self._taken: Tensor | None = None  # (V',) how many steps of the history each row has taken
         self._version = 0  # of the part, as of the last write of its own
-        self.settled = 0
 
     @property
     def rest(self) -> bool:
@@ -97,8 +92,6 @@ class RestingRows:
     def settle(self, local: Tensor, state: Mapping[str, Any]) -> None:
         """Has all rows take what they have skipped, and begins a new history."""
         if self.rest:
-            assert self._skipped is not None
-            self.settled = self.settled + 1 if self._skipped.count == 1 else 0
             for ids in torch.arange(local.shape[0], device=local.device).split(ROWS_AT_ONCE):
                 self.catch_up(local, state, ids)
         if self._taken is not None:

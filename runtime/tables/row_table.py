@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,13 +47,6 @@ Options = Mapping[str, Any]
 """Those of a param group, as of one step."""
 
 
-MayRest = Literal["never", "while it pays", "always"]
-"""Of rows without gradient. It does not pay where all of them are asked for after every step: then a sweep is less."""
-
-ASKED_FOR_OFTEN = 2
-"""Steps in a row after each of which all rows of a table were asked for: a loop that has parameters handed out."""
-
-
 @dataclass(frozen=True)
 class Supposed:
     """A step that rows sent early have taken already: whose, and under which options."""
@@ -71,7 +64,7 @@ class RowTable:
         place: where its parts lie.
         communicator: the ranks that have the other parts; None: there are none.
         row_updates: the semantics the user asked for.
-        resting: whether rows without gradient may rest, where what they skip can be made up for.
+        may_rest: whether rows without gradient may rest, where what they skip can be made up for; asked at each step.
         gradients: those of all sharded tables, in the same order on all ranks.
 
     Attributes:
@@ -87,7 +80,7 @@ class RowTable:
         row_updates: RowUpdates,
         optimizer: Optimizer | None = None,
         *,
-        resting: MayRest = "never",
+        may_rest: Callable[[], bool] = lambda: False,
         gradients: Callable[[], Sequence[HeldGradient]] = lambda: (),
     ) -> None:
         self.name = name
@@ -97,7 +90,7 @@ class RowTable:
         self.optimizer = optimizer
         self._communicator = communicator
         self._applied: list[Tensor] = []  # rows that the step under way has updated
-        self._may_rest = resting
+        self._may_rest = may_rest
         self._gradients = gradients
         self._resting = RestingRows()
 
@@ -216,9 +209,7 @@ class RowTable:
 
     def rests(self, options: Options) -> bool:
         """Whether rows without gradient rest in a step, and move later."""
-        if self._may_rest == "never" or not self.moves_all(options):
-            return False
-        if self._resting.settled >= ASKED_FOR_OFTEN and self._may_rest != "always":
+        if not self._may_rest() or not self.moves_all(options):
             return False
         return form_of(self.holder, options, self.state, self.local.dtype) is not None
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from embrace_fx.passes.collectives import awaited, is_submission
 from embrace_fx.passes.relax.launches import Phases
 from embrace_fx.passes.relax.variants import is_steady, pass_of
 from embrace_fx.passes.verifier.invariants import verify
@@ -21,6 +20,7 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.step_variant import VARIANTS, Arrival, BackwardVariant, ForwardVariant, StepVariant
+from embrace_fx.vocabulary.submissions import awaited, is_submission
 from tests.passes.scheduler.test_step_graph import translator
 from tests.support.golden import check_golden
 

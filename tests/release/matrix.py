@@ -4,8 +4,9 @@
     python -m tests.release.matrix --only python3.13-torch2.15.0
 
 Each torch from `OLDEST_TORCH` to the newest of the package registry, the last release of each minor version, runs
-under the oldest Python; the oldest and the newest torch run under every other one. Environments are made by uv, whose
-hard links keep many of them small, in build/matrix, and are used again.
+under the oldest Python; the oldest and the newest torch run under every other one. Environments are made by uv in
+build/matrix, one at a time: each is gigabytes, and removed after its suite unless `--keep` is given. What the pairs
+have in common stays in uv's cache there until the last pair is done.
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder for the page")
     parser.add_argument("--only", nargs="*", help="names of pairs, python3.13-torch2.15.0")
+    parser.add_argument("--keep", action="store_true", help="leave the environments and the cache for another run")
     asked = parser.parse_args()
     program, interpreters = uv(), pythons_here()
     found: dict[Pair, str] = {}
@@ -149,10 +151,15 @@ def main() -> None:
             found[pair] = verdict(environment(program, interpreters[pair.python], pair), pair)
         except RuntimeError as error:
             found[pair] = f"cannot be installed: {error}"
+        finally:
+            if not asked.keep:
+                shutil.rmtree(FOLDER / pair.name, ignore_errors=True)
         print(f"{pair.name}: {found[pair]}", flush=True)
         if asked.output is not None:
             date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
             (asked.output / f"matrix-{date}.md").write_text(page(found, date), encoding="utf-8")
+    if not asked.keep:
+        shutil.rmtree(FOLDER / "cache", ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from embrace_fx.runtime.flow.flow import ANNOUNCEMENT
+from embrace_fx.runtime.flow.head import ANNOUNCEMENT
 from embrace_fx.runtime.launch.recorder import ComputeSpan, Recorder, Recording, Transfer, compute_spans
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.scheduling import timeline as timeline_module

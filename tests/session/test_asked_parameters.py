@@ -24,7 +24,7 @@ class Lines(logging.Handler):
 
 
 def train(rank: int, world_size: int, clips_by_model: bool) -> tuple[list[str], bool]:
-    """Six clipped steps: what was told, and whether rows rest at the end."""
+    """Six clipped steps of two optimizers: what was told, and whether all rows are swept at the end."""
     logger, told = logging.getLogger("embrace_fx"), Lines()
     level = logger.level
     logger.addHandler(told)
@@ -33,7 +33,8 @@ def train(rank: int, world_size: int, clips_by_model: bool) -> tuple[list[str], 
     model = embrace_fx.compile(
         nn.Sequential(nn.EmbeddingBag(1_000, 8), nn.Linear(8, 1)), strategy="alltoall", row_updates="exact"
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    table, *others = model.parameters()
+    optimizers = [torch.optim.AdamW([table], lr=0.1), torch.optim.AdamW(others, lr=0.1)]
     clip: Callable[[], object] = (
         (lambda: model.clip_grad_norm_(1.0))
         if clips_by_model
@@ -43,10 +44,12 @@ def train(rank: int, world_size: int, clips_by_model: bool) -> tuple[list[str], 
         for _ in range(6):
             model(torch.randint(1_000, (4, 3))).square().mean().backward()
             clip()
-            optimizer.step()
-            optimizer.zero_grad()
-        (table,) = model._session.state.tables.values()
-        return [line for line in told.lines if "asks for the parameters" in line], table.is_swept(table.param_group())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        (sharded,) = model._session.state.tables.values()
+        is_swept = sharded.is_swept(sharded.param_group())
+        return [line for line in told.lines if "asks for the parameters" in line], is_swept
     finally:
         model.close()
         logger.removeHandler(told)

@@ -39,6 +39,7 @@ class Listening:
         self.usable = self.holds = self.splits = True
         self.stale = False
         self.early, self.table, self.name = self, self, "t"
+        self.members = (self,)
 
     def was_written(self) -> bool:
         return self.written
@@ -95,7 +96,13 @@ def ids_program() -> IdsProgram:
 def listening_flow(table: Listening, warn: Callable[[], None], order: Iterable[OperationId] = ()) -> Flow:
     """A flow of one table and no buckets. Its launcher is to be closed."""
     launcher = Launcher(order or [EARLY, PRIOR, DELAYED, IDS, LATE], [IDS, LATE], Recorder())
-    flow = Flow(Announcements(Communicator(None)), launcher, Recorder(), True, warn, lambda: None)
-    flow.exchanges["t"] = cast(RowExchange, table)
-    flow.buckets = cast(Any, Buckets())
-    return flow
+    communicator = Communicator(None)
+    return Flow(
+        Announcements(communicator),
+        launcher,
+        {"t": cast(RowExchange, table)},
+        cast(Any, Buckets()),
+        looks_ahead=True,
+        warn=warn,
+        after_announcement=lambda: None,
+    )

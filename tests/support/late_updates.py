@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.node_calls import NodeCalls
+from embrace_fx.runtime.flow.under_way import waiting
 from embrace_fx.runtime.kernels import pack_bucket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
@@ -91,16 +92,17 @@ class Deferred(Training):
         self._chunks = [[sum(self.parameters[n].numel() for n in BUCKETS[0])], [6, 4]]
         order = [chunk_id(k, i) for k, sizes in enumerate(self._chunks) for i in range(len(sizes))]
         self.launcher = Launcher(order, (), Recorder())
-        self.flow = Flow(Announcements(communicator), self.launcher, Recorder(), False, lambda: None, lambda: None)
-        self.flow.buckets = BucketUpdates(
-            BUCKETS,
-            self.parameter,
-            communicator,
+        wait = waiting(communicator, self.launcher.recorder)
+        buckets = BucketUpdates(BUCKETS, self.parameter, communicator, self.launcher, wait, {})
+        self.flow = Flow(
+            Announcements(communicator),
             self.launcher,
-            self.flow.wait,
             {},
+            buckets,
+            looks_ahead=False,
+            warn=lambda: None,
+            after_announcement=lambda: None,
         )
-
         self.calls = NodeCalls(self.flow)
         state = ModelState(nn.ParameterDict(self.parameters))
         self.stepping = Stepping(state, communicator, lambda names, reason: None)

@@ -19,16 +19,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 import embrace_fx
-from embrace_fx.passes.collectives import is_launch, is_submission
+from embrace_fx.passes.collectives import is_launch
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.vocabulary.operation_id import IDS, OperationId
-from embrace_fx.vocabulary.ops import SUBMISSIONS, launch_of, op_name
+from embrace_fx.vocabulary.ops import SUBMISSIONS, op_name
 from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from embrace_fx.vocabulary.step_variant import VARIANTS
+from embrace_fx.vocabulary.submissions import submitted
 from tests.support.models import MODELS
 from tests.support.ranks import reset_torch_state, run_ranks
 from tests.support.training import SEED, make_optimizers
@@ -126,8 +127,8 @@ def _train(training: Training) -> Seen:
         recording = builder.recorder.start()
         _epochs(training)
         builder.recorder.stop()
-        submitted = [n for module in compiled.graphs.values() for n in module.graph.nodes if op_name(n) in SUBMISSIONS]
-        assert recording.transfers == submitted == []
+        launching = [n for module in compiled.graphs.values() for n in module.graph.nodes if op_name(n) in SUBMISSIONS]
+        assert recording.transfers == launching == []
         return Seen([], (), {})
     recording = flow.recorder.start()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -140,7 +141,7 @@ def _train(training: Training) -> Seen:
     for number, window in enumerate(training.windows):
         sent = [each for each in recording.transfers if each.window == number]
         window.transfers = [each.launch for each in sorted(sent, key=lambda each: each.started_s)]
-        window.submits = [each for phase in window.phases for each in _submissions(compiled.graphs[phase])]
+        window.submits = [each for phase in window.phases for each in submitted(compiled.graphs[phase])]
     return Seen(training.windows[:-1], compiled.schedule.launches, _besides(training))
 
 
@@ -163,11 +164,6 @@ def _epochs(training: Training) -> None:
     for batch in coming:
         training.step([batch])
     training.step(training.batches(1))
-
-
-def _submissions(module: fx.GraphModule) -> list[OperationId]:
-    launches = [launch_of(node) for node in module.graph.nodes if is_submission(node)]
-    return [launch for launch in launches if launch is not None]
 
 
 def _besides(training: Training) -> dict[str, tuple[list[str], list[str]]]:

@@ -130,7 +130,12 @@ def test_a_window_without_compute_is_not_counted() -> None:
 
 @pytest.mark.parametrize(
     ("name", "serves", "short"),
-    [("backward bucket 5", "bucket 5", "5"), ("backward encoder.5", "encoder.5", "5"), ("prior", "emb.weight", "emb")],
+    [
+        ("backward bucket 5", "bucket 5", "5"),
+        ("backward encoder.5", "encoder.5", "5"),
+        ("prior", "emb.weight", "emb"),
+        ("rows user.weight and 2 more", "tables.user.weight and 2 more", "user +2"),
+    ],
 )
 def test_labels_get_shorter(name: str, serves: str, short: str) -> None:
     first, *_, last = labels(Operation(name, "backward", "compute", 1.0, serves=(serves,)))

@@ -268,3 +268,35 @@ def test_time_in_which_nothing_runs_has_a_name(tab: Any, tmp_path: Path) -> None
 
     assert "Between operations" in found_along(tab, "measured", "compute", "nothing runs")
     assert "between operations\t3.00 ms" in tab.locator("#figures").inner_text()
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+def test_no_word_in_a_bar_is_cut_in_two(
+    tab: Any, tmp_path: Path, schedule: Schedule, timeline: Timeline, width: int
+) -> None:
+    tab.set_viewport_size({"width": width, "height": 900})
+    opened(tab, tmp_path, schedule, timeline, Background(500.0, (StepOn(2, 1.0, 500.0),), ()))
+
+    words = tab.locator("#bars .part span").evaluate_all(
+        """all => all.map(word => {
+            const [own, bar] = [word.getBoundingClientRect(), word.parentElement.getBoundingClientRect()];
+            return [own.right <= bar.right + 0.5, own.top >= bar.bottom - 1.5];
+        })"""
+    )
+
+    assert words
+    assert all(inside or hidden for inside, hidden in words)
+    assert any(hidden for _, hidden in words)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_steps_on_other_numbers_of_ranks_have_the_compute_that_is_predicted(
+    tab: Any, tmp_path: Path, schedule: Schedule, timeline: Timeline
+) -> None:
+    opened(tab, tmp_path, schedule, timeline, Background(0.0, (StepOn(2, 1.0, 0.0),), ()))
+
+    compute_ms = schedule.diagnostics().compute_ms
+
+    assert compute_ms != pytest.approx(timeline.diagnostics().compute_ms, rel=0.01)
+    shown = tab.locator("#ranks .total").last.inner_text()
+    assert float(shown.removesuffix(" ms")) == pytest.approx(compute_ms, rel=0.01)

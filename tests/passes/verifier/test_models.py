@@ -21,10 +21,9 @@ from embrace_fx.passes.relax.variants import is_steady
 from embrace_fx.scheduling.scheduling import cuts
 from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
 from embrace_fx.session.step_graphs import StepGraphs
-from embrace_fx.vocabulary.operation_id import OperationId
-from embrace_fx.vocabulary.ops import SUBMISSIONS, launch_of, op_name
 from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from embrace_fx.vocabulary.step_variant import VARIANTS
+from embrace_fx.vocabulary.submissions import submitted
 from tests.support.cases import long_but
 from tests.support.hugging_face import LONG, TRAININGS
 from tests.support.models import MODELS
@@ -68,10 +67,4 @@ def test_all_that_a_model_runs_is_sound(model: str, schedule: ScheduleName) -> N
     for variant in VARIANTS if cut else ():
         assert variant.phase in steps.graph(variant).phases
     if schedule != "none":  # the order of launches is proved as it is made
-        submitted = {launch for module in compiled.graph.phases.values() for launch in _submitted(module)}
-        assert submitted <= set(planned.schedule.launches)
-
-
-def _submitted(module: torch.fx.GraphModule) -> list[OperationId]:
-    launches = [launch_of(node) for node in module.graph.nodes if op_name(node) in SUBMISSIONS]
-    return [launch for launch in launches if launch is not None]
+        assert {*submitted(*compiled.graph.phases.values())} <= set(planned.schedule.launches)

@@ -1,0 +1,38 @@
+"""What the nodes of a graph hand to the launcher, and what they wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, SUBMISSIONS, launch_of, op_name
+
+
+def is_submission(node: fx.Node) -> bool:
+    """Whether a node hands something to the launcher."""
+    return launch_of(node) is not None and op_name(node) in SUBMISSIONS | LAUNCHES
+
+
+def submitted(*modules: fx.GraphModule) -> Iterator[OperationId]:
+    """The launches that modules hand to the launcher, in their order."""
+    for module in modules:
+        for node in module.graph.nodes:
+            launch = launch_of(node)
+            if launch is not None and is_submission(node):
+                yield launch
+
+
+def awaited(node: fx.Node) -> OperationId | None:
+    """The launch that a node waits for, if it does."""
+    if op_name(node) in AWAITS:
+        return launch_of(node)
+    return launch_of(node.all_input_nodes[0]) if op_name(node) == "_c10d_functional::wait_tensor" else None
+
+
+def is_relaxed(graph: TrainingGraph) -> bool:
+    """Whether steps of this graph leave communication to the next one."""
+    handed_over = SUBMISSIONS | AWAITS
+    return any(op_name(node) in handed_over for module in graph.phases.values() for node in module.graph.nodes)

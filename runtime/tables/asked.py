@@ -1,0 +1,39 @@
+"""Whether a training loop asks for a model's parameters in every step.
+
+Contract
+    Where all rows are wanted after each step, letting rows rest costs more than it saves. `often` changes only when
+    parameters are asked for: nothing that a step has taken is pending then, so that one step is never taken two ways.
+"""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+OFTEN = 2
+"""Steps in a row after each of which all parameters were asked for."""
+
+
+class Asked:
+    """Counts the steps in a row after each of which parameters were asked for, of whichever optimizers."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+        self._stepped: set[int] = set()  # ids of optimizers, since parameters were last asked for
+        self._missed = False  # one of them has stepped twice
+
+    @property
+    def often(self) -> bool:
+        """Whether the loop does so in every step."""
+        return self._in_a_row >= OFTEN
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Counts a step that an optimizer has taken."""
+        self._missed |= id(optimizer) in self._stepped
+        self._stepped.add(id(optimizer))
+
+    def note(self) -> None:
+        """Counts that parameters are asked for; once between two steps."""
+        if self._stepped:
+            self._in_a_row = 1 if self._missed else self._in_a_row + 1
+            self._stepped.clear()
+            self._missed = False

@@ -1,0 +1,31 @@
+"""A loop that asks for parameters in every step is told from one that does now and then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from embrace_fx.runtime.tables.asked import Asked
+
+FIRST, SECOND = (torch.optim.SGD([nn.Parameter(torch.zeros(1))]) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("loop", "often"),
+    [
+        ("a 1 a 1 a", True),  # gradients are clipped
+        ("1 a 1 a", True),  # an average is kept
+        ("1 2 a 1 2 a", True),  # of two optimizers
+        ("1 a a a", False),  # in one place, again and again
+        ("1 a 1 1 a", False),  # every second time
+        ("1 a 1 a 1 1 a", False),  # no longer
+        ("1 a 1 a 1 1", True),  # nothing changes between two askings
+    ],
+)
+def test_asked_for_in_every_step(loop: str, often: bool) -> None:
+    asked = Asked()
+    for each in loop.split():
+        asked.note() if each == "a" else asked.stepped(FIRST if each == "1" else SECOND)
+
+    assert asked.often == often
