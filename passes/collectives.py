@@ -6,6 +6,7 @@ each sums up what it will launch; the sums are compared before the first collect
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,6 @@ from typing import Any
 from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import Argument
-from torch.utils import _pytree as pytree
 
 from embrace_fx.vocabulary.graph import (
     Gradient,
@@ -178,12 +178,21 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes
     if not isinstance(node.target, OpOverload):
         return []
-    schema = node.target._schema
+    shared: list[fx.Node] = []
+    for position, name in _shared_arguments(node.target):
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        values = value if isinstance(value, list | tuple) else (value,)
+        shared += [each for each in values if isinstance(each, fx.Node)]
+    return shared
+
+
+@functools.cache
+def _shared_arguments(op: OpOverload) -> tuple[tuple[int, str], ...]:
+    """The arguments whose memory an op's results may share, by position and name; tensors, or lists of some."""
+    schema = op._schema
     if all(result.alias_info is None for result in schema.returns):
-        return []
-    arguments = _arguments(node)
-    shared = [arguments[a.name] for a in schema.arguments if a.alias_info is not None and a.name in arguments]
-    return [value for value in pytree.tree_leaves(shared) if isinstance(value, fx.Node)]
+        return ()
+    return tuple((k, argument.name) for k, argument in enumerate(schema.arguments) if argument.alias_info is not None)
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

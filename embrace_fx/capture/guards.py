@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import types
 from collections import ChainMap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -99,7 +99,6 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> DynamoGuards:
     first = code.co_varnames[0] if code.co_argcount else "args"
     frame = {first: model} if code.co_argcount else {first: (model,)}
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    kept: list[Any] = []
 
     def is_kept(name: str) -> bool:
         root = re.search(r"\b([LG])\['(\w+)'\]", name)
@@ -107,18 +106,13 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> DynamoGuards:
             return False
         return root[1] == "G" or itself in name or root[2] in cells
 
-    def select(entries: Sequence[Any]) -> list[bool]:
-        chosen = [is_kept(entry.orig_guard.name) for entry in entries]
-        kept[:] = [entry.value for entry, of_model in zip(entries, chosen, strict=True) if of_model]
-        return chosen
-
     output.skip_guards_check = True  # of a frame with the batch
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
-        checks = _Checks(code, output, guard_filter_fn=select)
+        checks = _Checks(is_kept, code, output)
     manager = checks.guard_manager
     values = _values(output, function, model, itself, cells)
     output.local_scope = {}
-    return DynamoGuards(manager, frame, cells, [kept, checks.guarded], values.of_tensors(), values)
+    return DynamoGuards(manager, frame, cells, [checks.values, checks.guarded], values.of_tensors(), values)
 
 
 class _Checks(CheckFunctionManager):
@@ -126,15 +120,36 @@ class _Checks(CheckFunctionManager):
 
     Torch's own are told when a guarded object ends: they would be kept by every class and module of a library that they
     guard on, for ever. These keep what they guard on instead.
+
+    Args:
+        is_kept: by the name of what is guarded. Torch's own filter, `guard_filter_fn`, makes all guards before it is
+            asked, those on a thousand parameters too, and then makes again what is left.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, is_kept: Callable[[str], bool], *args: Any, **kwargs: Any) -> None:
+        self._is_kept = is_kept
         self.guarded: list[object] = []
+        self.values: list[object] = []
         super().__init__(*args, **kwargs)
+
+    def build_guards(self, sorted_guards: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        kept = [guard for guard in sorted_guards if self._is_kept(guard.name)]
+        builder, manager = super().build_guards(kept, *args, **kwargs)
+        self.values = [_value(builder, guard) for guard in kept]
+        return builder, manager
 
     def id_ref(self, obj: object, obj_str: str) -> int:
         self.guarded.append(obj)
         return id(obj)
+
+
+def _value(builder: Any, guard: Any) -> object:
+    """What is guarded; None where the guard is on its absence."""
+    try:
+        found: object = builder.get(guard.originating_source)
+    except Exception:  # whatever reading what is not there raises
+        return None
+    return found
 
 
 def _values(

@@ -26,6 +26,7 @@ from torch._export.utils import _compiling_state_context
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
@@ -297,6 +298,8 @@ def _trace_joint(
         if route == "direct":
             stack.enter_context(_KeepWhole())
         stack.enter_context(regions_noted())
+        # As `torch.compile` does: of graphs that are only traced, no Python code is made.
+        stack.enter_context(_use_lazy_graph_module(True))
         # The direct route has made its sizes symbolic by itself; its numbers stay constants.
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs, ignore_shape_env=route == "direct")
         check_collectives(joint.graph_module.graph)

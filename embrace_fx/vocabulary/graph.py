@@ -225,9 +225,9 @@ def copy_module(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
-        env[node].name = node.name
-        env[node].meta = copy.copy(node.meta)
+        copied = env[node] = graph.node_copy(node, env.__getitem__)  # its meta too
+        if copied.name != node.name:
+            copied.name = node.name
     graph._codegen = copy.copy(module.graph._codegen)
     return LateModule(module, graph)
 

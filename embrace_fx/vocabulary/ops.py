@@ -17,10 +17,14 @@ launcher sends it when its turn comes in the schedule, and a later phase *awaits
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.library import define, register_fake
 
 from embrace_fx.vocabulary import flow_ops  # noqa: F401  (declares the ops)
@@ -64,7 +68,13 @@ LOCAL_OF_FLOW: frozenset[str] = frozenset({"embrace::join_rows", "embrace::hand_
 
 def op_name(node: fx.Node) -> str:
     """The op a node calls, as "namespace::name" without overload; "" where it calls none."""
-    return str(node.target._schema.name) if isinstance(node.target, torch._ops.OpOverload) else ""
+    return _name_of(node.target) if isinstance(node.target, OpOverload) else ""
+
+
+@functools.cache
+def _name_of(op: OpOverload) -> str:
+    """Asked millions of times, and a new text of C++ each time."""
+    return str(op._schema.name)
 
 
 def is_users_launch(node: fx.Node) -> bool:
@@ -315,7 +325,15 @@ define("embrace::unpack_bucket", "(Tensor(a -> *) flat, Tensor[] like) -> Tensor
 @register_fake("embrace::unpack_bucket")
 def _(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views into the flat tensor with the shapes of `like` (the parameters)."""
-    return [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in like]), like, strict=True)]
+    starts = accumulate((t.numel() for t in like), initial=flat.storage_offset())
+    # A fake `view` goes through torch's Python decomposition, which takes twice as long as this.
+    return [flat.as_strided(t.shape, _strides(t.shape), start) for t, start in zip(like, starts, strict=False)]
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Of a contiguous tensor."""
+    behind = accumulate((max(size, 1) for size in reversed(shape[1:])), operator.mul, initial=1)
+    return list(behind)[: len(shape)][::-1]
 
 
 define(

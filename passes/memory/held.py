@@ -160,7 +160,11 @@ def backward_peak(nodes: Sequence[fx.Node], saved: Collection[fx.Node]) -> int:
 
 def nbytes(value: Any) -> int:
     """Bytes of a fake tensor, or of several."""
-    return sum(_elements(t) * t.element_size() for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
+    return sum(_elements(t) * t.element_size() for t in _leaves(value) if isinstance(t, Tensor))
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
 
 
 def _elements(tensor: Tensor) -> int:
@@ -183,6 +187,7 @@ def _memory(
     """Args: `saved`: what placeholders stand for."""
     position = {node: k for k, node in enumerate(nodes)}
     of: dict[fx.Node, list[Storage]] = {}
+    places: dict[fx.Node, dict[int, int]] = {}  # of several results: a list of a thousand is looked at once
 
     def lies_in(value: fx.Node) -> list[Storage]:
         return of.get(saved.get(value, value), [])
@@ -194,7 +199,10 @@ def _memory(
         elif shared:
             of[node] = [storage for source in shared for storage in lies_in(source)]
         elif _is_item(node):
-            of[node] = _item(lies_in(node.all_input_nodes[0]), node)
+            source = node.all_input_nodes[0]
+            if source not in places:
+                places[source] = _places(source)
+            of[node] = _item(lies_in(source), node, places[source])
         else:
             known = _is_known(node)
             of[node] = [Storage(node, size, k, k, k, known=known) for size in _sizes(node) if size]
@@ -211,7 +219,7 @@ def _memory(
 
 def _sizes(node: fx.Node) -> list[int]:
     """Bytes of each of a node's results."""
-    sizes = [nbytes(leaf) for leaf in pytree.tree_leaves(node.meta.get("val"))]
+    sizes = [nbytes(leaf) for leaf in _leaves(node.meta.get("val"))]
     if op_name(node) == "embrace::rnn_layer" and node.args[-2:] == ("mkldnn", True):
         input_TBI, output_TBH = node.all_input_nodes[0].meta["val"], node.meta["val"][0]
         wide = max(_hint(input_TBI.shape[-1]), _hint(output_TBH.shape[-1])) / _hint(output_TBH.shape[-1])
@@ -221,7 +229,7 @@ def _sizes(node: fx.Node) -> list[int]:
 
 def _is_known(node: fx.Node) -> bool:
     """Whether the sizes of a node's results are those of the capture, not of the data."""
-    tensors = [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in _leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
     sizes: list[int | torch.SymInt] = [size for tensor in tensors for size in tuple(tensor.shape)]
     return all(getattr(size.node, "hint", None) is not None for size in sizes if isinstance(size, torch.SymInt))
 
@@ -255,13 +263,16 @@ def _is_item(node: fx.Node) -> bool:
     return node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and len(node.args) == 2
 
 
-def _item(storages: list[Storage], node: fx.Node) -> list[Storage]:
-    """The storage of one of several results: by its place among those that have memory."""
+def _places(source: fx.Node) -> dict[int, int]:
+    """Of a node with several results: the number of each that has memory -> its place among those."""
+    with_memory = (k for k, size in enumerate(_sizes(source)) if size)
+    return {k: place for place, k in enumerate(with_memory)}
+
+
+def _item(storages: list[Storage], node: fx.Node, places: Mapping[int, int]) -> list[Storage]:
+    """The storage of one of several results."""
     source, index = node.all_input_nodes[0], node.args[1]
     values = source.meta.get("val")
-    if not isinstance(values, list | tuple) or not isinstance(index, int):
+    if not isinstance(values, list | tuple) or not isinstance(index, int) or len(places) != len(storages):
         return storages
-    with_memory = [k for k, size in enumerate(_sizes(source)) if size]
-    if len(with_memory) != len(storages):
-        return storages
-    return [storages[with_memory.index(index)]] if index in with_memory else []
+    return [storages[places[index]]] if index in places else []

@@ -11,6 +11,7 @@ Contract
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -67,11 +68,16 @@ def view_of(node: fx.Node) -> fx.Node | None:
     if not isinstance(node.target, OpOverload):
         tuples = node.all_input_nodes
         return tuples[0] if tuples and view_of(tuples[0]) is not None else None
-    returns = node.target._schema.returns
-    if not returns or returns[0].alias_info is None or returns[0].alias_info.is_write:
+    if not _yields_views(node.target):
         return None
     aliased = aliased_inputs(node)
     return aliased[0] if aliased else None
+
+
+@functools.cache
+def _yields_views(op: OpOverload) -> bool:
+    returns = op._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
 def _leads_to(node: fx.Node | None, value: fx.Node) -> bool:

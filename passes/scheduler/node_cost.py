@@ -46,6 +46,7 @@ def node_ms(node: fx.Node, compute: cost.Compute) -> float:
     return compute.time_ms(flops(node), moved)
 
 
+@functools.cache
 def _is_view(op: torch._ops.OpOverload) -> bool:
     returns = op._schema.returns
     alias = returns[0].alias_info if returns else None

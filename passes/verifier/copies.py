@@ -45,6 +45,8 @@ def copies_in_pairs(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[V
 
 def freed_values_unread(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
     """Behind the await of an offload, nothing reads what has left, nor a view of it, in any phase."""
+    if not any(op_name(node) == AWAIT_OFFLOAD for module in running_modules(graph) for node in module.graph.nodes):
+        return
     freed: dict[str, str] = {}  # value -> the await behind which it is gone
     views: dict[str, set[str]] = {}  # value -> the names of its memory
     for module in running_modules(graph):

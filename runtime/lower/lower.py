@@ -55,13 +55,14 @@ def lower(
         if node.op == "get_attr":
             env[node] = graph.get_attr(str(node.target))
             continue
-        env[node] = graph.node_copy(node, lambda n: env[n])
-        env[node].name = node.name
-        env[node].meta["val"] = None if _is_in_flight(node) else node.meta.get("val")
-        env[node].meta["fixed"] = _is_fixed(node)
-        env[node].meta["copies"] = op_name(node) == "embrace::pack_bucket"
+        copied = env[node] = graph.node_copy(node, env.__getitem__)
+        if copied.name != node.name:
+            copied.name = node.name
+        copied.meta["val"] = None if _is_in_flight(node) else node.meta.get("val")
+        copied.meta["fixed"] = _is_fixed(node)
+        copied.meta["copies"] = op_name(node) == "embrace::pack_bucket"
         if isinstance(node.target, torch._ops.OpOverload):
-            env[node].target = special(node) or targets.get(op_name(node), node.target)
+            copied.target = special(node) or targets.get(op_name(node), node.target)
     if compile_region is not None:
         compile_regions(module, graph, compile_region)
     write_in_place(graph)
