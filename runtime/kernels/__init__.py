@@ -149,7 +149,7 @@ def stack_ids(ids: Sequence[Tensor], counts: Sequence[Tensor], first_rows: Seque
 
 
 def unstack_rows(flat: Tensor, counts: Sequence[Tensor], rank: int) -> list[Tensor]:
-    rows = [int(of_table[rank]) for of_table in counts]
+    rows = [of_table.tolist()[rank] for of_table in counts]  # counts are on the host
     width = flat.numel() // max(sum(rows), 1)
     return [part.clone() for part in flat.split([each * width for each in rows])]
 
