@@ -115,7 +115,8 @@ define("embrace::await_chunk", "(Tensor(a) value, str launch) -> Tensor(a)")
 @register_fake("embrace::await_chunk")
 def _(value: Tensor, launch: str) -> Tensor:
     """The same value, once a chunk has arrived: the bucket itself, or a parameter that is to be updated from it."""
-    return torch.ops.aten.alias.default(value)
+    same: Tensor = torch.ops.aten.alias.default(value)
+    return same
 
 
 define("embrace::hand_over", "(Tensor flat, int bucket) -> Tensor")

@@ -325,9 +325,9 @@ define("embrace::unpack_bucket", "(Tensor(a -> *) flat, Tensor[] like) -> Tensor
 @register_fake("embrace::unpack_bucket")
 def _(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views into the flat tensor with the shapes of `like` (the parameters)."""
-    starts = accumulate((t.numel() for t in like), initial=flat.storage_offset())
+    begin, starts = flat.storage_offset(), accumulate((t.numel() for t in like), initial=0)
     # A fake `view` goes through torch's Python decomposition, which takes twice as long as this.
-    return [flat.as_strided(t.shape, _strides(t.shape), start) for t, start in zip(like, starts, strict=False)]
+    return [flat.as_strided(t.shape, _strides(t.shape), begin + start) for t, start in zip(like, starts, strict=False)]
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
