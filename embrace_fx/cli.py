@@ -155,7 +155,13 @@ def doctor() -> None:
 
 @main.command()
 @click.argument("factory")
-@click.option("--steps", type=click.IntRange(2), default=20, show_default=True, help="of each system, after warming up")
+@click.option(
+    "--steps",
+    type=click.IntRange(2),
+    default=20,
+    show_default=True,
+    help="of each system, after warming up, rounded up to turns of 5",
+)
 def bench(factory: str, steps: int) -> None:
     """Times FACTORY's model under DDP and under embrace_fx, in turns, on the ranks that torchrun starts.
 

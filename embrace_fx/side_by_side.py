@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 import embrace_fx
 from embrace_fx.runtime.probe.wire import sent_by_connection
+from embrace_fx.vocabulary.plan import readable_bytes
 
 WARM_UP_STEPS = 3
 STEPS_PER_TURN = 5
@@ -102,6 +103,6 @@ def _told(ddp: Contender, own: Contender, compiled: embrace_fx.CompiledModel) ->
         f"embrace_fx  {own_ms:9.2f} ms a step, {ddp_ms / own_ms:.2f} times as fast",
     ]
     if ddp.step_bytes and own.step_bytes:
-        sent = [median(each.step_bytes) / 1e6 for each in (ddp, own)]
-        lines.append(f"rank 0 sends {sent[0]:.3f} MB a step under DDP, {sent[1]:.3f} MB under embrace_fx")
+        by_ddp, by_own = (readable_bytes(median(each.step_bytes)) for each in (ddp, own))
+        lines.append(f"rank 0 sends {by_ddp} a step under DDP, {by_own} under embrace_fx, measured on its connections")
     return [*lines, compiled.report()]

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.ranks.failure import LaunchLog, PeerFailure, RollCall, failure_text
+from embrace_fx.runtime.ranks.meeting import met
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, Lane
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 from embrace_fx.vocabulary.stream_program import URGENT
@@ -89,7 +90,7 @@ class Groups:
             name = f"joining/{restarts}/{dist.distributed_c10d._world.group_count}"
             joining = RollCall(store, name, self.rank, self.world_size, self.progress, self._dump_to)
             try:
-                with joining.watching():
+                with met(store, group), joining.watching():
                     attempt = self._meet(group)
             finally:
                 joining.close()
@@ -101,7 +102,7 @@ class Groups:
         """Makes the groups of the calling thread; returns a text that no other attempt of the job has."""
         on_host = _carries(group, CPU)
         if on_host:  # making a group waits for a rank that is gone; a message to it fails at once
-            dist.all_reduce(torch.zeros(()), group=group)
+            _check_counts(group)
         if "nccl" in dist.get_backend_config(group):
             self._open(CLASSES)
         else:  # every group of gloo has a thread that wakes a hundred times a second, on cores that compute
@@ -311,6 +312,25 @@ def end_groups(roll_call: RollCall | None, groups: list[dist.ProcessGroup]) -> N
     thread = threading.Thread(target=end, name="embrace_fx end", daemon=True)
     thread.start()
     thread.join(_FAREWELL_S)
+
+
+def _check_counts(group: dist.ProcessGroup) -> None:
+    """Raises where torch would give a new group of a part of the job's ranks different names on them. Collective.
+
+    Raises:
+        ValueError: ranks are in different numbers of groups, by which torch names the next one.
+    """
+    count = len(dist.distributed_c10d._world.pg_names)
+    extremes = torch.tensor([count, -count])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    most, fewest = extremes[0].item(), -extremes[1].item()
+    if most != fewest and dist.get_world_size(group) < dist.get_world_size():
+        raise ValueError(
+            f"expected the ranks of a process group to be in equally many groups, in compile() or at the first call, "
+            f"found {count} on rank {dist.get_rank()}, and {fewest} to {most} on all: torch names new groups by that "
+            "number, and would wait for ever. Make groups of which each rank is in as many, those of a device mesh, or "
+            "compile in the default group."
+        )
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
