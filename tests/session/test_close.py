@@ -26,13 +26,14 @@ KINDS = ("Session", "Communicator", "Flow", "Words", "Parameter")
 def taken() -> dict[str, int]:
     """What this process holds of what every model needs, the model itself among it."""
     gc.collect()
-    deadline_s = time.monotonic() + 5.0
-    threads = -1
-    while threads != (threads := _threads()) and time.monotonic() < deadline_s:
-        time.sleep(0.2)  # one that has been joined may still be there
+    deadline_s, alike = time.monotonic() + 10.0, 0
+    while alike < 3 and time.monotonic() < deadline_s:
+        before = _threads(), _descriptors()
+        time.sleep(0.2)  # a thread that has been joined, and sockets of an earlier test, may still be there
+        alike = alike + 1 if before == (_threads(), _descriptors()) else 0
     return {
-        "threads": threads,
-        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": _threads(),
+        "descriptors": _descriptors(),
         "groups": len(dist.distributed_c10d._world.pg_map),
         "models": sum(type(each).__name__ in KINDS for each in gc.get_objects()),
     }
@@ -40,6 +41,10 @@ def taken() -> dict[str, int]:
 
 def _threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def train(rank: int) -> embrace_fx.CompiledModel:
