@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -159,6 +159,8 @@ def test_no_bit_differs_of_a_model_that_has_it_all(copies: CopyRate) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # a model is captured for each of some thirty examples
+@settings(max_examples=30)
 @given(
     parts=st.lists(st.sampled_from(list(PARTS)), min_size=1, max_size=4),
     budget=st.floats(0.2, 0.95),
