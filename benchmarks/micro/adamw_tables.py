@@ -4,10 +4,11 @@
     python -m benchmarks.micro.adamw_tables memory --table-gib 1 --ddp-ranks 2
 
 time    The LSTM language model of the lab, whose tables nothing ties. Every system has processes of its own, which are
-        warmed up and then measured. A round is every system once; a ratio is of two systems of one round. TorchRec's
-        optimizers are fused into the backward and lazy: rows without gradient stand still. On a CPU its Adam does not
-        exist, and Adagrad, which reads and writes one average less, stands in for it. Its packages come from the
-        environment that `make bench-peers` makes, on the project's torch; without it, TorchRec is left out.
+        warmed up and then measured, by the clock and by what rank 0's process takes of a processor. A round is every
+        system once; a ratio is of two systems of one round. TorchRec's optimizers are fused into the backward and lazy:
+        rows without gradient stand still. On a CPU its Adam does not exist, and Adagrad, which reads and writes one
+        average less, stands in for it. Its packages come from the environment that `make bench-peers` makes, on the
+        project's torch; without it, TorchRec is left out.
 memory  One table and a linear layer. Every system has processes of its own; told is by how much the most memory that a
         rank has held (VmHWM) is above what it held before the model was made. What a rank of DDP holds does not depend
         on the number of ranks: fewer of them can have a larger table.
@@ -147,15 +148,16 @@ def _times(job: Job, rank: int) -> dict[str, float]:
     counts, steps = TIME_SYSTEMS[job.system], _open(job, rank)
     for _ in range(counts.warm_up):
         next(steps)
-    found = []
+    found, busy = [], []
     for _ in range(counts.spells):
         dist.barrier()
-        begun_s = time.perf_counter()
+        begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
         for _ in range(counts.measured):
             next(steps)
+        busy.append((time.process_time() - begun_cpu_s) * 1e3 / counts.measured)
         dist.barrier()
         found.append((time.perf_counter() - begun_s) * 1e3 / counts.measured)
-    return {"ms": statistics.median(found)}
+    return {"ms": statistics.median(found), "cpu_ms": statistics.median(busy)}
 
 
 def _memory(job: Job, rank: int) -> dict[str, float]:
@@ -212,19 +214,22 @@ def _compare_times(given: argparse.Namespace) -> None:
         print("Without TorchRec: run `make bench-peers`.")
         systems = [name for name in systems if not name.startswith("torchrec")]
     found: dict[str, list[float]] = {name: [] for name in systems}
+    busy: dict[str, list[float]] = {name: [] for name in systems}
     reached = None
     for _ in range(given.rounds):
         for name in systems:
             job = Job("time", name, given.rows, given.width, given.rate_mbit)
             measured, reached = _run(job, Links(given.ranks, given.rate_mbit), given.timeout_s)
             found[name].append(measured["ms"])
-            print(f"{name:26} {measured['ms']:10.1f} ms a step", flush=True)
+            busy[name].append(measured["cpu_ms"])
+            print(f"{name:26} {measured['ms']:10.1f} ms a step, {measured['cpu_ms']:.1f} of a processor", flush=True)
     for name, each in found.items():
         ratios = [a / b for a, b in zip(each, found[systems[0]], strict=True)]
         told = f"{statistics.median(ratios):6.3f} times {systems[0]}'s ({min(ratios):.3f} to {max(ratios):.3f})"
-        print(f"{name:26} {statistics.median(each):10.1f} ms a step, {told}")
+        of_processor = f"{statistics.median(busy[name]):.1f} of a processor on rank 0"
+        print(f"{name:26} {statistics.median(each):10.1f} ms a step ({of_processor}), {told}")
     setting = {"rows": given.rows, "width": given.width, "rounds": given.rounds}
-    print(json.dumps({"setting": setting, "links": reached, "ms": found, "load": os.getloadavg()}))
+    print(json.dumps({"setting": setting, "links": reached, "ms": found, "cpu_ms": busy, "load": os.getloadavg()}))
 
 
 def _compare_memory(given: argparse.Namespace) -> None:

@@ -133,12 +133,18 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     taken.index_fill_(0, ids, history.steps)
     if history.moments is not None:
         left = _leap(shard, averages, ids, rested, history, history.moments)
+        if left.numel() == 0:
+            return
         ids, rested = ids[left], rested[left]
     rested, order = rested.sort()  # those that have rested longest first
     ids = ids.index_select(0, order)
-    rows = max(1, _ELEMENTS // (STEPS_PER_BLOCK * max(1, shard.shape[1])))
+    rows = _rows_of_block(shard)
     for block, begun in zip(ids.split(rows), rested.split(rows), strict=True):
         _decay(shard, averages, block, begun, history)
+
+
+def _rows_of_block(shard: Tensor) -> int:
+    return max(1, _ELEMENTS // (STEPS_PER_BLOCK * max(1, shard.shape[1])))
 
 
 def _leap(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History, moments: Moments) -> Tensor:
@@ -147,8 +153,8 @@ def _leap(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history
     Returns:
         (L,) places of the rows that it leaves as they are, whose weights would not be right to the last bit.
     """
-    rows = max(1, _ELEMENTS // (STEPS_PER_BLOCK * max(1, shard.shape[1])))
     left, begun = [], 0
+    rows = _rows_of_block(shard)
     for block, rested in zip(ids.split(rows), taken.split(rows), strict=True):
         done = _leap_block(shard, averages, block, rested, history, moments)
         if done is not None:

@@ -13,39 +13,35 @@ from typing import Any
 from torch import Tensor
 
 
-class OwnResults:
-    """The results of a program's calls, with plain tensors in the place of views.
+def own_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[list[Any], list[int]]:
+    """The results of a call, with plain tensors, which count their own writes, in the place of views.
 
     Args:
-        differentiable: places, among the results of a call, of those with a gradient; others may be written.
+        results: of a program's call.
+        differentiable: places among them of those with a gradient; others may be written as they are.
+
+    Returns:
+        The results, and the places of those that were views.
     """
+    given = list(results)
+    made = [k for k in differentiable if type(given[k]) is Tensor and given[k]._is_view()]
+    for k in made:
+        view = given[k]
+        plain = view.new_empty(0)
+        given[k] = plain.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+    return given, made
 
-    def __init__(self, differentiable: Sequence[int]) -> None:
-        self._places = tuple(differentiable)
-        self._made: tuple[int, ...] = ()
 
-    def of(self, results: Sequence[Any]) -> list[Any]:
-        """The results of a call; plain tensors in the memory of views count their own writes, see `read_again`."""
-        given = list(results)
-        self._made = tuple(k for k in self._places if type(given[k]) is Tensor and given[k]._is_view())
-        for k in self._made:
-            view = given[k]
-            plain = view.new_empty(0)
-            given[k] = plain.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
-        return given
+def read_again(made: Iterable[Tensor], read: Iterable[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
+    """Those tensors that share memory with what the backward reads, and their versions.
 
-    def read_again(self, results: Sequence[Any], read: Iterable[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
-        """Those results of the last call that share memory with what the backward reads, and their versions.
-
-        Args:
-            results: of `of`.
-            read: what the backward reads, and its versions.
-        """
-        if not self._made:
-            return []
-        memory = {memory_of(tensor) for tensor, _ in read}
-        shared = (results[k].detach() for k in self._made if memory_of(results[k]) in memory)
-        return [(result, result._version) for result in shared]
+    Args:
+        made: plain tensors that `own_results` made.
+        read: what the backward reads, and its versions.
+    """
+    memory = {memory_of(tensor) for tensor, _ in read}
+    shared = (tensor.detach() for tensor in made if memory_of(tensor) in memory)
+    return [(tensor, tensor._version) for tensor in shared]
 
 
 def memory_of(tensor: Tensor) -> int:

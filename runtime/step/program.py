@@ -20,7 +20,7 @@ from embrace_fx.runtime.step.delivery import Delivery, delivered
 from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
 from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.owed import Owed
-from embrace_fx.runtime.step.own_results import OwnResults, memory_of
+from embrace_fx.runtime.step.own_results import memory_of
 from embrace_fx.runtime.step.phases import Runnable, Values, autocast_is_in_the_graph, runnable
 from embrace_fx.runtime.step.used_parameters import UsedParameters
 from embrace_fx.vocabulary.graph import (
@@ -84,7 +84,7 @@ class Program:
         synchronised: whether gradients are reduced.
         results: indices, among the flattened results, of those that the forward yields.
         differentiable: those of them that have a gradient.
-        own_results: makes plain tensors of those that are views of its own.
+        differentiable_places: where these are, among those that the forward yields.
     """
 
     def __init__(  # noqa: PLR0913
@@ -177,8 +177,8 @@ class Program:
         """Which results the forward yields, which have a gradient, and which parameters get one from which."""
         self.results = [r.index for _, r in outputs_of(graph.phases["forward"]) if isinstance(r, Result)]
         self.differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
-        places = [place for place, index in enumerate(self.results) if index in self.differentiable]
-        self.own_results = OwnResults(places)
+        found = enumerate(self.results)
+        self.differentiable_places = tuple(place for place, index in found if index in self.differentiable)
         roles = self._lowered["backward"].run.roles if self.has_backward else ()
         state, size = self.state, self.communicator.world_size
         self.used = UsedParameters(state.names, graph.results_behind, delivered(roles), size, state.ignored)
