@@ -9,6 +9,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import threading
@@ -102,7 +103,8 @@ class Groups:
         """Makes the groups of the calling thread; returns a text that no other attempt of the job has."""
         on_host = _carries(group, CPU)
         if on_host:  # making a group waits for a rank that is gone; a message to it fails at once
-            _check_counts(group)
+            self._hosts = group
+            self._agree_on_counts()
         if "nccl" in dist.get_backend_config(group):
             self._open(CLASSES)
         else:  # every group of gloo has a thread that wakes a hundred times a second, on cores that compute
@@ -138,6 +140,8 @@ class Groups:
         """
         if self.world_size == 1:
             return
+        if self.world_size < dist.get_world_size():
+            self._agree_on_counts()
         for lane, name in zip(CLASS_LANES, LANE_GROUPS, strict=True):
             if name in self._groups or lane not in lanes:
                 continue
@@ -161,14 +165,42 @@ class Groups:
             if name not in self._groups:
                 self._groups[name] = self._new_group(name)
 
-    def sub_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A group of some of these ranks, by their global numbers. Collective among them."""
-        return self._new_group(name, ranks=ranks)
+    def _agree_on_counts(self) -> None:
+        """Has some of the job's ranks be in equally many groups, by which torch names those that they make. Collective.
+
+        Raises:
+            ValueError: they are not, and it is the script's groups that differ.
+        """
+        if self._hosts is not None:
+            if self.world_size < dist.get_world_size():
+                gc.collect()  # groups of models that one rank has not collected yet
+            _check_counts(self._hosts)
+
+    def sub_group(self, name: str, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """The group of those ranks, of several parts of these, that this rank is among. Collective among all of these.
+
+        Args:
+            parts: global numbers, each once.
+        """
+        assert self.group is not None
+        if self.world_size < dist.get_world_size():
+            self._agree_on_counts()
+            parts = [ranks for ranks in parts if dist.get_rank() in ranks]
+        # Where all ranks of the job make all groups, torch names them by how many it has ever made: the same on all.
+        # Those that some make alone it names by how many there are: one rank may have collected an earlier model.
+        made = [self._new_group(name, ranks=ranks) for ranks in parts]
+        (own,) = (group for group in made if group is not None)
+        assert isinstance(own, dist.ProcessGroup)
+        return own
 
     def _new_group(
         self, name: str, backend: str | None = None, urgent: bool = False, ranks: Sequence[int] | None = None
-    ) -> dist.ProcessGroup:
-        """Another group of the same ranks, or of some; `backend` None: with the back ends of this one."""
+    ) -> Any:
+        """Another group of the same ranks, or of some; `backend` None: with the back ends of this one.
+
+        Returns:
+            The group; None where this rank is none of its.
+        """
         assert self.group is not None
         ranks, options = list(ranks or dist.get_process_group_ranks(self.group)), None
         own = dist.get_backend_config(self.group)
@@ -185,9 +217,10 @@ class Groups:
             backend=backend,
             pg_options=options,
             group_desc=f"embrace_fx_{name.replace(' ', '_')}",
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
+            use_local_synchronization=self.world_size < dist.get_world_size(),
         )
-        assert isinstance(created, dist.ProcessGroup)
+        if not isinstance(created, dist.ProcessGroup):
+            return None
         if len(ranks) == dist.get_world_size():
             self._made.append(created)
         return created

@@ -40,9 +40,8 @@ def mesh_of(communicator: Communicator, device_type: str, grid: Grid | None) -> 
     found = communicator.meshes.get((device_type, grid))
     if found is None:
         ranks = torch.tensor(dist.get_process_group_ranks(group)).view(grid.rows, grid.columns)
-        row, column = grid.place(communicator.rank)
-        along = {f"column {column} of a {grid}": ranks[:, column], f"row {row} of a {grid}": ranks[row]}
-        groups = [communicator.sub_group(name, each.tolist()) for name, each in along.items()]
+        along = {f"a column of a {grid}": ranks.t().tolist(), f"a row of a {grid}": ranks.tolist()}
+        groups = [communicator.sub_group(name, parts) for name, parts in along.items()]
         found = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("rows", "columns"))
         communicator.meshes[device_type, grid] = found
     return found

@@ -231,7 +231,7 @@ Ends = dict[str, Tensor]
 def _train_all(rank: int, world_size: int, group: Group) -> dict[tuple[str, Way], Ends]:
     found = {}
     batches = [group.workload.batches(step, rank, SEED) for step in range(STEPS)]
-    for way in group.ways:
+    for way in filter(group.cases_of, group.ways):
         schedule, row_updates = way
         reset_torch_state()
         plain = group.workload.make(group.dtype, SEED)

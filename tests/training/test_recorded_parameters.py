@@ -1,6 +1,7 @@
 """Parameters after training, bit for bit those of a record: what a change of the schedule must leave as it was.
 
-The record holds for one version of torch and one kind of CPU, whose kernels round alike; elsewhere the test is skipped.
+The record, made by the code before communication was launched by nodes of the graph, holds for one version of torch and
+one processor, whose kernels round alike; elsewhere the test is skipped.
 `pytest --update-golden` writes it: do so from the code whose numbers are to be kept.
 """
 
@@ -26,8 +27,19 @@ TRAININGS = tuple(product(("two_table_lm", "transformer_encoder", "bag_recommend
 
 
 def _made_by() -> dict[str, str]:
-    """What decides how kernels round."""
-    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    """What decides how kernels round: of two makers' processors with the same instructions, libraries choose others."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"torch": torch.__version__, "cpu": capability, "processor": _processor()}
+
+
+def _processor() -> str:
+    """Maker, family and model, as Linux numbers them; "" where it does not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    return ", ".join(told.get(key, "") for key in ("vendor_id", "cpu family", "model"))
 
 
 def _hashes(rank: int, world_size: int) -> dict[str, dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -181,3 +182,18 @@ def test_a_meta_model_has_the_values_of_one_rank(grid: Grid) -> None:
     for found in run_ranks(grid.rows * grid.columns, _meta_values, grid):
         for name, value in plain.named_parameters():
             assert torch.equal(found[name], value), name
+
+
+def _again_on_a_grid(rank: int, world_size: int) -> None:
+    """On rank 0 the first model lives on, with its process groups; on the others it has gone."""
+    kept = []
+    for _ in range(2):
+        model = embrace_fx.compile(nn.Embedding(8, 4), strategy={"weight": Grid(2, 2)})
+        model(torch.tensor([rank])).sum().backward()
+        kept.append(model if rank == 0 else None)
+        del model
+        gc.collect()
+
+
+def test_a_second_model_on_a_grid_does_not_wait_for_groups_of_the_first() -> None:
+    run_ranks(4, _again_on_a_grid)
