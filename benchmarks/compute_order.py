@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -123,7 +123,7 @@ def simulate(model: str, ratio: float, forecast: Forecast, measured: Mapping[str
     units = BackwardUnits.of(backward)
     saved = [node for node, role in inputs_of(backward) if isinstance(role, Saved)]
 
-    def held(order: tuple[str, ...]) -> int:
+    def held(order: Sequence[str]) -> int:
         return backward_peak(units.ordered(order), saved, advanced.expected)
 
     stands = held(units.units)

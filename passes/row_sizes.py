@@ -79,5 +79,6 @@ def _table(launch: fx.Node) -> str:
 
 def _on_a_row(count: int, launch: fx.Node) -> int:
     """How many of so many rows one row of a launch's grid has: they go round it one by one."""
-    grid_rows: Any = launch.args[5] if len(launch.args) > 5 else 1
+    grid_rows = launch.args[5] if len(launch.args) > 5 else 1
+    assert isinstance(grid_rows, int)
     return ceil(count / grid_rows)

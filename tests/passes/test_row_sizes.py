@@ -22,7 +22,8 @@ IDS = torch.arange(6).reshape(2, 3)
 
 
 def both(model: Tables, ids: Tensor) -> Tensor:
-    return (model.table(ids) * model.other(ids)).sum()
+    loss: Tensor = (model.table(ids) * model.other(ids)).sum()
+    return loss
 
 
 def sharded(rank: int = 0, grid: Grid | None = None, rows: dict[str, RowCounts] = ROWS) -> TrainingGraph:

@@ -130,7 +130,8 @@ class Scored(nn.Module):
         x = self.words(words)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return (x * self.items(items)).sum()
+        loss: Tensor = (x * self.items(items)).sum()
+        return loss
 
 
 def scored(rank: int, most: int) -> tuple[Scored, tuple[Tensor, Tensor]]:
@@ -154,7 +155,7 @@ def test_rows_that_the_batch_reads_count() -> None:
         compiled(*batch).backward()
 
     assert_equal_gradients(found, expected)
-    builder: Any = compiled._session.planned.builder  # type: ignore[union-attr]
+    builder: Any = compiled._session.planned.builder
     assert any("again" in node.meta for node in builder.held().nodes)
     assert counted.peak_bytes <= builder._joint.memory_limit
     assert counted.peak_bytes == pytest.approx(builder.held().peak_bytes, rel=1e-3)
