@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -104,7 +104,7 @@ def simulate(model: str, ratio: float, forecast: Forecast, measured: Mapping[str
     def ms(node: fx.Node) -> float:
         if node.op != "call_function":  # a value that the forward has saved bears its name
             return 0.0
-        return measured[node.name] if node.name in measured else node_ms(node, compute)
+        return measured[node.name] if node.name in measured else node_ms(node, compute, before.graph.expected)
 
     graph, setting = forecast._graph, forecast._setting
     tables = {table.parameter for table in graph.tables}
@@ -122,13 +122,17 @@ def simulate(model: str, ratio: float, forecast: Forecast, measured: Mapping[str
     backward = advanced.phases["backward"]
     units = BackwardUnits.of(backward)
     saved = [node for node, role in inputs_of(backward) if isinstance(role, Saved)]
-    stands = backward_peak(units.ordered(units.units), saved)
+
+    def held(order: Sequence[str]) -> int:
+        return backward_peak(units.ordered(order), saved, advanced.expected)
+
+    stands = held(units.units)
     found, order = search(
         steps(advanced),
         "2d",
         "profile",
         Atoms.of(units, ms, {}),
-        lambda order: backward_peak(units.ordered(order), saved),
+        held,
         round(stands * MAY_HOLD),
     )
     ordered = schedule(steps(OrderCompute(order)(advanced)), "2d", "profile").diagnostics().step_ms
@@ -140,7 +144,7 @@ def simulate(model: str, ratio: float, forecast: Forecast, measured: Mapping[str
         schedule(steps(before.graph), "2d", "profile").diagnostics().step_ms,
         schedule(steps(advanced), "2d", "profile").diagnostics().step_ms,
         found.diagnostics().step_ms,
-        backward_peak(units.ordered(order), saved) / stands,
+        held(order) / stands,
         sum(a != b for a, b in zip(order, units.units, strict=True)),
     )
 

@@ -32,7 +32,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from torch import fx
 
 import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders, first_user
+from embrace_fx.passes.row_sizes import expected_sizes
 from embrace_fx.passes.tables import (
     LOOKUP_BACKWARDS,
     RENORM,
@@ -61,6 +62,7 @@ from embrace_fx.vocabulary.graph import (
 from embrace_fx.vocabulary.operation_id import IDS, gradients_id, rows_id
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
+from embrace_fx.vocabulary.sizes import RowCounts
 
 aten = torch.ops.aten
 embrace = torch.ops.embrace
@@ -77,6 +79,7 @@ class ShardTables:
         rank, world_size: which columns are this rank's.
         grids: of those of `tables` whose rows are spread too.
         in_order: gradients leave in the order of `tables`, whatever the graph: where no launcher orders them.
+        rows: table -> how many rows a step is expected to read, where it is known.
     """
 
     tables: tuple[str, ...]
@@ -85,13 +88,14 @@ class ShardTables:
     world_size: int
     grids: Mapping[str, Grid] = field(default_factory=dict)
     in_order: bool = False
+    rows: Mapping[str, RowCounts] = field(default_factory=dict)
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if not self.tables and not self.renormed:
             return graph
         result = graph.edit()
         shard_tables(result, self)
-        return result
+        return replace(result, expected=expected_sizes(result, self.rows, self.world_size))
 
 
 @dataclass(frozen=True)

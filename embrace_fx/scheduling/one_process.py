@@ -43,7 +43,7 @@ class SoloSchedule:
             name: of the schedule that was asked for.
             device: of the model.
         """
-        node_ms = estimate(compute)
+        node_ms = estimate(compute, graph.expected)
 
         def ms(*phases: fx.GraphModule) -> float:
             return sum(node_ms(node) for phase in phases for node in phase.graph.nodes)

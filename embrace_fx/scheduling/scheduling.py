@@ -190,23 +190,24 @@ class Scheduling:
         sent = {each.id: each.sent_bytes for each in agreed.steps.communications if each.id is not None}
         # Nothing is on its way twice: a window never holds more than it sends.
         check_launches(self._graph, launches(agreed, self.looks_ahead), sent, sum(sent.values()))
-        line = memory_line(agreed.predicted, held(self._graph), estimate(self._cluster.compute))
+        node_ms = estimate(self._cluster.compute, self._graph.expected)
+        line = memory_line(agreed.predicted, held(self._graph), node_ms)
         return replace(agreed, predicted=replace(agreed.predicted, memory=line))
 
     def _search(self, profiled: Profile | None) -> _Ordered:
         steps, name = self._step_graph(profiled), self._setting.options.schedule
         if profiled is None or not self._may_reorder():
             return _Ordered(schedule(steps, name, "profile" if profiled else "cost model"), ())
-        backward = self._graph.phases["backward"]
+        backward, expected = self._graph.phases["backward"], self._graph.expected
         measured = {each.what: ms for each, ms in profiled.compute_ms.items() if each.kind == "backward"}
         units = BackwardUnits.of(backward)
-        atoms = Atoms.of(units, estimate(self._cluster.compute), measured)
+        atoms = Atoms.of(units, estimate(self._cluster.compute, expected), measured)
         saved = [node for node, role in inputs_of(backward) if isinstance(role, Saved)]
-        bound = backward_peak(units.ordered(units.units), saved)
+        bound = backward_peak(units.ordered(units.units), saved, expected)
         if self._setting.options.memory_budget is None:
             bound = round(bound * MAY_HOLD)
         found, order = search(
-            steps, name, "profile", atoms, lambda order: backward_peak(units.ordered(order), saved), bound
+            steps, name, "profile", atoms, lambda order: backward_peak(units.ordered(order), saved, expected), bound
         )
         return _Ordered(found, () if order == units.units else order)
 

@@ -80,7 +80,7 @@ def training_passes(
         *((take_part,) if take_part is not None else ()),  # what this batch does not use is exchanged all the same
         EagerDropout(),  # on the CPU: the noise eager would draw, one multiplication
         # tables -> shards, rows by AlltoAll
-        ShardTables(sharded, renormed, rank, plan.world_size, plan.grids, in_order=not reduce),
+        ShardTables(sharded, renormed, rank, plan.world_size, plan.grids, in_order=not reduce, rows=plan.rows),
         NarrowExchange(),  # rows travel in the narrow dtype of an autocast region
         GlobalFrequency(plan.world_size),  # scale_grad_by_freq: counts over all ranks
         # dense gradients -> buckets, AllReduce or a sparse exchange

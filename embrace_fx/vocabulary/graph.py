@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes
 from embrace_fx.vocabulary.step_variant import Varied
 
 LateModule = _LazyGraphModule
@@ -186,6 +187,7 @@ class TrainingGraph:
     "backward" (tangents, saved -> gradients). `results_behind`: parameter -> the results that its gradient comes from.
     `varied`: the phase that is of another variant than the steady one; None: no phase is.
     `memory_limit`: the most that a step may hold, bytes; None: no limit.
+    `expected`: what stands for sizes that only the data knows; equal on all ranks.
     """
 
     module: fx.GraphModule
@@ -194,6 +196,7 @@ class TrainingGraph:
     results_behind: dict[str, frozenset[int]] = field(default_factory=dict)
     varied: Varied | None = None
     memory_limit: int | None = None
+    expected: ExpectedSizes = NOTHING_EXPECTED
 
     @property
     def graph(self) -> fx.Graph:

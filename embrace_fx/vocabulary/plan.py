@@ -14,6 +14,7 @@ from rich.table import Table as TextTable
 
 from embrace_fx.cost.links import COLLECTIVES, Cluster
 from embrace_fx.vocabulary.json_files import read_json, write_json
+from embrace_fx.vocabulary.sizes import RowCounts
 
 STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps")
 """What keeps a parameter consistent: "alltoall" is column shards and AlltoAll of rows, of tables only; all others
@@ -142,6 +143,7 @@ class Decision:
         rests: of shards whose optimizer moves rows without gradient: each takes the steps it has skipped when it is
             read next, and not all at each step.
         padding_idx: of a table, the row that gets no gradient, -1 for none.
+        rows: of a table, how many rows a step is expected to read; None: it is not known.
     """
 
     parameter: str
@@ -158,6 +160,7 @@ class Decision:
     measured: str = ""
     rests: bool = False
     padding_idx: int = -1
+    rows: RowCounts | None = None
 
     @property
     def name(self) -> str:
@@ -200,6 +203,11 @@ class Plan:
     def grids(self) -> dict[str, Grid]:
         """Of `sharded`, those whose rows are spread too."""
         return {d.parameter: d.grid for d in self.decisions if d.grid is not None}
+
+    @property
+    def rows(self) -> dict[str, RowCounts]:
+        """Table -> how many rows a step is expected to read, where it is known."""
+        return {d.parameter: d.rows for d in self.decisions if d.rows is not None}
 
     @property
     def exchanged(self) -> tuple[str, ...]:

@@ -60,7 +60,8 @@ class Memory:
         free = RecomputeCheap(self.compute)(graph)
         if held(free).peak_bytes <= limit:
             return replace(free, memory_limit=limit)
-        return replace(_within(graph, before, limit, Costs(estimate(self.compute), self.copies)), memory_limit=limit)
+        costs = Costs(estimate(self.compute, graph.expected), self.copies)
+        return replace(_within(graph, before, limit, costs), memory_limit=limit)
 
 
 def _within(graph: TrainingGraph, before: Held, limit: int, costs: Costs) -> TrainingGraph:

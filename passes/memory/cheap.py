@@ -70,7 +70,7 @@ class RecomputeCheap:
         found = held(graph)
         if found.backward == len(found.nodes):
             return graph
-        chosen = _Cuts(graph, found, estimate(self.compute)).chosen()
+        chosen = _Cuts(graph, found, estimate(self.compute, graph.expected)).chosen()
         if not chosen:
             return graph
         result = graph.edit()

@@ -4,6 +4,9 @@ Counted is what a step makes: values saved for the backward, values on their way
 buckets that they are packed into, results. What is there before it and after it (parameters, the optimizer's state, the
 batch) is not. Views cost nothing; an op that may write into an input that dies makes nothing new. A value that is
 offloaded is held until that has been awaited, and again from where its reload begins.
+
+Where only the data knows a size, what the graph expects of it counts (`embrace_fx.vocabulary.sizes`); nothing is proved
+by it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -23,13 +27,7 @@ from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, AWAIT_RELOAD, OFFLOAD
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of, outputs_of
 from embrace_fx.vocabulary.in_place import SHARES_MEMORY, written_into
 from embrace_fx.vocabulary.ops import op_name
-
-UNKNOWN_SIZE = 64
-"""What stands for a size that only the data knows, rows of a batch say.
-
-The workspace of oneDNN's LSTM is known to oneDNN alone: 6.1 times its widest of input and state and 9.4 times its state
-were within 3 % of it for 16 and 32 steps, 12 and 24 sequences, and widths of 32 and 64.
-"""
+from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes, is_known
 
 
 @dataclass
@@ -39,7 +37,7 @@ class Storage:
     Attributes:
         born, dies: the positions, among the step's nodes, of the node that makes it and of the last that reads it; the
             number of nodes where it outlives the step.
-        known: whether its size is; else it is `UNKNOWN_SIZE` that stands for a size that only the data knows.
+        known: whether its size is; else it is what is expected of a size that only the data knows.
         last_forward, first_backward: the last reader in the forward; the first one in the backward, None where none is.
     """
 
@@ -95,7 +93,7 @@ def held(graph: TrainingGraph) -> Held:
     in_order, outputs, saved = _phases(graph) if graph.phases else _phases_to_be(graph)
     nodes = [node for phase in in_order for node in phase]
     backward = len(nodes) - len(in_order[-1])
-    memory = _memory(nodes, backward, outputs, saved)
+    memory = _memory(nodes, backward, outputs, saved, graph.expected)
     storages = list({id(storage): storage for node in nodes for storage in memory[node]}.values())
     return Held(nodes, backward, storages, _by_time(storages, len(nodes)), memory)
 
@@ -141,16 +139,19 @@ def _phases(graph: TrainingGraph) -> _Ordered:
     return in_order, outputs, saved
 
 
-def backward_peak(nodes: Sequence[fx.Node], saved: Collection[fx.Node]) -> int:
+def backward_peak(
+    nodes: Sequence[fx.Node], saved: Collection[fx.Node], expected: ExpectedSizes = NOTHING_EXPECTED
+) -> int:
     """The most bytes that a backward phase holds, were its nodes to run in an order.
 
     Args:
         nodes: without placeholders and output.
         saved: the placeholders of what the forward has left to it, each of which dies with its last reader.
+        expected: what stands for sizes that only the data knows.
     """
     in_order = [*saved, *nodes]
     outputs = {node for node in nodes if any(user.op == "output" for user in node.users)}
-    memory = _memory(in_order, 0, outputs, {})
+    memory = _memory(in_order, 0, outputs, {}, expected)
     change = [0] * (len(in_order) + 1)
     for storage in {id(storage): storage for node in in_order for storage in memory[node]}.values():
         change[storage.born] += storage.nbytes
@@ -158,31 +159,23 @@ def backward_peak(nodes: Sequence[fx.Node], saved: Collection[fx.Node]) -> int:
     return max(accumulate(change))
 
 
-def nbytes(value: Any) -> int:
+def nbytes(value: Any, expected: ExpectedSizes = NOTHING_EXPECTED) -> int:
     """Bytes of a fake tensor, or of several."""
-    return sum(_elements(t) * t.element_size() for t in _leaves(value) if isinstance(t, Tensor))
+    return sum(
+        prod(map(expected.number, tuple(t.shape))) * t.element_size() for t in _leaves(value) if isinstance(t, Tensor)
+    )
 
 
 def _leaves(value: Any) -> list[Any]:
     return [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
 
 
-def _elements(tensor: Tensor) -> int:
-    total = 1
-    for size in tuple(tensor.shape):
-        total *= _hint(size)
-    return total
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    if isinstance(size, int):
-        return size
-    hint = getattr(size.node, "hint", None)
-    return int(hint) if hint is not None else UNKNOWN_SIZE
-
-
 def _memory(
-    nodes: Sequence[fx.Node], backward: int, outputs: set[fx.Node], saved: Mapping[fx.Node, fx.Node]
+    nodes: Sequence[fx.Node],
+    backward: int,
+    outputs: set[fx.Node],
+    saved: Mapping[fx.Node, fx.Node],
+    expected: ExpectedSizes,
 ) -> dict[fx.Node, list[Storage]]:
     """Args: `saved`: what placeholders stand for."""
     position = {node: k for k, node in enumerate(nodes)}
@@ -201,11 +194,11 @@ def _memory(
         elif _is_item(node):
             source = node.all_input_nodes[0]
             if source not in places:
-                places[source] = _places(source)
+                places[source] = _places(source, expected)
             of[node] = _item(lies_in(source), node, places[source])
         else:
             known = _is_known(node)
-            of[node] = [Storage(node, size, k, k, k, known=known) for size in _sizes(node) if size]
+            of[node] = [Storage(node, size, k, k, k, known=known) for size in _sizes(node, expected) if size]
         for storage in of[node]:
             storage.names.append(node)
         for value in node.all_input_nodes:
@@ -217,21 +210,45 @@ def _memory(
     return of
 
 
-def _sizes(node: fx.Node) -> list[int]:
+def _sizes(node: fx.Node, expected: ExpectedSizes) -> list[int]:
     """Bytes of each of a node's results."""
-    sizes = [nbytes(leaf) for leaf in _leaves(node.meta.get("val"))]
+    sizes = [nbytes(leaf, expected) for leaf in _leaves(node.meta.get("val"))]
     if op_name(node) == "embrace::rnn_layer" and node.args[-2:] == ("mkldnn", True):
         input_TBI, output_TBH = node.all_input_nodes[0].meta["val"], node.meta["val"][0]
-        wide = max(_hint(input_TBI.shape[-1]), _hint(output_TBH.shape[-1])) / _hint(output_TBH.shape[-1])
-        sizes[-1] = round(nbytes(output_TBH) * (6.1 * wide + 9.4))
+        steps, sequences, width, own = map(expected.number, (*input_TBI.shape, output_TBH.shape[-1]))
+        sizes[-1] = lstm_workspace_bytes(steps, sequences, width, own, output_TBH.element_size())
     return sizes
+
+
+def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, itemsize: int) -> int:
+    """What oneDNN's LSTM saves for its backward, for one layer and direction: known to oneDNN alone.
+
+    Gates, states by layer and by step with their gradients, cells, each from a page of its own; rows fill cache lines,
+    one more where they would all meet in the same places of the cache. To the byte for 20 combinations of 1 to 64
+    steps, 3 to 128 sequences and widths of 16 to 512 (torch 2.13, float32).
+
+    Args:
+        width, own: of input and state.
+    """
+
+    def row(values: int) -> int:
+        line = 64 // itemsize
+        filled = -(-values // line) * line
+        return filled + line if filled % 256 == 0 else filled
+
+    of_steps = [row(4 * own), row(own)]
+    of_layers = [*[row(max(width, own))] * 3, *[own] * 2]  # below and above, and one step more than there are
+    values = [*(steps * row for row in of_steps), *(2 * (steps + 1) * row for row in of_layers)]
+    return sum(-(-sequences * each * itemsize // _PAGE_BYTES) * _PAGE_BYTES for each in values)
+
+
+_PAGE_BYTES = 4096
 
 
 def _is_known(node: fx.Node) -> bool:
     """Whether the sizes of a node's results are those of the capture, not of the data."""
     tensors = [leaf for leaf in _leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
-    sizes: list[int | torch.SymInt] = [size for tensor in tensors for size in tuple(tensor.shape)]
-    return all(getattr(size.node, "hint", None) is not None for size in sizes if isinstance(size, torch.SymInt))
+    return all(is_known(size) for tensor in tensors for size in tuple(tensor.shape))
 
 
 def _read(storage: Storage, position: int, backward: int) -> None:
@@ -263,9 +280,9 @@ def _is_item(node: fx.Node) -> bool:
     return node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload) and len(node.args) == 2
 
 
-def _places(source: fx.Node) -> dict[int, int]:
+def _places(source: fx.Node, expected: ExpectedSizes) -> dict[int, int]:
     """Of a node with several results: the number of each that has memory -> its place among those."""
-    with_memory = (k for k, size in enumerate(_sizes(source)) if size)
+    with_memory = (k for k, size in enumerate(_sizes(source, expected)) if size)
     return {k: place for place, k in enumerate(with_memory)}
 
 

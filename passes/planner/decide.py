@@ -20,6 +20,7 @@ from embrace_fx.passes.planner.shard_cost import RowsAtHome
 from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import EXCHANGES, Candidate, Decision, Grid, Plan
+from embrace_fx.vocabulary.sizes import RowCounts
 
 SHARES = (1e-3, 0.01, 0.05, 0.25, 1.0)
 """Of a table's rows, read by each rank: at these it is tried out whether its strategy depends on them."""
@@ -121,7 +122,10 @@ def decide(  # noqa: PLR0913
             choices[fact.name] = _of_dense(pricing, fact, wanted[fact.name])
     if schedule != "none":
         choices |= _travelling(graph, tables, facts, choices, pricing)
-    decisions = tuple(_decision(fact, choices[fact.name], tables.get(fact.name), pricing) for fact in facts)
+    read = {name: _rows(table, rows_by_rank.get(name, ()), pricing) for name, table in tables.items()}
+    decisions = tuple(
+        _decision(fact, choices[fact.name], tables.get(fact.name), read.get(fact.name), pricing) for fact in facts
+    )
     replicas = {d.parameter: d.strategy for d in decisions if d.strategy in ("allreduce", *EXCHANGES)}
     reduced = set(replicas) if world_size > 1 else set()
     alone = {name for name in reduced if replicas[name] in EXCHANGES}
@@ -138,7 +142,9 @@ def decide(  # noqa: PLR0913
     return Plan(world_size, decisions, buckets, renormed, cluster, watched=tuple(watched), stacks=stacks)
 
 
-def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricing: Pricing) -> Decision:
+def _decision(
+    fact: ParameterFacts, choice: _Choice, table: Table | None, rows: RowCounts | None, pricing: Pricing
+) -> Decision:
     chosen, world_size = choice.chosen, pricing.world_size
     return Decision(
         fact.name,
@@ -155,7 +161,17 @@ def _decision(fact: ParameterFacts, choice: _Choice, table: Table | None, pricin
         str(pricing.sparsity[fact.name]) if fact.name in pricing.sparsity else "",
         chosen.rests,
         table.uses[0].padding_idx if table is not None and table.uses else -1,
+        rows,
     )
+
+
+def _rows(table: Table, by_rank: tuple[int, ...], pricing: Pricing) -> RowCounts | None:
+    """What steps are expected to read of a table; None where no rank can tell."""
+    if not any(by_rank):
+        return None
+    lies = pricing.sparsity.get(table.parameter)
+    together = sum(by_rank) if lies is None else round(lies.union)
+    return RowCounts(max(by_rank), sum(by_rank), min(together, table.num_rows))
 
 
 def _travelling(

@@ -19,9 +19,7 @@ import embrace_fx.vocabulary.ops
 import embrace_fx.vocabulary.rnn_ops  # noqa: F401  (declares the ops)
 from embrace_fx import cost
 from embrace_fx.vocabulary.in_place import SHARES_MEMORY
-
-UNKNOWN_SIZE = 64
-"""What stands for a size that only the data knows."""
+from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes
 
 Formula = Callable[..., float]
 
@@ -31,19 +29,23 @@ NodeMs = Callable[[fx.Node], float]
 ELEMENT_BYTES = 4
 
 
-def estimate(compute: cost.Compute) -> NodeMs:
-    """What nodes are estimated to take where compute is so fast; each is estimated once."""
-    return functools.cache(lambda node: node_ms(node, compute))
+def estimate(compute: cost.Compute, expected: ExpectedSizes = NOTHING_EXPECTED) -> NodeMs:
+    """What nodes are estimated to take where compute is so fast; each is estimated once.
+
+    Args:
+        expected: what stands for sizes that only the data knows.
+    """
+    return functools.cache(lambda node: node_ms(node, compute, expected))
 
 
-def node_ms(node: fx.Node, compute: cost.Compute) -> float:
+def node_ms(node: fx.Node, compute: cost.Compute, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
     """Estimated milliseconds of one node."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _is_view(node.target):
         return 0.0
-    inputs = [_shape(n.meta.get("val")) for n in node.all_input_nodes]
-    outputs = [_shape(v) for v in pytree.tree_leaves(node.meta.get("val"))]
+    inputs = [_shape(n.meta.get("val"), expected) for n in node.all_input_nodes]
+    outputs = [_shape(v, expected) for v in pytree.tree_leaves(node.meta.get("val"))]
     moved = sum(_elements(shape) for shape in (*inputs, *outputs) if shape) * ELEMENT_BYTES
-    return compute.time_ms(flops(node), moved)
+    return compute.time_ms(flops(node, expected), moved)
 
 
 @functools.cache
@@ -55,26 +57,27 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
     )
 
 
-def flops(node: fx.Node) -> float:
+def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
     """What a node multiplies and adds; 0 where torch's counter does not know its op."""
     assert isinstance(node.target, torch._ops.OpOverload)
     packet = node.target.overloadpacket
     formula = _OWN.get(packet) or flop_registry.get(packet)
     if formula is None:
         return 0.0
-    args, kwargs = pytree.tree_map(_as_sized, (node.args, dict(node.kwargs)))
-    return float(formula(*args, **kwargs, out_val=pytree.tree_map(_sized, node.meta.get("val"))))
+    sized = functools.partial(_sized, expected=expected)
+    args, kwargs = pytree.tree_map(functools.partial(_as_sized, expected=expected), (node.args, dict(node.kwargs)))
+    return float(formula(*args, **kwargs, out_val=pytree.tree_map(sized, node.meta.get("val"))))
 
 
-def _as_sized(argument: Any) -> Any:
-    return _sized(argument.meta.get("val")) if isinstance(argument, fx.Node) else argument
+def _as_sized(argument: Any, expected: ExpectedSizes) -> Any:
+    return _sized(argument.meta.get("val"), expected) if isinstance(argument, fx.Node) else argument
 
 
-def _sized(value: Any) -> Any:
-    """A tensor on the meta device for a fake one, its sizes those of the capture."""
+def _sized(value: Any, expected: ExpectedSizes) -> Any:
+    """A tensor on the meta device for a fake one, its sizes those of the capture, or expected."""
     if isinstance(value, list | tuple):
-        return type(value)(map(_sized, value))
-    return torch.empty(_shape(value), device="meta") if isinstance(value, Tensor) else value
+        return type(value)(_sized(each, expected) for each in value)
+    return torch.empty(_shape(value, expected), device="meta") if isinstance(value, Tensor) else value
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
@@ -103,17 +106,8 @@ _OWN: dict[Any, Formula] = {
 """Ops that the counter does not know."""
 
 
-def _shape(value: Any) -> list[int]:
-    if not isinstance(value, Tensor):
-        return []
-    sizes: tuple[int | torch.SymInt, ...] = tuple(value.shape)
-    return [_hint(size) if isinstance(size, torch.SymInt) else size for size in sizes]
-
-
-def _hint(size: torch.SymInt) -> int:
-    """A size's value at capture; of one that only the data knows, something small."""
-    hint = getattr(size.node, "hint", None)
-    return int(hint) if hint is not None else UNKNOWN_SIZE
+def _shape(value: Any, expected: ExpectedSizes) -> list[int]:
+    return [expected.number(size) for size in tuple(value.shape)] if isinstance(value, Tensor) else []
 
 
 def _elements(shape: Sequence[int]) -> int:

@@ -218,7 +218,7 @@ def _launch(node: fx.Node) -> OperationId:
 
 def compute_durations(graph: TrainingGraph, cluster: cost.Cluster) -> dict[OperationId, float]:
     """Estimated milliseconds of each compute operation."""
-    return {block.id: block.ms for block in blocks(graph, estimate(cluster.compute))}
+    return {block.id: block.ms for block in blocks(graph, estimate(cluster.compute, graph.expected))}
 
 
 def build(
@@ -237,7 +237,7 @@ def build(
     operations: list[Operation] = []
     dependences: list[Dependence] = []
     order: list[str] = []
-    found = blocks(graph, estimate(cluster.compute))
+    found = blocks(graph, estimate(cluster.compute, graph.expected))
     pieces = _pieces(found)
     for block in found:
         name, served = str(block.id), () if block.id in (EARLY, END, BETWEEN, START) else (block.id.what,)

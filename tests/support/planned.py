@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import ParameterFacts
@@ -41,6 +42,7 @@ def planned(
     rows: Mapping[str, tuple[int, ...]] = ROWS,
     world_size: int = 2,
     strategy: Strategy = "auto",
+    sparsity: Mapping[str, Sparsity] | None = None,
     **facts: Any,
 ) -> Plan:
     """The plan of `two_tables`; `facts` are those of the first table."""
@@ -48,4 +50,4 @@ def planned(
     all_facts = tuple(
         replace(FACTS, name=name, shape=shape, **(facts if name == TABLE else {})) for name, shape in shapes.items()
     )
-    return decide(graph_of(num_rows), all_facts, rows, world_size=world_size, strategy=strategy)
+    return decide(graph_of(num_rows), all_facts, rows, world_size=world_size, strategy=strategy, sparsity=sparsity)

@@ -11,6 +11,7 @@ import pytest
 from embrace_fx.cost.links import Cluster, Link
 from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan, Stack, readable_bytes, render
+from embrace_fx.vocabulary.sizes import RowCounts
 from tests.support.golden import check_golden
 
 MIB = 2**20
@@ -116,6 +117,7 @@ def test_predictions_and_reasons_are_not_agreed_on() -> None:
     candidate = Candidate("alltoall", "", 1, 9.0, 1, "")
     assert _with(2, candidates=(candidate,)).digest() == PLAN.digest()
     assert _with(2, reason="asked for", sent_bytes_per_step=1, predicted_ms=9.0).digest() == PLAN.digest()
+    assert _with(2, rows=RowCounts(1, 2, 2)).digest() == PLAN.digest()
     assert replace(PLAN).digest() == PLAN.digest()
 
 
@@ -143,7 +145,7 @@ def full_plan() -> Plan:
     candidates = (Candidate("alltoall", "", 9, 0.5, 7, "", Grid(2, 2)), Candidate("zen", "balanced", 8, 1.0, 6, "slow"))
     links = Cluster(1e6, 0.1, (("all_to_all", Link(1e5, 0.2, 0.3)),), 2, Link(1e7, 0.01))
     return replace(
-        _with(2, grid=Grid(2, 2), candidates=candidates, measured="evenly"),
+        _with(2, grid=Grid(2, 2), candidates=candidates, measured="evenly", rows=RowCounts(1200, 4000, 2900)),
         renormed=("positions.weight",),
         links=links,
         links_are="probed",
@@ -159,6 +161,18 @@ def test_a_saved_plan_is_the_same_plan(tmp_path: Path) -> None:
     found = Plan.load(tmp_path / "plan.json")
     assert found == full_plan()
     assert found.digest() == full_plan().digest()
+
+
+def test_a_plan_saved_without_rows_is_read(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    for decision in content["value"]["decisions"]:
+        del decision["rows"]
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+
+    assert Plan.load(tmp_path / "plan.json") == PLAN
+    assert PLAN.rows == {}
+    assert full_plan().rows == {"words.weight": RowCounts(1200, 4000, 2900)}
 
 
 @pytest.mark.parametrize(

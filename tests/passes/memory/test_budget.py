@@ -118,6 +118,66 @@ def test_what_is_foreseen_of_a_choice_is_what_its_graph_holds(blocks: Callable[[
             assert foreseen.peak_bytes == pytest.approx(found.peak_bytes, abs=before.peak_bytes * 0.01 + 12 * 5056)
 
 
+class Scored(nn.Module):
+    """Two tables, the second one read next to the loss: the gradients of its rows are held through the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.items = nn.Embedding(5000, 32), nn.Embedding(5000, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, words: Tensor, items: Tensor) -> Tensor:
+        x = self.words(words)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        loss: Tensor = (x * self.items(items)).sum()
+        return loss
+
+
+def scored(rank: int, most: int) -> tuple[Scored, tuple[Tensor, Tensor]]:
+    """The model and a batch that reads up to so many rows."""
+    torch.manual_seed(0)
+    model = Scored()
+    generator = torch.Generator().manual_seed(rank)
+    return model, (torch.randint(most, (512,), generator=generator), torch.randint(most, (512,), generator=generator))
+
+
+SHARDED = {"words.weight": "alltoall", "items.weight": "alltoall"}
+
+
+def test_rows_that_the_batch_reads_count() -> None:
+    model, batch = scored(0, 5000)
+    expected = gradients(model, lambda ids: model(*batch), batch[0])
+    compiled = embrace_fx.compile(model, strategy=SHARDED, memory_budget=0.8)
+
+    found = gradients(model, lambda ids: compiled(*batch), batch[0])
+    with CountedMemory([*model.parameters(), *batch]) as counted:
+        compiled(*batch).backward()
+
+    assert_equal_gradients(found, expected)
+    builder: Any = compiled._session.planned.builder
+    assert any("again" in node.meta for node in builder.held().nodes)
+    assert counted.peak_bytes <= builder._joint.memory_limit
+    assert counted.peak_bytes == pytest.approx(builder.held().peak_bytes, rel=1e-3)
+
+
+def decided(rank: int, world_size: int) -> tuple[str, int, list[str]]:
+    """What a rank expects and does, whose batch reads ten times as many rows as the other's, or a tenth."""
+    model, batch = scored(rank, (50, 5000)[rank])
+    compiled = embrace_fx.compile(model, strategy=SHARDED, memory_budget=0.8)
+    compiled(*batch).backward()
+    assert compiled.plan is not None
+    found: Any = compiled._session.planned.builder.held()  # type: ignore[union-attr]
+    return str(compiled.plan.rows), found.peak_bytes, [node.name for node in found.nodes if "again" in node.meta]
+
+
+def test_ranks_that_read_other_numbers_of_rows_decide_alike() -> None:
+    first, second = run_ranks(2, decided)
+
+    assert first == second
+    assert first[2]
+
+
 def test_less_memory_costs_more_time_and_no_budget_changes_nothing() -> None:
     graph = run_passes(analysed(make(Block), IDS), (EagerDropout(),)).graph
     assert Memory(1e12, CORE)(graph).module is graph.module

@@ -6,12 +6,13 @@ import cProfile
 import operator
 import pstats
 
+import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
-from embrace_fx.passes.memory.held import backward_peak
+from embrace_fx.passes.memory.held import backward_peak, lstm_workspace_bytes
 
 embrace = torch.ops.embrace
 
@@ -46,3 +47,20 @@ def _calls(count: int) -> int:
 def test_what_a_bucket_holds_is_found_in_proportion_to_its_gradients() -> None:
     few, more, many = (_calls(count) for count in (16, 32, 64))
     assert (many - more) < 2.2 * (more - few)  # in proportion: 2; with the square: 4
+
+
+@pytest.mark.parametrize(
+    ("steps", "sequences", "width", "own"),
+    [(64, 64, 64, 64), (2, 64, 112, 64), (20, 64, 128, 256), (40, 8, 100, 100), (7, 5, 33, 65), (12, 8, 64, 512)],
+)
+def test_what_an_lstm_saves_for_its_backward(steps: int, sequences: int, width: int, own: int) -> None:
+    state = torch.zeros(1, sequences, own)
+    weights = [torch.zeros(4 * own, *rest) for rest in ((width,), (own,), (), ())]
+    input_TBI = torch.zeros(steps, sequences, width)
+
+    *_, workspace = torch.ops.aten.mkldnn_rnn_layer(
+        input_TBI, *weights, state, state, False, [], 2, own, 1, True, False, False, True
+    )
+
+    found = lstm_workspace_bytes(steps, sequences, width, own, 4)
+    assert found == pytest.approx(workspace.nbytes, rel=0.03)  # to the byte where its pages and cache lines are ours

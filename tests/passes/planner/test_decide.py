@@ -15,6 +15,7 @@ from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import CLEARLY, upkeep_of_replicas
 from embrace_fx.passes.planner.shard_cost import ROUNDS, UPDATE_PASSES, launches_of, shard_exchange, shard_work
 from embrace_fx.vocabulary.plan import CANDIDATES, EXCHANGES, STRATEGIES, Decision, Plan
+from embrace_fx.vocabulary.sizes import RowCounts
 from tests.support.graphs import IDS, analysed, table_of, tables_model
 from tests.support.planned import FACTS, OTHER, ROWS, TABLE, graph_of, planned
 from tests.support.table_cases import ILLEGAL, example, plain
@@ -22,6 +23,17 @@ from tests.support.table_cases import ILLEGAL, example, plain
 
 def first(plan: Plan) -> tuple[str, str]:
     return plan[TABLE].strategy, plan[TABLE].reason
+
+
+# ---- what a plan expects to be read ----
+
+
+def test_the_rows_of_all_ranks_are_in_the_plan() -> None:
+    rows = {TABLE: (30, 50), OTHER: (0, 0)}
+
+    assert planned(60, rows=rows, world_size=2).rows == {TABLE: RowCounts(50, 80, 60)}
+    lying = Sparsity(60, 4, 8, (30, 50), (40.0, 52.6))
+    assert planned(60, rows=rows, world_size=2, sparsity={TABLE: lying}).rows == {TABLE: RowCounts(50, 80, 53)}
 
 
 # ---- the strategy of a table ----

@@ -1,0 +1,84 @@
+"""What the sizes of a sharded graph's exchanges are expected to be, from the rows that its plan expects to be read.
+
+The sizes that `embrace::` ops of an exchange make are symbols, each of its own (`embrace_fx.vocabulary.ops`). Their
+meaning follows from the op and the launch that they belong to, whatever nodes are called; later passes keep the
+symbols, with the fake values that have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.vocabulary.sizes import ExpectedSizes, RowCounts
+
+embrace = torch.ops.embrace
+
+
+def expected_sizes(graph: TrainingGraph, known: Mapping[str, RowCounts], world_size: int) -> ExpectedSizes:
+    """Numbers for the symbols of a graph that `ShardTables` has just rewritten.
+
+    Args:
+        known: table -> its rows; of others `RowCounts.unknown` stands for them.
+    """
+    tables = {table.parameter: table for table in graph.tables}
+    rows = {name: known.get(name) or RowCounts.unknown(each.num_rows, world_size) for name, each in tables.items()}
+    found = (*_of_ids(graph.graph, rows), *_of_rows(graph.graph, rows), *_of_gradients(graph.graph, rows))
+    return ExpectedSizes({str(value.shape[0].node.expr): number for value, number in found})  # type: ignore[attr-defined]
+
+
+_Found = Iterator[tuple[Tensor, int]]
+"""Fake values whose first size is a symbol, and what is expected of it."""
+
+
+def _of_ids(graph: fx.Graph, rows: Mapping[str, RowCounts]) -> _Found:
+    for launch in graph.find_nodes(op="call_function", target=embrace.all_gather_ids.default):
+        names: tuple[str, ...] = launch.meta["tables"]
+        widest = len(names) + sum(rows[name].own for name in names)  # of a rank: its counts, then its ids, padded
+        ranks: int = launch.args[3]
+        yield launch.meta["val"], ranks * widest
+        (wait,) = launch.users
+        (unpacked,) = wait.users
+        for k, (name, unique) in enumerate(zip(names, launch.args[0], strict=True)):
+            yield unique.meta["val"], rows[name].own
+            yield unpacked.meta["val"][2 * k], rows[name].all
+
+
+def _of_rows(graph: fx.Graph, rows: Mapping[str, RowCounts]) -> _Found:
+    for launch in graph.find_nodes(op="call_function", target=embrace.all_to_all_rows.default):
+        read = rows[_table(launch)]
+        embedding_dim: int = launch.args[2]
+        yield launch.meta["val"], read.own * embedding_dim
+        route = launch.args[1].all_input_nodes[0]
+        if route.target is embrace.route_grid.default:
+            looked_up, _, order = route.meta["val"]
+            yield looked_up, _on_a_row(read.all, launch)
+            yield order, read.own
+
+
+def _of_gradients(graph: fx.Graph, rows: Mapping[str, RowCounts]) -> _Found:
+    for launch in graph.find_nodes(op="call_function", target=embrace.all_to_all_gradients.default):
+        read = rows[_table(launch)]
+        (wait,) = launch.users
+        (coalesced,) = wait.users
+        columns: Any = coalesced.args[2]
+        yield launch.meta["val"], _on_a_row(read.all, launch) * columns
+        yield coalesced.meta["val"][0], _on_a_row(read.together, launch)
+
+
+def _table(launch: fx.Node) -> str:
+    found: OperationId = launch.meta["launch"]
+    return found.what
+
+
+def _on_a_row(count: int, launch: fx.Node) -> int:
+    """How many of so many rows one row of a launch's grid has: they go round it one by one."""
+    grid_rows = launch.args[5] if len(launch.args) > 5 else 1
+    assert isinstance(grid_rows, int)
+    return ceil(count / grid_rows)

@@ -1,0 +1,108 @@
+"""What the sizes of exchanges are expected to be: each op's symbols have the number that its schema says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from embrace_fx.passes.memory.held import held
+from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.relax.rows import RelaxRows
+from embrace_fx.passes.shard import ShardTables
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.plan import Grid
+from embrace_fx.vocabulary.sizes import UNKNOWN_SIZE, RowCounts, is_known
+from tests.support.graphs import D, Tables, V, analysed, apply, tables_model
+
+TABLES = ("table.weight", "other.weight")
+ROWS = {"table.weight": RowCounts(7, 11, 9), "other.weight": RowCounts(5, 10, 6)}
+IDS = torch.arange(6).reshape(2, 3)
+
+
+def both(model: Tables, ids: Tensor) -> Tensor:
+    loss: Tensor = (model.table(ids) * model.other(ids)).sum()
+    return loss
+
+
+def sharded(rank: int = 0, grid: Grid | None = None, rows: dict[str, RowCounts] = ROWS) -> TrainingGraph:
+    grids = {} if grid is None else dict.fromkeys(TABLES, grid)
+    return ShardTables(TABLES, (), rank, 4 if grid else 2, grids, rows=rows)(analysed(tables_model(both), IDS))
+
+
+def sizes_of(graph: TrainingGraph) -> dict[str, list[tuple[int, ...]]]:
+    """Node -> the shapes of its results, as expected."""
+    return {
+        node.name: [
+            tuple(map(graph.expected.number, tuple(leaf.shape)))
+            for leaf in pytree.tree_leaves(node.meta.get("val"))
+            if isinstance(leaf, Tensor)
+        ]
+        for node in graph.graph.nodes
+    }
+
+
+def test_columns_of_two_ranks() -> None:
+    found = sizes_of(sharded())
+
+    d = D // 2
+    assert found["table_unique"][0] == (7,)
+    assert found["ids"] == [(2 * (2 + 7 + 5),)]
+    assert found["ids_by_table"] == [(11,), (2,), (10,), (2,)]
+    assert found["table_columns"] == [(11, d)]
+    assert found["table_rows"] == [(7 * D,)]
+    assert found["table_table"] == [(7, D)]
+    assert found["table_gradient_columns"] == [(7 * D,)]
+    assert found["table_gradient"] == [(11 * d,)]
+    assert found["table_update"] == [(9,), (9, d)]
+    assert found["other_table"] == [(5, D)]
+    assert found["other_update"] == [(6,), (6, d)]
+
+
+def test_a_grid_has_its_part_of_the_rows() -> None:
+    found = sizes_of(sharded(rank=3, grid=Grid(2, 2)))
+
+    d = D // 2
+    assert found["table_route"] == [(6,), (4, 2), (7,)]
+    assert found["table_columns"] == [(6, d)]
+    assert found["table_table"] == [(7, D)]
+    assert found["table_gradient"] == [(6 * d,)]
+    assert found["table_update"] == [(5,), (5, d)]
+
+
+@pytest.mark.parametrize("grid", [None, Grid(2, 2)])
+def test_every_size_that_only_the_data_knows_is_expected(grid: Grid | None) -> None:
+    graph = sharded(grid=grid, rows={})
+    symbols = {
+        str(symbol)
+        for node in graph.graph.nodes
+        for leaf in pytree.tree_leaves(node.meta.get("val"))
+        if isinstance(leaf, Tensor)
+        for size in tuple(leaf.shape)
+        if not is_known(size)
+        for symbol in size.node.expr.free_symbols  # type: ignore[attr-defined]
+    }
+    assert symbols == set(graph.expected.by_symbol)
+    assert sizes_of(graph)["table_table"] == [(min(UNKNOWN_SIZE, V), D)]  # not UNKNOWN_SIZE // D
+
+
+def test_ranks_count_alike() -> None:
+    first, second = (held(sharded(rank)) for rank in range(2))
+
+    assert first.by_time == second.by_time
+    assert first.peak_bytes > held(sharded(rows={name: RowCounts(1, 2, 1) for name in TABLES})).peak_bytes
+
+
+def test_what_is_proved_is_not_what_is_expected() -> None:
+    many = {name: RowCounts(10**6, 10**6, 10**6) for name in TABLES}
+
+    few, more = (held(sharded(rows=rows)) for rows in (ROWS, many))
+    assert few.known_peak_bytes == more.known_peak_bytes < few.peak_bytes < more.peak_bytes
+
+
+def test_later_passes_keep_what_is_expected() -> None:
+    graph = apply(sharded(), Partition(), RelaxRows())
+
+    (rows,) = (node for node in graph.phases["forward"].graph.nodes if node.name == "table_table")
+    assert tuple(map(graph.expected.number, tuple(rows.meta["val"].shape))) == (7, D)
