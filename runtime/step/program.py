@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -188,23 +188,26 @@ class Program:
         roles = [role for _, role in inputs_of(graph.phases["backward"])] if self.has_backward else []
         self._leaves_read = [role.index for role in roles if isinstance(role, BatchInput)]
         self._parameters_read = [role.name for role in roles if isinstance(role, Parameter)]
-        self._saved_read = {
-            phase: [role.name for _, role in inputs_of(module) if isinstance(role, Saved)]
+        saved = {
+            phase: frozenset(role.name for _, role in inputs_of(module) if isinstance(role, Saved))
             for phase, module in graph.phases.items()
         }
+        nothing: frozenset[str] = frozenset()
+        after_forward = saved.get("backward", nothing)
+        self._saved_read = sorted(after_forward)
+        self._read_after = {"ids": after_forward | saved.get("forward", nothing), "forward": after_forward}
 
-    def let_go(self, values: Values, *later: str) -> None:
-        """Drops what has been saved and none of the later phases reads; a flow reads more of it than they do."""
+    def let_go(self, values: Values, phase: Literal["ids", "forward"]) -> None:
+        """Drops what has been saved and no phase after this one reads; a flow reads more of it than they do."""
         if self.flow is None:
-            read = {name for phase in later for name in self._saved_read.get(phase, ())}
-            for name in values.keys() - read:
+            for name in values.keys() - self._read_after[phase]:
                 del values[name]
 
     def read_again(self, leaves: Sequence[Any], values: Values) -> list[tuple[Tensor, int]]:
         """The tensors that the backward reads, and their versions: views of parameters and results among them."""
         found = [leaves[index] for index in self._leaves_read]
         found += map(self.state.parameter, self._parameters_read)
-        found += [values[name] for name in self._saved_read.get("backward", ())]
+        found += [values[name] for name in self._saved_read]
         return [(t, t._version) for t in found if isinstance(t, Tensor) and not t.is_inference()]
 
     def name_written(self, written: Sequence[Tensor], leaves: Sequence[Any]) -> str:

@@ -88,7 +88,7 @@ class Step:
         outputs = self._run_forward(forward, values)
         results = [value for role, value in zip(forward.run.roles, outputs, strict=True) if isinstance(role, Result)]
         keep(forward.run.roles, outputs, values)
-        program.let_go(values, "backward")
+        program.let_go(values, "forward")
         if program.flow is not None:
             program.flow.end_forward()
         if program.recorder is not None:
@@ -146,7 +146,7 @@ class Step:
         if not program.announces:
             program.announcements.announce(())
         keep(program.ids.roles, program.ids(self._leaves, values, {}), values)
-        program.let_go(values, "forward", "backward")
+        program.let_go(values, "ids")
         if program.flow is not None:
             program.flow.begin_plain_forward()
         return values, ForwardVariant()
