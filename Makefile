@@ -17,9 +17,6 @@ SOURCES := pyproject.toml $(shell find embrace_fx passes runtime -name __pycache
 # release with all of CUDA.
 TORCH := torch==2.13.0
 
-# A test starts processes by the hundred: with an empty value each finds the bytecode that the first one has written.
-test test-all: export PYTHONDONTWRITEBYTECODE =
-
 # Two processes with half of the tests each, until one has none left: a process's tests share its ranks. A third one would
 # be slower on two cores, where most tests run several ranks.
 SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
