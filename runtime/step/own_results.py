@@ -32,7 +32,7 @@ def own_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[
     return given, made
 
 
-def read_again(made: Iterable[Tensor], read: Iterable[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
+def in_memory_of(made: Iterable[Tensor], read: Iterable[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
     """Those tensors that share memory with what the backward reads, and their versions.
 
     Args:

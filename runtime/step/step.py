@@ -24,7 +24,7 @@ from embrace_fx.runtime.ranks.announcement import unreadable
 from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_of_ranks
 from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
-from embrace_fx.runtime.step.own_results import own_results, read_again
+from embrace_fx.runtime.step.own_results import in_memory_of, own_results
 from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import LoweredPhase, Program
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result
@@ -98,7 +98,7 @@ class Step:
         self._results = [r.detach() if isinstance(r, Tensor) else r for r in results]
         self._read_again = program.read_again(self._leaves, values)
         if made:
-            self._read_again += read_again((results[k] for k in made), self._read_again)
+            self._read_again += in_memory_of((results[k] for k in made), self._read_again)
         return results
 
     def _run_forward(self, forward: LoweredPhase, values: Values) -> tuple[Any, ...]:
