@@ -2,7 +2,7 @@
 
 Counted are the results of ops, from when they are made until nothing holds them (`CountedMemory`), in the same bytes as
 predictions. The resident set is no measure of a budget: pages that one step has freed are often still resident when the
-next one begins, and a file that is mapped for a copy is resident, too.
+next one begins.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -26,7 +27,7 @@ import embrace_fx
 from benchmarks.memory.cells import LARGER, MULTIPLES, WORKLOADS, Cell, Sized
 from embrace_fx.runtime.memory.counted import CountedMemory
 
-WARM_UP, TIMED = 2, 5
+WARM_UP, TIMED = 2, 9
 
 
 class Checkpointed(nn.Module):
@@ -168,11 +169,17 @@ def larger_batches(model: str) -> dict[str, Any]:
 
 
 def times(cells: Sequence[Cell]) -> dict[str, float]:
-    """The median milliseconds of a step of each cell, all of one model; their steps take turns."""
+    """The median milliseconds of a step of each cell, all of one model.
+
+    Their steps take turns, in another order every time: what has run just before leaves caches and the heap behind.
+    """
     with tempfile.TemporaryDirectory() as offload_to:
         trainings = {cell.key: Training(WORKLOADS[cell.model], cell, offload_to) for cell in cells}
         for _ in range(WARM_UP):
             for training in trainings.values():
                 training.step()
-        ms = [{key: training.timed_ms() for key, training in trainings.items()} for _ in range(TIMED)]
+        order, ms = Random(0), []
+        for _ in range(TIMED):
+            turns = order.sample(sorted(trainings), len(trainings))
+            ms.append({key: trainings[key].timed_ms() for key in turns})
     return {key: median(each[key] for each in ms) for key in trainings}

@@ -14,6 +14,7 @@ COUNTS = (
     *("model", "system", "budget", "counted MiB", "of everything", "predicted MiB", "of the budget", "predicted time"),
     *("run again", "offloaded", "same bits"),
 )
+TIMES = ("model", "system", "budget", "counted MiB", "ms", "over eager", "over no budget", "predicted")
 PREDICTIONS = ("model", "how", "budget", "peak GiB", "predicted time", "run again", "offloaded")
 
 
@@ -57,7 +58,7 @@ def _counted(cell: Cell, known: Found) -> str:
             f"{found['counted_bytes'] / everything['counted_bytes']:.2f}" if "error" not in everything else "",
             _mib(found.get("predicted_bytes")),
             f"{found['counted_bytes'] / limit:.3f}" if limit else "",
-            f"{found['predicted_ms'] / base['predicted_ms']:.3f}" if "predicted_ms" in found else "",
+            _over(found, base, "predicted_ms") if "predicted_ms" in found else "",
             str(found.get("run_again", "")),
             str(found.get("offloaded", "")),
             "yes" if found["same_bits"] else "no",
@@ -70,11 +71,20 @@ def _times(wanted: Sequence[Cell], known: Found) -> Iterator[str]:
     timed = [(cell, known.get(f"{cell.model} | times", {})) for cell in wanted]
     if not any(found for _, found in timed):
         return
-    yield from ("", *_head(("model", "system", "budget", "ms", "over eager")))
+    yield from ("", *_head(TIMES))
     for cell, found in timed:
-        if cell.key in found:
-            ms, eager = found[cell.key], found[Cell(cell.model, "everything").key]
-            yield _line([cell.model, cell.system, str(cell.budget or ""), f"{ms:.0f}", f"{ms / eager:.2f}"])
+        if cell.key not in found:
+            continue
+        ms, counted = found[cell.key], known[cell.key]
+        eager, base = (Cell(cell.model, system).key for system in ("everything", "embrace_fx"))
+        predicted = _over(counted, known[base], "predicted_ms") if "predicted_ms" in counted else ""
+        first = [cell.model, cell.system, str(cell.budget or ""), _mib(counted["counted_bytes"]), f"{ms:.0f}"]
+        yield _line([*first, _over(found, found, cell.key, eager), _over(found, found, cell.key, base), predicted])
+
+
+def _over(found: Mapping[str, Any], others: Mapping[str, Any], key: str, other: str = "") -> str:
+    """The ratio of two figures."""
+    return f"{found[key] / others[other or key]:.3f}"
 
 
 def _head(columns: Sequence[str]) -> list[str]:

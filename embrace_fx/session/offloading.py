@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from embrace_fx.cost.links import Compute
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
 from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.memory.copies import Copies, FileCopies, Measured, PinnedCopies
+from embrace_fx.runtime.probe.pace import pace
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.setup.setting import Setting
@@ -28,8 +30,12 @@ class Offloading:
     rate: CopyRate = NO_COPIES
 
     @classmethod
-    def of(cls, setting: Setting) -> Offloading:
+    def of(cls, setting: Setting, compute: Compute) -> Offloading:
         """What a setting asks for, measured. Collective where it asks for any.
+
+        Args:
+            compute: what estimates of the step are made with. Only their proportions are right, and a copy's to them
+                is what counts: its rate is in their milliseconds.
 
         Raises:
             PeerFailure: a rank cannot offload; on every rank.
@@ -52,7 +58,8 @@ class Offloading:
                 )
             else:
                 copies = PinnedCopies(on)
-            own = copies.measure(device)
+            (rate, start_ms), times = copies.measure(device), pace(device, compute, copies.settle)
+            own = rate / times, start_ms * times
         except (ValueError, RuntimeError, OSError) as error:  # whatever it is, the other ranks must hear of it
             own = failure_text(error)
         return cls(copies, _agreed(setting.communicator, own, on_host=on is None))

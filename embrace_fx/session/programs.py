@@ -68,7 +68,7 @@ class ProgramBuilder:
         self._calls = calls
         self._buffers = buffers
         self._on_other_batch = on_other_batch
-        self._offloading = Offloading.of(setting)
+        self._offloading = Offloading.of(setting, plan.links.compute)
         self._communicator = setting.communicator
         self._announcements = setting.announcements
         self._shown: Compiled | None = None  # the last training program

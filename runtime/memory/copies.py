@@ -8,7 +8,6 @@ Contract
 
 from __future__ import annotations
 
-import mmap
 import os
 import tempfile
 import time
@@ -20,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +26,8 @@ from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 
+SLOT_BYTES = 4096
+"""What slots of a file are multiples of: a page."""
 PROBED_BYTES = 32 * 2**20
 """Copied out and back to learn how fast that is: the caches of a core are smaller."""
 
@@ -111,19 +111,19 @@ class Copies(ABC):
         value = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         slowest_ms = 0.0
         for _ in range(3):  # what the first one claims of file and memory is there then
-            self._settle()
+            self.settle()
             began = time.perf_counter()
             stored = self.await_offload(self.offload(value, launch, None))
-            self._settle()
+            self.settle()
             left = time.perf_counter()
             self.await_reload(self.reload(stored, launch, None))
-            self._settle()
+            self.settle()
             slowest_ms = max(left - began, time.perf_counter() - left) * 1e3
         return slowest_ms
 
     @abstractmethod
-    def _settle(self) -> None:
-        """Has the host wait for what has been awaited."""
+    def settle(self) -> None:
+        """Has the host wait for what has been awaited, and computed."""
 
     @abstractmethod
     def _leave(self, stored: Stored, data: Tensor, watch: _Watch) -> Stored: ...
@@ -136,7 +136,9 @@ class Copies(ABC):
 
 
 class FileCopies(Copies):
-    """To a memory-mapped file of this process alone, which is gone with it; a thread copies out, another one back.
+    """To a file of this process alone, which is gone with it; a thread writes to it, another one reads it back.
+
+    Written and read, not mapped into memory: every page that is mapped anew costs a fault, more than its copy.
 
     Args:
         directory: in which the file lies.
@@ -160,7 +162,7 @@ class FileCopies(Copies):
             lane: ThreadPoolExecutor(1, thread_name_prefix=f"embrace_fx {lane}") for lane in ("offload", "reload")
         }
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """The thread has waited already."""
 
     def _leave(self, stored: Stored, data: Tensor, watch: _Watch) -> Stored:
@@ -184,7 +186,7 @@ class FileCopies(Copies):
 
     def _slot(self, nbytes: int) -> Slot:
         """Room in the file, its blocks reserved: a full disk is an error here, no signal while pages are written."""
-        length = max(-(-nbytes // mmap.ALLOCATIONGRANULARITY), 1) * mmap.ALLOCATIONGRANULARITY
+        length = max(-(-nbytes // SLOT_BYTES), 1) * SLOT_BYTES
         if self._free[length]:
             begin = self._free[length].pop()
         else:
@@ -198,7 +200,7 @@ class FileCopies(Copies):
                     "offload_to, or raise memory_budget."
                 ) from error
             self._room += length
-        slot = Slot(self._file, begin, length, nbytes)
+        slot = Slot(self._file, begin, nbytes)
         weakref.finalize(slot, self._free[length].append, begin)
         return slot
 
@@ -215,24 +217,28 @@ class _File:
 class Slot:
     """A part of a file, in which one value lies."""
 
-    def __init__(self, file: _File, begin: int, length: int, nbytes: int) -> None:
-        self._file, self._begin, self._length, self._nbytes = file, begin, length, nbytes
+    def __init__(self, file: _File, begin: int, nbytes: int) -> None:
+        self._file, self._begin, self._nbytes = file, begin, nbytes
 
-    def write(self, data: np.ndarray[Any, Any]) -> None:
-        """Copies bytes into it, mapped into memory meanwhile. Other threads run."""
-        with self._mapped() as pages:
-            np.copyto(np.frombuffer(pages, np.uint8, self._nbytes), data)
+    def write(self, data: memoryview) -> None:
+        """Copies bytes into it. Other threads run."""
+        done = 0
+        while done < self._nbytes:
+            done += os.pwrite(self._file.descriptor, data[done:], self._begin + done)
 
-    def read(self, data: np.ndarray[Any, Any]) -> None:
-        """Copies its bytes out, likewise."""
-        with self._mapped() as pages:
-            np.copyto(data, np.frombuffer(pages, np.uint8, self._nbytes))
+    def read(self, data: memoryview) -> None:
+        """Copies its bytes out, likewise.
 
-    def _mapped(self) -> mmap.mmap:
-        there = os.fstat(self._file.descriptor).st_size
-        if there < self._begin + self._length:
-            raise OSError(f"a file of {there:,} bytes, cut off before byte {self._begin + self._length:,}")
-        return mmap.mmap(self._file.descriptor, self._length, offset=self._begin)
+        Raises:
+            OSError: the file is shorter than what was written.
+        """
+        done = 0
+        while done < self._nbytes:
+            read = os.preadv(self._file.descriptor, [data[done:]], self._begin + done)
+            if read == 0:
+                there = os.fstat(self._file.descriptor).st_size
+                raise OSError(f"a file of {there:,} bytes, cut off before byte {self._begin + self._nbytes:,}")
+            done += read
 
 
 class PinnedCopies(Copies):
@@ -244,7 +250,7 @@ class PinnedCopies(Copies):
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         ended = torch.cuda.Event()
         ended.record()
         ended.synchronize()
@@ -302,9 +308,9 @@ def _bytes_of(value: Tensor) -> Tensor:
 def _write(slot: Slot, data: list[Tensor], watch: _Watch) -> None:
     """Args: `data`: one tensor, which is let go of."""
     with watch:
-        slot.write(data.pop().numpy())
+        slot.write(data.pop().numpy().data)
 
 
 def _read(slot: Slot, data: Tensor, watch: _Watch) -> None:
     with watch:
-        slot.read(data.numpy())
+        slot.read(data.numpy().data)

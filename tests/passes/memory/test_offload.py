@@ -195,6 +195,19 @@ def test_what_one_rank_cannot_copy_is_an_error_on_every_rank(how: str, expected:
         assert expected in told[0]
 
 
+def test_a_copy_is_priced_in_what_the_estimate_calls_a_millisecond(tmp_path: Path) -> None:
+    """Copies of 80 bytes in a measured millisecond, of which four are estimated for what one of them computes."""
+    made = embrace_fx.compile(make(Recurrent), memory_budget=0.4, offload_to=tmp_path)
+    with (
+        mock.patch.object(FileCopies, "measure", return_value=(80.0, 0.5)),
+        mock.patch("embrace_fx.session.offloading.pace", return_value=4.0),
+    ):
+        made(IDS)
+
+    rate = made._session.planned.builder._offloading.rate  # type: ignore[union-attr]
+    assert (rate.bytes_per_ms, rate.start_ms) == (20.0, 2.0)
+
+
 def test_options_that_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="expected memory_budget with offload_to"):
         embrace_fx.compile(make(Block), offload_to="/tmp")

@@ -1,0 +1,45 @@
+"""How fast a rank computes beside what is estimated: copies are measured, what hides them is not yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from embrace_fx.cost.links import Compute
+
+PRODUCT, MOVED = 512, 4 * 2**20
+"""Of the reference: the rows of square matrices that are multiplied, and float32 elements that another one passes."""
+LONG_MS, TIMES = 10.0, 5
+"""What a measurement takes at least, and of how many the shortest counts: an idle core is slow for tens of ms."""
+
+
+def pace(device: torch.device, estimated: Compute, settle: Callable[[], None]) -> float:
+    """How many milliseconds of an estimate pass in one of this rank's.
+
+    The reference is one product of matrices and one pass over memory: models are a mixture of both.
+
+    Args:
+        settle: waits for what the device has been given.
+    """
+    matrix, target = torch.ones(PRODUCT, PRODUCT, device=device), torch.empty(MOVED, device=device)
+    source = torch.ones_like(target)
+    element = target.element_size()
+
+    def taken_ms(count: int) -> float:
+        settle()
+        began = time.perf_counter()
+        for _ in range(count):
+            torch.mm(matrix, matrix)
+            torch.add(source, 1.0, out=target)
+        settle()
+        return (time.perf_counter() - began) * 1e3
+
+    taken_ms(1)  # makes what libraries make once
+    count = 1
+    while taken_ms(count) < LONG_MS:
+        count *= 2
+    product_ms = estimated.time_ms(2 * PRODUCT**3, 3 * PRODUCT**2 * element)
+    expected_ms = product_ms + estimated.time_ms(0, 2 * MOVED * element)
+    return count * expected_ms / min(taken_ms(count) for _ in range(TIMES))
