@@ -7,7 +7,8 @@
     results["network"] = asdict(hosts.reached)
 
 Each rank has a network namespace with one interface, a virtual cable to a bridge in a namespace of its own, and a token
-bucket (`tc ... tbf`) at either end of the cable, so that what a rank sends and what it receives are limited alike. The
+bucket (`tc ... tbf`) at either end of the cable, so that what a rank sends and what it receives are limited alike.
+Ranks may share a host: what they send each other passes its loopback interface, behind a bucket of its own. The
 machine's own interfaces, addresses and routes are not touched. Ranks are dealt out to the cores, each stays on its own:
 ranks that share a core share it evenly.
 
@@ -57,6 +58,10 @@ kernel and asks for them again, page by page, in one step more of them than in a
 QUEUE_MS = 100.0
 """How long a packet may wait for the bucket before it is dropped: so long that an AlltoAll of 8 ranks loses next to
 none, for the last packet of a message, once lost, is sent again after TCP's 200 ms only."""
+WINDOW_MS = 1.0
+"""What the connections of a host may have sent and not had acknowledged, together, in time of its link; two packets
+each at least. TCP's small queues and a switch's some 100 kB for a port bound on real hosts what a small message waits
+behind; a bucket here holds `QUEUE_MS`, and TCP fills it. A bound of the window drops nothing."""
 CONGESTION_CONTROL = "reno"
 """The one that every kernel has and grants to every namespace: results do not depend on the machine's own choice. Over
 bare sockets, 4 or 8 hosts that all send to each other at 200 Mb/s reach 84 % of the rate with it and 74 % with bbr."""
@@ -81,13 +86,17 @@ class Links:
     Attributes:
         ranks: number of hosts.
         rate_mbit: what each host can send, and what it can receive, in megabits (1e6) per second, headers included.
-        slow: slow motion: links are so many times slower than `rate_mbit` says, packets so many times smaller, so that
-            one takes as long, and a queue holds as many bytes.
+        slow: slow motion: links are so many times slower than `rate_mbit` says, packets and windows so many times
+            smaller, so that one takes as long.
+        ranks_per_host: consecutive ranks that share a host and its link.
+        inside_mbit: what each of them can send to the others of its host, on a link of their own.
     """
 
     ranks: int
     rate_mbit: float
     slow: float = 1.0
+    ranks_per_host: int = 1
+    inside_mbit: float = 0.0
 
     def __post_init__(self) -> None:
         if not 2 <= self.ranks <= MAX_RANKS:
@@ -96,11 +105,27 @@ class Links:
             raise ValueError(f"expected slow to be 1 or more, in Links, found {self.slow}.")
         if not self.rate_mbit > 0:
             raise ValueError(f"expected a positive rate_mbit, in Links, found {self.rate_mbit}.")
+        if self.ranks_per_host < 1 or self.ranks % self.ranks_per_host or self.ranks_per_host == self.ranks:
+            raise ValueError(
+                f"expected two hosts or more of equally many ranks, in Links, found {self.ranks} ranks, "
+                f"{self.ranks_per_host} per host."
+            )
+        if (self.ranks_per_host > 1) != (self.inside_mbit > 0):
+            raise ValueError(
+                "expected a positive inside_mbit where ranks share a host, and only there, in Links, found "
+                f"{self.inside_mbit} with {self.ranks_per_host} per host."
+            )
+
+    def burst_bytes(self, carried_mbit: float) -> int:
+        """What passes a link of such a rate at once: more than the largest packet, with its headers."""
+        return max(self.packet_bytes * 7 // 6, round(carried_mbit * 1e6 / 8 * BURST_MS / 1e3))
 
     @property
-    def burst_bytes(self) -> int:
-        """What passes a link at once: more than the largest packet, with its headers."""
-        return max(self.packet_bytes * 7 // 6, round(self.carried_mbit * 1e6 / 8 * BURST_MS / 1e3))
+    def window_bytes(self) -> int:
+        """What a connection may have on its way: an equal share for each rank elsewhere, and two packets at least."""
+        bytes_per_ms = self.carried_mbit * 1e6 / 8 / 1e3
+        connections = self.ranks_per_host * (self.ranks - self.ranks_per_host)
+        return max(2 * self.packet_bytes, round(bytes_per_ms * WINDOW_MS * self.slow / connections))
 
     @property
     def carried_mbit(self) -> float:
@@ -120,8 +145,8 @@ class Reached:
         links: what was asked for.
         shaped: whether the ranks have hosts and limits of their own.
         reason: why not, empty where they have.
-        transfer_mbit: payload rate of a bare TCP transfer from each rank to the next, one at a time. TCP, IP and
-            Ethernet headers take 4.6 % of a link's rate.
+        transfer_mbit: payload rate of a bare TCP transfer from each rank to one of the next host, one at a time. TCP,
+            IP and Ethernet headers take 4.6 % of a link's rate.
     """
 
     links: Links
@@ -149,11 +174,12 @@ def network(links: Links) -> Iterator[Network]:
         cores = sorted(os.sched_getaffinity(0))
         for rank, host in enumerate(hosts):  # what its thread starts stays on the same core
             host.call(os.sched_setaffinity, 0, {cores[rank % len(cores)]})
-        rates = tuple(transfer_mbit(host, hosts[(r + 1) % links.ranks]) for r, host in enumerate(hosts))
+        far = links.ranks_per_host
+        rates = tuple(transfer_mbit(host, hosts[(r + far) % links.ranks]) for r, host in enumerate(hosts))
         reached = Reached(links, not reason, reason, rates)
         if reached.shaped and max(rates) > MOST_OF_RATE * links.carried_mbit:
             raise RuntimeError(
-                f"expected at most {links.carried_mbit} Mb/s from each rank to the next, in network(), "
+                f"expected at most {links.carried_mbit} Mb/s from each rank to the next host, in network(), "
                 f"found {', '.join(f'{rate:.0f}' for rate in rates)}: the limit of `tc ... tbf` is not kept."
             )
         yield Network(reached, tuple(hosts), _free_port())
@@ -183,19 +209,19 @@ class Network:
         """Starts a rank's command on its host; its process is killed when the network ends, or this process.
 
         Its environment has what `torch.distributed.init_process_group("gloo")` reads (RANK, WORLD_SIZE, MASTER_ADDR,
-        MASTER_PORT, GLOO_SOCKET_IFNAME), each rank the only one of its host; and `KEEP_FREED_MEMORY`.
+        MASTER_PORT, GLOO_SOCKET_IFNAME, LOCAL_RANK, LOCAL_WORLD_SIZE); and `KEEP_FREED_MEMORY`.
 
         Args:
             environment: further variables.
             output, errors: files for its standard output and error; None: this process's own.
         """
-        host = self._hosts[rank]
+        host, per_host = self._hosts[rank], self.reached.links.ranks_per_host if self.reached.shaped else 1
         variables = {
             **os.environ,
             "RANK": str(rank),
             "WORLD_SIZE": str(len(self._hosts)),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            "LOCAL_RANK": str(rank % per_host),
+            "LOCAL_WORLD_SIZE": str(per_host),
             "MASTER_ADDR": self._hosts[0].address,
             "MASTER_PORT": str(self._port),
             "GLOO_SOCKET_IFNAME": host.interface,
@@ -225,7 +251,7 @@ class Network:
             return tuple(output.read_text() for output in outputs)
 
     def set_rate(self, rank: int, rate_mbit: float) -> None:
-        """Limits what a rank can send from now on to another rate; what waits for the old one goes on waiting.
+        """Limits what a rank's host can send from now on to another rate; what waits for the old one goes on waiting.
 
         Raises:
             RuntimeError: the ranks have no limits here.
@@ -233,15 +259,15 @@ class Network:
         if not self.reached.shaped:
             raise RuntimeError(f"expected ranks with hosts of their own, in set_rate(), found {self.reached.reason}.")
         host, links = self._hosts[rank], replace(self.reached.links, rate_mbit=rate_mbit)
-        host.configure(f"tc qdisc change dev {host.interface} {_shape(links)}")
+        host.configure(f"tc qdisc change dev {host.interface} {_shape(links, links.carried_mbit)}")
 
     def sent_bytes(self) -> tuple[int, ...]:
-        """Bytes that each interface has sent so far, read from its counter: one per rank, or the loopback's alone.
+        """Bytes that each interface has sent so far, read from its counter: one per host, or the loopback's alone.
 
         Headers are counted once per packet of up to `PACKET_BYTES`, so that the counter is 1 % above the payload where
         frames of a real wire would be 5 % above. The loopback counts all ranks together, and other programs.
         """
-        counted = self._hosts if self.reached.shaped else self._hosts[:1]
+        counted = self._hosts[:: self.reached.links.ranks_per_host] if self.reached.shaped else self._hosts[:1]
         return tuple(host.call(interface_sent_bytes, host.interface) for host in counted)
 
 
@@ -301,24 +327,28 @@ class _Host:
                 raise _Obstacle(f"expected `{line}` to work, found: {done.stderr.strip()}")
 
 
-def _shape(links: Links) -> str:
-    """The limit, as `tc` is told."""
-    latency_ms = QUEUE_MS * links.slow
-    return f"root tbf rate {round(links.carried_mbit * 1e6)}bit burst {links.burst_bytes} latency {latency_ms:g}ms"
+def _shape(links: Links, carried_mbit: float) -> str:
+    """The limit of one of the links, as `tc` is told."""
+    latency_ms, burst_bytes = QUEUE_MS * links.slow, links.burst_bytes(carried_mbit)
+    return f"root tbf rate {round(carried_mbit * 1e6)}bit burst {burst_bytes} latency {latency_ms:g}ms"
 
 
 def _cabled_hosts(links: Links, stack: ExitStack) -> list[_Host]:
-    """A bridge and, on a cable each, the hosts of all ranks; leaving `stack` removes them."""
+    """A bridge and, on a cable each, the hosts; of each rank, its own. Leaving `stack` removes them."""
     if reason := obstacle():
         raise _Obstacle(reason)
-    shape = _shape(links)
+    shape = _shape(links, links.carried_mbit)
     bridge = stack.enter_context(_Host("bridge", ""))
     bridge.call(_enter_new_namespace)
     bridge.configure("ip link add bridge type bridge", "ip link set bridge up")
-    hosts = []
+    hosts: list[_Host] = []
     for rank in range(links.ranks):
-        host = stack.enter_context(_Host("eth0", f"10.0.0.{rank + 1}"))
-        host.call(_enter_new_namespace)
+        host = stack.enter_context(_Host("eth0", f"10.0.0.{rank // links.ranks_per_host + 1}"))
+        hosts.append(host)
+        if rank % links.ranks_per_host:
+            host.call(_enter_namespace_of, hosts[rank - rank % links.ranks_per_host].thread_id)
+            continue
+        host.call(_enter_new_namespace, links.window_bytes)
         host.configure(
             "ip link set lo up",
             f"ip link add eth0 type veth peer name port{rank} netns {bridge.thread_id}",
@@ -328,18 +358,33 @@ def _cabled_hosts(links: Links, stack: ExitStack) -> list[_Host]:
             "ip link set eth0 up",
         )
         bridge.configure(f"tc qdisc add dev port{rank} {shape}", f"ip link set port{rank} master bridge up")
-        hosts.append(host)
+        if links.ranks_per_host > 1:  # the loopback carries what all ranks of the host send
+            inside = _shape(links, links.inside_mbit * links.ranks_per_host / links.slow)
+            host.configure(f"ip link set lo gso_max_size {links.packet_bytes}", f"tc qdisc add dev lo {inside}")
     return hosts
 
 
-def _enter_new_namespace() -> None:
-    """Moves the calling thread to a new network namespace. `os.unshare` is Python 3.12's."""
+def _enter_new_namespace(window_bytes: int | None = None) -> None:
+    """Moves the calling thread to a new network namespace. `os.unshare` is Python 3.12's.
+
+    Args:
+        window_bytes: the most that a connection has on its way; None: what TCP finds.
+    """
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET) != 0:
         raise _Obstacle(f"expected to make a network namespace, found: {os.strerror(ctypes.get_errno())}")
     try:
         Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(CONGESTION_CONTROL)
+        if window_bytes is not None:
+            Path("/proc/sys/net/ipv4/tcp_wmem").write_text(f"4096 {window_bytes} {window_bytes}")
     except OSError as error:
         raise _Obstacle(f"expected to set the congestion control of a namespace, found: {error}") from error
+
+
+def _enter_namespace_of(thread_id: int) -> None:
+    """Moves the calling thread to the network namespace of another one of this process. `os.setns` is Python 3.12's."""
+    with open(f"/proc/self/task/{thread_id}/ns/net", encoding="ascii") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+            raise _Obstacle(f"expected to join a network namespace, found: {os.strerror(ctypes.get_errno())}")
 
 
 def interface_sent_bytes(interface: str) -> int:

@@ -113,7 +113,7 @@ class Measured:
     Attributes:
         step_ms: mean time of a step that counts, from the end of the one before to its own.
         each_step_ms: the same by step.
-        sent_bytes: what the host's interface sent per step, headers included.
+        sent_bytes: what the host's interface sent per step, headers included; of ranks that share it, an equal part.
         main_cpu_ms, other_cpu_ms: processor time per step of the thread that computes, and of all others together.
         cores_busy: of the time of all cores of the machine, the part in which they ran anything, the kernel included.
         peak_bytes, start_bytes: largest resident memory so far, and that before `prepare`.

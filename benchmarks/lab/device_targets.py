@@ -35,7 +35,8 @@ def device_targets(setting: Setting, blocks: Blocks) -> list[Target]:
     for block in blocks:
         ratio = ratios.get((block["model"], block["rate_mbit"]))
         rate = f"wire / compute {ratio:g}" if ratio else f"{block['rate_mbit']:g} Mb/s"
-        where = f"{block['model']}, {block['ranks']} ranks, {rate}, k = {block['slow']:g}"
+        shared = f", {block['per_host']} per host" if block["per_host"] > 1 else ""
+        where = f"{block['model']}, {block['ranks']} ranks{shared}, {rate}, k = {block['slow']:g}"
         found += _of_block(block, where, ratio)
     return found + list(_scaling(ratios, blocks))
 
@@ -57,7 +58,7 @@ def _rows(block: Mapping[str, Any]) -> dict[str, Any]:
 def _agreement(blocks: Blocks) -> Iterator[Target]:
     """Of each system that was measured at several k: how far the perceived steps are apart."""
     motions: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
-    for block in blocks:
+    for block in [block for block in blocks if block["per_host"] == 1]:
         by_slow = motions.setdefault((block["model"], block["ranks"], block["rate_mbit"]), {})
         by_slow[block["slow"]] = {**_rows(block), **by_slow.get(block["slow"], {})}
     for (model, ranks, rate_mbit), by_slow in motions.items():
@@ -129,7 +130,7 @@ def _scaling(ratios: Mapping[tuple[str, float], float], blocks: Blocks) -> Itera
     """Examples per second and rank with the most ranks, over those with the fewest."""
     steps: dict[tuple[str, float, float], dict[int, float]] = {}
     for block in blocks:
-        if OWN in _rows(block):
+        if OWN in _rows(block) and block["per_host"] == 1:
             of_ranks = steps.setdefault((block["model"], block["rate_mbit"], block["slow"]), {})
             of_ranks.setdefault(block["ranks"], _rows(block)[OWN].step_ms.median)
     few, many = SCALED

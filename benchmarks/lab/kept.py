@@ -34,7 +34,10 @@ MEASURED_SOURCES = (
 """What a measurement depends on, besides the setting and the versions."""
 UNMEASURED_SOURCES = ("embrace_fx/viz/**/*",)
 VERSIONED = ("torch", "numpy", "torchrec", "fbgemm-gpu-cpu", "horovod")
-FREE = ("name", "models", "groups", "rounds", "ranks", "rates_mbit", "elsewhere", "slow", "ratios", "together")
+FREE = (
+    *("name", "models", "groups", "rounds", "ranks", "rates_mbit"),
+    *("elsewhere", "not_first", "one_by_one", "extra", "slow", "ratios", "together"),
+)
 """Fields of a setting that a cell does not depend on, or that its folder and file name."""
 
 

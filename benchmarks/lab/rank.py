@@ -123,7 +123,7 @@ class Session:
         return Measured(
             step_ms=sum(each) / steps,
             each_step_ms=each,
-            sent_bytes=(sent[-1] - sent[0]) / steps,
+            sent_bytes=(sent[-1] - sent[0]) / steps / int(os.environ["LOCAL_WORLD_SIZE"]),
             main_cpu_ms=main_cpu_s * 1e3 / steps,
             other_cpu_ms=(all_cpu_s - main_cpu_s) * 1e3 / steps,
             cores_busy=busy / max(busy + idle, 1),

@@ -12,7 +12,7 @@ from benchmarks.lab.kept import write_whole
 from benchmarks.lab.plots import pictures
 from benchmarks.lab.results import Row, as_data
 from benchmarks.lab.rounds import Target
-from benchmarks.lab.settings import ABLATION
+from benchmarks.lab.settings import ABLATION, INSIDE
 from benchmarks.records import write_record
 
 MIB = 2**20
@@ -100,9 +100,14 @@ def _targets(targets: Sequence[Target]) -> list[str]:
 
 def _about(block: Mapping[str, Any]) -> list[str]:
     size, floors, network = block["sizes"], block["floors"], block["network"]
+    hosts = (
+        f"Each rank on a host of its own (network namespaces), {block['rate_mbit']:g} Mb/s each way"
+        if block["per_host"] == 1
+        else f"{block['per_host']} ranks on each host (network namespaces), {block['rate_mbit']:g} Mb/s each way for "
+        f"each of them between hosts and {INSIDE:g} times as much inside"
+    )
     limited = (
-        f"Each rank on a host of its own (network namespaces), {block['rate_mbit']:g} Mb/s each way; a bare transfer "
-        f"reaches {median(network['transfer_mbit']) * (block['slow'] or 1):.0f} Mb/s."
+        f"{hosts}; a bare transfer reaches {median(network['transfer_mbit']) * (block['slow'] or 1):.0f} Mb/s."
         if network["shaped"]
         else f"On the loopback interface WITHOUT a limit, because: {network['reason']}"
     )

@@ -174,7 +174,9 @@ def _floors(
         if block.slow
         else min((row.step_ms.median for row in rows if not SYSTEMS[row.system].alone), default=None)
     )
-    rate_mbit = max(reached["transfer_mbit"]) * block.stretched if reached["shaped"] else None
+    # Where ranks share a host, what a strategy sends inside of it is on another link, which these floors know not of.
+    of_wire = reached["shaped"] and block.per_host == 1
+    rate_mbit = max(reached["transfer_mbit"]) * block.stretched if of_wire else None
     found = {
         "compute": compute_ms,
         "wire": cheapest.time_ms(rate_mbit) if rate_mbit else None,

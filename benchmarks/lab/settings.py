@@ -15,6 +15,9 @@ from benchmarks.models import MODELS as WORKLOADS
 from benchmarks.network import Links
 from benchmarks.peers import FORCED_STRATEGIES, SYSTEMS
 
+INSIDE = 10.0
+"""How many times as fast as to other hosts ranks send to those of their own."""
+
 
 class Block(NamedTuple):
     """What is measured together, in turns, over one network.
@@ -22,6 +25,8 @@ class Block(NamedTuple):
     Attributes:
         rate_mbit: what a rank can send; perceived, where there is slow motion.
         slow: how many times slower device and links are than they are said to be; 0: ranks compute on the cores.
+        per_host: ranks that share a host. Its link carries `rate_mbit` for each of them, the one inside `INSIDE` times
+            as much.
     """
 
     model: str
@@ -29,10 +34,11 @@ class Block(NamedTuple):
     rate_mbit: float
     group: str
     slow: float = 0.0
+    per_host: int = 1
 
     @property
     def title(self) -> str:
-        where = f"{self.model}, {self.ranks} ranks"
+        where = f"{self.model}, {self.ranks} ranks" + (f", {self.per_host} per host" if self.per_host > 1 else "")
         if not self.slow:
             return f"{where}, {self.rate_mbit:g} Mb/s, {self.group}"
         return f"{where}, emulated device, k = {self.slow:g}, perceived rate {self.rate_mbit:g} Mb/s, {self.group}"
@@ -40,6 +46,7 @@ class Block(NamedTuple):
     @property
     def stem(self) -> str:
         stem = f"{self.model}-{self.ranks}-{self.rate_mbit:g}-{self.group}"
+        stem += f"-x{self.per_host}" if self.per_host > 1 else ""
         return f"{stem}-k{self.slow:g}" if self.slow else stem
 
     @property
@@ -49,7 +56,18 @@ class Block(NamedTuple):
 
     @property
     def links(self) -> Links:
-        return Links(self.ranks, self.rate_mbit, self.stretched)
+        inside_mbit = INSIDE * self.rate_mbit if self.per_host > 1 else 0.0
+        return Links(self.ranks, self.rate_mbit * self.per_host, self.stretched, self.per_host, inside_mbit)
+
+
+class Extra(NamedTuple):
+    """Groups of systems that are measured on one model at one place alone; see `Setting`."""
+
+    model: str
+    ranks: int
+    ratio: float
+    groups: tuple[str, ...]
+    per_host: int = 1
 
 
 @dataclass(frozen=True)
@@ -62,8 +80,11 @@ class Setting:
         groups: name -> its systems, in the order of their turns: as many as the machine's memory holds at once.
         rounds: at least 5 for results worth quoting.
         ranks, rates_mbit: what is measured first stands first; a rate is what a rank can send, and receive.
-        elsewhere: groups that are measured over fewer ranks and other rates too; all of them at `ranks[0]` and
-            `rates_mbit[0]`.
+        elsewhere: groups that are measured over fewer ranks and other rates too. At `ranks[0]`, the first rate and the
+            first `slow` all groups are, but those of `extra` and `not_first`.
+        not_first: groups that are not measured there, because they are part of another one.
+        one_by_one: elsewhere, only one of ranks, rate and `slow` is another one.
+        extra: what is measured besides.
         slow: of an emulated device: one block for each; empty: ranks compute on the cores that they share.
         ratios: of an emulated device, after `rates_mbit`: rates at which what `RATED_RANKS` ranks must send takes
             so many times as long as what they compute.
@@ -80,6 +101,9 @@ class Setting:
     ranks: tuple[int, ...]
     rates_mbit: tuple[float, ...]
     elsewhere: tuple[str, ...] = ()
+    not_first: tuple[str, ...] = ()
+    one_by_one: bool = False
+    extra: tuple[Extra, ...] = ()
     slow: tuple[float, ...] = ()
     ratios: tuple[float, ...] = ()
     together: bool = False
@@ -93,14 +117,21 @@ class Setting:
     timeout_s: float = 300.0
 
     def blocks(self) -> Iterator[Block]:
-        rates = range(len(self.rates_mbit) + len(self.ratios))
-        for slow, rate, ranks in itertools.product(self.slow or (0.0,), rates, self.ranks):
-            first = (slow, rate, ranks) == ((self.slow or (0.0,))[0], 0, self.ranks[0])
-            groups = [group for group in self.groups if first or group in self.elsewhere]
+        motions, rates = self.slow or (0.0,), range(len(self.rates_mbit) + len(self.ratios))
+        not_first = {*self.not_first, *(group for extra in self.extra for group in extra.groups)}
+        for slow, rate, ranks in itertools.product(motions, rates, self.ranks):
+            others = (slow != motions[0]) + (rate > 0) + (ranks != self.ranks[0])
+            if self.one_by_one and others > 1:
+                continue
+            groups = [group for group in self.groups if (group in self.elsewhere if others else group not in not_first)]
             if self.together and ranks < MOST_RANKS:
                 groups = list(dict.fromkeys(CHOSEN if group == CHOSEN else TOGETHER for group in groups))
-            for model, group in itertools.product(self.models, groups):
+            for group, model in itertools.product(groups, self.models):
                 yield Block(model, ranks, self.rate_mbit(model, rate), group, slow)
+        for extra in self.extra:
+            for group in [group for group in extra.groups if group in self.groups and extra.model in self.models]:
+                rate_mbit = perceived_rate_mbit(extra.model, self.size, extra.ratio, self.seed)
+                yield Block(extra.model, extra.ranks, rate_mbit, group, motions[0], extra.per_host)
 
     def rate_mbit(self, model: str, number: int) -> float:
         """A model's rate of that number: those that are given come first, then those of `ratios`."""
@@ -208,8 +239,13 @@ DEVICE_GROUPS = {
     "dense": ("alone_dense", "ddp", "ddp_compiled", "horovod", "embrace_2d"),
     "rows": ("embrace_2d", "embrace_2d_rows10"),
     FORCED: ("embrace_2d", *(f"forced_{strategy}" for strategy in FORCED_STRATEGIES)),
+    "few": ("alone_sparse", "ddp_sparse", "torchrec_column", "embrace_none", "embrace_2d"),
+    "replicas": ("ddp", "ddp_sparse", "horovod_sparse", "embrace_2d"),
+    "sharded": ("torchrec_column", "torchrec_row", "ours_parallax", "embrace_2d"),
+    "two levels": ("ddp_sparse", "embrace_2d", "forced_alltoall", "forced_zen"),
 }
-"""On emulated devices; `embrace_2d` is what `strategy="auto"` chooses."""
+"""On emulated devices; `embrace_2d` is what `strategy="auto"` chooses. "few" are measured everywhere else; "replicas"
+and "sharded" are as many as the memory holds 16 ranks of; of "two levels", Zen's doubling begins inside of hosts."""
 
 SETTINGS = {
     "quick": Setting(
@@ -246,8 +282,15 @@ SETTINGS = {
         rounds=3,
         ranks=(8, 16, 4, 2),
         rates_mbit=(),
-        elsewhere=("main",),
-        slow=(16.0,),
+        elsewhere=("few",),
+        not_first=("few",),
+        one_by_one=True,
+        extra=(
+            Extra("lm", 16, 2.0, ("replicas", "sharded")),
+            Extra("lm", 8, 1.0, ("two levels",)),
+            Extra("lm", 8, 1.0, ("two levels",), per_host=2),
+        ),
+        slow=(8.0, 16.0),
         ratios=(1.0, 2.0, 0.5),
         turn_ms=1.0,
         timeout_s=900.0,

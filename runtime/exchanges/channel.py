@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.ranks.communicator import InFlight
-from embrace_fx.runtime.ranks.groups import all_gather_single
+from embrace_fx.runtime.ranks.groups import gather_single
 
 
 class Channel:
@@ -94,7 +94,7 @@ class Channel:
         self.sent_bytes += (self.world_size - 1) * own.nbytes
         self.messages += (self.world_size - 1) * (own.numel() > 0)
         everyone = own.new_empty((sum(sizes),))
-        return InFlight(everyone, all_gather_single(everyone, own, group=self._group, async_op=True))
+        return InFlight(everyone, gather_single(everyone, own, self._group, async_op=True))
 
     def _send_to_all(self, own: Tensor, sizes: Sequence[int]) -> InFlight:
         everyone = own.new_empty((sum(sizes),))

@@ -46,7 +46,7 @@ from embrace_fx.runtime.probe.handling import (
     scanning,
 )
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
-from embrace_fx.runtime.ranks.groups import all_gather_single
+from embrace_fx.runtime.ranks.groups import gather_single
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 
 FIRST_BYTES = 4 * 1024
@@ -323,4 +323,4 @@ def _launch(
         channel, sizes = Channel(group), [own.numel() // ranks] * ranks
         return lambda: channel.all_to_all(own, sizes, sizes)
     everyone: Tensor = own.new_empty(ranks * own.numel())
-    return lambda: InFlight(everyone, all_gather_single(everyone, own, group=group, async_op=True))
+    return lambda: InFlight(everyone, gather_single(everyone, own, group, async_op=True))

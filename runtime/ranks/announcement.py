@@ -30,7 +30,7 @@ from embrace_fx.runtime.ranks.failure import (
     PeerFailure,
     PlanDoesNotFit,
 )
-from embrace_fx.runtime.ranks.groups import all_gather_single
+from embrace_fx.runtime.ranks.groups import gather_single
 from embrace_fx.runtime.ranks.lone_calls import LoneCalls
 
 ACTIVITIES = TRAINING, ACCUMULATING, EVALUATING = (
@@ -256,7 +256,7 @@ class Announcements:
         own = torch.tensor([activity])
         everyone = own.new_empty(communicator.world_size)
         with communicator.watching(ANNOUNCEMENT):
-            all_gather_single(everyone, own, group=communicator.host_group())
+            gather_single(everyone, own, communicator.host_group())
         found: list[int] = everyone.tolist()
         return found
 
@@ -281,7 +281,7 @@ class Announcements:
         # A step with the next batch's sizes in it has most to say.
         numbers = torch.tensor(own.encode(1 + 2 * self.tables), dtype=torch.int64)
         everyone = numbers.new_empty((communicator.world_size, numbers.numel()))
-        work = all_gather_single(everyone.view(-1), numbers, group=communicator.host_group(), async_op=True)
+        work = gather_single(everyone.view(-1), numbers, communicator.host_group(), async_op=True)
         return everyone, work
 
     # -- in the middle of a call ---------------------------------------------------------------------------------------

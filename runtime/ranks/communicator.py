@@ -16,7 +16,7 @@ from torch import Tensor
 
 from embrace_fx import cost
 from embrace_fx.runtime.kernels import column_widths
-from embrace_fx.runtime.ranks.groups import Groups, all_gather_single, travels_by_host
+from embrace_fx.runtime.ranks.groups import Groups, gather_single, travels_by_host
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class Communicator(Groups):
         torch.cat([u.to(dtype) for u in unique], out=own[len(counts) : len(counts) + sum(counts)])
         if self.world_size == 1:
             return InFlight(own.view(1, -1), None)
-        return self._gather(own, group)
+        return self.gather_alike(own, group)
 
     def gather_rows_ahead(
         self,
@@ -142,12 +142,13 @@ class Communicator(Groups):
         own[: packed.numel()] = packed
         if self.world_size == 1:
             return InFlight(own.view(1, -1), None)
-        return self._gather(own, group)
+        return self.gather_alike(own, group)
 
-    def _gather(self, own: Tensor, group: str) -> InFlight:
+    def gather_alike(self, own: Tensor, group: str) -> InFlight:
+        """(N, n): as many numbers of every rank. Of at least two ranks."""
         packed = own.new_empty((self.world_size, own.numel()))
         found = self._launch(
-            lambda to, sent: all_gather_single(to, sent, group=self._groups[group], async_op=True),
+            lambda to, sent: gather_single(to, sent, self._groups[group], async_op=True),
             group,
             packed.view(-1),
             own,

@@ -52,6 +52,26 @@ _FAREWELL_S = 5.0
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Torch renamed it, and the old name warns."""
 
+AT_ONCE_BYTES = 32 * 1024
+"""Up to which gloo gathers by AlltoAll. Its AllGather is a ring, whose N-1 messages wait for each other, and each one
+behind what else is on its way; an AlltoAll's go at once. Where bytes are what counts the ring is the better one."""
+
+
+def gather_single(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
+    """`all_gather_single`, with few bytes as fast as one message. Both send N-1 times `own`.
+
+    Args:
+        everyone: (N n,), written.
+        own: (n,).
+
+    Returns:
+        What torch returns: work to be waited for, with `async_op`.
+    """
+    ranks = everyone.numel() // max(own.numel(), 1)
+    if ranks > 2 and own.nbytes <= AT_ONCE_BYTES and group is not None and _backend(group, own.device) == "gloo":
+        return dist.all_to_all_single(everyone, own.repeat(ranks), group=group, async_op=async_op)
+    return all_gather_single(everyone, own, group=group, async_op=async_op)
+
 
 class Groups:
     """The process groups of the ranks that train together.
@@ -284,7 +304,7 @@ class Groups:
         own = torch.frombuffer(bytearray(json.dumps(to_plain(value)).encode()), dtype=torch.uint8)
         sizes = torch.empty(self.world_size, dtype=torch.int64)
         with self.watching():
-            all_gather_single(sizes, torch.tensor([own.numel()]), group=self._hosts)
+            gather_single(sizes, torch.tensor([own.numel()]), self._hosts)
         longest = int(sizes.max())
         if longest > MOST_BYTES:
             raise RuntimeError(
@@ -294,7 +314,7 @@ class Groups:
         everyone = torch.empty((self.world_size, longest), dtype=torch.uint8)
         with self.watching():
             padded = torch.cat([own, own.new_zeros(longest - own.numel())])
-            all_gather_single(everyone.view(-1), padded, group=self._hosts)
+            gather_single(everyone.view(-1), padded, self._hosts)
         told = [row[:size].numpy().tobytes() for row, size in zip(everyone, sizes.tolist(), strict=True)]
         return [_of_peer(kind, content, rank) for rank, content in enumerate(told)]
 

@@ -249,6 +249,24 @@ def test_slow_motion_is_refused_where_ranks_compute_on_the_cores() -> None:
         lab.chosen(options(slow=(4.0,)))
 
 
+def test_elsewhere_one_thing_is_another_and_what_a_target_names_is_measured_besides() -> None:
+    setting = SETTINGS["device"]
+    blocks = list(setting.blocks())
+
+    first = [block for block in blocks if (block.slow, block.ranks) == (8.0, 8) and block.group == "main"]
+    elsewhere = [block for block in blocks if block.group == "few"]
+    assert {block.model for block in first} == set(setting.models)
+    assert len(elsewhere) == len(setting.models) * (3 + 2 + 1)  # other ranks, ratios, k
+    for block in elsewhere:
+        (own,) = (each for each in first if each.model == block.model)
+        places = zip((block.ranks, block.rate_mbit, block.slow), (own.ranks, own.rate_mbit, own.slow), strict=True)
+        assert sum(here != there for here, there in places) == 1
+    besides = {(block.model, block.ranks, block.rate_mbit, block.group) for block in blocks if block.ranks == 16}
+    rate_mbit = setting.rate_mbit("lm", setting.ratios.index(2.0))
+    assert {("lm", 16, rate_mbit, "replicas"), ("lm", 16, rate_mbit, "sharded")} <= besides
+    assert len(set(blocks)) == len(blocks)
+
+
 def test_targets_are_told_of_every_k_and_slow_motions_are_compared(tmp_path: Path) -> None:
     """Two ranks of 20 perceived ms, 25 alone at k = 2, 25.5 at k = 4, and 8 ranks that are slower."""
     setting = replace(TINY, groups={"main": ("embrace_none", "embrace_2d")}, elsewhere=("main",))

@@ -270,9 +270,9 @@ def test_blocks_come_by_rate_then_ranks_and_the_ablation_is_of_the_first() -> No
     full = SETTINGS["full"]
     blocks = list(full.blocks())
 
-    assert [block[:4] for block in blocks[:4]] == [
-        ("lm", 8, 200.0, group) for group in ("replicas", "shards", "ablation")
-    ] + [("transformer", 8, 200.0, "replicas")]
+    assert [block[:4] for block in blocks[:6]] == [(model, 8, 200.0, "replicas") for model in full.models] + [
+        ("lm", 8, 200.0, "shards")
+    ]
     assert list(dict.fromkeys((b.ranks, b.rate_mbit) for b in blocks)) == [
         (ranks, rate) for rate in (200.0, 2000.0) for ranks in (8, 4, 2)
     ]

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -58,6 +57,12 @@ def test_links_that_make_no_sense_are_refused(ranks: int, rate_mbit: float, foun
         Links(ranks, rate_mbit)
 
 
+@pytest.mark.parametrize(("ranks", "per_host", "inside_mbit"), [(3, 2, 500), (4, 4, 500), (4, 2, 0), (4, 1, 500)])
+def test_hosts_that_cannot_be_shared_so_are_refused(ranks: int, per_host: int, inside_mbit: float) -> None:
+    with pytest.raises(ValueError, match=r"expected (two hosts|a positive inside_mbit)"):
+        Links(ranks, 100, ranks_per_host=per_host, inside_mbit=inside_mbit)
+
+
 def test_without_its_tools_ranks_run_on_loopback_and_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with network(LINKS) as hosts:
@@ -67,7 +72,7 @@ def test_without_its_tools_ranks_run_on_loopback_and_the_result_says_so(monkeypa
         printed = hosts.run(python("import os; print(os.environ['GLOO_SOCKET_IFNAME'])"), timeout_s=PATIENCE_S)
 
     assert printed == ("lo\n", "lo\n")
-    assert asdict(hosts.reached)["links"] == {"ranks": 2, "rate_mbit": 100, "slow": 1.0}
+    assert hosts.reached.links == LINKS
 
 
 @needs_hosts
@@ -107,6 +112,83 @@ def test_commands_meet_on_hosts_of_their_own_and_their_bytes_are_counted() -> No
     assert printed == ("['eth0', 'lo'] eth0 2\n",) * 2
     assert 1_000_000 < of_sender < 1_050_000
     assert of_receiver < 50_000  # acknowledgements
+
+
+_SEND_TO_NEXT = """
+import os, socket, sys, time
+rank, count = int(os.environ["RANK"]), int(sys.argv[1])
+if rank == 0:
+    with socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as server:
+        for _ in range(2):
+            peer, _ = server.accept()
+            with peer:
+                while peer.recv(1 << 20):
+                    pass
+elif rank in (1, 2):
+    time.sleep(1.0 + 3.0 * (rank - 1))
+    began = time.monotonic()
+    with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as peer:
+        peer.sendall(bytes(count))
+        peer.shutdown(socket.SHUT_WR)
+        peer.recv(1)  # the other end has all of it
+    print(time.monotonic() - began, os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
+"""
+
+
+@needs_hosts
+def test_ranks_of_one_host_have_a_link_of_their_own() -> None:
+    """Rank 1 shares rank 0's host, rank 2 does not: 4 MB of each to rank 0, one after the other."""
+    with network(Links(4, 40, ranks_per_host=2, inside_mbit=400)) as hosts:
+        assert len(hosts.sent_bytes()) == 2
+        before = hosts.sent_bytes()
+        _, inside, outside, _ = hosts.run([*python(_SEND_TO_NEXT), "4000000"], timeout_s=60)
+        first, second = (now - then for now, then in zip(hosts.sent_bytes(), before, strict=True))
+
+    (inside_s, *inside_place), (outside_s, *outside_place) = inside.split(), outside.split()
+    assert (inside_place, outside_place) == (["1", "2"], ["0", "2"])
+    assert float(outside_s) > 0.7  # 0.8 s at 40 Mb/s
+    assert float(inside_s) < 0.5 * float(outside_s)
+    assert first < 100_000
+    assert second > 4_000_000
+
+
+_BESIDE_BULK = """
+import os, socket, statistics, threading, time
+where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if os.environ["RANK"] == "0":
+    with socket.create_server(where) as server:
+        bulk, small = server.accept()[0], server.accept()[0]
+        threading.Thread(target=lambda: [None for _ in iter(lambda: bulk.recv(1 << 16), b"")], daemon=True).start()
+        while word := small.recv(1):
+            small.sendall(word)
+else:
+    def connect():
+        while True:
+            try:
+                return socket.create_connection(where)
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+    bulk, small = connect(), connect()
+    threading.Thread(target=lambda: bulk.sendall(bytes(50_000_000)), daemon=True).start()
+    time.sleep(1.0)
+    took = []
+    for _ in range(10):
+        began = time.monotonic()
+        small.sendall(b"x")
+        small.recv(1)
+        took.append(time.monotonic() - began)
+    print(statistics.median(took), flush=True)
+    os._exit(0)
+"""
+
+
+@needs_hosts
+def test_small_messages_do_not_wait_behind_a_deep_queue() -> None:
+    """In slow motion of 20: 1 ms of the link is 20 here, where TCP alone would have filled 2 seconds."""
+    with network(Links(2, 200, slow=20.0)) as hosts:
+        _, waited = hosts.run(python(_BESIDE_BULK), timeout_s=60)
+
+    assert float(waited) < 0.4
 
 
 def test_a_rank_that_fails_ends_the_others_and_shows_its_errors() -> None:

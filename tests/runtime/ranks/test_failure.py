@@ -207,6 +207,7 @@ def test_a_rank_that_lives_and_stands_still_is_named_with_its_line(where: str, l
 def _leave_in(rank: int, world_size: int, where: str) -> None:
     group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
     if where == "set-up" and rank == 1:
+        time.sleep(1.0)  # the other one may still be connecting to it, in a group that is the test's
         os._exit(3)
     plain = Model()
     optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.1)
