@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from embrace_fx.passes.collectives import aliased_inputs
+from embrace_fx.passes.memory.rnn_sizes import saved_workspace_bytes, scratch_bytes
 from embrace_fx.passes.partition import members_of
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, AWAIT_RELOAD, OFFLOAD
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of, outputs_of
@@ -95,6 +96,7 @@ def held(graph: TrainingGraph) -> Held:
     backward = len(nodes) - len(in_order[-1])
     memory = _memory(nodes, backward, outputs, saved, graph.expected)
     storages = list({id(storage): storage for node in nodes for storage in memory[node]}.values())
+    storages += _scratch(nodes, graph.expected)
     return Held(nodes, backward, storages, _by_time(storages, len(nodes)), memory)
 
 
@@ -152,11 +154,8 @@ def backward_peak(
     in_order = [*saved, *nodes]
     outputs = {node for node in nodes if any(user.op == "output" for user in node.users)}
     memory = _memory(in_order, 0, outputs, {}, expected)
-    change = [0] * (len(in_order) + 1)
-    for storage in {id(storage): storage for node in in_order for storage in memory[node]}.values():
-        change[storage.born] += storage.nbytes
-        change[min(storage.dies + 1, len(in_order))] -= storage.nbytes
-    return max(accumulate(change))
+    storages = list({id(storage): storage for node in in_order for storage in memory[node]}.values())
+    return max(_by_time(storages + _scratch(in_order, expected), len(in_order)), default=0)
 
 
 def nbytes(value: Any, expected: ExpectedSizes = NOTHING_EXPECTED) -> int:
@@ -213,35 +212,14 @@ def _memory(
 def _sizes(node: fx.Node, expected: ExpectedSizes) -> list[int]:
     """Bytes of each of a node's results."""
     sizes = [nbytes(leaf, expected) for leaf in _leaves(node.meta.get("val"))]
-    if op_name(node) == "embrace::rnn_layer" and node.args[-2:] == ("mkldnn", True):
-        input_TBI, output_TBH = node.all_input_nodes[0].meta["val"], node.meta["val"][0]
-        steps, sequences, width, own = map(expected.number, (*input_TBI.shape, output_TBH.shape[-1]))
-        sizes[-1] = lstm_workspace_bytes(steps, sequences, width, own, output_TBH.element_size())
-    return sizes
+    workspace = saved_workspace_bytes(node, expected)
+    return sizes if workspace is None else [*sizes[:-1], workspace]
 
 
-_PAGE_BYTES = 4096
-
-
-def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, itemsize: int) -> int:
-    """What oneDNN's LSTM saves for its backward, for one layer and direction: known to oneDNN alone.
-
-    Gates, states by layer and by step with their gradients, cells, each from a page of its own; rows fill cache lines,
-    one more where they would all meet in the same places of the cache. Found by trying out (torch 2.13, float32).
-
-    Args:
-        width, own: of input and state.
-    """
-
-    def row(values: int) -> int:
-        line = 64 // itemsize
-        filled = -(-values // line) * line
-        return filled + line if filled % 256 == 0 else filled
-
-    of_steps = [row(4 * own), row(own)]
-    of_layers = [*[row(max(width, own))] * 3, *[own] * 2]  # below and above, and one step more than there are
-    values = [*(steps * each for each in of_steps), *(2 * (steps + 1) * each for each in of_layers)]
-    return sum(-(-sequences * each * itemsize // _PAGE_BYTES) * _PAGE_BYTES for each in values)
+def _scratch(nodes: Sequence[fx.Node], expected: ExpectedSizes) -> list[Storage]:
+    """What ops make for themselves, where it is known: it dies with the op that makes it, and has no name."""
+    sizes = ((k, node, scratch_bytes(node, expected)) for k, node in enumerate(nodes))
+    return [Storage(node, size, k, k, k, known=_is_known(node)) for k, node, size in sizes if size]
 
 
 def _is_known(node: fx.Node) -> bool:

@@ -142,6 +142,35 @@ def scored(rank: int, most: int) -> tuple[Scored, tuple[Tensor, Tensor]]:
     return model, (torch.randint(most, (512,), generator=generator), torch.randint(most, (512,), generator=generator))
 
 
+class Looped(nn.Module):
+    """A layer that the loop over time computes, several of whose rows are wider than what it yields."""
+
+    def __init__(self, cell: str) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 16)
+        self.layer = nn.LSTM(16, 24, proj_size=16) if cell == "projected" else getattr(nn, cell)(16, 24)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        output, _ = self.layer(self.words(ids))
+        loss: Tensor = output.square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("cell", ["projected", "GRU", "RNN"])
+@pytest.mark.parametrize("steps", [2, 30])
+def test_what_a_loop_over_time_computes_with_counts(cell: str, steps: int) -> None:
+    torch.manual_seed(0)
+    model, ids = Looped(cell), torch.randint(50, (steps, 8))
+    compiled = embrace_fx.compile(model)
+    gradients(model, compiled, ids)
+
+    with CountedMemory([*model.parameters(), ids]) as counted:
+        gradients(model, compiled, ids)
+
+    predicted: Any = compiled._session.planned.builder.held()  # type: ignore[union-attr]
+    assert predicted.peak_bytes == pytest.approx(counted.peak_bytes, rel=0.05)
+
+
 SHARDED = {"words.weight": "alltoall", "items.weight": "alltoall"}
 
 

@@ -1,0 +1,88 @@
+"""What recurrent layers hold that no graph shows: oneDNN's workspace, and what the loop over time computes with.
+
+Legend as in `embrace_fx.vocabulary.rnn_ops`: R rows of all steps, B sequences, I width of the input, H hidden size, P
+width of the state, G gates.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import Tensor, fx
+
+from embrace_fx.vocabulary.ops import op_name
+from embrace_fx.vocabulary.rnn_ops import GATES, LayerWeights, compute_dtype
+from embrace_fx.vocabulary.sizes import ExpectedSizes
+
+_LAYER, _BACKWARD = "embrace::rnn_layer", "embrace::rnn_layer_backward"
+_PAGE_BYTES = 4096
+
+
+def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
+    """Of the last result of a layer that oneDNN computes for a backward; None of other nodes."""
+    if op_name(node) != _LAYER or node.args[-2:] != ("mkldnn", True):
+        return None
+    input_TBI, output_TBH = node.all_input_nodes[0].meta["val"], node.meta["val"][0]
+    steps, sequences, width, own = map(expected.number, (*input_TBI.shape, output_TBH.shape[-1]))
+    return lstm_workspace_bytes(steps, sequences, width, own, output_TBH.element_size())
+
+
+def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, itemsize: int) -> int:
+    """What oneDNN's LSTM saves for its backward, for one layer and direction: known to oneDNN alone.
+
+    Gates, states by layer and by step with their gradients, cells, each from a page of its own; rows fill cache lines,
+    one more where they would all meet in the same places of the cache. Found by trying out (torch 2.13, float32).
+
+    Args:
+        width, own: of input and state.
+    """
+
+    def row(values: int) -> int:
+        line = 64 // itemsize
+        filled = -(-values // line) * line
+        return filled + line if filled % 256 == 0 else filled
+
+    of_steps = [row(4 * own), row(own)]
+    of_layers = [*[row(max(width, own))] * 3, *[own] * 2]  # below and above, and one step more than there are
+    values = [*(steps * each for each in of_steps), *(2 * (steps + 1) * each for each in of_layers)]
+    return sum(-(-sequences * each * itemsize // _PAGE_BYTES) * _PAGE_BYTES for each in values)
+
+
+def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
+    """What the loop over time holds while a layer or its backward runs, next to arguments and results; 0 of others."""
+    name = op_name(node)
+    if name not in (_LAYER, _BACKWARD):
+        return 0
+    *_, cell, _, kernel, last = node.args
+    if kernel != "loop":
+        return 0
+    assert isinstance(cell, str)
+    of_input, of_weights = (0, 3) if name == _LAYER else (3, 6)
+    input, h0 = (_value(node.args[of_input + k]) for k in (0, 1))
+    w = LayerWeights.of([_value(each) for each in node.args[of_weights]])  # type: ignore[union-attr]
+    gates = GATES[cell]
+    rows = prod(map(expected.number, input.shape[:-1]))
+    sequences, own = map(expected.number, h0.shape)
+    hidden, width = w.hh.shape[0] // gates, w.ih.shape[1]
+    if name == _LAYER:
+        elements = sequences * hidden if cell == "lstm" else 0
+        if not last:  # what would be saved
+            kept = {"lstm": gates + 1 + (w.projection is not None), "gru": gates + 1}.get(cell, 0)
+            elements += rows * kept * hidden
+    else:
+        results = sum(prod(map(expected.number, tuple(each.shape))) for each in node.meta["val"])
+        # Through the loop, then besides at its beginning, when there are no results yet, and at its end.
+        through, begins, ends = {
+            "lstm": (rows * (own + (gates + 2) * hidden), rows * hidden, rows * own + sequences * gates * hidden),
+            "gru": (rows * 6 * hidden, rows * hidden, 2 * gates * hidden * width),
+        }.get(cell, (rows * 2 * own, rows * own, rows * own))
+        elements = through + max(begins - results, ends)
+        if w.projection is not None:
+            elements += sequences * hidden
+    return elements * compute_dtype(input).itemsize
+
+
+def _value(argument: object) -> Tensor:
+    assert isinstance(argument, fx.Node)
+    value: Tensor = argument.meta["val"]
+    return value
