@@ -25,6 +25,8 @@ WORKLOADS: Mapping[str, Sized] = {
     "gpt-2": DecoderWorkload(300, 16, 2, 2, batch_size=2, length=12),
     **{name: sizes["tiny"] for name, sizes in MODELS.items()},
 }
+TIED = "gpt-2"
+"""The model whose table is its last layer, too, and stays whole."""
 STEPS, SEED = 4, 3
 BESIDE = {1: 1.01, 2: 1.02}
 """Ranks -> what a step may hold over its budget: numbers of 8 bytes that no graph shows, and what ranks tell each
@@ -56,7 +58,8 @@ def _trains(
     limit = builder._joint.memory_limit
     predicted = builder.held().peak_bytes  # of the scheduled graph: what only the data knows is as the plan expects it
     assert limit is None or predicted <= limit * BESIDE[world_size], (predicted, counted.peak_bytes, limit)
-    assert world_size == 1 or compiled._session.state.tables.keys() == tables.keys()
+    if world_size > 1 and name != TIED:
+        assert compiled._session.state.tables.keys() == tables.keys()
     return whole(compiled.state_dict().items()), counted.peak_bytes, limit
 
 
