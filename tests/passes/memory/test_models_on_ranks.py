@@ -54,7 +54,7 @@ def _trains(
             compiled(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    builder: Any = compiled._session.planned.builder  # type: ignore[union-attr]
+    builder: Any = compiled._session.planned.builder
     limit = builder._joint.memory_limit
     predicted = builder.held().peak_bytes  # of the scheduled graph: what only the data knows is as the plan expects it
     assert limit is None or predicted <= limit * BESIDE[world_size], (predicted, counted.peak_bytes, limit)
