@@ -12,8 +12,7 @@ Ranks may share a host: what they send each other passes its loopback interface,
 machine's own interfaces, addresses and routes are not touched. Ranks are dealt out to the cores, each stays on its own:
 ranks that share a core share it evenly.
 
-A namespace here has no name. It belongs to a thread of this process, and to the rank's command that the thread starts
-and that dies with it: the kernel removes namespaces, cables and ranks when this process ends, however it ends.
+The kernel removes namespaces, cables and ranks when this process ends, however it ends (`benchmarks/namespaces.py`).
 
 Needs Linux, root, and `ip` and `tc` of iproute2. Where these are missing the ranks run on the loopback interface,
 without a limit, and `Reached` says so.
@@ -22,26 +21,26 @@ without a limit, and `Reached` says so.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import shutil
 import socket
 import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
+from benchmarks.namespaces import (
+    Host,
+    Obstacle,
+    enter_namespace_of,
+    enter_new_namespace,
+    interface_sent_bytes,
+    kill,
+    obstacle,
+)
 from benchmarks.transfer import transfer_mbit
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 MAX_RANKS = 64
 PACKET_BYTES = 60_000
@@ -62,21 +61,8 @@ WINDOW_MS = 1.0
 """What the connections of a host may have sent and not had acknowledged, together, in time of its link; two packets
 each at least. TCP's small queues and a switch's some 100 kB for a port bound on real hosts what a small message waits
 behind; a bucket here holds `QUEUE_MS`, and TCP fills it. A bound of the window drops nothing."""
-CONGESTION_CONTROL = "reno"
-"""The one that every kernel has and grants to every namespace: results do not depend on the machine's own choice. Over
-bare sockets, 4 or 8 hosts that all send to each other at 200 Mb/s reach 84 % of the rate with it and 74 % with bbr."""
 MOST_OF_RATE = 1.1
 """A bare transfer that is faster than this multiple of its limit is not limited."""
-
-_CLONE_NEWNET = 0x40000000  # linux/sched.h
-_START = (
-    "import ctypes, os, sys; "
-    "ctypes.CDLL(None).prctl(1, 9); "  # PR_SET_PDEATHSIG, SIGKILL: linux/prctl.h
-    "os.getppid() == int(sys.argv[1]) or sys.exit('the process that started this rank is gone'); "
-    "os.execvp(sys.argv[2], sys.argv[2:])"
-)
-"""Runs a command that the kernel kills when the thread that started it ends. `preexec_fn` could do it without a second
-program, but is not safe in a process with threads."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +155,8 @@ def network(links: Links) -> Iterator[Network]:
     with ExitStack() as stack:
         try:
             hosts, reason = _cabled_hosts(links, stack), ""
-        except _Obstacle as obstacle:
-            hosts, reason = [stack.enter_context(_Host("lo", "127.0.0.1")) for _ in range(links.ranks)], str(obstacle)
+        except Obstacle as found:
+            hosts, reason = [stack.enter_context(Host("lo", "127.0.0.1")) for _ in range(links.ranks)], str(found)
         cores = sorted(os.sched_getaffinity(0))
         for rank, host in enumerate(hosts):  # what its thread starts stays on the same core
             host.call(os.sched_setaffinity, 0, {cores[rank % len(cores)]})
@@ -194,7 +180,7 @@ class Network:
     """
 
     reached: Reached
-    _hosts: tuple[_Host, ...]
+    _hosts: tuple[Host, ...]
     _port: int
 
     def start(
@@ -247,7 +233,7 @@ class Network:
                     processes.append(self.start(rank, command, environment=environment, output=output, errors=error))
                 _await_all(processes, errors, timeout_s)
             finally:
-                _kill(processes)
+                kill(processes)
             return tuple(output.read_text() for output in outputs)
 
     def set_rate(self, rank: int, rate_mbit: float) -> None:
@@ -271,84 +257,28 @@ class Network:
         return tuple(host.call(interface_sent_bytes, host.interface) for host in counted)
 
 
-def obstacle() -> str:
-    """Why ranks cannot have hosts of their own here, as far as is known before trying; empty where nothing is."""
-    missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
-    if missing:
-        return f"expected the programs ip and tc, found no {' and no '.join(missing)}: install iproute2"
-    if os.geteuid() != 0:
-        return f"expected to run as root, found user {os.geteuid()}: only root may make network namespaces"
-    return ""
-
-
-class _Obstacle(Exception):
-    """Hosts of their own cannot be had; the message says why."""
-
-
-class _Host:
-    """A thread that starts the commands of a host. It may be moved to a network namespace of its own."""
-
-    def __init__(self, interface: str, address: str) -> None:
-        self.interface, self.address = interface, address
-        self._thread = ThreadPoolExecutor(1)
-        self._started: list[subprocess.Popen[bytes]] = []
-        self.thread_id = self.call(threading.get_native_id)
-
-    def __enter__(self) -> _Host:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _kill(self._started)
-        self._thread.shutdown()
-
-    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls a function on the host: what it opens and starts belongs to the host's namespace."""
-        return self._thread.submit(function, *args, **kwargs).result()
-
-    def start(
-        self, command: Sequence[str], variables: Mapping[str, str], output: Path | None, errors: Path | None
-    ) -> subprocess.Popen[bytes]:
-        whole = [sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *command]
-        with ExitStack() as files:
-            stdout, stderr = (files.enter_context(path.open("wb")) if path else None for path in (output, errors))
-            process = self.call(subprocess.Popen, whole, env=variables, stdout=stdout, stderr=stderr)
-        self._started.append(process)
-        return process
-
-    def configure(self, *lines: str) -> None:
-        """Runs `ip` and `tc` commands on the host.
-
-        Raises:
-            _Obstacle: one of them fails.
-        """
-        for line in lines:
-            done = self.call(subprocess.run, line.split(), capture_output=True, text=True, check=False)
-            if done.returncode != 0:
-                raise _Obstacle(f"expected `{line}` to work, found: {done.stderr.strip()}")
-
-
 def _shape(links: Links, carried_mbit: float) -> str:
     """The limit of one of the links, as `tc` is told."""
     latency_ms, burst_bytes = QUEUE_MS * links.slow, links.burst_bytes(carried_mbit)
     return f"root tbf rate {round(carried_mbit * 1e6)}bit burst {burst_bytes} latency {latency_ms:g}ms"
 
 
-def _cabled_hosts(links: Links, stack: ExitStack) -> list[_Host]:
+def _cabled_hosts(links: Links, stack: ExitStack) -> list[Host]:
     """A bridge and, on a cable each, the hosts; of each rank, its own. Leaving `stack` removes them."""
     if reason := obstacle():
-        raise _Obstacle(reason)
+        raise Obstacle(reason)
     shape = _shape(links, links.carried_mbit)
-    bridge = stack.enter_context(_Host("bridge", ""))
-    bridge.call(_enter_new_namespace)
+    bridge = stack.enter_context(Host("bridge", ""))
+    bridge.call(enter_new_namespace)
     bridge.configure("ip link add bridge type bridge", "ip link set bridge up")
-    hosts: list[_Host] = []
+    hosts: list[Host] = []
     for rank in range(links.ranks):
-        host = stack.enter_context(_Host("eth0", f"10.0.0.{rank // links.ranks_per_host + 1}"))
+        host = stack.enter_context(Host("eth0", f"10.0.0.{rank // links.ranks_per_host + 1}"))
         hosts.append(host)
         if rank % links.ranks_per_host:
-            host.call(_enter_namespace_of, hosts[rank - rank % links.ranks_per_host].thread_id)
+            host.call(enter_namespace_of, hosts[rank - rank % links.ranks_per_host].thread_id)
             continue
-        host.call(_enter_new_namespace, links.window_bytes)
+        host.call(enter_new_namespace, links.window_bytes)
         host.configure(
             "ip link set lo up",
             f"ip link add eth0 type veth peer name port{rank} netns {bridge.thread_id}",
@@ -362,46 +292,6 @@ def _cabled_hosts(links: Links, stack: ExitStack) -> list[_Host]:
             inside = _shape(links, links.inside_mbit * links.ranks_per_host / links.slow)
             host.configure(f"ip link set lo gso_max_size {links.packet_bytes}", f"tc qdisc add dev lo {inside}")
     return hosts
-
-
-def _enter_new_namespace(window_bytes: int | None = None) -> None:
-    """Moves the calling thread to a new network namespace. `os.unshare` is Python 3.12's.
-
-    Args:
-        window_bytes: the most that a connection has on its way; None: what TCP finds.
-    """
-    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET) != 0:
-        raise _Obstacle(f"expected to make a network namespace, found: {os.strerror(ctypes.get_errno())}")
-    try:
-        Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(CONGESTION_CONTROL)
-        if window_bytes is not None:
-            Path("/proc/sys/net/ipv4/tcp_wmem").write_text(f"4096 {window_bytes} {window_bytes}")
-    except OSError as error:
-        raise _Obstacle(f"expected to set the congestion control of a namespace, found: {error}") from error
-
-
-def _enter_namespace_of(thread_id: int) -> None:
-    """Moves the calling thread to the network namespace of another one of this process. `os.setns` is Python 3.12's."""
-    with open(f"/proc/self/task/{thread_id}/ns/net", encoding="ascii") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-            raise _Obstacle(f"expected to join a network namespace, found: {os.strerror(ctypes.get_errno())}")
-
-
-def interface_sent_bytes(interface: str) -> int:
-    """What an interface of the calling thread's namespace has sent so far; see `Network.sent_bytes`."""
-    # Not /sys/class/net, which shows the interfaces of the namespace it was mounted in.
-    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
-        name, _, values = line.partition(":")
-        if name.strip() == interface:
-            return int(values.split()[8])  # eight columns for receiving come first
-    raise KeyError(f"expected an interface {interface} in /proc/thread-self/net/dev, found none")
-
-
-def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait()
 
 
 def _await_all(processes: Sequence[subprocess.Popen[bytes]], errors: Sequence[Path], timeout_s: float) -> None:

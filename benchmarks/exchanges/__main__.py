@@ -28,7 +28,8 @@ import torch
 
 from benchmarks.exchanges.cases import CASES, SYSTEMS
 from benchmarks.exchanges.report import markdown, summarise, svg
-from benchmarks.network import CONGESTION_CONTROL, Links, network
+from benchmarks.namespaces import CONGESTION_CONTROL
+from benchmarks.network import Links, network
 from benchmarks.records import write_record
 
 REPEATED_DENSITY = 0.1

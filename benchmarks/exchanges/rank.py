@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.exchanges.cases import CASES, SYSTEMS, Case, System
-from benchmarks.network import interface_sent_bytes
+from benchmarks.namespaces import interface_sent_bytes
 from embrace_fx.cost.links import COLLECTIVES, Cluster, Handling, Link
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_

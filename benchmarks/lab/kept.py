@@ -22,7 +22,8 @@ from typing import Any
 from benchmarks.lab.cell import Measured
 from benchmarks.lab.hosts import ROOT, CrewFailed, python_of
 from benchmarks.lab.settings import Block, Setting
-from benchmarks.network import Reached, obstacle
+from benchmarks.namespaces import obstacle
+from benchmarks.network import Reached
 from benchmarks.peers import ENVIRONMENTS
 from benchmarks.peers.base import Recorded
 

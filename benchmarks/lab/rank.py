@@ -48,7 +48,7 @@ from benchmarks.lab.cell import (
     Turn,
 )
 from benchmarks.models import text
-from benchmarks.network import interface_sent_bytes
+from benchmarks.namespaces import interface_sent_bytes
 from benchmarks.peers import ENVIRONMENTS, SYSTEMS
 from benchmarks.peers.base import Recorded
 

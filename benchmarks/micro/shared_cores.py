@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.lab.rank import COMMUNICATION_NICE
-from benchmarks.network import Links, interface_sent_bytes, network
+from benchmarks.namespaces import interface_sent_bytes
+from benchmarks.network import Links, network
 from benchmarks.records import write_record
 
 PORT = 5_001

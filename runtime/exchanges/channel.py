@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.ranks.communicator import InFlight
-from embrace_fx.runtime.ranks.groups import gather_single
+from embrace_fx.runtime.ranks.gathering import gather_single
 
 
 class Channel:

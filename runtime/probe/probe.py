@@ -46,7 +46,7 @@ from embrace_fx.runtime.probe.handling import (
     scanning,
 )
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
-from embrace_fx.runtime.ranks.groups import gather_single
+from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 
 FIRST_BYTES = 4 * 1024

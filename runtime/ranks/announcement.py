@@ -30,7 +30,7 @@ from embrace_fx.runtime.ranks.failure import (
     PeerFailure,
     PlanDoesNotFit,
 )
-from embrace_fx.runtime.ranks.groups import gather_single
+from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.lone_calls import LoneCalls
 
 ACTIVITIES = TRAINING, ACCUMULATING, EVALUATING = (

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from embrace_fx import cost
 from embrace_fx.runtime.kernels import column_widths
-from embrace_fx.runtime.ranks.groups import Groups, gather_single, travels_by_host
+from embrace_fx.runtime.ranks.backends import travels_by_host
+from embrace_fx.runtime.ranks.gathering import gather_single
+from embrace_fx.runtime.ranks.groups import Groups
 
 
 @dataclass(slots=True)

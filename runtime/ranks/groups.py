@@ -24,7 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from embrace_fx.runtime.ranks.backends import CPU, backend_name, carries, timeout_of
 from embrace_fx.runtime.ranks.failure import LaunchLog, PeerFailure, RollCall, failure_text
+from embrace_fx.runtime.ranks.gathering import all_gather_single, gather_single
 from embrace_fx.runtime.ranks.meeting import met
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, Lane
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
@@ -39,8 +41,6 @@ LANE_GROUPS = tuple(f"{lane} lane" for lane in CLASS_LANES)
 LANE_GROUP: Mapping[Lane, str] = dict(zip(CLASS_LANES, LANE_GROUPS, strict=True))
 """The group on which a class of communication travels."""
 
-CPU = torch.device("cpu")
-
 MOST_BYTES = 2**28
 """What a rank may tell the others at once. A plan of a thousand parameters takes some 2**20."""
 
@@ -48,29 +48,6 @@ T = TypeVar("T")
 
 _FAREWELL_S = 5.0
 """How long the end of the groups waits for their threads."""
-
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Torch renamed it, and the old name warns."""
-
-AT_ONCE_BYTES = 32 * 1024
-"""Up to which gloo gathers by AlltoAll. Its AllGather is a ring, whose N-1 messages wait for each other, and each one
-behind what else is on its way; an AlltoAll's go at once. Where bytes are what counts the ring is the better one."""
-
-
-def gather_single(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
-    """`all_gather_single`, with few bytes as fast as one message. Both send N-1 times `own`.
-
-    Args:
-        everyone: (N n,), written.
-        own: (n,).
-
-    Returns:
-        What torch returns: work to be waited for, with `async_op`.
-    """
-    ranks = everyone.numel() // max(own.numel(), 1)
-    if ranks > 2 and own.nbytes <= AT_ONCE_BYTES and group is not None and _backend(group, own.device) == "gloo":
-        return dist.all_to_all_single(everyone, own.repeat(ranks), group=group, async_op=async_op)
-    return all_gather_single(everyone, own, group=group, async_op=async_op)
 
 
 class Groups:
@@ -121,7 +98,7 @@ class Groups:
 
     def _meet(self, group: dist.ProcessGroup) -> str:
         """Makes the groups of the calling thread; returns a text that no other attempt of the job has."""
-        on_host = _carries(group, CPU)
+        on_host = carries(group, CPU)
         if on_host:  # making a group waits for a rank that is gone; a message to it fails at once
             self._hosts = group
             self._agree_on_counts()
@@ -226,7 +203,7 @@ class Groups:
         own = dist.get_backend_config(self.group)
         if backend is None and "nccl" in own:  # torch would take those of the default group
             backend = own
-        timeout = _timeout(self.group)
+        timeout = timeout_of(self.group)
         if urgent:
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             if timeout is not None:
@@ -257,12 +234,12 @@ class Groups:
     def uses_nccl(self, device: torch.device) -> bool:
         """Whether tensors of a device travel by NCCL."""
         assert self.group is not None
-        return device.type == "cuda" and _carries(self.group, device) and "nccl" in _backend(self.group, device)
+        return device.type == "cuda" and carries(self.group, device) and "nccl" in backend_name(self.group, device)
 
     def _group_for(self, name: str, tensor: Tensor) -> dist.ProcessGroup | None:
         """A class's group, or that of the hosts where the class's does not take the tensor."""
         group = self._groups[name]
-        return group if _carries(group, tensor.device) else self._hosts
+        return group if carries(group, tensor.device) else self._hosts
 
     def host_group(self) -> dist.ProcessGroup:
         """The group that carries tensors of the hosts, of at least two ranks."""
@@ -271,7 +248,7 @@ class Groups:
 
     def timeout(self) -> timedelta | None:
         """The user's timeout of the ranks' messages; None in a single process, or where the back end does not tell."""
-        return _timeout(self.group) if self.group is not None else None
+        return timeout_of(self.group) if self.group is not None else None
 
     def missing_ranks(self) -> list[int]:
         """The ranks that no longer answer, asked for once a message has failed."""
@@ -384,28 +361,3 @@ def _check_counts(group: dist.ProcessGroup) -> None:
             "number, and would wait for ever. Make groups of which each rank is in as many, those of a device mesh, or "
             "compile in the default group."
         )
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The user's timeout of a group, which new groups do not inherit; None where its back end does not tell."""
-    backend = group._get_backend(CPU if _carries(group, CPU) else torch.device("cuda"))
-    found: timedelta | None = getattr(backend.options, "_timeout", None)
-    return found
-
-
-def _carries(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a group has a back end for tensors of a device."""
-    try:
-        group._get_backend(device)
-    except RuntimeError:
-        return False
-    return True
-
-
-def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether a group takes a tensor only from the host: one on a GPU, over gloo."""
-    return tensor.is_cuda and "nccl" not in _backend(group, tensor.device)
-
-
-def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    return group._get_backend(torch.device(device.type)).name()

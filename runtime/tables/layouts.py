@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # the one placement that rows in turn have
 
+from embrace_fx.runtime.ranks.backends import travels_by_host
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.ranks.groups import travels_by_host
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
 

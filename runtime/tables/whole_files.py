@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from embrace_fx.runtime.ranks.groups import travels_by_host
+from embrace_fx.runtime.ranks.backends import travels_by_host
 from embrace_fx.runtime.tables.state_dicts import TableShard
 from embrace_fx.vocabulary.ops import own_columns
 

@@ -17,7 +17,7 @@ from benchmarks.exchanges.__main__ import fingerprint, read
 from benchmarks.exchanges.cases import CASES, LSTM_DENSITY, SYSTEMS, Case, least_bytes, picked, zipf_ids
 from benchmarks.exchanges.rank import as_data, cluster_of
 from benchmarks.exchanges.report import markdown, summarise, svg
-from benchmarks.network import obstacle
+from benchmarks.namespaces import obstacle
 from benchmarks.records import read_record
 from embrace_fx.cost.links import Cluster, Link
 from embrace_fx.cost.sparsity import measure

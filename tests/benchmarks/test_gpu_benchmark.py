@@ -16,7 +16,7 @@ from benchmarks.gpu.emulated import emulated
 from benchmarks.gpu.report import page
 from benchmarks.records import read_record
 from embrace_fx.cost.links import launch_ms
-from embrace_fx.runtime.ranks.groups import all_gather_single
+from embrace_fx.runtime.ranks.gathering import all_gather_single
 
 
 @pytest.mark.long

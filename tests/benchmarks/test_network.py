@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.network import Links, RankFailed, network, obstacle
+from benchmarks.namespaces import obstacle
+from benchmarks.network import Links, RankFailed, network
 
 needs_hosts = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
 

@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import embrace_fx
-from benchmarks.network import Links, interface_sent_bytes, network, obstacle
+from benchmarks.namespaces import interface_sent_bytes, obstacle
+from benchmarks.network import Links, network
 from embrace_fx.runtime.probe import wire
 from tests.support.models import TwoTableLMWorkload, Workload
 from tests.support.ranks import run_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.network import obstacle
+from benchmarks.namespaces import obstacle
 from tests.soak.faults import ENDING, SURVIVED, Fault, draw, table, try_fault
 from tests.soak.links import soak_on_links
 from tests.soak.plan import FAULTS, draw_round

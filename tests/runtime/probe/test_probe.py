@@ -15,7 +15,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.network import Links, network, obstacle
+from benchmarks.namespaces import obstacle
+from benchmarks.network import Links, network
 from embrace_fx.cost.links import COLLECTIVES, Cluster, Exchange, Link, exchange
 from embrace_fx.runtime.probe import probe as measuring
 from embrace_fx.runtime.probe.probe import Sample, fit, probe

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from embrace_fx.runtime.ranks import groups
+from embrace_fx.runtime.ranks import backends, groups
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from tests.support.ranks import run_ranks
@@ -14,13 +14,14 @@ from tests.support.ranks import run_ranks
 
 def speaks_beside_a_group_of_devices(rank: int, world_size: int) -> dict[str, object]:
     with pytest.MonkeyPatch.context() as patched:
-        carries = groups._carries
+        carries = backends.carries
         hosts_only: list[dist.ProcessGroup] = []
 
         def of_device_alone(group: dist.ProcessGroup, device: torch.device) -> bool:
             return carries(group, device) and (group in hosts_only or device.type != "cpu")
 
-        patched.setattr(groups, "_carries", of_device_alone)
+        patched.setattr(backends, "carries", of_device_alone)
+        patched.setattr(groups, "carries", of_device_alone)
         communicator = Communicator(dist.group.WORLD)
         hosts_only.append(communicator.host_group())
         values = [torch.tensor([float(rank + 1)])]

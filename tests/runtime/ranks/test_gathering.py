@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from embrace_fx.runtime.ranks.groups import AT_ONCE_BYTES, gather_single
+from embrace_fx.runtime.ranks.gathering import AT_ONCE_BYTES, gather_single
 from tests.support.ranks import run_ranks
 
 SIZES = (0, 1, 7, AT_ONCE_BYTES // 8, AT_ONCE_BYTES // 8 + 1)

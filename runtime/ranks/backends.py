@@ -1,0 +1,36 @@
+"""What torch's back ends of a process group are: what they carry, and how long they wait."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The user's timeout of a group, which new groups do not inherit; None where its back end does not tell."""
+    backend = group._get_backend(CPU if carries(group, CPU) else torch.device("cuda"))
+    found: timedelta | None = getattr(backend.options, "_timeout", None)
+    return found
+
+
+def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a group has a back end for tensors of a device."""
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether a group takes a tensor only from the host: one on a GPU, over gloo."""
+    return tensor.is_cuda and "nccl" not in backend_name(group, tensor.device)
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    return group._get_backend(torch.device(device.type)).name()
