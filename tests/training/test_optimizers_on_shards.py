@@ -7,10 +7,11 @@ optimizers train one model on two ranks; all others are `long`.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -281,7 +282,14 @@ def _reference(group: Group, name: str) -> Ends:
     return parameters | whole_state(made[0], made[1])
 
 
-def _differences(found: Ends, expected: Ends, dtype: torch.dtype) -> list[str]:
+def _differences(found: Ends, expected: Ends, dtype: torch.dtype, rounded: Callable[[], Ends]) -> list[str]:
+    """What differs by more than the tolerance, and by more than twice what rounding does to the reference itself.
+
+    A momentum whose gradients nearly cancel has fewer digits than they had.
+
+    Args:
+        rounded: the reference in float64, made where it is asked for.
+    """
     wrong = [f"expected {sorted(expected)}, found {sorted(found)}"] if found.keys() != expected.keys() else []
     for key, value in expected.items():
         other = found[key]
@@ -289,6 +297,8 @@ def _differences(found: Ends, expected: Ends, dtype: torch.dtype) -> list[str]:
             wrong.append(f"{key}: expected {value.shape}, {value.dtype}, found {other.shape}, {other.dtype}")
             continue
         far, allowed = float((other - value).abs().max()), TOLERANCES[dtype] * max(float(value.abs().max()), 1e-30)
+        if allowed < far < 100 * allowed and dtype == torch.float32:
+            allowed = max(allowed, 2 * float((value - rounded()[key]).abs().max()))
         if not far <= allowed:
             wrong.append(f"{key}: differs by {far:.3g}, allowed {allowed:.3g}")
     return wrong
@@ -299,9 +309,10 @@ def _check(group: Group) -> None:
     wrong = []
     for name in group.cases:
         expected = _reference(group, name)
+        rounded = functools.cache(partial(_reference, replace(group, dtype=torch.float64), name))
         for way in (way for way in group.ways if name in group.cases_of(way)):
             for rank, found in enumerate(by_rank):
-                told = _differences(found[name, way], expected, group.dtype)
+                told = _differences(found[name, way], expected, group.dtype, rounded)
                 wrong += [f"{name}, {way}, rank {rank}: {each}" for each in told]
     assert not wrong, "\n".join(wrong)
 
