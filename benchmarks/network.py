@@ -72,8 +72,7 @@ class Links:
     Attributes:
         ranks: number of hosts.
         rate_mbit: what each host can send, and what it can receive, in megabits (1e6) per second, headers included.
-        slow: slow motion: links are so many times slower than `rate_mbit` says, packets and windows so many times
-            smaller, so that one takes as long.
+        slow: slow motion: links are so many times slower than `rate_mbit` says, and packets smaller.
         ranks_per_host: consecutive ranks that share a host and its link.
         inside_mbit: what each of them can send to the others of its host, on a link of their own.
     """
@@ -109,9 +108,13 @@ class Links:
     @property
     def window_bytes(self) -> int:
         """What a connection may have on its way: an equal share for each rank elsewhere, and two packets at least."""
-        bytes_per_ms = self.carried_mbit * 1e6 / 8 / 1e3
+        return max(2 * self.packet_bytes, round(self._share_bytes))
+
+    @property
+    def _share_bytes(self) -> float:
+        """Of a connection, of what a host may have on its way."""
         connections = self.ranks_per_host * (self.ranks - self.ranks_per_host)
-        return max(2 * self.packet_bytes, round(bytes_per_ms * WINDOW_MS * self.slow / connections))
+        return self.rate_mbit * 1e6 / 8 / 1e3 * WINDOW_MS / connections
 
     @property
     def carried_mbit(self) -> float:
@@ -120,7 +123,9 @@ class Links:
 
     @property
     def packet_bytes(self) -> int:
-        return max(MIN_PACKET_BYTES, round(PACKET_BYTES / self.slow))
+        """Of slow motion, half of what a connection may have on its way: smaller ones only take of the cores."""
+        most = PACKET_BYTES if self.slow == 1 else min(PACKET_BYTES, round(self._share_bytes / 2))
+        return max(MIN_PACKET_BYTES, round(PACKET_BYTES / self.slow), most)
 
 
 @dataclass(frozen=True)

@@ -290,7 +290,7 @@ SETTINGS = {
             Extra("lm", 8, 1.0, ("two levels",)),
             Extra("lm", 8, 1.0, ("two levels",), per_host=2),
         ),
-        slow=(8.0, 16.0),
+        slow=(16.0, 32.0),
         ratios=(1.0, 2.0, 0.5),
         turn_ms=1.0,
         timeout_s=900.0,

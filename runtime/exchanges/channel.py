@@ -8,7 +8,6 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.runtime.ranks.gathering import gather_single
+from embrace_fx.runtime.ranks.messages import Messages, send_parts
 
 
 class Channel:
@@ -73,7 +73,6 @@ class Channel:
             return InFlight(sent, None)
         received = sent.new_empty((sum(receive_sizes),))
         own, theirs = sent.split(list(send_sizes)), received.split(list(receive_sizes))
-        theirs[self.rank].copy_(own[self.rank])
         return InFlight(received, self._messages(own, theirs))
 
     def all_gather(self, own: Tensor, sizes: Sequence[int]) -> InFlight:
@@ -99,33 +98,12 @@ class Channel:
     def _send_to_all(self, own: Tensor, sizes: Sequence[int]) -> InFlight:
         everyone = own.new_empty((sum(sizes),))
         parts = everyone.split(list(sizes))
-        parts[self.rank].copy_(own)
         return InFlight(everyone, self._messages([own] * self.world_size, parts))
 
-    def _messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> _Works:
-        """A message to and from every other rank, those without content left out.
-
-        What is to be received comes first: a sender waits to hear that its receiver is ready, and over gloo that word
-        would queue behind whatever the receiver itself has begun to send to it. gloo's AlltoAll begins with sending,
-        and so takes up to twice as long.
-        """
-        # Each begins with its right neighbour, so that not all send to the same rank at first.
-        turns = range(1, self.world_size)
-        to = [rank for turn in turns if sent[rank := (self.rank + turn) % self.world_size].numel()]
-        sources = [rank for turn in turns if received[rank := (self.rank - turn) % self.world_size].numel()]
-        messages = [dist.P2POp(dist.irecv, received[rank], group=self._group, group_peer=rank) for rank in sources]
-        messages += [dist.P2POp(dist.isend, sent[rank], group=self._group, group_peer=rank) for rank in to]
-        self.sent_bytes += sum(sent[rank].nbytes for rank in to)
-        self.messages += len(to)
-        return _Works(dist.batch_isend_irecv(messages) if messages else [])
-
-
-@dataclass(frozen=True)
-class _Works:
-    """Several messages under way, as the work of one collective."""
-
-    works: list[dist.Work]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+    def _messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Messages:
+        """A message to and from every other rank, those without content left out."""
+        assert self._group is not None
+        others = [part for rank, part in enumerate(sent) if rank != self.rank]
+        self.sent_bytes += sum(part.nbytes for part in others)
+        self.messages += sum(part.numel() > 0 for part in others)
+        return send_parts(self._group, sent, received)

@@ -317,8 +317,8 @@ def _launch(
     if collective == "all_reduce":
         return lambda: communicator.all_reduce_(own, "sum", _GROUPS[collective])
     if collective == "all_to_all":
-        received = torch.empty_like(own)
-        return lambda: InFlight(received, dist.all_to_all_single(received, own, group=group, async_op=True))
+        received, sizes = torch.empty_like(own), [own.numel() // ranks] * ranks
+        return lambda: communicator.all_to_all(received, own, sizes, sizes, _GROUPS[collective])
     if collective == "messages":
         channel, sizes = Channel(group), [own.numel() // ranks] * ranks
         return lambda: channel.all_to_all(own, sizes, sizes)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from embrace_fx import cost
 from embrace_fx.runtime.kernels import column_widths
-from embrace_fx.runtime.ranks.backends import travels_by_host
+from embrace_fx.runtime.ranks.backends import backend_name, travels_by_host
 from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.groups import Groups
+from embrace_fx.runtime.ranks.messages import send_parts
 
 
 @dataclass(slots=True)
@@ -168,7 +169,7 @@ class Communicator(Groups):
             return InFlight(columns.view(-1), None)
         received = columns.new_empty((sum(counts[self.rank]) * embedding_dim,))
         of_owners, of_readers = self._sizes(counts, embedding_dim)
-        return self._all_to_all(received, columns.view(-1), of_owners, of_readers, group)
+        return self.all_to_all(received, columns.view(-1), of_owners, of_readers, group)
 
     def _sizes(self, counts: Counts, embedding_dim: int) -> tuple[list[int], list[int]]:
         """Elements of the own rows that each rank has, and of each rank's rows that this one has."""
@@ -190,17 +191,18 @@ class Communicator(Groups):
         of_owners, of_readers = self._sizes(counts, embedding_dim)
         return self._all_to_all_narrowly(flat.new_empty((sum(of_readers),)), flat, of_readers, of_owners, group)
 
-    def _all_to_all(
+    def all_to_all(
         self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str
     ) -> InFlight:
-        return self._launch(
-            lambda to, own: dist.all_to_all_single(
-                to, own, receive_sizes, send_sizes, group=self._groups[group], async_op=True
-            ),
-            group,
-            received,
-            sent,
-        )
+        """Every rank's part for every other one: of so many elements from each, and for each."""
+
+        def exchange(to: Tensor, own: Tensor) -> Any:
+            carrier = self._groups[group]
+            if backend_name(carrier, to.device) != "gloo":
+                return dist.all_to_all_single(to, own, receive_sizes, send_sizes, group=carrier, async_op=True)
+            return send_parts(carrier, own.split(send_sizes), to.split(receive_sizes), self.waiter(group))
+
+        return self._launch(exchange, group, received, sent)
 
     def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
         carrier = self._group_for(group, flat)
@@ -220,9 +222,9 @@ class Communicator(Groups):
         """An AlltoAll of gradients."""
         narrow = self._narrow(sent)
         if narrow is sent:
-            return self._all_to_all(received, sent, receive_sizes, send_sizes, group)
+            return self.all_to_all(received, sent, receive_sizes, send_sizes, group)
         arriving = received.new_empty(received.shape, dtype=narrow.dtype)
-        launched = self._all_to_all(arriving, narrow, receive_sizes, send_sizes, group)
+        launched = self.all_to_all(arriving, narrow, receive_sizes, send_sizes, group)
         sent_bytes = (sum(send_sizes) - send_sizes[self.rank]) * narrow.element_size()
         return widened(launched, received, sent_bytes)
 

@@ -28,6 +28,7 @@ from embrace_fx.runtime.ranks.backends import CPU, backend_name, carries, timeou
 from embrace_fx.runtime.ranks.failure import LaunchLog, PeerFailure, RollCall, failure_text
 from embrace_fx.runtime.ranks.gathering import all_gather_single, gather_single
 from embrace_fx.runtime.ranks.meeting import met
+from embrace_fx.runtime.ranks.messages import Waiter
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, Lane
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 from embrace_fx.vocabulary.stream_program import URGENT
@@ -69,6 +70,7 @@ class Groups:
         self.rank = 0
         self.meshes: dict[Any, Any] = {}
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._waiters: dict[str, Waiter] = {}
         self._hosts: dist.ProcessGroup | None = None  # what ranks tell each other about a step
         self._made: list[dist.ProcessGroup] = []  # of those and others, what ends with this
         self._roll_call: RollCall | None = None
@@ -114,6 +116,7 @@ class Groups:
         """Ends the groups and threads that this has made. On each rank by itself; nothing may be under way."""
         self._closed, self._hosts = True, None
         self._groups.clear()
+        self._waiters.clear()
         self._end()
 
     @property
@@ -156,6 +159,12 @@ class Groups:
     def process_group(self, name: str) -> dist.ProcessGroup | None:
         """A communication class's group; None: a single process."""
         return self._groups.get(name)
+
+    def waiter(self, name: str) -> Waiter | None:
+        """Who waits for the messages of a class of the launcher, which is told of their end; None: another class's."""
+        if name in LANE_GROUPS and name not in self._waiters:
+            self._waiters[name] = Waiter()
+        return self._waiters.get(name)
 
     def _open(self, names: Sequence[str]) -> None:
         for name in names:

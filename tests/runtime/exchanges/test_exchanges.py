@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -301,14 +301,19 @@ def test_shapes_and_special_values() -> None:
 def messages_of_three(rank: int, world_size: int) -> tuple[list[tuple[str, int, int]], list[float]]:
     """What is posted, in order: kind, peer, elements. Rank r has k elements for rank k, those for rank 0 are none."""
     posted: list[tuple[str, int, int]] = []
-    start = dist.batch_isend_irecv
 
-    def noted(operations: list[dist.P2POp]) -> list[dist.Work]:
-        posted.extend((op.op.__name__, op.group_peer, op.tensor.numel()) for op in operations)
-        return start(operations)
+    def noted(name: str) -> Callable[..., Any]:
+        begin = getattr(dist.ProcessGroup, name)
+
+        def post(group: dist.ProcessGroup, tensors: list[Tensor], peer: int, tag: int) -> Any:
+            posted.append((name, peer, tensors[0].numel()))
+            return begin(group, tensors, peer, tag)
+
+        return post
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "batch_isend_irecv", noted)
+        for name in ("send", "recv"):
+            patch.setattr(dist.ProcessGroup, name, noted(name))
         in_flight = Channel(dist.group.WORLD).all_to_all(torch.full((3,), float(rank)), [0, 1, 2], [rank] * world_size)
     in_flight.work.wait()
     return posted, in_flight.value.tolist()
@@ -318,9 +323,9 @@ def test_receives_are_posted_before_sends_and_nothing_empty_is_sent() -> None:
     """Over gloo, what tells a sender that its receiver is ready would queue behind the receiver's own bulk."""
     found = run_ranks(3, messages_of_three)
 
-    assert found[0] == ([("isend", 1, 1), ("isend", 2, 2)], [])
-    assert found[1] == ([("irecv", 0, 1), ("irecv", 2, 1), ("isend", 2, 2)], [0.0, 1.0, 2.0])
-    assert found[2] == ([("irecv", 1, 2), ("irecv", 0, 2), ("isend", 1, 1)], [0.0, 0.0, 1.0, 1.0, 2.0, 2.0])
+    assert found[0] == ([("send", 1, 1), ("send", 2, 2)], [])
+    assert found[1] == ([("recv", 0, 1), ("recv", 2, 1), ("send", 2, 2)], [0.0, 1.0, 2.0])
+    assert found[2] == ([("recv", 1, 2), ("recv", 0, 2), ("send", 1, 1)], [0.0, 0.0, 1.0, 1.0, 2.0, 2.0])
 
 
 def test_a_single_process_needs_no_group() -> None:

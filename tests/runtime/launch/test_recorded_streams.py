@@ -20,6 +20,7 @@ from embrace_fx.passes.scheduler.streams import stream_program
 from embrace_fx.passes.verifier.stream_order import different_orders, hazards, verify_streams
 from embrace_fx.runtime.launch import launcher, streams
 from embrace_fx.runtime.launch.recorded_streams import RecordedStreams
+from embrace_fx.runtime.ranks import communicator
 from embrace_fx.vocabulary.operation_id import BETWEEN, END, OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT, SCHEDULES, ScheduleName
 from embrace_fx.vocabulary.stream_program import HostRead, Launch, Step, StreamProgram, WaitEvent
@@ -94,14 +95,15 @@ STREAMS: dict[str, Callable[[], RecordedStreams]] = {
 @contextmanager
 def on_paper(kind: str = "sound") -> Iterator[RecordedStreams]:
     """Models made within run on recorded streams."""
-    before = streams.streams_of, launcher.STANDSTILL_S
+    before = streams.streams_of, launcher.STANDSTILL_S, communicator.backend_name
     recorded = STREAMS[kind]()
     streams.streams_of = lambda device: recorded
+    communicator.backend_name = lambda group, device: "nccl"  # an AlltoAll is one launch on a stream
     launcher.STANDSTILL_S = 1e6  # here collectives do make the host wait, for ranks that are slower
     try:
         yield recorded
     finally:
-        streams.streams_of, launcher.STANDSTILL_S = before
+        streams.streams_of, launcher.STANDSTILL_S, communicator.backend_name = before
 
 
 def records(rank: int, world_size: int, model: str, schedule: ScheduleName, kind: str = "sound") -> Recorded:

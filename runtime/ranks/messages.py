@@ -1,0 +1,124 @@
+"""An AlltoAll of single messages.
+
+gloo's own begins with sending. A sender waits to hear that its receiver is ready, and that word queues behind whatever
+the receiver itself has begun to send to it. Here everything is posted that is to be received before anything is sent,
+so that both directions of a link are in use: 1.9 times as fast on 2 ranks, 1.5 on 4, 1.3 on 8
+(`benchmarks/micro/small_messages.py`). Messages without content are left out.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embrace_fx.runtime.ranks.backends import backend_name
+
+
+class Messages:
+    """Several messages under way, as the work of one collective.
+
+    Args:
+        waiter: waits for them, where someone is to be told of their end.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], waiter: Waiter | None = None) -> None:
+        self._works, self._waiter = works, waiter
+        self._end: torch.futures.Future[None] | None = None
+
+    def wait(self) -> None:
+        """Until all have arrived, and left.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        if self._end is not None:
+            self._end.wait()
+            return
+        for work in self._works:
+            work.wait()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        """As the work of a collective has it. Asked for once."""
+        assert self._waiter is not None
+        self._end = self._waiter.end_of(self._works)
+        return self._end
+
+
+def send_parts(
+    group: dist.ProcessGroup, sent: Sequence[Tensor], received: Sequence[Tensor], waiter: Waiter | None = None
+) -> Messages:
+    """A message to and from every other rank of a group; this rank's own part is copied.
+
+    Both sides know the sizes. Over gloo and NCCL.
+
+    Args:
+        sent: for each rank.
+        received: from each rank, written; of the same sizes as there.
+    """
+    own, ranks = group.rank(), group.size()
+    if received[own].numel():
+        received[own].copy_(sent[own])
+    # Each begins with its right neighbour, so that not all send to the same rank at first.
+    turns = range(1, ranks)
+    to = [rank for turn in turns if sent[rank := (own + turn) % ranks].numel()]
+    sources = [rank for turn in turns if received[rank := (own - turn) % ranks].numel()]
+    if backend_name(group, received[own].device) == "gloo":
+        works: list[Any] = []
+        try:
+            works += [group.recv([received[rank]], rank, 0) for rank in sources]
+            works += [group.send([sent[rank]], rank, 0) for rank in to]
+        except RuntimeError as error:  # whoever waits knows what to make of it
+            works.append(_Failed(error))
+    else:  # NCCL wants them together
+        messages = [dist.P2POp(dist.irecv, received[rank], group=group, group_peer=rank) for rank in sources]
+        messages += [dist.P2POp(dist.isend, sent[rank], group=group, group_peer=rank) for rank in to]
+        works = dist.batch_isend_irecv(messages) if messages else []
+    return Messages(works, waiter)
+
+
+class _Failed:
+    """The work of a message that could not be begun."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+
+class Waiter:
+    """A thread that waits for messages, in the order in which it is asked to: gloo does not tell of their end."""
+
+    def __init__(self) -> None:
+        self._asked: _Asked = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._asked,), name="embrace_fx messages", daemon=True).start()
+        weakref.finalize(self, self._asked.put, None)
+
+    def end_of(self, works: Sequence[dist.Work]) -> torch.futures.Future[None]:
+        """A future that ends with the last of them, or with the error of the first that fails."""
+        end: torch.futures.Future[None] = torch.futures.Future()
+        self._asked.put((works, end))
+        return end
+
+
+_Asked = queue.SimpleQueue[Any]
+
+
+def _serve(asked: _Asked) -> None:
+    while (next_ := asked.get()) is not None:
+        works, end = next_
+        try:
+            for work in works:
+                work.wait()
+        except Exception as error:  # whoever waits for it shall hear of it
+            end.set_exception(error)
+        else:
+            end.set_result(None)
+        del works, end, next_  # nothing of them lives until the next ones come
