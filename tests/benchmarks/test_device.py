@@ -197,10 +197,12 @@ def test_systems_train_an_emulated_model_as_one_process_does(system: str, model:
 
 
 def test_slow_motion_stretches_links_and_packets() -> None:
-    usual, slow = Links(2, 160.0), Links(2, 160.0, slow=8.0)
+    usual, slow, slower = Links(8, 800.0), Links(8, 800.0, slow=16.0), Links(8, 800.0, slow=32.0)
 
-    assert (usual.carried_mbit, slow.carried_mbit) == (160.0, 20.0)
-    assert slow.packet_bytes * 8 == usual.packet_bytes
+    assert (usual.carried_mbit, slow.carried_mbit) == (800.0, 50.0)
+    assert slow.packet_bytes == slower.packet_bytes < usual.packet_bytes / 8
+    assert slow.window_bytes == pytest.approx(800e6 / 8 * 1e-3 / 7, abs=2)  # of 1 ms, for each of 7 others
+    assert slow.packet_bytes == pytest.approx(slow.window_bytes / 2, abs=2)
     with pytest.raises(ValueError, match=r"slow to be 1 or more.*found 0.5"):
         Links(2, 160.0, slow=0.5)
 
@@ -253,7 +255,7 @@ def test_elsewhere_one_thing_is_another_and_what_a_target_names_is_measured_besi
     setting = SETTINGS["device"]
     blocks = list(setting.blocks())
 
-    first = [block for block in blocks if (block.slow, block.ranks) == (8.0, 8) and block.group == "main"]
+    first = [block for block in blocks if (block.slow, block.ranks) == (setting.slow[0], 8) and block.group == "main"]
     elsewhere = [block for block in blocks if block.group == "few"]
     assert {block.model for block in first} == set(setting.models)
     assert len(elsewhere) == len(setting.models) * (3 + 2 + 1)  # other ranks, ratios, k

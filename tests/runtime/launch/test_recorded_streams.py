@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -95,15 +96,15 @@ STREAMS: dict[str, Callable[[], RecordedStreams]] = {
 @contextmanager
 def on_paper(kind: str = "sound") -> Iterator[RecordedStreams]:
     """Models made within run on recorded streams."""
-    before = streams.streams_of, launcher.STANDSTILL_S, communicator.backend_name
+    before = streams.streams_of, launcher.STANDSTILL_S
     recorded = STREAMS[kind]()
     streams.streams_of = lambda device: recorded
-    communicator.backend_name = lambda group, device: "nccl"  # an AlltoAll is one launch on a stream
     launcher.STANDSTILL_S = 1e6  # here collectives do make the host wait, for ranks that are slower
     try:
-        yield recorded
+        with patch.object(communicator, "backend_name", lambda group, device: "nccl"):  # an AlltoAll is one launch
+            yield recorded
     finally:
-        streams.streams_of, launcher.STANDSTILL_S, communicator.backend_name = before
+        streams.streams_of, launcher.STANDSTILL_S = before
 
 
 def records(rank: int, world_size: int, model: str, schedule: ScheduleName, kind: str = "sound") -> Recorded:
