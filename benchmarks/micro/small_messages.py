@@ -1,4 +1,4 @@
-"""What few bytes of every rank take beside many, by gloo's AllGather and AlltoAll; and many, all at once or in pairs.
+"""What few bytes of every rank take beside many, by gloo's AllGather and AlltoAll; and many, by gloo's and ours.
 
     python -m benchmarks.micro.small_messages --ranks 8 --rate-mbit 564 --slow 8
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.network import Links, network
+from embrace_fx.runtime.ranks.messages import send_parts
 
 SMALL_BYTES = (64, 16 * 1024, 64 * 1024)
 LARGE_BYTES = 500_000
@@ -33,17 +34,11 @@ def timed_ms(exchange: Callable[[], object]) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def in_pairs(received: Tensor, sent: Tensor) -> None:
-    """An AlltoAll of equal parts, with one peer after the other: each link carries one message at a time."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    theirs, own = received.chunk(ranks), sent.chunk(ranks)
-    theirs[rank].copy_(own[rank])
-    for away in range(1, ranks):
-        to, source = (rank + away) % ranks, (rank - away) % ranks
-        works = dist.isend(own[to], to), dist.irecv(theirs[source], source)
-        for work in works:
-            assert work is not None
-            work.wait()
+def by_messages(received: Tensor, sent: Tensor) -> None:
+    """The AlltoAll as the runtime has it."""
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+    send_parts(group, sent.chunk(ranks), received.chunk(ranks)).wait()
 
 
 def run_rank() -> None:
@@ -76,8 +71,8 @@ def run_rank() -> None:
             say(f"{nbytes} bytes of each rank by {name}, alone", alone)
             say(f"{nbytes} bytes of each rank by {name}, beside the large one", beside)
     all_at_once: Callable[[], object] = partial(dist.all_to_all_single, received, sent)
-    paired: Callable[[], object] = partial(in_pairs, received, sent)
-    for name, exchange in (("all at once", all_at_once), ("in pairs", paired)):
+    messages: Callable[[], object] = partial(by_messages, received, sent)
+    for name, exchange in (("gloo's AlltoAll", all_at_once), ("messages, receives first", messages)):
         exchange()
         ms = []
         for _ in range(ROUNDS):

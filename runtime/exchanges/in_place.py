@@ -101,7 +101,8 @@ class ExchangeThread:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         arguments = (self._jobs, Channel(group), cluster)
         threading.Thread(target=_serve, args=arguments, name="embrace_fx exchanges", daemon=True).start()
-        weakref.finalize(self, self._jobs.put, None)
+        # Not at the end of the interpreter, where exchanges may still be on their way: the thread ends with it.
+        weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def start(self, flat: Tensor, kind: ExchangeKind) -> InFlight:
         """`exchange_gradient_` in the background; `sent_bytes` of what is in flight is known once it has arrived."""

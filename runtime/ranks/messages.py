@@ -22,7 +22,7 @@ from embrace_fx.runtime.ranks.backends import backend_name
 
 
 class Messages:
-    """Several messages under way, as the work of one collective.
+    """Several messages under way, as the work of one collective. Torch keeps their tensors.
 
     Args:
         waiter: waits for them, where someone is to be told of their end.
@@ -99,7 +99,8 @@ class Waiter:
     def __init__(self) -> None:
         self._asked: _Asked = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(self._asked,), name="embrace_fx messages", daemon=True).start()
-        weakref.finalize(self, self._asked.put, None)
+        # Not at the end of the interpreter, where launches may still be on their way: the thread ends with it.
+        weakref.finalize(self, self._asked.put, None).atexit = False
 
     def end_of(self, works: Sequence[dist.Work]) -> torch.futures.Future[None]:
         """A future that ends with the last of them, or with the error of the first that fails."""
