@@ -20,9 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import custom_op
+from torch.utils.flop_counter import register_flop_formula
 
 from benchmarks.device.queue import QUEUE
 
+FLOPS_PER_MS = 2e7
+"""By which counters of FLOPs learn that a block computes, and how long each of its parts: a core does 20 GFLOP/s."""
 SAMPLES = 64
 """Elements of a tensor that a stand-in value depends on, spread over all of it."""
 
@@ -85,6 +88,21 @@ def weight_gradient(gradient: Tensor, reads: Sequence[Tensor], weights: Sequence
 @weight_gradient.register_fake
 def _(gradient: Tensor, reads: Sequence[Tensor], weights: Sequence[Tensor], ms: float) -> list[Tensor]:
     return [torch.empty_like(each, memory_format=torch.contiguous_format) for each in weights]
+
+
+@register_flop_formula(torch.ops.lab.forward)
+def _forward_flops(reads: Any, weights: Any, shape: Any, times_ms: Sequence[float], **_: Any) -> float:
+    return FLOPS_PER_MS * times_ms[0]
+
+
+@register_flop_formula(torch.ops.lab.data_gradient)
+def _data_gradient_flops(gradient: Any, reads: Any, ms: float, **_: Any) -> float:
+    return FLOPS_PER_MS * ms
+
+
+@register_flop_formula(torch.ops.lab.weight_gradient)
+def _weight_gradient_flops(gradient: Any, reads: Any, weights: Any, ms: float, **_: Any) -> float:
+    return FLOPS_PER_MS * ms
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

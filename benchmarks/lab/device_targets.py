@@ -109,6 +109,7 @@ def _to_floors(own: Any, floors: Mapping[str, Any], where: str) -> Iterator[Targ
     bounds = [floors[name] for name in ("compute_ms", "wire_ms") if floors[name]]
     for what, floor, wanted in (
         ("dependence limit", dependences, DEPENDENCES),
+        ("limit of dependences on one link", floors["one_link_ms"], None),
         ("max(compute, wire)", max(bounds, default=None), WIRE),
     ):
         if floor:

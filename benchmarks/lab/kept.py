@@ -30,7 +30,7 @@ from benchmarks.peers.base import Recorded
 MEASURED_SOURCES = (
     "embrace_fx/**/*.py", "passes/**/*.py", "runtime/**/*.py", "benchmarks/models/*.py", "benchmarks/peers/*.py",
     "benchmarks/device/*.py", "benchmarks/device/*.json", "benchmarks/network.py", "benchmarks/lab/cell.py",
-    "benchmarks/lab/rank.py",
+    "benchmarks/lab/rank.py", "benchmarks/lab/hosts.py",
 )  # fmt: skip
 """What a measurement depends on, besides the setting and the versions."""
 UNMEASURED_SOURCES = ("embrace_fx/viz/**/*",)

@@ -24,6 +24,7 @@ from benchmarks.lab.settings import FORCED, LARGER, REPLICAS, SHARDED, Block, Se
 from benchmarks.models import MODELS
 from benchmarks.models.base import on_meta, sizes
 from benchmarks.peers import SYSTEMS
+from embrace_fx.passes.scheduler.link_bound import one_link_ms
 
 LIMIT_TARGET, ROWS_TARGET = 1.15, 1.05
 REPLICAS_TARGET, SHARDED_TARGET = {"lm": 2.41}, {"lm": 1.5}
@@ -167,7 +168,7 @@ def _of_block(setting: Setting, kept: Kept, block: Block) -> dict[str, Any]:
 def _floors(
     setting: Setting, block: Block, rows: Sequence[Row], reached: Mapping[str, Any], figures: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The three floors, of which the limit is the largest that is known."""
+    """The floors, of which the limit is the largest that is known."""
     cheapest = floor(MODELS[block.model][setting.size], block.ranks, range(FLOOR_BATCHES), setting.seed)
     compute_ms = (
         profile_of(block.model, setting.size).compute_ms
@@ -177,12 +178,12 @@ def _floors(
     # Where ranks share a host, what a strategy sends inside of it is on another link, which these floors know not of.
     of_wire = reached["shaped"] and block.per_host == 1
     rate_mbit = max(reached["transfer_mbit"]) * block.stretched if of_wire else None
+    steps = ideal(step_graph(figures["steps"]), compute_ms, rate_mbit) if figures and compute_ms and rate_mbit else None
     found = {
         "compute": compute_ms,
         "wire": cheapest.time_ms(rate_mbit) if rate_mbit else None,
-        "dependences": dependences_ms(ideal(step_graph(figures["steps"]), compute_ms, rate_mbit))
-        if figures and compute_ms and rate_mbit
-        else None,
+        "dependences": dependences_ms(steps) if steps else None,
+        "one_link": one_link_ms(steps) if steps else None,
     }
     known = {name: value for name, value in found.items() if value is not None}
     limited_by = max(known, key=known.__getitem__) if known else None

@@ -18,6 +18,7 @@ from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.reduce import ReduceGradients
 from embrace_fx.passes.relax.advance import AdvanceGradients
 from embrace_fx.passes.relax.buckets import ChunkBuckets, RelaxUpdates
+from embrace_fx.passes.relax.defer import DeferRows
 from embrace_fx.passes.relax.rows import RelaxRows
 from embrace_fx.passes.relax.split import SplitRows
 from embrace_fx.passes.relax.stacks import StackRows
@@ -113,6 +114,7 @@ def relaxing_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[P
         *vertical,  # early and late rows, prior and delayed gradients
         ChunkBuckets(cuts.chunks),  # buckets travel in chunks
         *horizontal,  # buckets are updated where the next forward reads them
+        DeferRows(),  # rows are awaited where they are first computed with
         AdvanceGradients(),  # row gradients leave as soon as they can be had
     )
 

@@ -15,15 +15,12 @@ from itertools import accumulate
 from torch import fx
 
 from embrace_fx.passes.narrow import exchange_dtype
+from embrace_fx.passes.scheduler.node_cost import computes
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
-from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Stack
 
 STACK_BYTES = 2**30
 """Of a rank's part of a stack: what a rank holds twice for a moment, when its tables become one."""
-
-_COMPUTES = ("mm", "addmm", "bmm", "baddbmm", "conv", "rnn", "lstm", "gru", "attention")
-"""In the names of ops that take so long that a table's communication should not wait for them."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class _Order:
         self._graph = graph
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._position = {name: k for k, name in enumerate(self._nodes)}
-        self._computes = [k for k, node in enumerate(graph.graph.nodes) if _computes(node)]
+        self._computes = [k for k, node in enumerate(graph.graph.nodes) if computes(node)]
         computing = set(self._computes)
         self._had: dict[fx.Node, int] = {}  # the position of the last node that computes for a value, itself included
         for k, node in enumerate(graph.graph.nodes):
@@ -110,8 +107,3 @@ class _Order:
             each.param_group,
             behind.get(table.parameter),
         )
-
-
-def _computes(node: fx.Node) -> bool:
-    name = op_name(node).split("::")[-1]
-    return any(part in _COMPUTES for part in name.replace(".", "_").split("_")) or name.startswith("conv")

@@ -5,6 +5,7 @@
     SplitRows         rows: early and late; gradients: prior and delayed, in pieces (vertical scheduling)
     ChunkBuckets      a bucket travels in chunks
     RelaxUpdates      a bucket is updated where the next forward first reads it (horizontal scheduling)
+    DeferRows         rows are awaited where the forward first computes with them
     AdvanceGradients  row gradients leave as soon as what they are made of is there
 
 Contract

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from embrace_fx.passes.scheduler.launch_search import refine
+from embrace_fx.passes.scheduler.link_bound import one_link_ms
 from embrace_fx.passes.scheduler.link_machine import WINDOWS, LinkMachine, Simulation
 from embrace_fx.vocabulary.schedule import SCHEDULES, Operation, Schedule, StepGraph
 
@@ -110,7 +111,9 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
         raise ValueError(f"expected schedule to be one of {', '.join(SCHEDULES)}, found {name!r}. Choose one of these.")
     machine = LinkMachine(steps)
     naive = _queue(machine, readiness)
-    chosen = naive if name == "none" else refine(machine, [_queue(machine, key) for key in POLICIES])
+    chosen = (
+        naive if name == "none" else refine(machine, [_queue(machine, key) for key in POLICIES], one_link_ms(steps))
+    )
     picture = machine.picture(machine.run(chosen, WINDOWS), chosen)
     return Schedule(name, machine.names(chosen), steps, picture.timeline, picture.critical_path, source)
 

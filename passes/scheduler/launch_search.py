@@ -18,11 +18,14 @@ SHAKES = 8
 """It ends after so many shaken orders in a row that lead to none better."""
 
 
-def refine(machine: LinkMachine, orders: list[list[int]]) -> list[int]:
+def refine(machine: LinkMachine, orders: list[list[int]], bound_ms: float) -> list[int]:
     """The fastest of the orders, then local search: moves that take a critical launch out of others' way, then any
     move; then the same from a shaken order, until the budget is spent or no order can be faster.
+
+    Args:
+        bound_ms: what no order can fall below.
     """
-    search = _Search(machine)
+    search = _Search(machine, bound_ms)
     step_ms, _, best = min((search.step_ms(order), k, order) for k, order in enumerate(orders))
     current, current_ms = best, step_ms
     fruitless = 0
@@ -39,11 +42,10 @@ def refine(machine: LinkMachine, orders: list[list[int]]) -> list[int]:
 class _Search:
     """Evaluates orders until so many starts of operations are computed."""
 
-    def __init__(self, machine: LinkMachine) -> None:
+    def __init__(self, machine: LinkMachine, bound_ms: float) -> None:
         self.machine = machine
         self.starts_left = SEARCH_STARTS
-        lanes = (machine.durations[: machine.count], machine.durations[machine.count : machine.copying])
-        self.bound_ms = max(map(sum, lanes)) * (1 + TOLERANCE)  # neither lane can be faster than without any gap
+        self.bound_ms = bound_ms * (1 + TOLERANCE)
         self._draw = random.Random(0).random  # the same numbers on every machine and version, which its others are not
 
     def run(self, order: list[int]) -> WindowTimes | None:

@@ -19,6 +19,7 @@ import embrace_fx.vocabulary.ops
 import embrace_fx.vocabulary.rnn_ops  # noqa: F401  (declares the ops)
 from embrace_fx import cost
 from embrace_fx.vocabulary.in_place import SHARES_MEMORY
+from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes
 
 Formula = Callable[..., float]
@@ -27,6 +28,9 @@ NodeMs = Callable[[fx.Node], float]
 """Milliseconds of a node."""
 
 ELEMENT_BYTES = 4
+
+_COMPUTES = frozenset({"mm", "addmm", "bmm", "baddbmm", "conv", "rnn", "lstm", "gru", "attention"})
+"""In the names of ops that multiply."""
 
 
 def estimate(compute: cost.Compute, expected: ExpectedSizes = NOTHING_EXPECTED) -> NodeMs:
@@ -60,13 +64,30 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
 def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
     """What a node multiplies and adds; 0 where torch's counter does not know its op."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    packet = node.target.overloadpacket
-    formula = _OWN.get(packet) or flop_registry.get(packet)
+    formula = _formula(node)
     if formula is None:
         return 0.0
     sized = functools.partial(_sized, expected=expected)
     args, kwargs = pytree.tree_map(functools.partial(_as_sized, expected=expected), (node.args, dict(node.kwargs)))
     return float(formula(*args, **kwargs, out_val=pytree.tree_map(sized, node.meta.get("val"))))
+
+
+def computes(node: fx.Node) -> bool:
+    """Whether a node takes so long that no communication should wait for it that need not.
+
+    Ops whose FLOPs torch's counter knows do, and those whose names say that they multiply.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    name = op_name(node).split("::")[-1]
+    words = name.replace(".", "_").split("_")
+    return _formula(node) is not None or any(word in _COMPUTES for word in words) or name.startswith("conv")
+
+
+def _formula(node: fx.Node) -> Formula | None:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    packet = node.target.overloadpacket
+    return _OWN.get(packet) or flop_registry.get(packet)
 
 
 def _as_sized(argument: Any, expected: ExpectedSizes) -> Any:

@@ -7,6 +7,7 @@ Contract
     The order between classes is for speed. Within a class it is what makes ranks meet, and never changes; but where
     nothing moves for `STANDSTILL_S` (a rank saves a checkpoint while the others train on), classes overtake each
     other. So whatever has been submitted on all ranks completes, and no rank waits for a launch that is still to come.
+    Rows leave behind buckets that come before them, not beside them: they would take the link from them.
     What someone in a hurry waits for (`hurrying`) overtakes launches that are still to come; nothing else does.
     A backward's launches are held until every rank is known to be in that backward: where one is not, all are dropped,
     and no rank has sent what another one will never receive.
@@ -157,7 +158,9 @@ class _State:
                 lane = launch.lane
                 may_leave = lane not in passed_over and (not passed_over or lane in may_overtake)
                 if ticket is not None and may_leave:
-                    return window.waiting.pop(launch)
+                    # They go to all peers at once, a ring's rounds to one, and connections share a link evenly.
+                    takes_link = lane == "embedding" and any(each.id.lane == "dense" for each in self.in_flight)
+                    return None if takes_link and not any_may else window.waiting.pop(launch)
                 if not may_overtake:
                     return None
                 passed_over.add(lane)

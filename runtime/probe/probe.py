@@ -52,9 +52,9 @@ from embrace_fx.vocabulary.schedule import IN_FLIGHT
 FIRST_BYTES = 4 * 1024
 GROWTH, LAST_GROWTH = 8, 4
 """From size to size, as long as it is all start-up; and once it is not."""
-OUTWEIGHS = 6.0
+OUTWEIGHS = 12.0
 """Times the start-up that the largest size takes: it hides behind the bytes more or less, and not to know how much then
-is an error of the bandwidth by a sixth at most."""
+is an error of the bandwidth by a twelfth at most."""
 LONG_MS = 50.0
 """What the largest size's row takes at least: a token bucket or a socket lets some milliseconds' bytes pass at once."""
 MOST_BYTES = 4 * 2**20
@@ -75,9 +75,9 @@ HANDLED_MS, HANDLED_SPANS = 30.0, 3
 """For each thing that is handled: of how many spans the median is taken, and what each takes at least, several turns of
 the scheduler where ranks share a core. One alone told of memory ten times slower than another did."""
 
-ALIKE, ALIKE_START_UP = 1.5, 3.0
+ALIKE, ALIKE_START_UP = 1.15, 3.0
 """Links of an earlier run hold where a large AllReduce takes so many times as long or as short at most; a small one,
-which a busy core disturbs more."""
+which a busy core disturbs more. A schedule made for links 1.4 times too slow took a ninth longer than its own."""
 
 CPU = torch.device("cpu")
 

@@ -140,7 +140,8 @@ def test_the_limit_is_the_largest_floor_that_is_known(kept: Kept) -> None:
 
     assert four["floors"]["compute_ms"] == 20.5  # the faster of the two that compute alone
     assert four["floors"]["dependences_ms"] == pytest.approx(20.5 + 8)
-    assert four["floors"]["limit_ms"] == max(four["floors"]["wire_ms"], four["floors"]["dependences_ms"])
+    floors = [four["floors"][f"{name}_ms"] for name in ("wire", "dependences", "one_link")]
+    assert four["floors"]["limit_ms"] == max(floors)
     assert two["floors"]["wire_ms"] is None  # nothing limits it
     assert two["floors"]["limit_ms"] == 20.5
     assert two["floors"]["limited_by"] == "compute"
@@ -169,7 +170,7 @@ def test_the_page_says_what_is_missing_and_which_losses_differ(kept: Kept) -> No
     assert "ddp did not run: it is not there" in page
     assert "| embrace_2d | 1 | 20 (20 to 20) | 0.72 | 1.00 (1.00 to 1.00) | 8 (8 to 8) | 8, 2 | 50% |" in page
     assert "| **1e-01** |" in page
-    assert "dependences 28 ms. Limit 28 ms (dependences)." in page
+    assert "dependences 28 ms, and where one link carries all transfers 28 ms. Limit 28 ms (dependences)." in page
     assert "WITHOUT a limit, because: found no tc" in page
     assert "![lm, 4 ranks, 200 Mb/s, pair: step times](there/lm.svg)" in page
     assert "Timeline of embrace_2d (profile): step 20 ms (predicted 20)" in page

@@ -11,6 +11,7 @@ from torch import fx
 
 from embrace_fx.passes.relax.advance import AdvanceGradients
 from embrace_fx.passes.relax.buckets import ChunkBuckets, RelaxUpdates
+from embrace_fx.passes.relax.defer import DeferRows
 from embrace_fx.passes.relax.rows import RelaxRows
 from embrace_fx.passes.relax.split import SplitRows
 from embrace_fx.passes.relax.stacks import StackRows
@@ -97,11 +98,12 @@ def test_which_schedule_relaxes_what(schedule: str) -> None:
 
     rows, chunks = [RelaxRows(), StackRows((), 0)], ChunkBuckets(cuts.chunks)
     split, updates = SplitRows(cuts.pieces), RelaxUpdates((DENSE,), cuts.chunks)
+    moved = [DeferRows(), AdvanceGradients()]
     expected = {
         "none": [],
-        "horizontal": [*rows, chunks, updates, AdvanceGradients()],
-        "vertical": [*rows, split, chunks, AdvanceGradients()],
-        "2d": [*rows, split, chunks, updates, AdvanceGradients()],
+        "horizontal": [*rows, chunks, updates, *moved],
+        "vertical": [*rows, split, chunks, *moved],
+        "2d": [*rows, split, chunks, updates, *moved],
     }
     assert list(passes) == expected[schedule]
 

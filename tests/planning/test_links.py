@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from embrace_fx.cost.links import Cluster
+from embrace_fx.cost.links import Cluster, Collective, launch_ms
 from embrace_fx.planning.links import links_between
 from embrace_fx.runtime.probe import probe as measuring
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -100,6 +103,29 @@ def _holds(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     quicker, slower = (measuring.still_holds(communicator, each) for each in scaled)
     communicator.close()
     return held, quicker, slower
+
+
+@pytest.mark.parametrize(
+    ("times", "holds"), [(1.0, True), (1.1, True), (1 / 1.1, True), (1.4, False), (1 / 1.4, False)]
+)
+def test_links_hold_where_a_large_exchange_takes_about_as_long(
+    monkeypatch: pytest.MonkeyPatch, times: float, holds: bool
+) -> None:
+    links, ranks = Cluster(1e4, 0.1), 4
+    sizes: list[int] = []
+
+    def launch(_: object, collective: Collective, own_bytes: int, __: object) -> Callable[[], None]:
+        sizes.append(own_bytes)
+        return lambda: None
+
+    def median_ms(*_: object) -> float:
+        return times * launch_ms(links, "all_reduce", sizes[-1], ranks)
+
+    monkeypatch.setattr(measuring, "_launch", launch)
+    monkeypatch.setattr(measuring, "_time_ms", lambda *_: 0.0)
+    monkeypatch.setattr(measuring, "_median_ms", median_ms)
+
+    assert measuring.still_holds(cast(Communicator, SimpleNamespace(world_size=ranks)), links) is holds
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from embrace_fx.passes.relax.order import BackwardUnits
-from embrace_fx.passes.scheduler import compute_order, launch_order
+from embrace_fx.passes.scheduler import compute_order, link_bound
 from embrace_fx.passes.scheduler.compute_order import LEAST_GAIN, Atoms, reordered, search
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.vocabulary.operation_id import OperationId, chunk_id, compute_id, gradients_id
@@ -173,9 +173,9 @@ def test_the_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counted(steps: StepGraph) -> float:
         tried.append(steps)
-        return launch_order.quick_ms(steps)
+        return link_bound.one_link_ms(steps)
 
-    monkeypatch.setattr(compute_order, "quick_ms", counted)
+    monkeypatch.setattr(compute_order, "one_link_ms", counted)
     sent = [chunk_id(k, 0) for k in range(6)]
     found = BackwardUnits.of(backward([[], *([k] for k in range(6))], sent, list(range(1, 7))))
     atoms = Atoms.of(found, lambda node: 1.0, {})

@@ -102,9 +102,33 @@ def test_windows_follow_each_other() -> None:
     launcher.skip([ID["early rows"]])
     link.expect("early rows", "bucket 0")
     link.end("early rows")
-    link.expect("early rows", "bucket 0", "rows")
+    link.expect("early rows", "bucket 0")
     link.end("bucket 0")
     link.expect("early rows", "bucket 0", "rows", "prior")
+
+
+def test_rows_leave_behind_buckets_that_come_first_and_never_beside_them() -> None:
+    """They go to all peers at once, a ring's rounds to one: beside them a bucket would get a small part of the link."""
+    launcher, link = make(), Link()
+
+    launcher.skip([ID["early rows"], ID["prior"], ID["bucket 1"]])
+    submit(launcher, link, "bucket 0", "delayed", "ids", "rows")
+    link.expect("bucket 0", "delayed")  # a piece, and as small as a chunk at most
+    link.end("delayed")
+    link.expect("bucket 0", "delayed", "ids")
+    link.end("ids")
+    link.expect("bucket 0", "delayed", "ids")
+    link.end("bucket 0")
+    link.expect("bucket 0", "delayed", "ids", "rows")
+
+
+def test_buckets_leave_beside_rows() -> None:
+    launcher, link = make(), Link()
+
+    submit(launcher, link, "early rows", "bucket 0")
+    launcher.skip([ID["prior"]])
+
+    link.expect("early rows", "bucket 0")
 
 
 def test_a_forward_belongs_to_the_backward_before_it() -> None:

@@ -1,0 +1,95 @@
+"""A table's rows are awaited where the forward first computes with them, not where they are looked up.
+
+A model may look up all of its tables at the head of its forward, and read some of them next to the loss: the softmax's
+rows would be waited for before the first layer runs, though they may arrive while it does.
+
+Contract
+    Same nodes, same values. An await of rows is moved down, with what is made of these rows alone, right before the
+    first node that reads any of it; everything else keeps its order. Where nothing that computes lies between, the
+    graph stays as it is.
+
+    rewrite:  flat = join_rows([await_rows(...)], ...); rows = join_columns(flat, ...); y = mm(x, w); z = mm(y, rows)
+    ->        y = mm(x, w); flat = join_rows([await_rows(...)], ...); rows = join_columns(flat, ...); z = mm(y, rows)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from embrace_fx.passes.relax.advance import may_move
+from embrace_fx.passes.relax.launches import Phases, nodes_of, rewrite_phases
+from embrace_fx.passes.scheduler.node_cost import computes
+from embrace_fx.vocabulary.graph import Saved, TrainingGraph
+from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.vocabulary.ops import op_name
+
+
+@dataclass(frozen=True)
+class DeferRows:
+    """Moves awaits of rows to where the rows are read."""
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        if "forward" not in graph.phases or not any(_deferred(graph.phases["forward"])):
+            return graph
+        return rewrite_phases(graph, _rewrite)
+
+
+@dataclass(frozen=True)
+class _Deferred:
+    """What is moved of a table, in its order, and the node that it is moved before."""
+
+    nodes: list[fx.Node]
+    reader: fx.Node
+
+
+def _rewrite(phases: Phases) -> None:
+    for each in list(_deferred(phases["forward"])):
+        for node in each.nodes:
+            each.reader.prepend(node)
+
+
+def _deferred(forward: fx.GraphModule) -> Iterator[_Deferred]:
+    position = {node: k for k, node in enumerate(forward.graph.nodes)}
+    computing = [k for node, k in position.items() if computes(node)]
+    by_table: dict[str, list[fx.Node]] = {}
+    for node in nodes_of(forward, torch.ops.embrace.await_rows.default):
+        launch: OperationId = node.meta["launch"]
+        by_table.setdefault(launch.what, []).append(node)
+    for awaits in by_table.values():
+        moved = _made_of(awaits)
+        readers = [user for node in moved for user in node.users if user not in moved]
+        if readers:
+            reader, first = min(readers, key=position.__getitem__), min(position[node] for node in moved)
+            if any(first < k < position[reader] for k in computing):
+                yield _Deferred(sorted(moved, key=position.__getitem__), reader)
+
+
+def _made_of(awaits: list[fx.Node]) -> set[fx.Node]:
+    """The awaits of one table, and the light nodes that read nothing but them, each other, and what phases before save.
+
+    Nobody writes into what a phase has saved, so that it is the same further down.
+    """
+    found = set(awaits)
+    waiting = [user for node in awaits for user in node.users]
+    while waiting:
+        node = waiting.pop()
+        if node not in found and _is_light(node) and all(n in found or _is_saved(n) for n in node.all_input_nodes):
+            found.add(node)
+            waiting += node.users
+    return found
+
+
+def _is_light(node: fx.Node) -> bool:
+    """Whether a node may move, and is no op of a user, nor one that takes long."""
+    if op_name(node) == "embrace::join_rows":
+        return True
+    own = not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in ("aten", "embrace")
+    return own and may_move(node) and not computes(node)
+
+
+def _is_saved(node: fx.Node) -> bool:
+    return node.op == "placeholder" and isinstance(node.meta["role"], Saved)

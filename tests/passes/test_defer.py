@@ -1,0 +1,144 @@
+"""Rows awaited where they are first computed with: with the same values, and nothing else moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from embrace_fx.passes.relax.advance import AdvanceGradients
+from embrace_fx.passes.relax.defer import DeferRows
+from embrace_fx.passes.scheduler.node_cost import computes
+from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
+from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.ops import launch_of, op_name
+from embrace_fx.vocabulary.plan import Decision, Plan
+from embrace_fx.vocabulary.schedule import Cuts, ScheduleName
+from tests.support.graphs import analysed
+from tests.support.models import Batch, TwoTableLMWorkload
+from tests.support.ranks import reset_torch_state, run_ranks
+from tests.support.reference import assert_same
+from tests.support.training import Trained, Way, expected_parameters, train_compiled
+
+WORDS, DIM, BATCH, LENGTH, LAYERS = 50, 8, 4, 6, 5
+TABLES = ("words.weight", "output.weight")
+SCHEDULES: tuple[ScheduleName, ...] = ("horizontal", "vertical", "2d")
+STEPS = 5
+
+
+class LooksUpFirst(nn.Module):
+    """Both lookups stand at the head of the forward; the output table is read next to the loss."""
+
+    def __init__(self, read_at_once: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, DIM)
+        self.output = nn.Embedding(WORDS, DIM)
+        self.layers = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(LAYERS)))
+        self.read_at_once = read_at_once
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        words, outputs = self.words(ids), 0.5 * self.output(targets)
+        if self.read_at_once:
+            words = words + outputs
+        scores: Tensor = (self.layers(words).tanh() * outputs).sum(-1)
+        return scores.square().mean()
+
+
+def relaxed(read_at_once: bool = False) -> tuple[TrainingGraph, TrainingGraph]:
+    """The graph before `DeferRows`, and after it; verified."""
+    decisions = tuple(Decision(t, (WORDS, DIM), True, "alltoall", "asked for", 1000, 0, 0.0) for t in TABLES)
+    buckets = tuple((f"layers.{k}.weight", f"layers.{k}.bias") for k in reversed(range(LAYERS)))
+    plan = Plan(2, decisions, buckets)
+    cuts = Cuts(((DIM * (DIM + 1),),) * LAYERS, tuple((table, 2) for table in TABLES))
+    *passes, deferring, last = (*training_passes(plan, TABLES, 0), *relaxing_passes(plan, "2d", 0, cuts))
+    assert (deferring, last) == (DeferRows(), AdvanceGradients())
+    captured = analysed(LooksUpFirst(read_at_once), *(torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)))
+    before = run_passes(captured, passes).graph
+    return before, run_passes(captured, (*passes, deferring)).graph if not read_at_once else DeferRows()(before)
+
+
+def products_before(graph: TrainingGraph, table: str) -> int:
+    """How many layers have run when the first rows of a table are awaited."""
+    nodes = list(graph.phases["forward"].graph.nodes)
+    (first, *_) = (k for k, node in enumerate(nodes) if awaits(node, table))
+    return sum(computes(node) for node in nodes[:first])
+
+
+def awaits(node: fx.Node, table: str) -> bool:
+    launch = launch_of(node)
+    return op_name(node) == "embrace::await_rows" and launch is not None and launch.what == table
+
+
+def test_the_output_tables_rows_are_awaited_behind_the_last_layer() -> None:
+    before, after = relaxed()
+
+    assert [products_before(before, table) for table in TABLES] == [0, 0]
+    assert [products_before(after, table) for table in TABLES] == [0, LAYERS]
+
+
+def test_nothing_else_moves() -> None:
+    before, after = ([*graph.phases["forward"].graph.nodes] for graph in relaxed())
+
+    assert sorted(texts(before)) == sorted(texts(after))
+    place = {node.name: k for k, node in enumerate(before)}
+    first = next(k for k, node in enumerate(after) if awaits(node, "output.weight"))
+    moved = [node for node in after[first:] if place[node.name] < place[after[first - 1].name]]
+    names = {node.name for node in moved}
+    assert [n.name for n in before if n.name not in names] == [n.name for n in after if n.name not in names]
+    assert [n.name for n in before if n.name in names] == [n.name for n in moved]
+    assert {op_name(node) for node in moved} == {
+        "embrace::await_rows",
+        "embrace::join_rows",
+        "embrace::join_columns",
+        "aten::embedding",
+        "aten::sym_size",
+        "aten::mul",
+    }
+
+
+def texts(nodes: Iterable[fx.Node]) -> list[str]:
+    return [f"{node.name} {node.target} {node.args} {node.kwargs}" for node in nodes]
+
+
+def test_rows_that_are_read_at_once_stay() -> None:
+    before, after = relaxed(read_at_once=True)
+
+    assert after is before
+
+
+# ---- values ----
+
+
+@dataclass(frozen=True)
+class LooksUpFirstWorkload:
+    vary: bool = True
+
+    def make(self, dtype: torch.dtype, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return LooksUpFirst().to(dtype)
+
+    def batches(self, step: int, rank: int, seed: int) -> Batch:
+        ids, targets, _ = TwoTableLMWorkload(num_words=WORDS, vary=self.vary).batches(step, rank, seed)
+        return ids, targets
+
+
+def _train_under_all(rank: int, world_size: int) -> dict[str, Trained]:
+    found: dict[str, Trained] = {}
+    for schedule in SCHEDULES:
+        reset_torch_state()
+        way = Way(schedule=schedule, steps=STEPS)
+        found[schedule] = train_compiled(
+            rank, world_size, LooksUpFirstWorkload(), torch.float64, "adagrad", "exact", way
+        )
+    return found
+
+
+def test_models_that_look_up_first_train_to_the_parameters_of_the_reference() -> None:
+    expected = expected_parameters(2, LooksUpFirstWorkload(), torch.float64, "adagrad", "exact", STEPS)
+
+    for results in run_ranks(2, _train_under_all):
+        for result in results.values():
+            assert_same(result.parameters, expected, torch.float64)
+            assert set(result.strategies.values()) == {"alltoall"}
