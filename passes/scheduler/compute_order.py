@@ -30,8 +30,8 @@ from embrace_fx.vocabulary.operation_id import compute_id
 from embrace_fx.vocabulary.schedule import Schedule, StepGraph
 from embrace_fx.vocabulary.submissions import is_submission
 
-TRIED = 2000
-"""So many orders may a search try: less than a second of one core for a hundred launches."""
+TRIED, LOOKED_AT = 2000, 500_000
+"""So many orders may a search try, and so many operations may these have together: about a second of one core."""
 
 LEAST_GAIN = 0.002
 """Of the step: less is not worth a change."""
@@ -127,17 +127,18 @@ class _Search:
         self._steps, self._atoms = steps, atoms
         self._held, self._limit = held, held_limit
         self._tried: dict[tuple[str, ...], float] = {}
+        self._most = min(TRIED, max(LOOKED_AT // len(steps.operations), 1))
 
     def best(self) -> tuple[str, ...]:
         best = self._atoms.units
         best_ms = self._ms(best)
         for start in self._starts():
             best, best_ms = self._better(start, best, best_ms)
-        while len(self._tried) < TRIED:
+        while len(self._tried) < self._most:
             before = best
             for other in _moves(best):
                 best, best_ms = self._better(other, best, best_ms)
-                if best != before or len(self._tried) >= TRIED:
+                if best != before or len(self._tried) >= self._most:
                     break
             if best == before:
                 break
@@ -159,7 +160,7 @@ class _Search:
         reduced = {o.id.what for o in self._steps.communications if o.id is not None and o.id.kind == "all_reduce"}
         tables = [unit for unit in self._atoms.units if unit not in reduced]
         buckets = [unit for unit in self._atoms.units if unit in reduced]
-        for k in range(min(len(buckets), TRIED // 4) + 1 if tables else 0):
+        for k in range(min(len(buckets), self._most // 4) + 1 if tables else 0):
             yield (*buckets[:k], *tables, *buckets[k:])
 
 
