@@ -126,7 +126,7 @@ def simulate(model: str, ratio: float, forecast: Forecast, measured: Mapping[str
     def held(order: Sequence[str]) -> int:
         return backward_peak(units.ordered(order), saved, advanced.expected)
 
-    stands = held(units.units)
+    stands = backward_peak([*units.needed_by], saved, advanced.expected)
     found, order = search(
         steps(advanced),
         "2d",
@@ -144,8 +144,8 @@ def simulate(model: str, ratio: float, forecast: Forecast, measured: Mapping[str
         schedule(steps(before.graph), "2d", "profile").diagnostics().step_ms,
         schedule(steps(advanced), "2d", "profile").diagnostics().step_ms,
         found.diagnostics().step_ms,
-        held(order) / stands,
-        sum(a != b for a, b in zip(order, units.units, strict=True)),
+        held(order) / stands if order else 1.0,
+        sum(a != b for a, b in zip(order, units.units, strict=False)),
     )
 
 

@@ -203,13 +203,13 @@ class Scheduling:
         units = BackwardUnits.of(backward)
         atoms = Atoms.of(units, estimate(self._cluster.compute, expected), measured)
         saved = [node for node, role in inputs_of(backward) if isinstance(role, Saved)]
-        bound = backward_peak(units.ordered(units.units), saved, expected)
+        bound = backward_peak([*units.needed_by], saved, expected)
         if self._setting.options.memory_budget is None:
             bound = round(bound * MAY_HOLD)
         found, order = search(
             steps, name, "profile", atoms, lambda order: backward_peak(units.ordered(order), saved, expected), bound
         )
-        return _Ordered(found, () if order == units.units else order)
+        return _Ordered(found, order)
 
     def _may_reorder(self) -> bool:
         """Whether a backward can be put in another order at no cost.

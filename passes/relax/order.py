@@ -47,7 +47,7 @@ class OrderCompute:
         if "backward" not in graph.phases:
             return graph
         found = BackwardUnits.of(graph.phases["backward"])
-        if found.complete(self.units) == found.units:
+        if not self.units or found.ordered(self.units) == [*found.needed_by]:
             return graph
         return rewrite_phases(graph, self._rewrite)
 

