@@ -132,20 +132,20 @@ class _Search:
         self._most = min(TRIED, max(LOOKED_AT // len(steps.operations), 1))
 
     def best(self) -> tuple[str, ...]:
-        """The best order found; empty where all tried hold too much."""
-        best = self._atoms.units
-        best_ms = self._ms(best) if self._held(best) <= self._limit else float("inf")
-        for start in self._starts():
+        """The best order found; empty where none is better than what stands."""
+        best: tuple[str, ...] = ()
+        best_ms = one_link_ms(self._steps)
+        for start in (self._atoms.units, *self._starts()):
             best, best_ms = self._better(start, best, best_ms)
         while len(self._tried) < self._most:
             before = best
-            for other in _moves(best):
+            for other in _moves(best or self._atoms.units):
                 best, best_ms = self._better(other, best, best_ms)
                 if best != before or len(self._tried) >= self._most:
                     break
             if best == before:
                 break
-        return best if best_ms < float("inf") else ()
+        return best
 
     def _better(self, order: tuple[str, ...], best: tuple[str, ...], best_ms: float) -> tuple[tuple[str, ...], float]:
         if order in self._tried:

@@ -212,4 +212,4 @@ def test_the_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     dependences = [Dependence(name, str(each)) for name, each in zip(names, sent, strict=True)]
     search(StepGraph(tuple(operations), tuple(dependences), names), "2d", "profile", atoms, lambda order: 0, 0)
 
-    assert len(tried) <= 5
+    assert len(tried) <= 1 + 5  # the step as it stands
