@@ -61,6 +61,8 @@ WINDOW_MS = 1.0
 """What the connections of a host may have sent and not had acknowledged, together, in time of its link; two packets
 each at least. TCP's small queues and a switch's some 100 kB for a port bound on real hosts what a small message waits
 behind; a bucket here holds `QUEUE_MS`, and TCP fills it. A bound of the window drops nothing."""
+OPEN_MBIT = 10_000.0
+"""What each link carries while its limit is lifted: more than the cores can send."""
 MOST_OF_RATE = 1.1
 """A bare transfer that is faster than this multiple of its limit is not limited."""
 
@@ -159,9 +161,10 @@ def network(links: Links) -> Iterator[Network]:
     """
     with ExitStack() as stack:
         try:
-            hosts, reason = _cabled_hosts(links, stack), ""
+            (hosts, bridge), reason = _cabled_hosts(links, stack), ""
         except Obstacle as found:
-            hosts, reason = [stack.enter_context(Host("lo", "127.0.0.1")) for _ in range(links.ranks)], str(found)
+            bridge, reason = None, str(found)
+            hosts = [stack.enter_context(Host("lo", "127.0.0.1")) for _ in range(links.ranks)]
         cores = sorted(os.sched_getaffinity(0))
         for rank, host in enumerate(hosts):  # what its thread starts stays on the same core
             host.call(os.sched_setaffinity, 0, {cores[rank % len(cores)]})
@@ -173,7 +176,7 @@ def network(links: Links) -> Iterator[Network]:
                 f"expected at most {links.carried_mbit} Mb/s from each rank to the next host, in network(), "
                 f"found {', '.join(f'{rate:.0f}' for rate in rates)}: the limit of `tc ... tbf` is not kept."
             )
-        yield Network(reached, tuple(hosts), _free_port())
+        yield Network(reached, tuple(hosts), bridge, _free_port())
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,7 @@ class Network:
 
     reached: Reached
     _hosts: tuple[Host, ...]
+    _bridge: Host | None
     _port: int
 
     def start(
@@ -252,6 +256,28 @@ class Network:
         host, links = self._hosts[rank], replace(self.reached.links, rate_mbit=rate_mbit)
         host.configure(f"tc qdisc change dev {host.interface} {_shape(links, links.carried_mbit)}")
 
+    @contextlib.contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Lifts the limits of all links until the end of the block, where there are any."""
+        self._limit(OPEN_MBIT / self.reached.links.carried_mbit)
+        try:
+            yield
+        finally:
+            self._limit(1.0)
+
+    def _limit(self, times: float) -> None:
+        """Has every link carry so many times what was asked for."""
+        if self._bridge is None:
+            return
+        links = self.reached.links
+        shape = _shape(links, links.carried_mbit * times)
+        for number, host in enumerate(self._hosts[:: links.ranks_per_host]):
+            host.configure(f"tc qdisc change dev eth0 {shape}")
+            self._bridge.configure(f"tc qdisc change dev port{number * links.ranks_per_host} {shape}")
+            if links.ranks_per_host > 1:
+                inside = _shape(links, links.inside_mbit * links.ranks_per_host / links.slow * times)
+                host.configure(f"tc qdisc change dev lo {inside}")
+
     def sent_bytes(self) -> tuple[int, ...]:
         """Bytes that each interface has sent so far, read from its counter: one per host, or the loopback's alone.
 
@@ -268,8 +294,8 @@ def _shape(links: Links, carried_mbit: float) -> str:
     return f"root tbf rate {round(carried_mbit * 1e6)}bit burst {burst_bytes} latency {latency_ms:g}ms"
 
 
-def _cabled_hosts(links: Links, stack: ExitStack) -> list[Host]:
-    """A bridge and, on a cable each, the hosts; of each rank, its own. Leaving `stack` removes them."""
+def _cabled_hosts(links: Links, stack: ExitStack) -> tuple[list[Host], Host]:
+    """The hosts, of each rank its own, and the bridge that they are cabled to. Leaving `stack` removes them."""
     if reason := obstacle():
         raise Obstacle(reason)
     shape = _shape(links, links.carried_mbit)
@@ -296,7 +322,7 @@ def _cabled_hosts(links: Links, stack: ExitStack) -> list[Host]:
         if links.ranks_per_host > 1:  # the loopback carries what all ranks of the host send
             inside = _shape(links, links.inside_mbit * links.ranks_per_host / links.slow)
             host.configure(f"ip link set lo gso_max_size {links.packet_bytes}", f"tc qdisc add dev lo {inside}")
-    return hosts
+    return hosts, bridge
 
 
 def _await_all(processes: Sequence[subprocess.Popen[bytes]], errors: Sequence[Path], timeout_s: float) -> None:

@@ -86,13 +86,19 @@ class Lab:
                         if not self._is_over():
                             self.kept.network(block, hosts.reached)
                             self._start_crews(block, missing[block], hosts, crews, stack)
-                            self._measure(block, missing[block], crews, progress, task)
+                            self._measure(block, missing[block], crews, hosts, progress, task)
 
     def _is_over(self) -> bool:
         return time.monotonic() >= self.deadline
 
     def _measure(
-        self, block: Block, missing: list[tuple[int, str]], crews: dict[str, Crew], progress: Progress, task: TaskID
+        self,
+        block: Block,
+        missing: list[tuple[int, str]],
+        crews: dict[str, Crew],
+        hosts: Network,
+        progress: Progress,
+        task: TaskID,
     ) -> None:
         BlockRun(
             self.setting,
@@ -104,6 +110,7 @@ class Lab:
             advance=lambda: progress.advance(task),
             say=lambda text: self.console.print(text, markup=False, highlight=False),
             fail=partial(self._failed, block),
+            unlimited=hosts.unlimited,
         ).measure([(round_, s) for round_, s in missing if SYSTEMS[s].environment in crews], self.deadline)
 
     def _missing(self, block: Block) -> list[tuple[int, str]]:

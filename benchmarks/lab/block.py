@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -25,7 +25,7 @@ from benchmarks.peers.base import Recorded
 RECORDED_SYSTEM, RECORDED_STEPS = "embrace_2d", 4
 """Its timeline and the dependences of its step are taken after the last round."""
 
-RANK_BYTES = 450 * 2**20
+RANK_BYTES = 300 * 2**20
 """What a rank of a system may take. Where memory ends, the kernel would end some process, not only of the lab's."""
 
 A = TypeVar("A")
@@ -50,6 +50,7 @@ class BlockRun:
         advance: told of each cell that is done with.
         say: told what a person may want to read.
         fail: told of a system that did not run: its name, the reason, details.
+        unlimited: lifts the limits of the network.
     """
 
     setting: Setting
@@ -61,6 +62,7 @@ class BlockRun:
     advance: Callable[[], None]
     say: Callable[[str], None]
     fail: Callable[[str, str, str], None]
+    unlimited: Callable[[], AbstractContextManager[None]]
     _steps: dict[str, int] = field(default_factory=dict)
 
     def measure(self, missing: list[tuple[int, str]], until: float) -> None:
@@ -107,7 +109,10 @@ class BlockRun:
             )
         cell = self.setting.cell(self.block, system, _free_port())
         began = time.monotonic()
-        ready = _all(Ready, self._ask(system, Open(cell)))
+        # Slow links would carry the model to all ranks for minutes, which no step is made faster by.
+        lifts = self.block.slow and not SYSTEMS[system].measures_links
+        with self.unlimited() if lifts else nullcontext():
+            ready = _all(Ready, self._ask(system, Open(cell)))
         self.kept.opened(
             self.block,
             system,

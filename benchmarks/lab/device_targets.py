@@ -16,13 +16,14 @@ from benchmarks.lab.settings import ABLATION, CHOSEN, LARGER, REPLICAS, SHARDED,
 AGREES = 0.03
 """How far the perceived steps of two slow motions may be apart."""
 MOSTLY_TABLES = ("lm", "recommender")
+RANKS, RATIO = 8, 1.0
 DEPENDENCES, WIRE = 1.05, 1.12
 LM_RANKS, LM_RATIO, LM_REPLICAS, LM_SHARDED, OTHERS = 16, 2.0, 2.41, 1.8, 1.3
 ABLATION_OF_TABLES, ABLATION_OF_OTHERS = 1.15, 1.08
 EFFICIENCY, SCALED = 0.9, (2, 16)
 PREDICTED, CHOICE, ROWS = 0.05, 1.03, 1.02
 PREDICTED_STRATEGY = 0.15
-WHOLE = ("main", CHOSEN)
+WHOLE = ("main", "few", CHOSEN)
 """Groups whose `OWN` is compared with its floors; in the others it is beside the systems of the group alone."""
 
 Blocks = Sequence[Mapping[str, Any]]
@@ -32,12 +33,15 @@ def device_targets(setting: Setting, blocks: Blocks) -> list[Target]:
     """Whether slow motions agree, then each target, at each of them."""
     found = list(_agreement(blocks))
     ratios = _ratios(setting)
+    beside: dict[tuple[str, str, int, float | None], list[Mapping[str, Any]]] = {}
     for block in blocks:
         ratio = ratios.get((block["model"], block["rate_mbit"]))
         rate = f"wire / compute {ratio:g}" if ratio else f"{block['rate_mbit']:g} Mb/s"
         shared = f", {block['per_host']} per host" if block["per_host"] > 1 else ""
         where = f"{block['model']}, {block['ranks']} ranks{shared}, {rate}, k = {block['slow']:g}"
-        found += _of_block(block, where, ratio)
+        found += _of_block(block, where, at_target=(block["ranks"], ratio) == (RANKS, RATIO))
+        beside.setdefault((where, block["model"], block["ranks"], ratio), []).append(block)
+    found += [target for place, groups in beside.items() for target in _beside_others(*place, groups)]
     return found + list(_scaling(ratios, blocks))
 
 
@@ -71,26 +75,18 @@ def _agreement(blocks: Blocks) -> Iterator[Target]:
                 yield Target(where, what, AGREES, True, Spread(apart, apart, apart))
 
 
-def _of_block(block: Mapping[str, Any], where: str, ratio: float | None) -> Iterator[Target]:
+def _of_block(block: Mapping[str, Any], where: str, at_target: bool) -> Iterator[Target]:
+    """`at_target`: whether floors and ablation have to be met there, or are only to be known."""
     rows, floors = _rows(block), block["floors"]
-    own, model, ranks = rows.get(OWN), block["model"], block["ranks"]
+    own, model = rows.get(OWN), block["model"]
     if own is None:
         return
     if block["group"] in WHOLE:
-        yield from _to_floors(own, floors, where)
+        yield from _to_floors(own, floors, where, at_target)
         none = rows.get(ABLATION[0])
         if none is not None and none.ratio is not None:
             wanted = ABLATION_OF_TABLES if model in MOSTLY_TABLES else ABLATION_OF_OTHERS
-            yield Target(where, f"{ABLATION[0]} / {OWN}", wanted, False, none.ratio)
-    at_target = (ranks, ratio) == ((LM_RANKS, LM_RATIO) if model == "lm" else (8, 1.0))
-    for names, of_lm in ((REPLICAS, LM_REPLICAS), (SHARDED, LM_SHARDED)):
-        best = min((rows[s] for s in names if s in rows), key=lambda row: row.step_ms.median, default=None)
-        if best is not None and best.ratio is not None:
-            least = (of_lm if model == "lm" else OTHERS) if at_target else None
-            yield Target(where, f"best of {', '.join(s for s in names if s in rows)} ({best.system}) / {OWN}",
-                         least, False, best.ratio)  # fmt: skip
-            yield Target(where, f"of which its bytes allow at most ({best.system})", None, False,
-                         _allowed(best, block))  # fmt: skip
+            yield Target(where, f"{ABLATION[0]} / {OWN}", wanted if at_target else None, False, none.ratio)
     for system, row in rows.items():
         if row.predicted is not None and system in (*ABLATION, *(s for s in rows if s.startswith("forced_"))):
             off = sorted(abs(value - 1) for value in (row.predicted.min, row.predicted.max))
@@ -104,7 +100,21 @@ def _of_block(block: Mapping[str, Any], where: str, ratio: float | None) -> Iter
         yield Target(where, "step with 10 x the rows / step", ROWS, True, rows[LARGER].ratio)
 
 
-def _to_floors(own: Any, floors: Mapping[str, Any], where: str) -> Iterator[Target]:
+def _beside_others(where: str, model: str, ranks: int, ratio: float | None, blocks: Blocks) -> Iterator[Target]:
+    """The best of other systems at one place, each over the steps of `OWN` that were measured beside its own."""
+    at_target = (ranks, ratio) == ((LM_RANKS, LM_RATIO) if model == "lm" else (RANKS, RATIO))
+    for names, of_lm in ((REPLICAS, LM_REPLICAS), (SHARDED, LM_SHARDED)):
+        others = [(row, block) for block in blocks for row in block["rows"] if row.system in names and row.ratio]
+        if others:
+            best, block = min(others, key=lambda each: each[0].ratio.median)
+            least = (of_lm if model == "lm" else OTHERS) if at_target else None
+            measured = ", ".join(name for name in names if any(row.system == name for row, _ in others))
+            yield Target(where, f"best of {measured} ({best.system}) / {OWN}", least, False, best.ratio)
+            yield Target(where, f"of which its bytes allow at most ({best.system})", None, False,
+                         _allowed(best, block))  # fmt: skip
+
+
+def _to_floors(own: Any, floors: Mapping[str, Any], where: str, at_target: bool) -> Iterator[Target]:
     step, dependences = own.step_ms, floors["dependences_ms"]
     bounds = [floors[name] for name in ("compute_ms", "wire_ms") if floors[name]]
     for what, floor, wanted in (
@@ -114,7 +124,7 @@ def _to_floors(own: Any, floors: Mapping[str, Any], where: str) -> Iterator[Targ
     ):
         if floor:
             over = Spread(step.median / floor, step.min / floor, step.max / floor)
-            yield Target(where, f"{OWN} / {what}", wanted, True, over)
+            yield Target(where, f"{OWN} / {what}", wanted if at_target else None, True, over)
 
 
 def _allowed(row: Any, block: Mapping[str, Any]) -> Spread | None:
@@ -129,16 +139,19 @@ def _allowed(row: Any, block: Mapping[str, Any]) -> Spread | None:
 
 def _scaling(ratios: Mapping[tuple[str, float], float], blocks: Blocks) -> Iterator[Target]:
     """Examples per second and rank with the most ranks, over those with the fewest."""
-    steps: dict[tuple[str, float, float], dict[int, float]] = {}
+    steps: dict[tuple[str, float, float], dict[int, tuple[float, float]]] = {}
     for block in blocks:
-        if OWN in _rows(block) and block["per_host"] == 1:
+        if OWN in _rows(block) and block["per_host"] == 1 and block["floors"]["limit_ms"]:
             of_ranks = steps.setdefault((block["model"], block["rate_mbit"], block["slow"]), {})
-            of_ranks.setdefault(block["ranks"], _rows(block)[OWN].step_ms.median)
+            of_ranks.setdefault(block["ranks"], (_rows(block)[OWN].step_ms.median, block["floors"]["limit_ms"]))
     few, many = SCALED
     for (model, rate_mbit, slow), of_ranks in steps.items():
         if few in of_ranks and many in of_ranks:
-            ratio, value = ratios.get((model, rate_mbit)), of_ranks[few] / of_ranks[many]
-            wanted = EFFICIENCY if model in MOSTLY_TABLES and ratio == 1.0 else None
+            wanted = EFFICIENCY if model in MOSTLY_TABLES and ratios.get((model, rate_mbit)) == RATIO else None
             where = f"{model}, {rate_mbit:g} Mb/s, k = {slow:g}"
-            yield Target(where, f"efficiency of {OWN} from {few} to {many} ranks", wanted, False,
-                         Spread(value, value, value))  # fmt: skip
+            found, allowed = (a / b for a, b in zip(of_ranks[few], of_ranks[many], strict=True))
+            for what, value, least in (
+                (f"efficiency of {OWN} from {few} to {many} ranks", found, wanted),
+                ("of which the limits of both allow", allowed, None),
+            ):
+                yield Target(where, what, least, False, Spread(value, value, value))

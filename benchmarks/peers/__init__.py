@@ -12,9 +12,9 @@ from typing import Any
 
 from benchmarks.peers.base import Peer
 
-ENVIRONMENTS = {"project": "embrace_fx", "torchrec": "torchrec", "horovod": "horovod.torch"}
-"""The environments that run the systems, "project" this one and the others of build/peers, and what ranks import.
-embrace_fx is in the first alone: what the ranks of all of them import must do without it."""
+ENVIRONMENTS = {"project": "embrace_fx.session.session", "torchrec": "torchrec", "horovod": "horovod.torch"}
+"""The environments that run the systems, "project" this one and the others of build/peers, and what ranks import, which
+all their systems share. embrace_fx is in the first alone: what the ranks of all of them import must do without it."""
 FORCED_STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps")
 """embrace_fx's own."""
 
@@ -29,7 +29,9 @@ class System:
         alone: the system that computes the same without communication; empty for those themselves.
         options: of the peer.
         warm_up_steps: before it has settled. embrace_fx profiles its steps and orders its launches anew at the twelfth.
+        slow_warm_up_steps: the same in slow motion, where fewer are profiled.
         rows: how many times the rows of the model's tables; batches read the same ones.
+        measures_links: while it opens, and goes by what it finds.
     """
 
     made_by: str
@@ -37,7 +39,9 @@ class System:
     alone: str
     options: dict[str, Any] = field(default_factory=dict)
     warm_up_steps: int = 3
+    slow_warm_up_steps: int = 3
     rows: int = 1
+    measures_links: bool = False
 
     def peer(self) -> Peer:
         module, _, name = self.made_by.partition(".")
@@ -48,7 +52,8 @@ class System:
 def embrace(alone: str = "embrace_alone", rows: int = 1, ours: bool = False, **options: Any) -> System:
     """`ours`: a stand-in for another system, which orders nothing."""
     settles_late = bool(alone) and not ours
-    return System("embrace.EmbraceFx", "project", alone, options, warm_up_steps=13 if settles_late else 3, rows=rows)
+    warm_up = (13, 8) if settles_late else (3, 3)
+    return System("embrace.EmbraceFx", "project", alone, options, *warm_up, rows=rows, measures_links=True)
 
 
 SYSTEMS: dict[str, System] = {

@@ -15,9 +15,12 @@ import embrace_fx
 from benchmarks.models.base import Batch
 from benchmarks.peers.base import Recorded, Task, Training
 from embrace_fx.runtime.launch import launcher
+from embrace_fx.scheduling import scheduling
 
 STANDSTILL_S = launcher.STANDSTILL_S
 """After which classes of communication overtake each other: in slow motion it, too, takes longer."""
+SLOW_PROFILE = 3, 3
+"""In slow motion, how many steps are not profiled, and how many are: there a step takes seconds, always the same."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class EmbraceFx:
 
     def prepare(self, task: Task) -> Training:
         launcher.STANDSTILL_S = STANDSTILL_S * task.slow
+        if task.slow > 1:
+            scheduling.PROFILED_AFTER, scheduling.PROFILED = SLOW_PROFILE
         plain = task.model()
         optimizer = task.make_optimizer(plain.parameters())
         model = embrace_fx.compile(

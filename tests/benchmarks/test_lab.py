@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -238,6 +239,7 @@ def test_no_system_is_opened_that_the_memory_does_not_hold(tmp_path: Path, monke
         advance=lambda: None,
         say=lambda _: None,
         fail=lambda system, reason, _: failed.append((system, reason)),
+        unlimited=nullcontext,
     )
     run.measure([(0, "ddp_sparse")], until=float("inf"))
 

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.namespaces import obstacle
 from benchmarks.network import Links, RankFailed, network
+from benchmarks.transfer import transfer_mbit
 
 needs_hosts = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
 
@@ -82,6 +83,15 @@ def test_links_carry_their_rate_and_no_more() -> None:
         assert hosts.reached.shaped, hosts.reached.reason
         for rate_mbit in hosts.reached.transfer_mbit:
             assert 0.5 * LINKS.rate_mbit < rate_mbit < LINKS.rate_mbit  # the cores may be busy with other things
+
+
+@needs_hosts
+def test_limits_are_lifted_for_a_while_and_kept_again() -> None:
+    with network(LINKS) as hosts:
+        with hosts.unlimited():
+            lifted_mbit = transfer_mbit(*hosts._hosts)
+        assert lifted_mbit > 2 * LINKS.rate_mbit
+        assert transfer_mbit(*hosts._hosts) < LINKS.rate_mbit
 
 
 _EXCHANGE = """
