@@ -25,8 +25,9 @@ import networkx as nx
 
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, Kind, Lane, OperationId
 
-IN_FLIGHT = 2
-"""Launches on the way at once: one on the wire, and one ready behind it."""
+IN_FLIGHT = 1
+"""Launches on the way at once. Two would share the link, and the one that is waited for first would arrive later; what
+the second one's start-up hides behind the first is less, for chunks are many times a start-up."""
 
 ScheduleName = Literal["none", "horizontal", "vertical", "2d"]
 SCHEDULES: tuple[ScheduleName, ...] = ("none", "horizontal", "vertical", "2d")

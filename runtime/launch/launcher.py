@@ -2,12 +2,12 @@
 
 Contract
     Everything submitted in a window is launched in the schedule's total order, the same on all ranks, with at most
-    `IN_FLIGHT` launches on the way, so that an urgent transfer never queues behind more than what has already left.
+    `IN_FLIGHT` launches on the way, so that an urgent transfer never queues behind more than what has already left; one
+    more where launches leave out of turn, for ranks may then have different ones on their way.
     Each communication class has a process group of its own, used by this thread alone.
     The order between classes is for speed. Within a class it is what makes ranks meet, and never changes; but where
     nothing moves for `STANDSTILL_S` (a rank saves a checkpoint while the others train on), classes overtake each
     other. So whatever has been submitted on all ranks completes, and no rank waits for a launch that is still to come.
-    Rows leave behind buckets that come before them, not beside them: they would take the link from them.
     What someone in a hurry waits for (`hurrying`) overtakes launches that are still to come; nothing else does.
     A backward's launches are held until every rank is known to be in that backward: where one is not, all are dropped,
     and no rank has sent what another one will never receive.
@@ -140,7 +140,8 @@ class _State:
     def next(self) -> Ticket | None:
         """What is to be launched now, or None."""
         standing_still = time.perf_counter() - self.moved_s > STANDSTILL_S
-        if len(self.in_flight) >= IN_FLIGHT and not standing_still:
+        out_of_turn = self.hurried > 0 or self.draining
+        if len(self.in_flight) >= IN_FLIGHT + out_of_turn and not standing_still:
             return None
         while len(self.windows) > 1 and not self.windows[0].waiting:
             self.windows.popleft()
@@ -158,9 +159,7 @@ class _State:
                 lane = launch.lane
                 may_leave = lane not in passed_over and (not passed_over or lane in may_overtake)
                 if ticket is not None and may_leave:
-                    # They go to all peers at once, a ring's rounds to one, and connections share a link evenly.
-                    takes_link = lane == "embedding" and any(each.id.lane == "dense" for each in self.in_flight)
-                    return None if takes_link and not any_may else window.waiting.pop(launch)
+                    return window.waiting.pop(launch)
                 if not may_overtake:
                     return None
                 passed_over.add(lane)

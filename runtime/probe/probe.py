@@ -194,7 +194,10 @@ def still_holds(communicator: Communicator, links: Cluster, device: torch.device
 
     Two of the many figures of a probe: a network of another rate or another latency is another one in these too.
     """
-    for own_bytes, alike in ((FIRST_BYTES, ALIKE_START_UP), (MOST_BYTES, ALIKE)):
+    for own_bytes, alike in (
+        (FIRST_BYTES, ALIKE_START_UP),
+        (telling_bytes(links, communicator.world_size), ALIKE),
+    ):
         launch = _launch(communicator, "all_reduce", own_bytes, device)
         _time_ms(communicator, launch, 1, 1, device)  # connects the ranks
         found_ms = _median_ms(communicator, launch, FEWEST_RUNS, IN_FLIGHT, IN_FLIGHT, device)
@@ -202,6 +205,15 @@ def still_holds(communicator: Communicator, links: Cluster, device: torch.device
         if not expected_ms / alike < found_ms < expected_ms * alike:
             return False
     return True
+
+
+def telling_bytes(links: Cluster, world_size: int) -> int:
+    """The size of an AllReduce that tells the links' rate, as the largest one of a probe would be."""
+    own_bytes, start_up_ms = FIRST_BYTES, launch_ms(links, "all_reduce", FIRST_BYTES, world_size)
+    enough_ms = max(LONG_MS, OUTWEIGHS * start_up_ms)
+    while own_bytes < MOST_BYTES and launch_ms(links, "all_reduce", own_bytes, world_size) < enough_ms:
+        own_bytes *= LAST_GROWTH
+    return min(own_bytes, MOST_BYTES)
 
 
 def fit(samples: Sequence[Sample]) -> Link:

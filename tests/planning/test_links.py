@@ -128,6 +128,14 @@ def test_links_hold_where_a_large_exchange_takes_about_as_long(
     assert measuring.still_holds(cast(Communicator, SimpleNamespace(world_size=ranks)), links) is holds
 
 
+def test_slow_links_are_checked_by_fewer_bytes() -> None:
+    quick, slow = (measuring.telling_bytes(Cluster(rate, 0.01), 4) for rate in (1e6, 1e3))
+
+    assert quick == measuring.MOST_BYTES
+    assert slow < quick / 10
+    assert launch_ms(Cluster(1e3, 0.01), "all_reduce", slow, 4) >= measuring.LONG_MS
+
+
 @pytest.mark.long
 def test_links_of_another_rate_do_not_hold() -> None:
     assert run_ranks(2, _holds) == [(True, False, False)] * 2
