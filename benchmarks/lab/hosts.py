@@ -122,10 +122,11 @@ def crew(hosts: Network, ranks: int, environment: str, logs: Path) -> Iterator[C
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(ROOT / "build" / "lab" / "inductor"),
         "TOKENIZERS_PARALLELISM": "false",
-        "EMBRACE_FX_CACHE": "",  # links of another block's rate are not this one's
     }
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lab-"))
+        # The systems of one network need not probe it one after the other; another one's links are not recalled.
+        variables["EMBRACE_FX_CACHE"] = os.path.join(folder, "cache")
         # A path's socket is found through the file system, whatever network namespace a rank is in.
         server = stack.enter_context(socket.socket(socket.AF_UNIX))
         server.bind(address := os.path.join(folder, environment))

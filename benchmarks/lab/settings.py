@@ -183,7 +183,7 @@ REPLICAS = ("ddp", "ddp_sparse", "horovod", "horovod_sparse")
 SHARDED = ("torchrec_column", "torchrec_row", "torchrec_planner", "ours_parameter_server", "ours_parallax")
 ABLATION = ("embrace_none", "embrace_vertical", "embrace_horizontal", "embrace_2d")
 DEVICE_STRATEGIES = ("allreduce", "allgather", "alltoall", "zen")
-"""Forced on emulated devices: parameter servers are among "shards", and what OmniReduce sends one of these always beats."""
+"""Forced on emulated devices. Parameter servers are among "shards"; OmniReduce was never the fastest where all were."""
 FORCED = "forced"
 """The group of `embrace_2d`, whose planner chooses, beside each strategy forced on all tables."""
 GROUPS = {
