@@ -74,7 +74,7 @@ class Lab:
         blocks = list(self.setting.blocks())
         missing = {block: self._missing(block) for block in blocks}
         with _progress(self.console) as progress:
-            total = sum(self.setting.rounds * len(self.setting.systems(block)) for block in blocks)
+            total = sum(self.setting.rounds_of(block) * len(self.setting.systems(block)) for block in blocks)
             task = progress.add_task("", total=total, completed=total - sum(map(len, missing.values())))
             for links, of_links in groupby((b for b in blocks if missing[b]), lambda b: b.links):
                 if self._is_over():
@@ -116,7 +116,7 @@ class Lab:
     def _missing(self, block: Block) -> list[tuple[int, str]]:
         """Rounds and systems, in the order of their turns."""
         systems = self.setting.systems(block)
-        return [(r, s) for r in range(self.setting.rounds) for s in systems if not self.kept.has(block, s, r)]
+        return [(r, s) for r in range(self.setting.rounds_of(block)) for s in systems if not self.kept.has(block, s, r)]
 
     def _start_crews(
         self,
@@ -187,6 +187,8 @@ def chosen(options: argparse.Namespace) -> Setting:
         raise ValueError(
             f"expected a setting of emulated devices for slow motion, in the options, found {setting.name}."
         )
+    if "rounds" in changes:
+        changes["rounds_besides"] = 0
     if "rates_mbit" in changes:
         changes.setdefault("ratios", ())
     if options.groups or options.systems:

@@ -136,7 +136,7 @@ def results(setting: Setting, kept: Kept) -> dict[str, Any]:
 def _of_block(setting: Setting, kept: Kept, block: Block) -> dict[str, Any]:
     systems = setting.systems(block)
     cells = {s: found for s in systems if (found := kept.rounds(block, s))}
-    complete = all(len(cells.get(s, {})) >= setting.rounds for s in systems)
+    complete = all(len(cells.get(s, {})) >= setting.rounds_of(block) for s in systems)
     about = {**block._asdict(), "title": block.title, "stem": block.stem, "complete": complete}
     failures = {s: reason for s in systems if s not in cells and (reason := kept.failure(block, s))}
     if not cells:

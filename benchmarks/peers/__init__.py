@@ -52,7 +52,7 @@ class System:
 def embrace(alone: str = "embrace_alone", rows: int = 1, ours: bool = False, **options: Any) -> System:
     """`ours`: a stand-in for another system, which orders nothing."""
     settles_late = bool(alone) and not ours
-    warm_up = (13, 8) if settles_late else (3, 3)
+    warm_up = (13, 6) if settles_late else (3, 3)
     return System("embrace.EmbraceFx", "project", alone, options, *warm_up, rows=rows, measures_links=True)
 
 

@@ -19,7 +19,7 @@ from embrace_fx.scheduling import scheduling
 
 STANDSTILL_S = launcher.STANDSTILL_S
 """After which classes of communication overtake each other: in slow motion it, too, takes longer."""
-SLOW_PROFILE = 3, 3
+SLOW_PROFILE = 2, 2
 """In slow motion, how many steps are not profiled, and how many are: there a step takes seconds, always the same."""
 
 
