@@ -189,6 +189,8 @@ def chosen(options: argparse.Namespace) -> Setting:
         )
     if "rounds" in changes:
         changes["rounds_besides"] = 0
+    if "slow" in changes:
+        changes["slower"] = ()
     if "rates_mbit" in changes:
         changes.setdefault("ratios", ())
     if options.groups or options.systems:

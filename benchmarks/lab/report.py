@@ -68,8 +68,10 @@ def markdown(found: Mapping[str, Any], plots: Mapping[str, str]) -> str:
 def _what(setting: Mapping[str, Any]) -> str:
     if not setting["slow"]:
         return "Measured"
+    motions = ", ".join(f"{slow:g}" for slow in setting["slow"])
+    motions += f", of {', '.join(setting['slower'])} twice that" if setting["slower"] else ""
     return (
-        f"**Emulated device, k = {', '.join(f'{slow:g}' for slow in setting['slow'])}.** Compute takes the time of a "
+        f"**Emulated device, k = {motions}.** Compute takes the time of a "
         "profile recorded on one core, in a rank that sleeps; device and links are k times slower than they are said "
         "to be; steps and rates are perceived ones, what was measured over k and times k; processor time is as "
         "measured. Measured"

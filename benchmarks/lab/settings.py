@@ -87,6 +87,7 @@ class Setting:
         one_by_one: elsewhere, only one of ranks, rate and `slow` is another one.
         extra: what is measured besides.
         slow: of an emulated device: one block for each; empty: ranks compute on the cores that they share.
+        slower: models that are measured at twice as large k, for at these ones steps do not agree.
         ratios: of an emulated device, after `rates_mbit`: rates at which what `RATED_RANKS` ranks must send takes
             so many times as long as what they compute.
         together: of fewer than `MOST_RANKS`, the systems of all groups but `CHOSEN` are one block, for the memory
@@ -106,6 +107,7 @@ class Setting:
     one_by_one: bool = False
     extra: tuple[Extra, ...] = ()
     slow: tuple[float, ...] = ()
+    slower: tuple[str, ...] = ()
     ratios: tuple[float, ...] = ()
     together: bool = False
     turn_ms: float = 1_000.0
@@ -129,11 +131,15 @@ class Setting:
             if self.together and ranks < MOST_RANKS:
                 groups = list(dict.fromkeys(CHOSEN if group == CHOSEN else TOGETHER for group in groups))
             for group, model in itertools.product(groups, self.models):
-                yield Block(model, ranks, self.rate_mbit(model, rate), group, slow)
+                yield Block(model, ranks, self.rate_mbit(model, rate), group, self._slow(model, slow))
         for extra in self.extra:
             for group in [group for group in extra.groups if group in self.groups and extra.model in self.models]:
                 rate_mbit = perceived_rate_mbit(extra.model, self.size, extra.ratio, self.seed)
-                yield Block(extra.model, extra.ranks, rate_mbit, group, motions[0], extra.per_host)
+                slow = self._slow(extra.model, motions[0])
+                yield Block(extra.model, extra.ranks, rate_mbit, group, slow, extra.per_host)
+
+    def _slow(self, model: str, slow: float) -> float:
+        return 2 * slow if model in self.slower else slow
 
     def rate_mbit(self, model: str, number: int) -> float:
         """A model's rate of that number: those that are given come first, then those of `ratios`."""
@@ -286,7 +292,8 @@ SETTINGS = {
             Extra("lm", 8, 1.0, ("two levels",)),
             Extra("lm", 8, 1.0, ("two levels",), per_host=2),
         ),
-        slow=(32.0, 64.0),
+        slow=(16.0, 32.0),
+        slower=("recommender", "bert", "gnmt"),
         ratios=(1.0, 2.0, 0.5),
         turn_ms=1.0,
         timeout_s=900.0,
