@@ -194,7 +194,7 @@ def chosen(options: argparse.Namespace) -> Setting:
     if "rates_mbit" in changes:
         changes.setdefault("ratios", ())
     if options.groups or options.systems:
-        changes |= {"elsewhere": tuple(groups), "not_first": ()}
+        changes |= {"elsewhere": tuple(groups), "scaling": (), "not_first": ()}
     if {"elsewhere", "ranks", "rates_mbit", "slow", "ratios"} & {*changes}:
         changes["extra"] = ()
     return replace(setting, groups=groups, **changes)
@@ -211,6 +211,7 @@ def whole(setting: Setting, base: Setting) -> Setting:
         slow=tuple(dict.fromkeys((*base.slow, *setting.slow))),
         ratios=tuple(dict.fromkeys((*base.ratios, *setting.ratios))),
         elsewhere=tuple(dict.fromkeys((*base.elsewhere, *(group for group in setting.groups if group == CHOSEN)))),
+        scaling=base.scaling,
         not_first=tuple(group for group in base.not_first if group in setting.not_first),
         extra=base.extra,
     )

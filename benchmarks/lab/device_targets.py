@@ -23,7 +23,7 @@ ABLATION_OF_TABLES, ABLATION_OF_OTHERS = 1.15, 1.08
 EFFICIENCY, SCALED = 0.9, (2, 16)
 PREDICTED, CHOICE, ROWS = 0.05, 1.03, 1.02
 PREDICTED_STRATEGY = 0.15
-WHOLE = ("main", "few", CHOSEN)
+WHOLE = ("main", "few", "scaling", CHOSEN)
 """Groups whose `OWN` is compared with its floors; in the others it is beside the systems of the group alone."""
 
 Blocks = Sequence[Mapping[str, Any]]

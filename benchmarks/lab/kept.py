@@ -37,7 +37,7 @@ UNMEASURED_SOURCES = ("embrace_fx/viz/**/*",)
 VERSIONED = ("torch", "numpy", "torchrec", "fbgemm-gpu-cpu", "horovod")
 FREE = (
     *("name", "models", "groups", "rounds", "rounds_besides", "ranks", "rates_mbit"),
-    *("elsewhere", "not_first", "one_by_one", "extra", "slow", "slower", "ratios", "together"),
+    *("elsewhere", "scaling", "not_first", "one_by_one", "extra", "slow", "slower", "ratios", "together"),
 )
 """Fields of a setting that a cell does not depend on, or that its folder and file name."""
 

@@ -20,7 +20,7 @@ from benchmarks.lab.device_targets import device_targets
 from benchmarks.lab.floors import FLOOR_BATCHES, dependences_ms, floor, ideal, step_graph
 from benchmarks.lab.kept import Kept, Opened, Round, versions
 from benchmarks.lab.rounds import Rounds, Spread, Target, paired, perceived
-from benchmarks.lab.settings import FORCED, LARGER, REPLICAS, SHARDED, Block, Setting
+from benchmarks.lab.settings import LARGER, REPLICAS, SHARDED, Block, Setting
 from benchmarks.models import MODELS
 from benchmarks.models.base import on_meta, sizes
 from benchmarks.peers import SYSTEMS
@@ -153,7 +153,7 @@ def _of_block(setting: Setting, kept: Kept, block: Block) -> dict[str, Any]:
         "floors": floors,
         "rows": rows,
         "choice": choice(cells, {s: opening.plan for s, opening in openings.items()})
-        if block.group == FORCED and OWN in cells
+        if OWN in cells and any(system.startswith("forced_") for system in cells)
         else None,
         "failures": failures,
         "timeline": timeline.figures,

@@ -83,6 +83,7 @@ class Setting:
         ranks, rates_mbit: what is measured first stands first; a rate is what a rank can send, and receive.
         elsewhere: groups that are measured over fewer ranks and other rates too. At `ranks[0]`, the first rate and the
             first `slow` all groups are, but those of `extra` and `not_first`.
+        scaling: those that are measured over other ranks and at another `slow`; empty: those of `elsewhere`.
         not_first: groups that are not measured there, because they are part of another one.
         one_by_one: elsewhere, only one of ranks, rate and `slow` is another one.
         extra: what is measured besides.
@@ -103,6 +104,7 @@ class Setting:
     ranks: tuple[int, ...]
     rates_mbit: tuple[float, ...]
     elsewhere: tuple[str, ...] = ()
+    scaling: tuple[str, ...] = ()
     not_first: tuple[str, ...] = ()
     one_by_one: bool = False
     extra: tuple[Extra, ...] = ()
@@ -127,7 +129,8 @@ class Setting:
             others = (slow != motions[0]) + (rate > 0) + (ranks != self.ranks[0])
             if self.one_by_one and others > 1:
                 continue
-            groups = [group for group in self.groups if (group in self.elsewhere if others else group not in not_first)]
+            elsewhere = self.elsewhere if rate > 0 else self.scaling or self.elsewhere
+            groups = [group for group in self.groups if (group in elsewhere if others else group not in not_first)]
             if self.together and ranks < MOST_RANKS:
                 groups = list(dict.fromkeys(CHOSEN if group == CHOSEN else TOGETHER for group in groups))
             for group, model in itertools.product(groups, self.models):
@@ -194,8 +197,9 @@ REPLICAS = ("ddp", "ddp_sparse", "horovod", "horovod_sparse")
 SHARDED = ("torchrec_column", "torchrec_row", "torchrec_planner", "ours_parameter_server", "ours_parallax")
 ABLATION = ("embrace_none", "embrace_vertical", "embrace_horizontal", "embrace_2d")
 MAIN = "main"
+"""The group of which there are most rounds."""
 DEVICE_STRATEGIES = ("allgather", "alltoall", "zen")
-"""Forced on emulated devices. Parameter servers are among "shards", OmniReduce was never the fastest where all were
+"""Forced on emulated devices. Parameter servers are among "peers", OmniReduce was never the fastest where all were
 measured, and the bytes of an AllReduce of whole tables alone take longer than a step of `embrace_2d`."""
 FORCED = "forced"
 """The group of `embrace_2d`, whose planner chooses, beside each strategy forced on all tables."""
@@ -234,19 +238,35 @@ GROUPS = {
 
 DEVICE_GROUPS = {
     MAIN: ("alone_sparse", "ddp_sparse", "torchrec_column", "embrace_none", "embrace_2d"),
-    "schedules": ("embrace_alone", "embrace_horizontal", "embrace_vertical", "embrace_2d"),
-    "shards": ("torchrec_row", "torchrec_planner", "ours_parameter_server", "ours_parallax", "embrace_2d"),
-    "dense": ("alone_dense", "ddp", "ddp_compiled", "embrace_2d"),
-    "horovod": ("horovod", "horovod_sparse", "embrace_2d"),
-    "rows": ("embrace_2d", "embrace_2d_rows10"),
-    FORCED: ("embrace_2d", *(f"forced_{strategy}" for strategy in DEVICE_STRATEGIES)),
+    "peers": (
+        "alone_dense",
+        "ddp",
+        "ddp_compiled",
+        "horovod",
+        "horovod_sparse",
+        "torchrec_row",
+        "torchrec_planner",
+        "ours_parameter_server",
+        "ours_parallax",
+        "embrace_2d",
+    ),
+    "ours": (
+        "embrace_alone",
+        "embrace_horizontal",
+        "embrace_vertical",
+        "embrace_2d",
+        LARGER,
+        *(f"forced_{strategy}" for strategy in DEVICE_STRATEGIES),
+    ),
     "few": ("ddp_sparse", "torchrec_column", "embrace_none", "embrace_2d"),
+    "scaling": ("ddp_sparse", "embrace_none", "embrace_2d"),
     "replicas": ("ddp_sparse", "horovod_sparse", "embrace_2d"),
     "sharded": ("torchrec_column", "torchrec_row", "ours_parallax", "embrace_2d"),
     "two levels": ("ddp_sparse", "embrace_2d", "forced_alltoall", "forced_zen"),
 }
-"""On emulated devices; `embrace_2d` is what `strategy="auto"` chooses. "few" are measured everywhere else; "replicas"
-and "sharded" are as many as the memory holds 16 ranks of; of "two levels", Zen's doubling begins inside of hosts."""
+"""On emulated devices; `embrace_2d` is what `strategy="auto"` chooses. "few" are measured at other rates, "scaling" at
+another k and over other ranks; "replicas" and "sharded" are as many as the memory holds 16 ranks of; of "two levels",
+Zen's doubling begins inside of hosts."""
 
 SETTINGS = {
     "quick": Setting(
@@ -285,7 +305,8 @@ SETTINGS = {
         ranks=(8, 16, 4, 2),
         rates_mbit=(),
         elsewhere=("few",),
-        not_first=("few",),
+        scaling=("scaling",),
+        not_first=("few", "scaling"),
         one_by_one=True,
         extra=(
             Extra("lm", 16, 2.0, ("replicas", "sharded")),

@@ -255,11 +255,14 @@ def test_elsewhere_one_thing_is_another_and_what_a_target_names_is_measured_besi
     setting = SETTINGS["device"]
     blocks = list(setting.blocks())
 
-    first = [block for block in blocks if (block.slow, block.ranks) == (setting.slow[0], 8) and block.group == "main"]
-    elsewhere = [block for block in blocks if block.group == "few"]
-    assert {block.model for block in first} == set(setting.models)
-    assert len(elsewhere) == len(setting.models) * (3 + 2 + 1)  # other ranks, ratios, k
-    for block in elsewhere:
+    first = [block for block in blocks if block.ranks == 8 and block.group == "main"]
+    rates = [block for block in blocks if block.group == "few"]
+    scaling = [block for block in blocks if block.group == "scaling"]
+    assert {block.model: block.slow for block in first} == {
+        model: setting.slow[0] * (2 if model in setting.slower else 1) for model in setting.models
+    }
+    assert (len(rates), len(scaling)) == (len(setting.models) * 2, len(setting.models) * (3 + 1))  # other ranks, k
+    for block in rates + scaling:
         (own,) = (each for each in first if each.model == block.model)
         places = zip((block.ranks, block.rate_mbit, block.slow), (own.ranks, own.rate_mbit, own.slow), strict=True)
         assert sum(here != there for here, there in places) == 1
