@@ -120,6 +120,7 @@ def _to_floors(own: Any, floors: Mapping[str, Any], where: str, at_target: bool)
     for what, floor, wanted in (
         ("dependence limit", dependences, DEPENDENCES),
         ("limit of dependences on one link", floors["one_link_ms"], None),
+        ("the same with transfers and compute as profiled", floors["profiled_ms"], None),
         ("max(compute, wire)", max(bounds, default=None), WIRE),
     ):
         if floor:

@@ -168,7 +168,11 @@ def _of_block(setting: Setting, kept: Kept, block: Block) -> dict[str, Any]:
 def _floors(
     setting: Setting, block: Block, rows: Sequence[Row], reached: Mapping[str, Any], figures: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The floors, of which the limit is the largest that is known."""
+    """The floors, of which the limit is the largest that is known.
+
+    `profiled_ms` is no floor of a step but of its order: what one link allows where transfers take as long as the system
+    itself expects of these links, and compute as long as it measured.
+    """
     cheapest = floor(MODELS[block.model][setting.size], block.ranks, range(FLOOR_BATCHES), setting.seed)
     compute_ms = (
         profile_of(block.model, setting.size).compute_ms
@@ -189,6 +193,7 @@ def _floors(
     limited_by = max(known, key=known.__getitem__) if known else None
     return {
         **{f"{name}_ms": value for name, value in found.items()},
+        "profiled_ms": one_link_ms(step_graph(figures["steps"])) / block.stretched if figures else None,
         **asdict(cheapest),
         "limited_by": limited_by,
         "limit_ms": known[limited_by] if limited_by else None,
