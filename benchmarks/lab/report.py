@@ -118,9 +118,9 @@ def _about(block: Mapping[str, Any]) -> list[str]:
         f"{limited} {size['total_bytes'] / MIB:,.1f} MiB of parameters, {size['table_bytes'] / MIB:,.1f} of them "
         f"tables ({share:.1%}). Floors: compute alone {_ms(floors['compute_ms'])}; wire {_ms(floors['wire_ms'])} "
         f"({floors['bytes_per_rank'] / 1e6:,.2f} MB per rank); dependences {_ms(floors['dependences_ms'])}, "
-        f"and where one link carries all transfers {_ms(floors['one_link_ms'])} ({_ms(floors['profiled_ms'])} with "
-        f"transfers and compute as {OWN} profiled them). Limit {_ms(floors['limit_ms'])} "
-        f"({floors['limited_by'].replace('_', ' ') if floors['limited_by'] else 'not known'})."
+        f"and where one link carries all transfers {_ms(floors['one_link_ms'])}. Limit {_ms(floors['limit_ms'])} "
+        f"({floors['limited_by'].replace('_', ' ') if floors['limited_by'] else 'not known'}). With transfers and "
+        f"compute as {OWN} profiled them, one link allows {_ms(floors['profiled_ms'])}."
     ]
 
 

@@ -170,8 +170,8 @@ def _floors(
 ) -> dict[str, Any]:
     """The floors, of which the limit is the largest that is known.
 
-    `profiled_ms` is no floor of a step but of its order: what one link allows where transfers take as long as the system
-    itself expects of these links, and compute as long as it measured.
+    `profiled_ms` is no floor of a step but of its order: what one link allows where transfers take as long as the
+    system itself expects of these links, and compute as long as it measured.
     """
     cheapest = floor(MODELS[block.model][setting.size], block.ranks, range(FLOOR_BATCHES), setting.seed)
     compute_ms = (
