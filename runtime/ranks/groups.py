@@ -108,7 +108,8 @@ class Groups:
             self._open(CLASSES)
         else:  # every group of gloo has a thread that wakes a hundred times a second, on cores that compute
             self._groups = dict.fromkeys(CLASSES, self._new_group("program"))
-        self._hosts = self._groups["ids"] if on_host else self._new_group("hosts", backend="gloo")
+        # Apart from what a user's call may have a rank wait in: another thread answers for it (`lone_calls`).
+        self._hosts = self._new_group("hosts", backend="gloo")
         # A job that a launcher restarts may find the store of the attempt before, with all that was said there.
         return self.gather(uuid4().hex, str)[0]
 

@@ -5,7 +5,8 @@
 
 Neither would ever go on. A rank that has waited for a while says so in the store. Another one, whose main thread stands
 in a collective that the first must come to, has a thread of its own make the announcement in its place, as one of a
-failure: the caller raises, and once it comes to the barrier both go on, with nothing applied.
+failure: the caller raises, and once it comes to the barrier both go on, with nothing applied. That collective may be
+one of the user's, or part of what all ranks must ask for together: whole tables, norms of their gradients.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ PATIENCE_S = 3.0
 _C10D = "torch/distributed/distributed_c10d.py"
 _TOGETHER = ("barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """How the names of those collectives begin that no rank leaves before all have come."""
+_LAYOUTS, _WHOLE = "runtime/tables/layouts.py", "whole_table"
+"""Where a sharded table is gathered, by torch's functional collectives."""
 
 _ELSEWHERE = (
-    "expected every rank to call the model, found this one in torch.distributed.{}() at {}, waiting for a rank that "
-    "calls the model alone. Call it on all ranks, under join() where loaders are of unequal length; or evaluate on one "
-    "rank with a plain model that has loaded full_state_dict()"
+    "expected every rank to call the model, found this one in {} at {}, waiting for a rank that calls the model alone. "
+    "Call both on all ranks: the model, under join() where loaders are of unequal length, and what stands at that line "
+    "(full_state_dict(), clipping and norms of gradients need all ranks, too); or evaluate on one rank with a plain "
+    "model that has loaded full_state_dict()"
 )
 
 
@@ -80,15 +84,17 @@ class LoneCalls:
             return
         self._stood = number, id(frame)
         if stood == self._stood:  # at two looks: it is not just leaving
-            self._answer(_ELSEWHERE.format(frame.f_code.co_name, place_of_main_thread()))
+            name = frame.f_code.co_name
+            what = "the gathering of a whole table" if name == _WHOLE else f"torch.distributed.{name}()"
+            self._answer(_ELSEWHERE.format(what, place_of_main_thread()))
 
 
 def _stands_in(rank: int) -> FrameType | None:
-    """The collective of torch's in which the main thread waits for a rank of the job, or None."""
+    """The collective in which the main thread waits for a rank of the job, or None."""
     top = sys._current_frames().get(threading.main_thread().ident or 0)
     for frame, _ in traceback.walk_stack(top):
-        code = frame.f_code
-        if code.co_filename.endswith(_C10D) and code.co_name.startswith(_TOGETHER):
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if (file.endswith(_C10D) and name.startswith(_TOGETHER)) or (file.endswith(_LAYOUTS) and name == _WHOLE):
             group = frame.f_locals.get("group")
             return frame if rank in dist.get_process_group_ranks(group or dist.group.WORLD) else None
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -39,6 +40,52 @@ def _evaluates_alone(rank: int, world_size: int) -> str:
     with torch.no_grad():
         model(ids)
     return told
+
+
+def _asks_alone(rank: int, world_size: int, asked: str) -> tuple[str, float]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 1))
+    model = embrace_fx.compile(plain, strategy="alltoall")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ids = torch.arange(4) + rank
+
+    def ask() -> None:
+        if asked == "clip":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+        elif asked == "norm":
+            assert plain[0].weight.grad is not None
+            plain[0].weight.grad.norm()
+        else:
+            model.full_state_dict()
+
+    told = ""
+    for alone in (False, True, False):
+        model(ids).square().mean().backward()
+        if alone and rank == 1:
+            with pytest.raises(PeerFailure) as refused:
+                model(ids)
+            told = str(refused.value)
+        ask()  # rank 0 waits here for rank 1
+        optimizer.step()
+        optimizer.zero_grad()
+    return told, float(model.full_state_dict()["0.weight"].sum())
+
+
+@pytest.mark.parametrize(
+    ("asked", "place"),
+    [
+        ("clip", "torch.distributed.all_reduce()"),
+        ("norm", "torch.distributed.all_reduce()"),
+        ("whole", "the gathering of a whole table"),
+    ],
+)
+def test_what_all_ranks_must_ask_for_is_told_where_one_asks_alone(asked: str, place: str) -> None:
+    """As `if rank == 0: log(clip_grad_norm_(...))` does. The others are told within seconds, and may go on."""
+    (_, first), (told, second) = run_ranks(2, _asks_alone, asked)
+
+    assert told.startswith(f"rank 0: expected every rank to call the model, found this one in {place} at")
+    assert "test_lone_calls.py" in told
+    assert first == second
 
 
 def test_an_evaluation_on_one_rank_is_refused_while_the_others_wait_in_a_barrier() -> None:
