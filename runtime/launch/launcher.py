@@ -2,8 +2,8 @@
 
 Contract
     Everything submitted in a window is launched in the schedule's total order, the same on all ranks, with at most
-    `IN_FLIGHT` launches on the way, so that an urgent transfer never queues behind more than what has already left; one
-    more where launches leave out of turn, for ranks may then have different ones on their way.
+    `IN_FLIGHT` launches on the way, so that an urgent transfer never queues behind more than what has already left. One
+    more leaves where the last one takes longer than it took before: another rank may have launched others first.
     Each communication class has a process group of its own, used by this thread alone.
     The order between classes is for speed. Within a class it is what makes ranks meet, and never changes; but where
     nothing moves for `STANDSTILL_S` (a rank saves a checkpoint while the others train on), classes overtake each
@@ -16,6 +16,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import weakref
@@ -33,6 +34,10 @@ from embrace_fx.vocabulary.operation_id import Lane, OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 
 STANDSTILL_S = 0.5
+
+LATE = 1.5
+"""Times as long as it took when it was last alone on its way: then a launch is late, and the next one does not wait for
+it. A rank alone that reads a parameter has launched others first."""
 
 _FAREWELL_S = 5.0
 _POLL_S = 0.001
@@ -66,6 +71,7 @@ class Ticket:
     state: _State = field(default=None)  # type: ignore[assignment]
     dropped: bool = False
     wanted: bool = False  # by someone in a hurry
+    alone: bool = True  # on its way
 
     @property
     def done(self) -> bool:
@@ -133,6 +139,7 @@ class _State:
         self.hurried = 0  # how many are in a hurry
         self.draining = False  # everything submitted is to leave, whatever is still to come
         self.moved_s = time.perf_counter()
+        self.took_s: dict[OperationId, float] = {}  # when it was last alone on its way
         self.callbacks: weakref.WeakSet[Any] = weakref.WeakSet()  # of collectives, run and dropped by threads of theirs
 
     # -- everything below is called with the lock held
@@ -140,8 +147,7 @@ class _State:
     def next(self) -> Ticket | None:
         """What is to be launched now, or None."""
         standing_still = time.perf_counter() - self.moved_s > STANDSTILL_S
-        out_of_turn = self.hurried > 0 or self.draining
-        if len(self.in_flight) >= IN_FLIGHT + out_of_turn and not standing_still:
+        if len(self.in_flight) >= IN_FLIGHT + (self.until_late_s() <= 0) and not standing_still:
             return None
         while len(self.windows) > 1 and not self.windows[0].waiting:
             self.windows.popleft()
@@ -164,6 +170,13 @@ class _State:
                     return None
                 passed_over.add(lane)
         return None
+
+    def until_late_s(self) -> float:
+        """How much longer the last launch may be on its way and not be late; infinity where nobody knows."""
+        if not self.in_flight:
+            return math.inf
+        last = self.in_flight[-1]
+        return last.started_s + LATE * self.took_s.get(last.id, math.inf) - time.perf_counter()
 
     def under_way(self) -> bool:
         """Whether anything has been submitted that has not completed."""
@@ -326,14 +339,17 @@ def _run(state: _State) -> None:
             ticket = None
             while not state.stopped and (ticket := state.next()) is None:
                 idle = not state.under_way()
-                state.changed.wait(None if idle else STANDSTILL_S / 2)
+                late_s = state.until_late_s()
+                state.changed.wait(None if idle else min(late_s if late_s > 0 else math.inf, STANDSTILL_S / 2))
                 if idle:
                     state.moved_s = time.perf_counter()
             if state.stopped:
                 return
             assert ticket is not None
+            for other in state.in_flight:
+                other.alone = ticket.alone = False
             state.in_flight.append(ticket)
-            state.moved_s = time.perf_counter()
+            state.moved_s = ticket.started_s = time.perf_counter()
         try:
             _launch(state, ticket)
         except BaseException as error:
@@ -343,7 +359,6 @@ def _run(state: _State) -> None:
 
 def _launch(state: _State, ticket: Ticket) -> None:
     assert ticket.launch is not None
-    ticket.started_s = time.perf_counter()
     launched, ticket.launch = ticket.launch(), None
     ticket.value, ticket.work, ticket.measured = launched.value, launched.work, launched.sent_bytes
     if launched.work is None:
@@ -369,6 +384,8 @@ def _complete(state: _State, ticket: Ticket) -> None:
         if ticket.measured is not None:
             ticket.sent_bytes = ticket.measured()
         state.in_flight.remove(ticket)
+        if ticket.alone:
+            state.took_s[ticket.id] = ticket.ended_s - ticket.started_s
         state.changed.notify_all()
     if ticket.window >= 0:
         state.recorder.transferred(

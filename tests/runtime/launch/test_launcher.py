@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
-from torch import Tensor
+from torch import Tensor, nn
 
+import embrace_fx
 from embrace_fx.runtime.launch import launcher as launcher_module
 from embrace_fx.runtime.launch.launcher import Ticket
 from embrace_fx.runtime.launch.recorder import Recorder
@@ -46,15 +48,19 @@ def test_one_is_on_the_way() -> None:
     link.expect(*NAMES[:3])
 
 
-def test_one_more_is_on_the_way_where_launches_leave_out_of_turn() -> None:
-    """Another rank, which is in no hurry, may have launched what comes next here."""
+def test_one_more_leaves_where_the_last_one_is_late() -> None:
+    """Another rank, which waits for what comes next, may have launched that first."""
     launcher, link = make(), Link()
-
-    submit(launcher, link, "early rows", "prior", "bucket 0")
+    submit(launcher, link, "early rows")
     link.expect("early rows")
-    with launcher.hurrying():
-        link.end("early rows")
-        link.expect("early rows", "prior", "bucket 0")
+    link.end("early rows")
+    launcher.open_window()
+
+    submit(launcher, link, "early rows", "prior")
+
+    link.end("prior")  # leaves beside the other, which took next to no time before
+    link.end("early rows")
+    link.expect("early rows", "early rows", "prior")
 
 
 def test_a_ticket_yields_the_value_once_it_has_arrived() -> None:
@@ -302,6 +308,31 @@ def submits_in_its_own_order(rank: int, world_size: int, stands_still: bool) -> 
         assert ticket.wait().item() == expected
     launcher_module.STANDSTILL_S = before
     return by_class
+
+
+def reads_alone(rank: int, world_size: int) -> int:
+    """Rank 0 alone waits, after each step, for what is launched behind that step's last ids on other ranks."""
+    torch.manual_seed(0)
+    launcher_module.STANDSTILL_S, before = LONG_S, launcher_module.STANDSTILL_S
+    plain = nn.Sequential(nn.Embedding(1000, 16), nn.Linear(16, 16), nn.Linear(16, 1))
+    model = embrace_fx.compile(plain, optimizer=torch.optim.Adagrad(plain.parameters(), lr=0.1))
+    stalls, began_s = 0, time.perf_counter()
+    for ids in model.lookahead([torch.randint(1000, (8,)) for _ in range(30)]):
+        model(ids).square().mean().backward()
+        model.optimizer.step()
+        if rank == 0:
+            assert plain[2].bias.sum().isfinite()
+        model.optimizer.zero_grad()
+        stalls += time.perf_counter() - began_s > LONG_S / 4
+        began_s = time.perf_counter()
+    model.synchronize()
+    launcher_module.STANDSTILL_S = before
+    return stalls
+
+
+def test_a_rank_that_reads_a_parameter_alone_makes_no_rank_stand_still() -> None:
+    """But where it is not known yet how long a launch takes."""
+    assert max(run_ranks(2, reads_alone)) <= 2
 
 
 def term(launch: OperationId, window: int) -> int:
