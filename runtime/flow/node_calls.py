@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.launch.launcher import Ticket
+from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import InFlight, by_row
 from embrace_fx.vocabulary.operation_id import EARLY, OperationId, bucket_name, compute_id
 

@@ -29,7 +29,8 @@ from embrace_fx.runtime.flow.grid_parts import GridPart
 from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, Split
 from embrace_fx.runtime.flow.under_way import Arriving, LateRows, Part, Rows, StepGradient, Wait, waits_for
 from embrace_fx.runtime.kernels import coalesce, lookup_as
-from embrace_fx.runtime.launch.launcher import Launcher, Ticket
+from embrace_fx.runtime.launch.launcher import Launcher
+from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.optimizer.own_step import hyperparameters
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts
 from embrace_fx.runtime.ranks.groups import LANE_GROUP

@@ -15,8 +15,8 @@ from torch import Tensor
 from embrace_fx.runtime.flow.bucket_updates import GONE
 from embrace_fx.runtime.flow.grid_parts import GridPart
 from embrace_fx.runtime.flow.routing import Routing, Selection
-from embrace_fx.runtime.launch.launcher import Ticket
 from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held_gradient import Rows as RowsOfTable
 from embrace_fx.runtime.tables.row_table import RowTable

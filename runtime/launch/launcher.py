@@ -22,14 +22,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
-from embrace_fx.runtime.ranks.communicator import InFlight
+from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 
@@ -41,64 +39,6 @@ it. A rank alone that reads a parameter has launched others first."""
 
 _FAREWELL_S = 5.0
 _POLL_S = 0.001
-
-Launch = Callable[[], InFlight]
-
-
-class Dropped(Exception):
-    """What waits for a launch that does not leave: a rank has given up the backward that it is of."""
-
-
-@dataclass
-class Ticket:
-    """A submitted launch.
-
-    Attributes:
-        id: which one of the window's.
-        window: counts the recorder's windows, -1 outside.
-        started_s, ended_s: `time.perf_counter` when it was launched and when it had completed.
-    """
-
-    id: OperationId
-    launch: Launch | None
-    sent_bytes: int = 0
-    window: int = -1
-    started_s: float = 0.0
-    ended_s: float = 0.0
-    value: Tensor | None = None
-    work: Any = None
-    measured: Callable[[], int] | None = None
-    state: _State = field(default=None)  # type: ignore[assignment]
-    dropped: bool = False
-    wanted: bool = False  # by someone in a hurry
-    alone: bool = True  # on its way
-
-    @property
-    def done(self) -> bool:
-        return self.ended_s > 0.0
-
-    def drop(self) -> None:
-        self.dropped, self.launch = True, None
-
-    def wait(self) -> Tensor:
-        """The value, once the collective has completed.
-
-        Raises:
-            RuntimeError: the collective, or an earlier one, failed.
-            Dropped: it does not leave.
-        """
-        if not self.done:
-            with self.state.changed:
-                if self.state.hurried:
-                    self.wanted = True
-                    self.state.changed.notify_all()
-                self.state.changed.wait_for(lambda: self.done or self.dropped or self.state.error is not None)
-        if self.state.error is not None:
-            raise self.state.error
-        if self.dropped:
-            raise Dropped
-        assert self.value is not None
-        return self.value
 
 
 class _Window:

@@ -25,9 +25,10 @@ from time import perf_counter
 from torch import Tensor
 
 from embrace_fx.runtime.launch import launcher
-from embrace_fx.runtime.launch.launcher import Launch, Launcher, Ticket
+from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Event, Streams
+from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.launch import streams
-from embrace_fx.runtime.launch.launcher import Dropped
 from embrace_fx.runtime.launch.streams import Streams
+from embrace_fx.runtime.launch.ticket import Dropped
 from embrace_fx.runtime.ranks.announcement import unreadable
 from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_of_ranks
 from embrace_fx.runtime.ranks.gate import Gate

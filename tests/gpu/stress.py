@@ -11,10 +11,10 @@ import random
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.launch.launcher import Ticket
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
 from embrace_fx.runtime.launch.streams import CudaStreams
+from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import InFlight
 from tests.support.launches import ID, NAMES, OF_FORWARD, ORDER
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch.futures import Future
 
 from embrace_fx.runtime.launch import launcher as launcher_module
-from embrace_fx.runtime.launch.launcher import Launcher, Ticket
+from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 

@@ -44,8 +44,7 @@ def _evaluates_alone(rank: int, world_size: int) -> str:
 
 def _asks_alone(rank: int, world_size: int, asked: str) -> tuple[str, float]:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 1))
-    model = embrace_fx.compile(plain, strategy="alltoall")
+    model = embrace_fx.compile(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 1)), strategy="alltoall")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     ids = torch.arange(4) + rank
 
@@ -53,8 +52,9 @@ def _asks_alone(rank: int, world_size: int, asked: str) -> tuple[str, float]:
         if asked == "clip":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
         elif asked == "norm":
-            assert plain[0].weight.grad is not None
-            plain[0].weight.grad.norm()
+            gradient = model.module.get_parameter("0.weight").grad
+            assert gradient is not None
+            gradient.norm()
         else:
             model.full_state_dict()
 

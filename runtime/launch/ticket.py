@@ -1,0 +1,79 @@
+"""A launch that has been submitted: what waits for it, and when it was on its way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from embrace_fx.runtime.ranks.communicator import InFlight
+from embrace_fx.vocabulary.operation_id import OperationId
+
+Launch = Callable[[], InFlight]
+
+
+class _Shared(Protocol):
+    """What a ticket knows of its launcher, under the lock `changed`."""
+
+    changed: threading.Condition
+    error: BaseException | None
+    hurried: int
+
+
+class Dropped(Exception):
+    """What waits for a launch that does not leave: a rank has given up the backward that it is of."""
+
+
+@dataclass
+class Ticket:
+    """A submitted launch.
+
+    Attributes:
+        id: which one of the window's.
+        window: counts the recorder's windows, -1 outside.
+        started_s, ended_s: `time.perf_counter` when it was launched and when it had completed.
+    """
+
+    id: OperationId
+    launch: Launch | None
+    sent_bytes: int = 0
+    window: int = -1
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    value: Tensor | None = None
+    work: Any = None
+    measured: Callable[[], int] | None = None
+    state: _Shared = field(default=None)  # type: ignore[assignment]
+    dropped: bool = False
+    wanted: bool = False  # by someone in a hurry
+    alone: bool = True  # on its way
+
+    @property
+    def done(self) -> bool:
+        return self.ended_s > 0.0
+
+    def drop(self) -> None:
+        self.dropped, self.launch = True, None
+
+    def wait(self) -> Tensor:
+        """The value, once the collective has completed.
+
+        Raises:
+            RuntimeError: the collective, or an earlier one, failed.
+            Dropped: it does not leave.
+        """
+        if not self.done:
+            with self.state.changed:
+                if self.state.hurried:
+                    self.wanted = True
+                    self.state.changed.notify_all()
+                self.state.changed.wait_for(lambda: self.done or self.dropped or self.state.error is not None)
+        if self.state.error is not None:
+            raise self.state.error
+        if self.dropped:
+            raise Dropped
+        assert self.value is not None
+        return self.value
