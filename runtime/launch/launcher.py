@@ -79,7 +79,7 @@ class _State:
         self.hurried = 0  # how many are in a hurry
         self.draining = False  # everything submitted is to leave, whatever is still to come
         self.moved_s = time.perf_counter()
-        self.took_s: dict[OperationId, float] = {}  # when it was last alone on its way
+        self.took_s: dict[OperationId, float] = {}  # by launch, when it was last alone on its way
         self.callbacks: weakref.WeakSet[Any] = weakref.WeakSet()  # of collectives, run and dropped by threads of theirs
 
     # -- everything below is called with the lock held
@@ -87,6 +87,10 @@ class _State:
     def next(self) -> Ticket | None:
         """What is to be launched now, or None."""
         standing_still = time.perf_counter() - self.moved_s > STANDSTILL_S
+        if standing_still:
+            for each in self.in_flight:
+                each.tells = False
+                self.took_s.pop(each.id, None)
         if len(self.in_flight) >= IN_FLIGHT + (self.until_late_s() <= 0) and not standing_still:
             return None
         while len(self.windows) > 1 and not self.windows[0].waiting:
@@ -112,11 +116,19 @@ class _State:
         return None
 
     def until_late_s(self) -> float:
-        """How much longer the last launch may be on its way and not be late; infinity where nobody knows."""
+        """How much longer the last launch may be on its way and not be late: no longer where nobody knows."""
         if not self.in_flight:
             return math.inf
         last = self.in_flight[-1]
-        return last.started_s + LATE * self.took_s.get(last.id, math.inf) - time.perf_counter()
+        return last.started_s + LATE * self.took_s.get(last.id, 0.0) - time.perf_counter()
+
+    def leaves(self, ticket: Ticket) -> None:
+        """Has a launch be on its way. One that shares the link with another tells its time only where none is known."""
+        for each in self.in_flight:
+            each.tells = each.tells and each.id not in self.took_s
+        ticket.tells = not self.in_flight or ticket.id not in self.took_s
+        self.in_flight.append(ticket)
+        self.moved_s = ticket.started_s = time.perf_counter()
 
     def under_way(self) -> bool:
         """Whether anything has been submitted that has not completed."""
@@ -286,10 +298,7 @@ def _run(state: _State) -> None:
             if state.stopped:
                 return
             assert ticket is not None
-            for other in state.in_flight:
-                other.alone = ticket.alone = False
-            state.in_flight.append(ticket)
-            state.moved_s = ticket.started_s = time.perf_counter()
+            state.leaves(ticket)
         try:
             _launch(state, ticket)
         except BaseException as error:
@@ -324,7 +333,7 @@ def _complete(state: _State, ticket: Ticket) -> None:
         if ticket.measured is not None:
             ticket.sent_bytes = ticket.measured()
         state.in_flight.remove(ticket)
-        if ticket.alone:
+        if ticket.tells:
             state.took_s[ticket.id] = ticket.ended_s - ticket.started_s
         state.changed.notify_all()
     if ticket.window >= 0:

@@ -49,7 +49,7 @@ class Ticket:
     state: _Shared = field(default=None)  # type: ignore[assignment]
     dropped: bool = False
     wanted: bool = False  # by someone in a hurry
-    alone: bool = True  # on its way
+    tells: bool = True  # by how long it is on its way, how long it takes
 
     @property
     def done(self) -> bool:

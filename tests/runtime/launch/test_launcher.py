@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import embrace_fx
 from embrace_fx.runtime.launch import launcher as launcher_module
+from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
@@ -36,8 +37,14 @@ def test_what_is_submitted_waits_for_its_turn() -> None:
     link.expect("early rows", "prior", "bucket 0")
 
 
+def known(launcher: Launcher, **took_s: float) -> None:
+    """Has it know how long launches take, which is longer than anything here but for those that are named."""
+    launcher._state.took_s = {each: took_s.get(str(each), LONG_S) for each in ORDER}
+
+
 def test_one_is_on_the_way() -> None:
     launcher, link = make(), Link()
+    known(launcher)
 
     submit(launcher, link, *reversed(NAMES))
     assert IN_FLIGHT == 1
@@ -48,19 +55,57 @@ def test_one_is_on_the_way() -> None:
     link.expect(*NAMES[:3])
 
 
+def test_one_more_is_on_the_way_where_nobody_knows_how_long_the_last_one_takes() -> None:
+    launcher, link = make(), Link()
+
+    submit(launcher, link, *reversed(NAMES))
+    link.expect("early rows", "prior")
+    link.end("prior")
+    link.expect("early rows", "prior", "bucket 0")
+    link.end("bucket 0")
+    link.end("early rows")
+    link.expect(*NAMES[:5])
+
+
 def test_one_more_leaves_where_the_last_one_is_late() -> None:
     """Another rank, which waits for what comes next, may have launched that first."""
     launcher, link = make(), Link()
-    submit(launcher, link, "early rows")
+    known(launcher, prior=0.001)
+
+    submit(launcher, link, "early rows", "prior", "bucket 0", "rows")
     link.expect("early rows")
     link.end("early rows")
-    launcher.open_window()
+    link.end("bucket 0")  # leaves beside the one before it
+    link.end("prior")
+
+
+def test_how_long_a_launch_takes_is_told_by_those_that_are_alone_on_their_way() -> None:
+    launcher, link = make(), Link()
+    known(launcher, prior=0.0)
+    took_s = launcher._state.took_s
+
+    submit(launcher, link, "early rows", "prior", "bucket 0")
+    link.end("early rows")
+    link.end("bucket 0")
+    link.end("prior")
+    link.rest()
+
+    assert 0 < took_s[ID["early rows"]] < LONG_S
+    assert (took_s[ID["prior"]], took_s[ID["bucket 0"]]) == (0.0, LONG_S)  # they shared the link
+
+
+def test_what_stood_still_tells_nothing() -> None:
+    launcher, link = make(), Link()
+    known(launcher)
 
     submit(launcher, link, "early rows", "prior")
-
-    link.end("prior")  # leaves beside the other, which took next to no time before
+    link.expect("early rows")
+    stand_still(launcher)
+    link.end("prior")
     link.end("early rows")
-    link.expect("early rows", "early rows", "prior")
+    link.rest()
+
+    assert not {ID["early rows"]} & {*launcher._state.took_s}
 
 
 def test_a_ticket_yields_the_value_once_it_has_arrived() -> None:
@@ -116,12 +161,10 @@ def test_windows_follow_each_other() -> None:
     launcher.open_window()
     submit(launcher, link, "prior")
     launcher.skip([ID["early rows"]])
-    link.expect("early rows")
-    link.end("early rows")
     link.expect("early rows", "bucket 0")
-    link.end("bucket 0")
+    link.end("early rows")
     link.expect("early rows", "bucket 0", "rows")
-    link.end("rows")
+    link.end("bucket 0")
     link.expect("early rows", "bucket 0", "rows", "prior")
 
 
@@ -242,10 +285,10 @@ def test_where_nothing_moves_more_are_on_the_way() -> None:
     launcher, link = make(), Link()
 
     submit(launcher, link, "early rows", "prior", "bucket 0")
-    link.expect("early rows")
+    link.expect("early rows", "prior")
     stand_still(launcher)
 
-    link.expect("early rows", "prior")
+    link.expect("early rows", "prior", "bucket 0")
 
 
 # -- the recorder ------------------------------------------------------------------------------------------------------
@@ -258,10 +301,9 @@ def test_the_recorder_hears_of_each_launch() -> None:
     (before,) = submit(launcher, link, "early rows")
     recorder.window()
     (ticket,) = submit(launcher, link, "prior")
-    link.expect("early rows")
-    link.end("early rows")
     link.expect("early rows", "prior")
-    link.end("prior")
+    for name in ("prior", "early rows"):
+        link.end(name)
     ticket.wait()
 
     (told,) = recorder.stop().transfers

@@ -22,24 +22,23 @@ def broken() -> InFlight:
 
 def test_every_waiter_hears_of_a_launch_that_fails() -> None:
     launcher, link = make(), Link()
-    launcher.skip([ID["prior"]])
-    _, rows = submit(launcher, link, "early rows", "rows")
-    link.expect("early rows")
+    early, prior = submit(launcher, link, "early rows", "prior")
+    link.expect("early rows", "prior")
     heard: list[str] = []
 
     def wait() -> None:
         with pytest.raises(RuntimeError) as raised:
-            rows.wait()
+            early.wait()
         heard.append(str(raised.value))
 
     waiter = threading.Thread(target=wait)
     waiter.start()
     last = launcher.submit(ID["bucket 0"], broken, 0)
-    link.end("early rows")
+    link.end("prior")
     waiter.join(LONG_S)
 
     assert heard == ["no route to host"]
-    for ticket in (rows, last, *submit(launcher, link, "ids")):
+    for ticket in (prior, last, *submit(launcher, link, "ids")):
         with pytest.raises(RuntimeError, match="no route to host"):
             ticket.wait()
 
@@ -47,7 +46,7 @@ def test_every_waiter_hears_of_a_launch_that_fails() -> None:
 def test_every_waiter_hears_of_a_collective_that_fails_under_way() -> None:
     launcher, link = make(), Link()
     early, prior = submit(launcher, link, "early rows", "prior")
-    link.expect("early rows")
+    link.expect("early rows", "prior")
 
     link.end("early rows", RuntimeError("connection closed by peer"))
 
@@ -75,7 +74,7 @@ def test_what_is_under_way_ends_before_the_thread_does(monkeypatch: pytest.Monke
     monkeypatch.setattr(launcher_module, "_FAREWELL_S", LONG_S)
     launcher, link = make(), Link()
     tickets = submit(launcher, link, "early rows", "prior", "bucket 0", "rows")
-    link.expect("early rows")
+    link.expect("early rows", "prior")
 
     def end_all() -> None:
         for name in ("early rows", "prior", "bucket 0", "rows"):
