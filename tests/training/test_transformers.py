@@ -107,6 +107,8 @@ def _assert_same_cache(found: Any, expected: Any) -> None:
     for found_layer, expected_layer in zip(found.layers, expected.layers, strict=True):
         assert isinstance(expected_layer, transformers.DynamicLayer)
         assert type(found_layer) is type(expected_layer)
+        assert found_layer.keys is not None
+        assert expected_layer.keys is not None
         assert found_layer.keys.dtype == expected_layer.keys.dtype
         torch.testing.assert_close(found_layer.keys, expected_layer.keys, rtol=1e-9, atol=1e-12)
 
