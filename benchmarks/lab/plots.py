@@ -17,13 +17,16 @@ COLORS = ("#7a9cc6", "#8fb573", "#c9a24b", "#b05f8a")
 
 
 def pictures(found: Mapping[str, Any]) -> dict[str, str]:
-    """File name -> picture."""
-    drawn = {}
+    """File name -> picture; of each model, number of ranks and rate one timeline."""
+    drawn: dict[str, str] = {}
+    places: set[tuple[Any, ...]] = set()
     for block in found["blocks"]:
         name = block["stem"]
         drawn[f"{name}.svg"] = step_times(block)
-        if block["picture"]:
+        place = tuple(block[about] for about in ("model", "ranks", "rate_mbit", "per_host"))
+        if block["picture"] and place not in places:
             drawn[f"{name}-timeline.svg"] = block["picture"]
+            places.add(place)
     for name, title, under, groups in (
         ("speedup.svg", f"Step of the best other system over that of {OWN}", "times; more is better", _speedups(found)),
         ("scaling.svg", "Exposed communication", "milliseconds per step; less is better", _scaling(found)),
