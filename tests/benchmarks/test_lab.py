@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.lab import __main__ as lab
-from benchmarks.lab.block import BlockRun
+from benchmarks.lab.block import RANK_BYTES, BlockRun
 from benchmarks.lab.cell import Cell, Close, Closed, Failed, Measured, Open, Ready, Record, Turn
 from benchmarks.lab.hosts import ROOT, Crew, CrewFailed, crew, python_of
 from benchmarks.lab.kept import Kept, fingerprint
@@ -226,7 +226,7 @@ def test_a_run_is_written_and_not_measured_again(tmp_path: Path) -> None:
 
 
 def test_no_system_is_opened_that_the_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.lab.block.available_bytes", lambda: RANKS * 450 * 2**20 - 1)
+    monkeypatch.setattr("benchmarks.lab.block.available_bytes", lambda: RANKS * RANK_BYTES - 1)
     failed = []
 
     run = BlockRun(
@@ -245,7 +245,7 @@ def test_no_system_is_opened_that_the_memory_does_not_hold(tmp_path: Path, monke
 
     ((system, reason),) = failed
     assert system == "ddp_sparse"
-    assert "expected 0.9 GiB of memory for 2 more processes" in reason
+    assert "expected 0.6 GiB of memory for 2 more processes" in reason
 
 
 def test_what_is_measured_depends_on_the_setting_but_not_on_how_much_of_it() -> None:
