@@ -78,7 +78,7 @@ class Setting:
         name: of the results' files.
         models: of `MODELS`.
         groups: name -> its systems, in the order of their turns: as many as the machine's memory holds at once.
-        rounds: at least 5 for results worth quoting where ranks share cores; emulated devices vary by less than 1 %.
+        rounds: at least 5 for results worth quoting where ranks share cores; emulated devices vary by 1 % or so.
         rounds_besides: of all groups but `MAIN`; 0: as many.
         ranks, rates_mbit: what is measured first stands first; a rate is what a rank can send, and receive.
         elsewhere: groups that are measured over fewer ranks and other rates too. At `ranks[0]`, the first rate and the
