@@ -139,20 +139,23 @@ def _allowed(row: Any, block: Mapping[str, Any]) -> Spread | None:
 
 
 def _scaling(ratios: Mapping[tuple[str, float], float], blocks: Blocks) -> Iterator[Target]:
-    """Examples per second and rank with the most ranks, over those with the fewest."""
-    steps: dict[tuple[str, float, float], dict[int, tuple[float, float]]] = {}
+    """Examples per second and rank with the most ranks, over those with the fewest, each in the slowest motion."""
+    steps: dict[tuple[str, float], dict[int, tuple[float, float, float]]] = {}
     for block in blocks:
         if OWN in _rows(block) and block["per_host"] == 1 and block["floors"]["limit_ms"]:
-            of_ranks = steps.setdefault((block["model"], block["rate_mbit"], block["slow"]), {})
-            of_ranks.setdefault(block["ranks"], (_rows(block)[OWN].step_ms.median, block["floors"]["limit_ms"]))
+            of_ranks = steps.setdefault((block["model"], block["rate_mbit"]), {})
+            found = (block["slow"], _rows(block)[OWN].step_ms.median, block["floors"]["limit_ms"])
+            kept = of_ranks.get(block["ranks"], found)
+            of_ranks[block["ranks"]] = found if found[0] > kept[0] else kept
     few, many = SCALED
-    for (model, rate_mbit, slow), of_ranks in steps.items():
+    for (model, rate_mbit), of_ranks in steps.items():
         if few in of_ranks and many in of_ranks:
+            (slow, *of_few), (slower, *of_many) = of_ranks[few], of_ranks[many]
             wanted = EFFICIENCY if model in MOSTLY_TABLES and ratios.get((model, rate_mbit)) == RATIO else None
-            where = f"{model}, {rate_mbit:g} Mb/s, k = {slow:g}"
-            found, allowed = (a / b for a, b in zip(of_ranks[few], of_ranks[many], strict=True))
+            where = f"{model}, {rate_mbit:g} Mb/s"
+            measured, allowed = (a / b for a, b in zip(of_few, of_many, strict=True))
             for what, value, least in (
-                (f"efficiency of {OWN} from {few} to {many} ranks", found, wanted),
+                (f"efficiency of {OWN} from {few} (k = {slow:g}) to {many} ranks (k = {slower:g})", measured, wanted),
                 ("of which the limits of both allow", allowed, None),
             ):
                 yield Target(where, what, least, False, Spread(value, value, value))

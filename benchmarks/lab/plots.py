@@ -17,16 +17,16 @@ COLORS = ("#7a9cc6", "#8fb573", "#c9a24b", "#b05f8a")
 
 
 def pictures(found: Mapping[str, Any]) -> dict[str, str]:
-    """File name -> picture; of each model, number of ranks and rate one timeline."""
+    """File name -> picture; of each model one timeline, and one with more ranks, or several on a host."""
     drawn: dict[str, str] = {}
-    places: set[tuple[Any, ...]] = set()
+    shown: dict[tuple[str, int], int] = {}
     for block in found["blocks"]:
         name = block["stem"]
         drawn[f"{name}.svg"] = step_times(block)
-        place = tuple(block[about] for about in ("model", "ranks", "rate_mbit", "per_host"))
-        if block["picture"] and place not in places:
+        place = (block["model"], block["per_host"])
+        if block["picture"] and block["ranks"] > shown.get(place, 0):
             drawn[f"{name}-timeline.svg"] = block["picture"]
-            places.add(place)
+            shown[place] = block["ranks"]
     for name, title, under, groups in (
         ("speedup.svg", f"Step of the best other system over that of {OWN}", "times; more is better", _speedups(found)),
         ("scaling.svg", "Exposed communication", "milliseconds per step; less is better", _scaling(found)),

@@ -45,7 +45,7 @@ class Block(NamedTuple):
 
     @property
     def stem(self) -> str:
-        stem = f"{self.model}-{self.ranks}-{self.rate_mbit:g}-{self.group}"
+        stem = f"{self.model}-{self.ranks}-{self.rate_mbit:g}-{self.group.replace(' ', '-')}"
         stem += f"-x{self.per_host}" if self.per_host > 1 else ""
         return f"{stem}-k{self.slow:g}" if self.slow else stem
 
@@ -61,13 +61,18 @@ class Block(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """Groups of systems that are measured on one model at one place alone; see `Setting`."""
+    """Groups of systems that are measured on one model at one place alone; see `Setting`.
+
+    Attributes:
+        slow: its own k; 0: the setting's. More ranks on the same processors need slower motion.
+    """
 
     model: str
     ranks: int
     ratio: float
     groups: tuple[str, ...]
     per_host: int = 1
+    slow: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ class Setting:
         for extra in self.extra:
             for group in [group for group in extra.groups if group in self.groups and extra.model in self.models]:
                 rate_mbit = perceived_rate_mbit(extra.model, self.size, extra.ratio, self.seed)
-                slow = self._slow(extra.model, motions[0])
+                slow = extra.slow or self._slow(extra.model, motions[0])
                 yield Block(extra.model, extra.ranks, rate_mbit, group, slow, extra.per_host)
 
     def _slow(self, model: str, slow: float) -> float:
@@ -310,6 +315,9 @@ SETTINGS = {
         one_by_one=True,
         extra=(
             Extra("lm", 16, 2.0, ("replicas", "sharded")),
+            Extra("lm", 16, 1.0, ("scaling",), slow=32.0),
+            Extra("lm", 16, 1.0, ("scaling",), slow=64.0),
+            Extra("recommender", 16, 1.0, ("scaling",), slow=64.0),
             Extra("lm", 8, 1.0, ("two levels",)),
             Extra("lm", 8, 1.0, ("two levels",), per_host=2),
         ),

@@ -257,7 +257,10 @@ def test_elsewhere_one_thing_is_another_and_what_a_target_names_is_measured_besi
 
     first = [block for block in blocks if block.ranks == 8 and block.group == "main"]
     rates = [block for block in blocks if block.group == "few"]
-    scaling = [block for block in blocks if block.group == "scaling"]
+    slower = {(extra.model, extra.ranks, extra.slow) for extra in setting.extra if extra.slow}
+    scaled = [block for block in blocks if block.group == "scaling"]
+    scaling = [block for block in scaled if (block.model, block.ranks, block.slow) not in slower]
+    assert len(scaled) == len(scaling) + len(slower) > len(scaling)
     assert {block.model: block.slow for block in first} == {
         model: setting.slow[0] * (2 if model in setting.slower else 1) for model in setting.models
     }
@@ -302,7 +305,7 @@ def test_targets_are_told_of_every_k_and_slow_motions_are_compared(tmp_path: Pat
     assert predicted.value is not None
     assert predicted.value.median == pytest.approx(0.02)
     assert predicted.met
-    efficiency = told[f"bert, {rate} Mb/s, k = 2", "efficiency of embrace_2d from 2 to 16 ranks"].value
+    efficiency = told[f"bert, {rate} Mb/s", "efficiency of embrace_2d from 2 (k = 4) to 16 ranks (k = 4)"].value
     assert efficiency is not None
     assert efficiency.median == pytest.approx(0.5)
     row = found["blocks"][0]["rows"][0]
