@@ -77,9 +77,7 @@ class Host:
         whole = [sys.executable, "-I", "-S", "-c", _START, str(os.getpid()), *command]
         with ExitStack() as files:
             stdout, stderr = (files.enter_context(path.open("wb")) if path else None for path in (output, errors))
-            # A terminal's Ctrl-C is for this process, which ends the others; ranks that it reached would wait for ever
-            # for those of their own that are stopped.
-            process = self.call(subprocess.Popen, whole, env=variables, stdout=stdout, stderr=stderr, process_group=0)
+            process = self.call(subprocess.Popen, whole, env=variables, stdout=stdout, stderr=stderr)
         self._started.append(process)
         return process
 

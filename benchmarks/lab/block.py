@@ -71,20 +71,19 @@ class BlockRun:
         What has been opened has a first turn in any case: opening takes longer, and is not kept.
         """
         first_round = min((round_ for round_, _ in missing), default=0)
-        try:
-            for system in dict.fromkeys(system for _, system in missing):
-                if time.monotonic() < until:
-                    self._guarded(system, partial(self._open, system))
-            for round_, system in missing:
-                if system in self._steps and (round_ == first_round or time.monotonic() < until):
-                    self._guarded(system, partial(self._turn, round_, system))
-                self.advance()
-            if RECORDED_SYSTEM in self._steps:
-                self._guarded(RECORDED_SYSTEM, self._record)
-        finally:
-            for system in list(self._steps):
-                with suppress(CrewFailed, SystemFailed, KeyError):
-                    self._ask(system, Close(system))
+        for system in dict.fromkeys(system for _, system in missing):
+            if time.monotonic() < until:
+                self._guarded(system, partial(self._open, system))
+        for round_, system in missing:
+            if system in self._steps and (round_ == first_round or time.monotonic() < until):
+                self._guarded(system, partial(self._turn, round_, system))
+            self.advance()
+        if RECORDED_SYSTEM in self._steps:
+            self._guarded(RECORDED_SYSTEM, self._record)
+        # Not where this is interrupted: half of an answer may be on its way, and ranks are about to be killed.
+        for system in list(self._steps):
+            with suppress(CrewFailed, SystemFailed, KeyError):
+                self._ask(system, Close(system))
 
     def _guarded(self, system: str, do: Callable[[], None]) -> None:
         try:

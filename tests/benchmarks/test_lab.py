@@ -332,6 +332,16 @@ def test_the_ablation_is_measured_elsewhere_only_if_named() -> None:
     assert {ranks for ranks, system in measured(groups=("ablation",)) if system == "embrace_vertical"} == {8, 4, 2}
 
 
+# What other runs have kept would not be measured again, and its systems would not open.
+_LAB_THAT_KEEPS_IN = """
+import sys
+from pathlib import Path
+from benchmarks.lab import __main__ as lab
+lab.KEPT = Path(sys.argv.pop(1)) / "kept"
+lab.main()
+"""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "ending"),
@@ -340,20 +350,24 @@ def test_the_ablation_is_measured_elsewhere_only_if_named() -> None:
 def test_an_interrupted_run_writes_what_it_has_and_leaves_nothing_behind(
     tmp_path: Path, setting: str, ending: signal.Signals
 ) -> None:
-    mark = f"LAB_OF={tmp_path}"
-    options = ["--models=bert", "--systems=ddp_sparse", "--ranks=2", "--size=tiny", "--rounds=500", "--turn-ms=5"]
+    """The whole group has the signal, as from a terminal; of two systems, one is stopped then."""
+    mark, systems = f"LAB_OF={tmp_path}", "--systems=alone_sparse,ddp_sparse"
+    options = ["--models=bert", systems, "--ranks=2", "--size=tiny", "--rounds=500", "--turn-ms=5"]
     with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.lab", setting, *options, "--output", str(tmp_path)],
+        [sys.executable, "-c", _LAB_THAT_KEEPS_IN, str(tmp_path), setting, *options, "--output", str(tmp_path)],
         cwd=ROOT,
-        env={**os.environ, "LAB_OF": str(tmp_path)},
+        env={**os.environ, "LAB_OF": str(tmp_path), "COLUMNS": "200"},
         stdout=subprocess.PIPE,
         text=True,
+        process_group=0,
     ) as process:
         assert process.stdout is not None
-        assert any("ms per step" in line for line in process.stdout)  # reads on until the system is open
+        opened = (line for line in process.stdout if "ms per step" in line)
+        assert next(opened, "")
+        assert next(opened, "")  # both systems are open
         time.sleep(2.0)  # some rounds
         namespaces = {found for pid in pids_with(mark) for found in namespaces_of(pid)}
-        process.send_signal(ending)
+        os.killpg(process.pid, ending)
         rest, _ = process.communicate(timeout=PATIENCE_S)
 
     assert process.returncode == 130
