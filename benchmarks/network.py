@@ -49,6 +49,9 @@ with every packet larger than itself, and wakes up for each: the smaller packets
 that the ranks compute on."""
 MIN_PACKET_BYTES = 3_000
 """Of slow motion: two Ethernet frames."""
+FRAME_BYTES = 1_500
+"""Of a host's loopback, as of Ethernet. Its own 64 KiB are more than a connection may have on its way, so that TCP
+sends less than a frame and waits to be acknowledged, and more than a small bucket lets pass at all."""
 BURST_MS = 1.0
 """A bucket holds what passes in 1 ms, which is not delayed, and is small against a step's messages; or one packet."""
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
@@ -321,7 +324,10 @@ def _cabled_hosts(links: Links, stack: ExitStack) -> tuple[list[Host], Host]:
         bridge.configure(f"tc qdisc add dev port{rank} {shape}", f"ip link set port{rank} master bridge up")
         if links.ranks_per_host > 1:  # the loopback carries what all ranks of the host send
             inside = _shape(links, links.inside_mbit * links.ranks_per_host / links.slow)
-            host.configure(f"ip link set lo gso_max_size {links.packet_bytes}", f"tc qdisc add dev lo {inside}")
+            host.configure(
+                f"ip link set lo mtu {FRAME_BYTES} gso_max_size {links.packet_bytes}",
+                f"tc qdisc add dev lo {inside}",
+            )
     return hosts, bridge
 
 

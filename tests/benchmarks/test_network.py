@@ -147,9 +147,10 @@ elif rank in (1, 2):
 
 
 @needs_hosts
-def test_ranks_of_one_host_have_a_link_of_their_own() -> None:
+@pytest.mark.parametrize("links", [Links(4, 40, 1, 2, 400), Links(4, 1128, 64, 2, 5640)], ids=["as it is", "slowly"])
+def test_ranks_of_one_host_have_a_link_of_their_own(links: Links) -> None:
     """Rank 1 shares rank 0's host, rank 2 does not: 4 MB of each to rank 0, one after the other."""
-    with network(Links(4, 40, ranks_per_host=2, inside_mbit=400)) as hosts:
+    with network(links) as hosts:
         assert len(hosts.sent_bytes()) == 2
         before = hosts.sent_bytes()
         _, inside, outside, _ = hosts.run([*python(_SEND_TO_NEXT), "4000000"], timeout_s=60)
