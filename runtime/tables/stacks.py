@@ -215,11 +215,12 @@ class _Joined:
         self._bounds = bounds
         self._all: Tensor | None = None
         self._addresses: list[int] = []
+        self._before = 0
 
     @property
     def version(self) -> int:
-        """Counts what is written into the joined tensor itself."""
-        return 0 if self._all is None else self._all._version
+        """Counts what is written into the joined tensor itself, but by its being joined."""
+        return 0 if self._all is None else self._before + self._all._version
 
     def of(self, parts: Sequence[Tensor], move: Callable[[int, Tensor], None]) -> Tensor:
         """All rows of `parts`, (V', d).
@@ -233,5 +234,6 @@ class _Joined:
         views = [found[first:last] for first, last in pairwise(self._bounds)]
         for k, (part, view) in enumerate(zip(parts, views, strict=True)):
             move(k, view.copy_(part))
+        self._before = self.version - found._version
         self._all, self._addresses = found, [view.data_ptr() for view in views]
         return found
