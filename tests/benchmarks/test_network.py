@@ -133,12 +133,19 @@ if rank == 0:
         for _ in range(2):
             peer, _ = server.accept()
             with peer:
+                peer.sendall(b"x")
                 while peer.recv(1 << 20):
                     pass
 elif rank in (1, 2):
-    time.sleep(1.0 + 3.0 * (rank - 1))
-    began = time.monotonic()
-    with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as peer:
+    while True:
+        try:
+            peer = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    with peer:
+        peer.recv(1)  # its turn
+        began = time.monotonic()
         peer.sendall(bytes(count))
         peer.shutdown(socket.SHUT_WR)
         peer.recv(1)  # the other end has all of it
