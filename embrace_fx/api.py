@@ -123,8 +123,9 @@ def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
 def save_full_state_dict(stateful: HasState | dict[str, Any], path: str | Path) -> None:
     """The file that `torch.save(full_state_dict(stateful), path)` would write, without any rank holding a table whole.
 
-    Collective; rank 0 writes. `torch.load(path, mmap=True)` reads it back so that each rank takes its own columns only:
-    `model.load_state_dict` and `optimizer.load_state_dict` take what it returns.
+    Collective; rank 0 writes, or, where nothing is sharded, every rank that calls it. `torch.load(path, mmap=True)`
+    reads it back so that each rank takes its own columns only: `model.load_state_dict` and `optimizer.load_state_dict`
+    take what it returns.
     """
     from embrace_fx.runtime.tables.whole_files import write_whole  # noqa: PLC0415  (DTensor takes a while to import)
 

@@ -83,6 +83,11 @@ class TakePart:
         return replace(result, tables=find_tables(result))
 
 
+def _identifier(name: str) -> str:
+    """A parameter's name as one of Python's: a `Sequential`'s begins with a digit."""
+    return re.sub(r"\W|^(?=\d)", "_", name)
+
+
 def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
     """The graph of no batch at all: it reads one parameter, and yields zero.
 
@@ -92,7 +97,7 @@ def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
     with FakeTensorMode(shape_env=ShapeEnv()):  # how many rows are read is not known
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         nothing = value.new_zeros([])
-    read = graph.placeholder(re.sub(r"\W", "_", name))
+    read = graph.placeholder(_identifier(name))
     read.meta |= {"role": Parameter(name), "val": value}
     zero = graph.call_function(aten.new_zeros.default, (read, []))
     zero.meta["val"] = nothing
@@ -102,7 +107,7 @@ def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
 
 def _add_parameter(rewriter: Rewriter, name: str, like: ExchangedParameter) -> None:
     with rewriter.before(next(iter(rewriter.graph.nodes))):
-        rewriter.placeholder(re.sub(r"\W", "_", name), Parameter(name), like.shape, like.dtype, like.device)
+        rewriter.placeholder(_identifier(name), Parameter(name), like.shape, like.dtype, like.device)
 
 
 def _look_nothing_up(graph: TrainingGraph, rewriter: Rewriter, name: str, like: ExchangedParameter) -> None:
@@ -110,7 +115,7 @@ def _look_nothing_up(graph: TrainingGraph, rewriter: Rewriter, name: str, like: 
     weight = next(node for node, role in graph.inputs() if role == Parameter(name))
     lookups = [graph.node(use.lookup) for table in graph.tables if table.parameter == name for use in table.uses]
     padding = argument(lookups[0], "padding_idx") if lookups else like.padding_idx
-    short = re.sub(r"\W", "_", name)
+    short = _identifier(name)
     with rewriter.before(graph.graph.output_node()):
         none = rewriter.create(aten.full.default, [0], 0, dtype=torch.int64, device=like.device, name=f"{short}_no_ids")
         rows = rewriter.call(aten.embedding.default, weight, none, padding, name=f"{short}_no_rows")

@@ -2,7 +2,9 @@
 
 Contract
     The file is one that `torch.load` reads, with plain tensors alone. Rank 0 writes it, in place: it is laid out first,
-    then the columns of each table arrive in blocks of rows. It has its name once it is complete.
+    then the columns of each table arrive in blocks of rows. It has its name once it is complete. Where nothing is
+    sharded, no rank needs another: each that is asked writes the same file, under a name of its own until it is
+    complete.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def write_whole(state: dict[str, Any], path: Path) -> None:
     values = list(_tensors(state))
     group = next((each.device_mesh.get_group() for each in values if isinstance(each, DTensor)), None)
     writes = group is None or dist.get_rank(group) == 0
-    being_written = path.with_name(f"{path.name}.part")
+    being_written = path.with_name(f"{path.name}.part" if group is not None else f"{path.name}.part-{_own_number()}")
     places: list[Tensor | None] = [None] * len(values)
     if writes:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,6 +56,10 @@ def write_whole(state: dict[str, Any], path: Path) -> None:
         being_written.replace(path)
     if group is not None:
         dist.barrier(group)  # whoever returns finds the file
+
+
+def _own_number() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

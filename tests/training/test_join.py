@@ -117,6 +117,18 @@ def test_ranks_that_have_run_out_of_batches(epoch: Callable[..., None]) -> None:
         run_ranks(2, _compared, epoch, options)
 
 
+def _compared_in_a_sequence(rank: int, world_size: int) -> None:
+    expected = _trained(rank, lambda m: DistributedDataParallel(nn.Sequential(m)), _unequal)
+    found = _trained(
+        rank, lambda m: embrace_fx.compile(nn.Sequential(m), strategy={"0.ids.weight": "alltoall"}), _unequal
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_parameters_whose_names_begin_with_a_digit() -> None:
+    run_ranks(2, _compared_in_a_sequence)
+
+
 def _third_of_the_sum(_: Any, bucket: Any) -> Any:
     """A user's own hook; returns a future of a tensor."""
     work = dist.all_reduce(bucket.buffer().div_(3), async_op=True)

@@ -44,7 +44,9 @@ def test_gpt2_keeps_its_tied_table_data_parallel() -> None:
     assert trained.sharded == {"transformer.wpe.weight"}
     assert "dense" in trained.plan["transformer.wte.weight"].reason
     assert trained.captures == 2
-    assert trained.result == ("CausalLMOutputWithCrossAttentions", ("loss", "logits", "past_key_values"))
+    name, (*keys, cache) = trained.result
+    assert (name, keys) == ("CausalLMOutputWithCrossAttentions", ["loss", "logits"])
+    assert cache in ("past_key_values", "cache")  # the latter since transformers 5.24
 
 
 @pytest.mark.long
