@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.namespaces import obstacle
+from benchmarks.network import Links, network
 from embrace_fx.cost.links import Cluster, Collective, launch_ms
 from embrace_fx.planning.links import links_between
 from embrace_fx.runtime.probe import probe as measuring
@@ -91,19 +93,6 @@ def test_a_second_run_probes_nothing_unless_the_network_has_changed(tmp_path: Pa
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def _holds(rank: int, world_size: int) -> tuple[bool, bool]:
-    communicator = Communicator(dist.group.WORLD)
-    found = measuring.probe(communicator)
-    link = found.link("all_reduce")
-    scaled = [
-        replace(found, links=(("all_reduce", replace(link, bandwidth_bytes_per_ms=link.bandwidth_bytes_per_ms * k)),))
-        for k in (30.0, 1 / 30)
-    ]
-    quicker, slower = (measuring.still_holds(communicator, each) for each in scaled)
-    communicator.close()
-    return quicker, slower
-
-
 @pytest.mark.parametrize(
     ("times", "holds"), [(1.0, True), (1.1, True), (1 / 1.1, True), (1.4, False), (1 / 1.4, False)]
 )
@@ -135,7 +124,29 @@ def test_slow_links_are_checked_by_fewer_bytes() -> None:
     assert launch_ms(Cluster(1e3, 0.01), "all_reduce", slow, 4) >= measuring.LONG_MS
 
 
+_PROBE_AND_CHECK = """
+from dataclasses import replace
+import torch.distributed as dist
+from embrace_fx.runtime.probe import probe as measuring
+from embrace_fx.runtime.ranks.communicator import Communicator
+dist.init_process_group("gloo")
+communicator = Communicator(dist.group.WORLD)
+found = measuring.probe(communicator)
+link = found.link("all_reduce")
+for times, tries in ((1.0, 5), (1.5, 1), (1 / 1.5, 1)):  # a busy core disturbs a small exchange
+    scaled = replace(link, bandwidth_bytes_per_ms=times * link.bandwidth_bytes_per_ms)
+    cluster = replace(found, links=(("all_reduce", scaled),))
+    print(any([measuring.still_holds(communicator, cluster) for _ in range(tries)]))
+communicator.close()
+dist.destroy_process_group()
+"""
+
+
 @pytest.mark.long
+@pytest.mark.skipif(bool(obstacle()), reason=obstacle())
 def test_links_of_another_rate_do_not_hold() -> None:
-    """Whether the same ones do is no question here: ranks that share cores make a probe of a loopback twice as long."""
-    assert run_ranks(2, _holds) == [(False, False)] * 2
+    """Between hosts: ranks on one loopback disturb each other so much that nothing is told of its rate."""
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    with network(Links(2, 100)) as hosts:
+        printed = hosts.run([sys.executable, "-c", _PROBE_AND_CHECK], timeout_s=120, environment=environment)
+    assert printed == ("True\nFalse\nFalse\n",) * 2
