@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 from embrace_fx.capture.arguments import check_arguments, flatten_arguments
 from embrace_fx.capture.effects import Replay
 from embrace_fx.capture.errors import CaptureError, RefusedError, explain, raised_by_forward, shortfall
-from embrace_fx.capture.guards import Conditions
 from embrace_fx.capture.kept_by_torch import forget_captures
+from embrace_fx.capture.read_values import Conditions
 from embrace_fx.capture.roles import with_roles
 from embrace_fx.capture.routes import Traced, private_copies, quiet_dynamo, trace_direct, trace_dynamo
 from embrace_fx.vocabulary.graph import TrainingGraph

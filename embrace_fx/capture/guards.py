@@ -15,28 +15,21 @@ import types
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._dynamo.guards import CheckFunctionManager
 
-from embrace_fx.capture.read_values import ReadValues
+from embrace_fx.capture.read_values import Conditions, ReadValues
 
 OF_PROGRAMS = re.compile(r"[.']_(parameters|buffers)\b|\.training$")
 """What programs read as it is at each call, and what calls are told apart by already."""
 
+_OF_NUMPY = re.compile(r"^___from_numpy\((.*)\)$")
+"""How Dynamo writes what is NumPy's, a number too: as a tensor, whose values it does not guard."""
+
 _VALUE_GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH")
-
-
-class Conditions(Protocol):
-    """What must hold for a captured graph to be the forward's."""
-
-    def hold(self) -> bool:
-        """Whether all of it is what it was at the capture."""
-
-    def unchanged(self) -> Conditions:
-        """Without what has changed since: the forward itself writes it, or its tracing did."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class DynamoGuards:
         frame: the locals that do not change: the model.
         cells: what the forward closes over.
         kept: the objects whose identity is guarded; another one must not get a freed one's address.
-        tensors: those that the graph has taken for constants, by identity.
+        tensors: those that the graph has taken for constants, by identity, and NumPy's numbers, by value.
         values: stands for the guards where these do not hold right after the capture.
     """
 
@@ -112,7 +105,7 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> DynamoGuards:
     manager = checks.guard_manager
     values = _values(output, function, model, itself, cells)
     output.local_scope = {}
-    return DynamoGuards(manager, frame, cells, [checks.values, checks.guarded], values.of_tensors(), values)
+    return DynamoGuards(manager, frame, cells, [checks.values, checks.guarded], values.of_arrays(), values)
 
 
 class _Checks(CheckFunctionManager):
@@ -158,7 +151,7 @@ def _values(
     """Of what Dynamo has guarded, numbers and texts by value, and tensors by identity."""
     names = []
     for guard in output.guards:
-        name = guard.name.replace(itself, "L['self']")
+        name = _OF_NUMPY.sub(r"\1", guard.name.replace(itself, "L['self']"))
         root = re.match(r"(.*?)([LG])\['(\w+)'\]", name)
         if guard.create_fn_name() not in _VALUE_GUARDS or root is None or OF_PROGRAMS.search(name):
             continue

@@ -11,15 +11,27 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor, nn
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _OF_EVERY_MODULE = frozenset(dir(nn.Module()))
 _OF_CLASS = re.compile(r"dict\(type\((L\['self'\].*)\)\.__dict__\)\['(\w+)'\]")
 """How Dynamo writes an attribute that the class has; the instance may get one of its own later."""
+
+
+class Conditions(Protocol):
+    """What must hold for a captured graph to be the forward's."""
+
+    def hold(self) -> bool:
+        """Whether all of it is what it was at the capture."""
+
+    def unchanged(self) -> Conditions:
+        """Without what has changed since: the forward itself writes it, or its tracing did."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +81,10 @@ class ReadValues:
                 kept[name] = value
         return ReadValues(tuple(kept), _tuple_of(kept), scope, tuple(kept.values()))
 
-    def of_tensors(self) -> ReadValues:
-        """The tensors among them."""
-        names = [n for n, value in zip(self.names, self.values, strict=True) if isinstance(value, Tensor)]
+    def of_arrays(self) -> ReadValues:
+        """The tensors among them, and what is NumPy's: Dynamo guards the kind of these alone."""
+        kinds = (Tensor, np.generic, np.ndarray)
+        names = [n for n, value in zip(self.names, self.values, strict=True) if isinstance(value, kinds)]
         return ReadValues.of(names, self.scope)
 
     def unchanged(self) -> ReadValues:
@@ -90,6 +103,92 @@ class ReadValues:
         return all(map(_same, self.values, now))
 
 
+_AS_NUMBERS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__")
+
+
+@dataclass(frozen=True)
+class NumbersOfTensors:
+    """Tensors of which a forward has read numbers, which its graph holds: an attribute's `.item()`, say.
+
+    Attributes:
+        tensors: none of them a parameter or a buffer, whose numbers graphs read anew.
+        versions: how often each had been written.
+    """
+
+    tensors: tuple[Tensor, ...] = ()
+    versions: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(tensors: Iterable[Tensor]) -> NumbersOfTensors:
+        found = tuple({id(each): each for each in tensors}.values())
+        return NumbersOfTensors(found, tuple(each._version for each in found))
+
+    @staticmethod
+    def of_graph(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> NumbersOfTensors:
+        """Of Dynamo's graph, which has the reads as calls.
+
+        Args:
+            constants: the tensors that some of its inputs stand for.
+        """
+        made = {node: {node} for node in constants}
+        read: set[fx.Node] = set()
+        for node in graph.nodes if constants else ():
+            of_inputs = [made[each] for each in node.all_input_nodes if each in made]
+            if of_inputs:
+                made[node] = set().union(*of_inputs)
+                if node.op == "call_method" and node.target in _AS_NUMBERS:
+                    read |= made[node]
+        return NumbersOfTensors.of(constants[node] for node in read)
+
+    def hold(self) -> bool:
+        """Whether none has been written since."""
+        return all(each._version == version for each, version in zip(self.tensors, self.versions, strict=True))
+
+    def unchanged(self) -> NumbersOfTensors:
+        """Without those that have been written since."""
+        return NumbersOfTensors.of(
+            each for each, version in zip(self.tensors, self.versions, strict=True) if each._version == version
+        )
+
+
+class NotesNumbers(torch.overrides.TorchFunctionMode):
+    """Notes the tensors whose numbers Python reads: real ones, those that a trace has no values of left out.
+
+    Attributes:
+        found: them.
+    """
+
+    def __init__(self, is_real: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+        self._is_real = is_real
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") in _AS_NUMBERS and isinstance(args[0], Tensor) and self._is_real(args[0]):
+            self.found.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Both:
+    """Two conditions."""
+
+    first: Conditions
+    second: Conditions
+
+    def hold(self) -> bool:
+        return self.first.hold() and self.second.hold()
+
+    def unchanged(self) -> Conditions:
+        return Both(self.first.unchanged(), self.second.unchanged())
+
+
 def _of_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
     """What stands in a class, as its instance has it, which may have its own; but a property runs where it is read, and
     may write (spectral normalisation moves its buffers)."""
@@ -106,7 +205,9 @@ def _tuple_of(names: Iterable[str]) -> types.CodeType:
 
 
 def _comparable(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+    return isinstance(value, (*_PLAIN, np.ndarray)) or (
+        isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    )
 
 
 def _contents(value: Any, depth: int = 4) -> Any:

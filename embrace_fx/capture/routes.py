@@ -34,11 +34,11 @@ from embrace_fx.capture.checkpointing import mark_backward, regions_noted
 from embrace_fx.capture.collectives import NothingIsSent, check_collectives, collectives_traced
 from embrace_fx.capture.effects import Effects, Replay, noted_effects, refuse_effects, replay_of, state_inputs
 from embrace_fx.capture.errors import CaptureError
-from embrace_fx.capture.guards import Conditions, DynamoGuards, dynamo_guards, name_of_model
+from embrace_fx.capture.guards import DynamoGuards, dynamo_guards, name_of_model
 from embrace_fx.capture.kept_by_torch import capture_metrics
 from embrace_fx.capture.left_behind import LeftBehind
 from embrace_fx.capture.model_forms import STATES, OpenResults, Untied
-from embrace_fx.capture.read_values import ReadValues
+from embrace_fx.capture.read_values import Both, Conditions, NotesNumbers, NumbersOfTensors, ReadValues
 from embrace_fx.capture.rnn_mode import WHOLE, KeepRnnWhole
 
 
@@ -169,17 +169,26 @@ def trace_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     sizes: Any = context.fake_mode and context.fake_mode.shape_env
     if sizes is not None:
         sizes.tracked_fakes = []
-    if not effects:
-        return _trace_joint(OpenResults(gm), args, kwargs, context, "dynamo", {}, conditions)
     itself, values = name_of_model(model), conditions.values
+    numbers = _numbers_read(gm.graph, itself, values)
+    if not effects:
+        return _trace_joint(OpenResults(gm), args, kwargs, context, "dynamo", {}, Both(conditions, numbers))
     effects = effects.of(itself)
     refuse_effects(effects, model)
     states = state_inputs(gm.graph, itself)
     replay = replay_of(out, model, effects, list(states.values()), values)
     kwargs = {**kwargs, STATES: replay.read_states()}
     module = OpenResults(gm, tuple(states))
-    traced = _trace_joint(module, args, kwargs, context, "dynamo", {}, conditions.without(replay.states))
+    read = Both(conditions.without(replay.states), numbers)
+    traced = _trace_joint(module, args, kwargs, context, "dynamo", {}, read)
     return replace(traced, replay=replay)
+
+
+def _numbers_read(graph: fx.Graph, itself: str, values: ReadValues) -> NumbersOfTensors:
+    """Of Dynamo's graph: its inputs are what the forward reads of the model and of globals, too."""
+    inputs, found = graph.find_nodes(op="placeholder"), dict(zip(values.names, values.values, strict=True))
+    tensors = {inputs[k]: found.get(name) for k, name in state_inputs(graph, itself).items()}
+    return NumbersOfTensors.of_graph(graph, {node: each for node, each in tensors.items() if isinstance(each, Tensor)})
 
 
 def _read(
@@ -244,7 +253,10 @@ def _trace_as_python(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     args, kwargs = pytree.tree_map_only(Tensor, lambda own: _fake(own, fake_mode), (args, kwargs))
     read, context = ReadValues.of_modules(model), TracingContext(fake_mode)
+    own = {id(each) for each in (*model.parameters(), *model.buffers())}
+    numbers = NotesNumbers(lambda read: type(read) is Tensor and id(read) not in own)
     with (
+        numbers,
         _no_python_random(),
         NothingIsSent(),  # type: ignore[no-untyped-call]
         _compiling_state_context(),
@@ -252,7 +264,7 @@ def _trace_as_python(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         traced = _trace_joint(OpenResults(untied), args, kwargs, context, "direct", untied.names, read)
     if untied.assigned is not None:
         LeftBehind(model).refuse(untied.assigned)
-    return replace(traced, conditions=read.unchanged())
+    return replace(traced, conditions=Both(read.unchanged(), NumbersOfTensors.of(numbers.found)))
 
 
 @contextlib.contextmanager

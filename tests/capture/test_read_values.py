@@ -21,6 +21,7 @@ from embrace_fx.capture.read_values import ReadValues
 
 SETTINGS = {"scale": 1.0}
 OFFSET = 0.0
+GLOBAL = torch.ones(1)
 
 
 class Scaled(nn.Module):
@@ -35,11 +36,15 @@ class Scaled(nn.Module):
         self.number = 1.0
         self.numbers = [0.0, 1.0]
         self.tensor = torch.ones(())
+        self.read = torch.ones(())
+        self.of_numpy: Any = np.float64(1.0)
+        self.array = np.ones((), dtype=np.float32)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         factor = self.of_class * self.number * self.numbers[1] * SETTINGS["scale"]
-        found: Tensor = self.dropout(self.linear(x_BD)).square().mean() * self.tensor * factor + OFFSET
-        return found
+        factor *= self.read.item() * float(GLOBAL[0])
+        found: Tensor = self.dropout(self.linear(x_BD) * self.of_numpy).square().mean() * self.tensor * factor + OFFSET
+        return found * torch.from_numpy(self.array)
 
 
 class Printing(Scaled):
@@ -47,7 +52,7 @@ class Printing(Scaled):
 
     def forward(self, x_BD: Tensor) -> Tensor:
         sys.stdout.flush()
-        found: Tensor = self.linear(x_BD).square().mean() * self.number * self.of_class
+        found: Tensor = self.linear(x_BD).square().mean() * self.number * self.of_class * self.read.tolist()
         return found
 
 
@@ -67,6 +72,11 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a tensor": lambda model: setattr(model, "tensor", torch.full((), 5.0)),
     "an item of a global": lambda model: SETTINGS.update(scale=4.0),
     "a global": _set_global,
+    "a tensor that is read as a number": lambda model: model.read.fill_(3.0),
+    "a global tensor that is read as a number": lambda model: GLOBAL.mul_(2.0),
+    "a number of NumPy's": lambda model: setattr(model, "of_numpy", np.float64(2.0)),
+    "an array": lambda model: setattr(model, "array", np.full((), 2.0, dtype=np.float32)),
+    "an array's element": lambda model: model.array.fill(2.0),
 }
 
 
@@ -87,9 +97,10 @@ def test_a_value_that_changes_changes_the_result(name: str) -> None:
     finally:
         SETTINGS["scale"] = 1.0
         globals()["OFFSET"] = 0.0
+        GLOBAL.fill_(1.0)
 
 
-@pytest.mark.parametrize("name", ["an attribute", "an attribute of the class"])
+@pytest.mark.parametrize("name", ["an attribute", "an attribute of the class", "a tensor that is read as a number"])
 def test_a_value_that_changes_changes_the_result_of_the_direct_route(name: str) -> None:
     assert capture(Printing(), (torch.randn(4, 3),), {}, train=True).route == "direct"
     _check(Printing(), CHANGES[name])
