@@ -23,14 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
-from embrace_fx.capture.arguments import check_arguments, flatten_arguments
+from embrace_fx.capture.arguments import check_arguments, flatten_arguments, shares_memory
 from embrace_fx.capture.effects import Replay
 from embrace_fx.capture.errors import CaptureError, RefusedError, explain, raised_by_forward, shortfall
 from embrace_fx.capture.kept_by_torch import forget_captures
 from embrace_fx.capture.read_values import Conditions
 from embrace_fx.capture.roles import with_roles
 from embrace_fx.capture.routes import Traced, private_copies, quiet_dynamo, trace_direct, trace_dynamo
-from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.graph import BatchInput, Mutation, TrainingGraph
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Captured:
         guarded: indices, among the flattened arguments, of the tensors that `guard` calls t0, t1, ...
         fakes: those tensors as the graph was traced with them; none where there is nothing to guard.
         conditions: what of the model, of globals and of closures must be as it was.
+        written: indices, among the flattened arguments, of the tensors that the forward writes.
     """
 
     graph: TrainingGraph
@@ -61,6 +62,7 @@ class Captured:
     conditions: Conditions
     shortfall: str = ""
     replay: Replay | None = None
+    written: tuple[int, ...] = ()
 
     def guarded_again(self) -> Captured:
         """The same, with the guards that have been added since: compiling a graph adds some."""
@@ -77,7 +79,7 @@ class Captured:
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether the graph is valid for a batch with these flattened arguments (types and dtypes checked before)."""
-        if not self.conditions.hold():
+        if not self.conditions.hold() or (self.written and shares_memory(self.written, leaves)):
             return False
         if self.guard is None:
             return True
@@ -107,6 +109,7 @@ def capture(
         _refuse_backward_hooks(model)
     check_arguments(flatten_arguments(args, kwargs)[0], type(model).__name__)
     forget_captures()
+    given = pytree.tree_leaves((args, kwargs))
     args, kwargs = private_copies(args, kwargs, dynamic)
     failures: list[tuple[str, Exception]] = []
     for route, trace in (("dynamo", trace_dynamo), ("direct", trace_direct)):
@@ -114,6 +117,7 @@ def capture(
             with torch.set_grad_enabled(train), quiet_dynamo():
                 traced = trace(model, args, kwargs)
             captured = _captured(model, traced, pytree.tree_leaves((args, kwargs)))
+            _refuse_shared_memory(captured.written, given, type(model).__name__)
             return replace(captured, shortfall=shortfall(failures))
         except RefusedError:
             raise
@@ -148,7 +152,26 @@ def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captur
     guard = _guard(fakes) if fakes else None
     graph = TrainingGraph(joint.module)
     found = Captured(graph, traced.out_spec, joint.constants, traced.route, guard, guarded, fakes, traced.conditions)
-    return replace(found, replay=traced.replay)
+    inputs = [
+        role.of.index for _, role in graph.outputs() if isinstance(role, Mutation) and isinstance(role.of, BatchInput)
+    ]
+    of_arguments = len(leaves) - (0 if traced.replay is None else len(traced.replay.states))
+    return replace(found, replay=traced.replay, written=tuple(k for k in inputs if k < of_arguments))
+
+
+def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: str) -> None:
+    """Raises where the forward writes an argument that is another one, too: a graph takes them apart.
+
+    Raises:
+        RefusedError: naming both.
+    """
+    if (found := shares_memory(written, leaves)) is not None:
+        one, other = found
+        raise RefusedError(
+            f"expected arguments with memory of their own where the forward writes them in place, in a call of {kind}, "
+            f"found number {one} of its flattened arguments, which is written, and number {other} in the same memory. "
+            "Pass a clone() of one of them."
+        )
 
 
 def _refuse_fake_constants(module: fx.GraphModule) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +90,31 @@ def check_arguments(leaves: list[Any], kind: str) -> None:
                 f"call of {kind}, found {_spoken(leaf)}. Keep it on the model, as an attribute: another one in its "
                 "place is noticed."
             )
+
+
+def shares_memory(written: Collection[int], leaves: Sequence[Any]) -> tuple[int, int] | None:
+    """The first tensor that a forward writes whose memory is another argument's, too, and that other one.
+
+    Args:
+        written: indices among `leaves`, the flattened arguments.
+    """
+    for k in written:
+        for other, leaf in enumerate(leaves):
+            if other != k and isinstance(leaf, Tensor) and _overlap(leaves[k], leaf):
+                return k, other
+    return None
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether one's memory, from its first element to its last, has any of the other's."""
+    if not a.numel() or not b.numel() or a.device != b.device:
+        return False
+    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
+
+
+def _end(of: Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(of.shape, of.stride(), strict=True))
+    return of.data_ptr() + (last + 1) * of.element_size()
 
 
 def _spoken(leaf: Any) -> str:

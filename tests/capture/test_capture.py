@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import embrace_fx
 from embrace_fx.capture import capture
-from embrace_fx.capture.errors import CaptureError
+from embrace_fx.capture.errors import CaptureError, RefusedError
 from embrace_fx.vocabulary.graph import BatchInput, Buffer, Gradient, Mutation, Parameter, Result, Tangent, source_of
 from tests.support.captures import ROUTES, Model, captured, check_values, inputs, model_of, outputs, plain
 from tests.support.golden import check_golden
@@ -299,3 +300,27 @@ def test_a_forward_that_raises_is_not_taken_for_one_that_cannot_be_captured() ->
 
     with pytest.raises(CaptureError, match="an odd batch"):
         captured(forward, IDS)
+
+
+class WritesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2)
+        found: Tensor = (self.linear(x) * y).sum()
+        return found
+
+
+def test_an_argument_that_is_written_must_not_be_another_one_too() -> None:
+    twin = WritesItsInput()
+    model = embrace_fx.compile(twin)
+    long = torch.ones(8, 3)
+    for x, y in ((torch.ones(4, 3), torch.ones(4, 3)), (long[:4], long[4:])):
+        expected = twin(x.clone(), y)
+        assert torch.equal(model(x, y), expected)
+        assert x[0, 0] == 2
+    for x, y in ((long[:4], long[:4]), (long[1:5], long[4:])):
+        with pytest.raises(RefusedError, match=r"number 0 .* which is written, and number 1 in the same memory"):
+            model(x, y)
