@@ -290,9 +290,9 @@ class Announcements:
         """Tells the others that this rank cannot finish a forward that it has announced. Of at least two ranks."""
         self.reports(self._exchange(self.elsewhere(Mark.GAVE_UP)), failure)
 
-    def elsewhere(self, mark: Mark) -> Announcement:
+    def elsewhere(self, mark: Mark, program: int = 0) -> Announcement:
         """What this rank tells where others may announce a step."""
-        return Announcement(mark, self.activity, 0, 0, 0, 0, (-1,) * len(self.watched), ())
+        return Announcement(mark, self.activity, 0, 0, program, 0, (-1,) * len(self.watched), ())
 
     def reports(self, everyone: Sequence[Announcement], failure: str | None) -> dict[int, str]:
         """What keeps ranks from going on as the others do. Collective where one of them says why."""

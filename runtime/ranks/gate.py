@@ -7,6 +7,7 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,20 +20,25 @@ from embrace_fx.runtime.ranks.failure import BACKWARD, PeerFailure
 class Gate:
     """The head of one backward. Made on every rank that begins it, of at least two.
 
+    Args:
+        call: which call's backward it is: 1 of the last call, 2 of the one before, and so on. 0: whichever the others
+            are in, of a rank that computes nothing.
+
     Attributes:
         future: ends when it has come out whether all ranks are here.
     """
 
-    def __init__(self, announcements: Announcements) -> None:
+    def __init__(self, announcements: Announcements, call: int) -> None:
         announcements.communicator.progress.note(BACKWARD)
         self._announcements = announcements
         self._everyone: Tensor
-        self._everyone, self._work = announcements.launch(announcements.elsewhere(Mark.IN_BACKWARD))
+        self._everyone, self._work = announcements.launch(announcements.elsewhere(Mark.IN_BACKWARD, call))
         self.future: torch.futures.Future[Any] = self._work.get_future()
 
     def all_are_here(self) -> bool:
         """Once it has come out. From any thread."""
-        return all(each.marks == Mark.IN_BACKWARD for each in self._told())
+        told = self._told()
+        return all(each.marks == Mark.IN_BACKWARD for each in told) and len(_calls(told)) < 2
 
     def wait(self) -> None:
         """Until it has come out."""
@@ -46,7 +52,26 @@ class Gate:
             PeerFailure: a rank is not in this backward; on every rank that is. The others go on.
         """
         if not self.all_are_here():
-            raise PeerFailure(self._announcements.reports(self._told(), None))
+            told = self._told()
+            raise PeerFailure(self._announcements.reports(told, None) or _of_other_calls(told))
 
     def _told(self) -> list[Announcement]:
         return [Announcement.decode(row, 0, 0) for row in self._everyone.tolist()]
+
+
+def _calls(told: Sequence[Announcement]) -> set[int]:
+    return {each.program for each in told if each.program}
+
+
+def _of_other_calls(told: Sequence[Announcement]) -> dict[int, str]:
+    return {rank: _OTHER_CALL.format(_spoken(each.program)) for rank, each in enumerate(told) if each.program}
+
+
+def _spoken(call: int) -> str:
+    return "the last call" if call == 1 else f"the call {call - 1} before the last one"
+
+
+_OTHER_CALL = (
+    "expected the backwards of several calls in the same order on every rank, found that of {}: what it exchanges "
+    "would be taken for another call's. Run the backwards in one order, or one backward of the sum of the losses"
+)

@@ -69,6 +69,7 @@ class Step:
         self._leaves = leaves
         self._following = following
         self.anchor: Any = None  # a node of the backward that comes to this call
+        self._announced = 0  # announcements up to this call's own
         self._values: Values | None = None
         self._results: list[Any] = []  # tensors, and sizes the model returns
         self._read_again: list[tuple[Tensor, int]] = []
@@ -81,6 +82,7 @@ class Step:
         program.announcements.program = program.launched
         program.tell_buffers()
         values, variant = self._begin_forward()
+        self._announced = program.communicator.progress.step
         forward = program.phase(variant)
         program.share_buffers()
         if program.regions is not None:
@@ -198,17 +200,21 @@ class Step:
 
     def tell_nothing(self) -> None:
         """In place of a backward that has nothing to compute nor to send, while the other ranks run theirs."""
-        self._enter()
+        self._enter(0)
         self._launch_flags(self.program.used.words(()), 0)("", None)
 
-    def _enter(self) -> Gate | None:
-        """Tells the others that this rank is in its backward; None: there are none, or they are not waited for."""
+    def _enter(self, call: int) -> Gate | None:
+        """Tells the others that this rank is in its backward; None: there are none, or they are not waited for.
+
+        Args:
+            call: as of `Gate`.
+        """
         if not self._tells_of_failures():
             return None
         program = self.program
         if program.flow is not None:
             program.flow.land_untaken()  # of an earlier backward, which is not given up with this one
-        gate = Gate(program.announcements)
+        gate = Gate(program.announcements, call)
         if program.flow is None:
             self._check_gate(gate)  # what is launched here leaves at once
         return gate
@@ -225,7 +231,7 @@ class Step:
             PeerFailure, FloatingPointError, RuntimeError: as `launch_flags` says, on every rank.
         """
         program, flow = self.program, self.program.flow
-        gate = self._enter()
+        gate = self._enter(1 + program.communicator.progress.step - self._announced)
         variant = self._next_backward(values)
         backward = program.phase(variant)
         needed = backward.owed.begin(values)

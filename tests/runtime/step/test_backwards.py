@@ -6,6 +6,7 @@ Gradients of some results, of inputs alone, of values written since the forward;
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -340,3 +341,34 @@ def _go_on(rank: int, world_size: int) -> list[dict[str, Tensor]]:
 def test_training_goes_on_after_a_refusal() -> None:
     for expected, found in run_ranks(2, _go_on):
         assert_same(found, expected, DTYPE)
+
+
+def _two_orders(rank: int, world_size: int, *, alike: bool) -> str:
+    """Two calls before their backwards, which one rank runs in the other order; then steps as usual."""
+    loops = [Loop(_adagrad, compiled=True) for _ in range(2)]
+    loop, undisturbed = loops
+    first, second = (sum(loop.model(*_batch(rank, step))) for step in range(2))
+    told = ""
+    try:
+        for loss in (first, second) if alike or rank else (second, first):
+            loss.backward()
+    except embrace_fx.PeerFailure as failure:
+        told = str(failure)
+        for optimizer in loop.optimizers:
+            optimizer.zero_grad()
+    del first, second
+    if alike:
+        return told
+    for step in range(3):
+        for each in loops:
+            sum(each.model(*_batch(rank, step))).backward()
+            each.step()
+    assert_same(whole_parameters(loop.model), whole_parameters(undisturbed.model), DTYPE)
+    return told
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_backwards_of_several_calls_come_in_one_order_on_all_ranks(alike: bool) -> None:
+    for told in run_ranks(2, partial(_two_orders, alike=alike)):
+        assert ("rank 1: expected the backwards of several calls in the same order" in told) == (not alike)
+        assert ("found that of the call 1 before the last one" in told) == (not alike)
