@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import embrace_fx
 from benchmarks.memory.cells import LARGER, MULTIPLES, WORKLOADS, Cell, Sized
-from embrace_fx.runtime.memory.counted import CountedMemory
+from tests.support.counted_memory import CountedMemory
 
 WARM_UP, TIMED = 2, 9
 

@@ -8,6 +8,8 @@ from typing import Literal
 Lane = Literal["compute", "ids", "embedding", "dense", "delayed", "offload", "reload"]
 CLASS_LANES: tuple[Lane, ...] = ("ids", "embedding", "dense", "delayed")
 """The communication classes, which share the wire."""
+URGENT: tuple[Lane, ...] = ("ids", "embedding")
+"""Those that the next forward waits for first: their streams have a high priority."""
 COPIES: tuple[Lane, ...] = ("offload", "reload")
 """Copies of saved values out of a step's memory and back, each in a lane of its own."""
 LANES: tuple[Lane, ...] = ("compute", *CLASS_LANES, *COPIES)

@@ -1,1 +1,1 @@
-"""Proves what every pass must keep, of graphs and of programs on streams."""
+"""Proves what every pass must keep, of graphs and of windows."""

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Clock
-from embrace_fx.vocabulary.operation_id import LANES, Lane
-from embrace_fx.vocabulary.stream_program import URGENT
+from embrace_fx.vocabulary.operation_id import LANES, URGENT, Lane
 
 Event = Any
 """Handed out by `record`, for `wait` and `read` of the same streams."""

@@ -29,9 +29,8 @@ from embrace_fx.runtime.ranks.failure import LaunchLog, PeerFailure, RollCall, f
 from embrace_fx.runtime.ranks.gathering import all_gather_single, gather_single
 from embrace_fx.runtime.ranks.meeting import met
 from embrace_fx.runtime.ranks.messages import Waiter
-from embrace_fx.vocabulary.operation_id import CLASS_LANES, Lane
+from embrace_fx.vocabulary.operation_id import CLASS_LANES, URGENT, Lane
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
-from embrace_fx.vocabulary.stream_program import URGENT
 
 CLASSES = ("ids", "embedding", "dense")
 """Communication classes of a program's own launches: set-up, evaluation, and what no launcher sends."""

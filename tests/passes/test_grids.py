@@ -22,7 +22,6 @@ from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.relax.rows import RelaxRows
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.verifier.invariants import verify
-from embrace_fx.passes.verifier.stream_order import hazards
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
 from embrace_fx.session.pipeline import run_passes
 from embrace_fx.vocabulary.exactness import RowUpdates
@@ -35,6 +34,7 @@ from tests.support.graphs import IDS, analysed, classifier, text
 from tests.support.models import MODELS, Batch, Workload
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
+from tests.support.streams.stream_order import hazards
 from tests.support.training import (
     SEED,
     Way,

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import embrace_fx
-from embrace_fx.dynamo_backend import refuse
 
 
 class Words(nn.Module):
@@ -42,9 +40,3 @@ def test_a_compiled_model_inside_of_torch_compile_trains_as_it_does_outside() ->
     twice = losses(lambda model, opt: torch.compile(embrace_fx.compile(model, optimizer=opt), backend="aot_eager"))
 
     assert twice == plain
-
-
-def test_as_a_backend_of_dynamo_it_is_refused_in_a_line() -> None:
-    backend: Any = "embrace_fx" if "embrace_fx" in torch.compiler.list_backends() else refuse
-    with pytest.raises(RuntimeError, match=r"expected embrace_fx\.compile\(model\), found torch\.compile"):
-        torch.compile(Words(), backend=backend)(torch.arange(6))

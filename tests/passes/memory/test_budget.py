@@ -20,7 +20,6 @@ from embrace_fx.passes.memory.held import held
 from embrace_fx.passes.memory.numbered import Costs, Numbered
 from embrace_fx.passes.memory.regions import can_run_again, written_by
 from embrace_fx.passes.scheduler.node_cost import estimate, node_ms
-from embrace_fx.runtime.memory.counted import CountedMemory
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session.pipeline import run_passes
 from tests.passes.memory.test_regions import (
@@ -35,6 +34,7 @@ from tests.passes.memory.test_regions import (
     assert_equal_gradients,
     gradients,
 )
+from tests.support.counted_memory import CountedMemory
 from tests.support.graphs import analysed
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.training import whole

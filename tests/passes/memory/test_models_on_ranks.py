@@ -15,8 +15,8 @@ from benchmarks.memory.cells import BUDGETS, Sized
 from benchmarks.memory.decoder import DecoderWorkload
 from benchmarks.memory.residual import ResidualWorkload
 from benchmarks.models import MODELS
-from embrace_fx.runtime.memory.counted import CountedMemory
 from embrace_fx.runtime.ranks.failure import PeerFailure
+from tests.support.counted_memory import CountedMemory
 from tests.support.ranks import run_ranks
 from tests.support.training import whole
 

@@ -26,7 +26,6 @@ from embrace_fx.passes.memory.held import Storage, held
 from embrace_fx.passes.memory.place import CopyRate, place
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
-from embrace_fx.runtime.launch.recorded_streams import RecordedStreams
 from embrace_fx.runtime.memory.copies import FileCopies, PinnedCopies
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session.pipeline import run_passes
@@ -44,6 +43,7 @@ from tests.passes.memory.test_regions import (
 )
 from tests.support.graphs import analysed
 from tests.support.ranks import run_ranks
+from tests.support.streams.recorded_streams import RecordedStreams
 from tests.support.training import whole
 
 FAST = CopyRate(1e9)

@@ -24,10 +24,10 @@ from embrace_fx.passes.collectives import collective_sequence
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.regions import RecomputeRegions
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
-from embrace_fx.runtime.memory.counted import CountedMemory
 from embrace_fx.session.pipeline import run_passes, training_passes
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, outputs_of
 from embrace_fx.vocabulary.plan import Decision, Plan
+from tests.support.counted_memory import CountedMemory
 from tests.support.graphs import analysed
 from tests.support.ranks import run_ranks
 from tests.support.training import whole

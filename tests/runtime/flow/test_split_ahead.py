@@ -11,8 +11,8 @@ from torch import Tensor
 from embrace_fx.runtime import kernels
 from embrace_fx.runtime.flow.routing import Routing, RowSplitter, chunks_of
 from embrace_fx.runtime.flow.split_ahead import SplitAhead, routed, unique_ids
-from embrace_fx.runtime.launch.recorded_streams import RecordedStreams
 from embrace_fx.runtime.launch.streams import first_true
+from tests.support.streams.recorded_streams import RecordedStreams
 
 V = 9
 CPU = torch.device("cpu")

@@ -17,18 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 import embrace_fx
-from embrace_fx.passes.scheduler.streams import stream_program
-from embrace_fx.passes.verifier.stream_order import different_orders, hazards, verify_streams
 from embrace_fx.runtime.launch import launcher, streams
-from embrace_fx.runtime.launch.recorded_streams import RecordedStreams
 from embrace_fx.runtime.ranks import communicator
 from embrace_fx.vocabulary.operation_id import BETWEEN, END, OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT, SCHEDULES, ScheduleName
-from embrace_fx.vocabulary.stream_program import HostRead, Launch, Step, StreamProgram, WaitEvent
 from tests.support.cases import long_but
 from tests.support.models import MODELS, Workload
 from tests.support.question_answering import QuestionAnsweringWorkload
 from tests.support.ranks import run_ranks
+from tests.support.streams.recorded_streams import RecordedStreams
+from tests.support.streams.schedule_program import stream_program
+from tests.support.streams.stream_order import different_orders, hazards, verify_streams
+from tests.support.streams.stream_program import HostRead, Launch, Step, StreamProgram, WaitEvent
 from tests.support.training import SEED, Way, make_optimizers, train_compiled, trained
 
 WARM_UP, RECORDED = 4, 3

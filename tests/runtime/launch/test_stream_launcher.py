@@ -12,15 +12,15 @@ import pytest
 import torch
 from hypothesis import given
 
-from embrace_fx.passes.verifier.stream_order import hazards, too_many_in_flight
-from embrace_fx.runtime.launch.recorded_streams import RecordedStreams
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
-from embrace_fx.vocabulary.stream_program import Launch, StreamProgram, WaitEvent
 from tests.support.launches import ID, LANE_OF, LONG_S, NAMES, OF_FORWARD, ORDER, stand_still, windows
+from tests.support.streams.recorded_streams import RecordedStreams
+from tests.support.streams.stream_order import hazards, too_many_in_flight
+from tests.support.streams.stream_program import Launch, StreamProgram, WaitEvent
 
 
 class Device:

@@ -8,16 +8,18 @@ from dataclasses import replace
 import pytest
 
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.streams import stream_program
-from embrace_fx.passes.verifier.stream_order import (
+from embrace_fx.vocabulary.schedule import IN_FLIGHT, SCHEDULES
+from tests.passes.scheduler.test_step_graph import steps_of_translator
+from tests.support.golden import check_golden
+from tests.support.streams.schedule_program import stream_program
+from tests.support.streams.stream_order import (
     StreamError,
     different_orders,
     hazards,
     too_many_in_flight,
     verify_streams,
 )
-from embrace_fx.vocabulary.schedule import IN_FLIGHT, SCHEDULES
-from embrace_fx.vocabulary.stream_program import (
+from tests.support.streams.stream_program import (
     Free,
     HostRead,
     Keep,
@@ -29,8 +31,6 @@ from embrace_fx.vocabulary.stream_program import (
     WaitEvent,
     story,
 )
-from tests.passes.scheduler.test_step_graph import steps_of_translator
-from tests.support.golden import check_golden
 
 
 def program(*steps: Step) -> StreamProgram:

@@ -10,9 +10,8 @@
                             stream that the value was allocated on
 
 Records stand in the order in which the host enqueues them. Streams run beside each other: only a stream's own order and
-the edges from an event's record to its waits order anything. `passes/scheduler/streams.py` predicts a program from a
-schedule, `runtime/launch/recorded_streams.py` records the one that the runtime executes,
-`passes/verifier/stream_order.py` proves either.
+the edges from an event's record to its waits order anything. `schedule_program` predicts a program from a
+schedule, `recorded_streams` records the one that the runtime executes, `stream_order` proves either.
 """
 
 from __future__ import annotations
@@ -25,9 +24,6 @@ from embrace_fx.vocabulary.operation_id import LANES
 
 STREAMS = LANES
 """The stream of the model's compute, and one for each communication class."""
-
-URGENT = ("ids", "embedding")
-"""Streams of high priority: what the next forward waits for first."""
 
 
 @dataclass(frozen=True)

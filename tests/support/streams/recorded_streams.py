@@ -4,7 +4,7 @@ Contract
     Values are right, because everything runs in the order in which it was enqueued. What is written down is a
     `StreamProgram`: each op of torch with the memory it reads and writes, under the stream that was current; each
     collective; each event, wait and read of the host; and the moment at which a tensor's memory is freed.
-    `passes/verifier/stream_order.py` then proves that the same calls are ordered on a device, where streams run
+    `tests/support/streams/stream_order.py` then proves that the same calls are ordered on a device, where streams run
     beside each other.
     What would have made the host wait for the device (a size that depends on values, a value that is asked for) is
     written down too, in `host_waits`.
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from embrace_fx.runtime.launch.recorder import Clock, HostClock
 from embrace_fx.vocabulary.operation_id import Lane
-from embrace_fx.vocabulary.stream_program import (
+from tests.support.streams.stream_program import (
     Free,
     HostRead,
     Keep,

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from embrace_fx.vocabulary.stream_program import (
+from tests.support.streams.stream_program import (
     Free,
     HostRead,
     Keep,

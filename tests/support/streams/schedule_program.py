@@ -23,7 +23,7 @@ from collections import deque
 
 from embrace_fx.vocabulary import operation_id
 from embrace_fx.vocabulary.schedule import IN_FLIGHT, LOOKS_AHEAD, Operation, Schedule
-from embrace_fx.vocabulary.stream_program import HostRead, Kernels, Launch, Record, Step, StreamProgram, WaitEvent
+from tests.support.streams.stream_program import HostRead, Kernels, Launch, Record, Step, StreamProgram, WaitEvent
 
 UNIQUE = "unique rows of the next batch"
 """What the ids' stream computes before it gathers them, where the next batch is known."""
