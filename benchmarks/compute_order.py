@@ -24,12 +24,12 @@ from torch.utils import _pytree as pytree
 import embrace_fx
 from benchmarks.models import MODELS
 from embrace_fx import cost
-from embrace_fx.passes.memory.held import backward_peak
+from embrace_fx.passes.held import backward_peak
+from embrace_fx.passes.node_cost import node_ms
 from embrace_fx.passes.relax.advance import AdvanceGradients
 from embrace_fx.passes.relax.order import BackwardUnits, OrderCompute
 from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.node_cost import node_ms
 from embrace_fx.passes.scheduler.step_graph import Sizes, blocks, build
 from embrace_fx.scheduling.scheduling import MAY_HOLD, cuts
 from embrace_fx.session.pipeline import Pass, relaxing_passes, run_passes, training_passes

@@ -22,10 +22,10 @@ from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.planning.findings import facts_of
 from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
-from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.step.stepping import Stepping
+from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.scheduling.background import background_of
 from embrace_fx.scheduling.scheduling import Scheduling, cuts
 from embrace_fx.session.pipeline import analyse, relaxing_passes, run_passes, training_passes

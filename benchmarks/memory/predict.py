@@ -14,8 +14,8 @@ from embrace_fx.capture import capture
 from embrace_fx.capture.meta_models import as_on_cpu
 from embrace_fx.cost.links import Compute
 from embrace_fx.passes.dropout import EagerDropout
+from embrace_fx.passes.held import held
 from embrace_fx.passes.memory.budget import Memory
-from embrace_fx.passes.memory.held import held
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
 from embrace_fx.passes.partition import Partition
 from embrace_fx.scheduling.one_process import SoloSchedule

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from embrace_fx.runtime.optimizer.own_step import State, hyperparameters, step_rows
-from embrace_fx.runtime.optimizer.skipped_steps import Decaying
+from embrace_fx.runtime.tables.own_step import State, hyperparameters, step_rows
 from embrace_fx.runtime.tables.row_table import sweep
+from embrace_fx.runtime.tables.skipped_steps import Decaying
 
 RESTED = (1, 10, 100, 1000)
 COPIED_BYTES = 256 * 2**20

@@ -18,8 +18,8 @@ from embrace_fx.passes.planner.shard_cost import RowsAtHome
 from embrace_fx.planning.fitting import WHOLE, unshardable
 from embrace_fx.planning.links import links_between
 from embrace_fx.planning.reads import grid_rows, reads_of, used_parameters
-from embrace_fx.runtime.optimizer.holders import Holders
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
+from embrace_fx.runtime.tables.holders import Holders
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage
 from embrace_fx.vocabulary.exactness import RowUpdatesOption, semantics

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from embrace_fx.runtime.optimizer.stepping import DenseTable
+from embrace_fx.runtime.step.stepping import DenseTable
 from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable, own_state

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from embrace_fx.passes.tables import extract_ids
 from embrace_fx.runtime.kernels import unique_ids
-from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.phases import reader
+from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
 from embrace_fx.vocabulary.plan import Grid
 

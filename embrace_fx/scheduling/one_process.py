@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from embrace_fx import cost
-from embrace_fx.passes.memory.held import held
+from embrace_fx.passes.held import held
 from embrace_fx.passes.memory.line import memory_line
+from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.node_cost import estimate
 from embrace_fx.passes.scheduler.step_graph import Block, build_alone, cut_at_copies
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.recorder import Recorder

@@ -15,12 +15,12 @@ from statistics import mean, median
 from torch import Tensor
 
 from embrace_fx import cost
-from embrace_fx.passes.memory.held import backward_peak, held
+from embrace_fx.passes.held import backward_peak, held
 from embrace_fx.passes.memory.line import memory_line
+from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.relax.order import BackwardUnits
 from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.scheduler.node_cost import estimate
 from embrace_fx.passes.scheduler.step_graph import Sizes, build, compute_durations
 from embrace_fx.passes.verifier.windows import check_launches
 from embrace_fx.runtime.exchanges.channel import Channel

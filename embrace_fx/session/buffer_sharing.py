@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from embrace_fx.passes.buffers import live_buffers, mutated_buffers
 from embrace_fx.runtime.ranks.announcement import CHANGED_BUFFERS, Announcements
-from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import TrainingGraph
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from embrace_fx.passes.memory.held import Held
+from embrace_fx.passes.held import Held
 from embrace_fx.runtime.tables.row_table import RowTable
 
 SAMPLES = 60

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from embrace_fx.runtime.step.gradient_hooks import is_hooked
-from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.tables.model_state import ModelState
 
 CONVERTED = (
     "expected every parameter to stay of its dtype, in the model's call, found that that of {} has changed since the "

@@ -13,8 +13,8 @@ from torch import fx
 
 from embrace_fx.capture.structured_trace import log_graph, log_text
 from embrace_fx.passes.collectives import sequence_hash
+from embrace_fx.passes.held import Held, held
 from embrace_fx.passes.memory.budget import Memory
-from embrace_fx.passes.memory.held import Held, held
 from embrace_fx.passes.relax.order import OrderCompute
 from embrace_fx.passes.take_part import ExchangedParameter, TakePart
 from embrace_fx.planning.replanning import TrainingCalls

@@ -15,7 +15,7 @@ from embrace_fx.runtime.ranks.announcement import Announcements, check_activitie
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.runtime.step.gradient_hooks import has_node_hooks
-from embrace_fx.runtime.step.model_state import names_to_ignore
+from embrace_fx.runtime.tables.model_state import names_to_ignore
 from embrace_fx.setup.group import check_mesh
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.shared_memory import refuse_shared_memory

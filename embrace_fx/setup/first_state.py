@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.step.model_state import names_to_ignore
+from embrace_fx.runtime.tables.model_state import names_to_ignore
 from embrace_fx.setup.options import Options
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.step.stepping import Stepping
+from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.setup.options import Options
 
 

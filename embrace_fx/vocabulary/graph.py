@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,6 +22,9 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from embrace_fx.vocabulary.sizes import NOTHING_EXPECTED, ExpectedSizes
 from embrace_fx.vocabulary.step_variant import Varied
+
+Values = dict[str, Any]
+"""The values that phases save for later ones, by the names of their `Saved`."""
 
 LateModule = _LazyGraphModule
 """A graph module whose Python code is made where it is called or read."""

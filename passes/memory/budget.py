@@ -17,15 +17,15 @@ from itertools import accumulate
 from math import inf
 
 from embrace_fx import cost
+from embrace_fx.passes.held import Held, held
 from embrace_fx.passes.memory.cheap import RecomputeCheap
 from embrace_fx.passes.memory.choose import NEVER, Choice, Growing, choices
 from embrace_fx.passes.memory.foresee import Foreseen, Foresight
-from embrace_fx.passes.memory.held import Held, held
 from embrace_fx.passes.memory.numbered import Costs, Numbered
 from embrace_fx.passes.memory.offload import insert_copies, values_that_leave
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate, place
 from embrace_fx.passes.memory.regions import can_run_again, compute_again, written_by
-from embrace_fx.passes.scheduler.node_cost import estimate
+from embrace_fx.passes.node_cost import estimate
 from embrace_fx.vocabulary.graph import TrainingGraph
 
 AIMS = 3

@@ -22,10 +22,10 @@ import torch
 from torch import fx
 
 from embrace_fx import cost
-from embrace_fx.passes.memory.held import Held, Storage, held
+from embrace_fx.passes.held import Held, Storage, held
 from embrace_fx.passes.memory.offload import view_of
 from embrace_fx.passes.memory.regions import can_run_again, compute_again, written_by
-from embrace_fx.passes.scheduler.node_cost import NodeMs, estimate
+from embrace_fx.passes.node_cost import NodeMs, estimate
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
 

@@ -18,7 +18,7 @@ from math import inf
 import numpy as np
 from torch import fx
 
-from embrace_fx.passes.memory.held import Held, Storage
+from embrace_fx.passes.held import Held, Storage
 from embrace_fx.passes.memory.numbered import Numbered
 from embrace_fx.passes.memory.offload import values_that_leave
 

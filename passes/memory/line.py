@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from embrace_fx.passes.memory.held import Held
-from embrace_fx.passes.scheduler.node_cost import NodeMs
+from embrace_fx.passes.held import Held
+from embrace_fx.passes.node_cost import NodeMs
 from embrace_fx.vocabulary.operation_id import BETWEEN
 from embrace_fx.vocabulary.schedule import MemoryAt, Span, Timeline
 

@@ -9,9 +9,9 @@ from itertools import accumulate
 
 from torch import fx
 
-from embrace_fx.passes.memory.held import Held, Storage
+from embrace_fx.passes.held import Held, Storage
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
-from embrace_fx.passes.scheduler.node_cost import NodeMs
+from embrace_fx.passes.node_cost import NodeMs
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from itertools import accumulate
 from torch import fx
 
 from embrace_fx.passes.narrow import exchange_dtype
-from embrace_fx.passes.scheduler.node_cost import computes
+from embrace_fx.passes.node_cost import computes
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import Stack
 

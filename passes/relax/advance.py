@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from embrace_fx.passes.memory.held import held
+from embrace_fx.passes.held import held
 from embrace_fx.passes.relax.launches import Phases, nodes_of, rewrite_phases
 from embrace_fx.passes.rewriter import first_after_placeholders
 from embrace_fx.vocabulary.copy_ops import COPY_OPS

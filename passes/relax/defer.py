@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from embrace_fx.passes.node_cost import computes
 from embrace_fx.passes.relax.advance import may_move
 from embrace_fx.passes.relax.launches import Phases, nodes_of, rewrite_phases
-from embrace_fx.passes.scheduler.node_cost import computes
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import op_name

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from embrace_fx.passes.collectives import running_modules
-from embrace_fx.passes.memory.held import held
+from embrace_fx.passes.held import held
 from embrace_fx.passes.memory.offload import view_of
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, AWAIT_RELOAD, COPY_OPS, OFFLOAD, RELOAD

@@ -24,7 +24,7 @@ from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.announcement import bad_id_report
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.runtime.step.phases import Values
+from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.operation_id import IDS
 
 

@@ -22,9 +22,9 @@ from embrace_fx import cost
 from embrace_fx.runtime.kernels import unpack_bucket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
-from embrace_fx.runtime.optimizer.own_step import hyperparameters, step_groups
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
+from embrace_fx.runtime.tables.own_step import hyperparameters, step_groups
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name
 
 WRITTEN = (

@@ -23,7 +23,7 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.gate import Gate
-from embrace_fx.runtime.step.phases import Values
+from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, IDS, START, OperationId
 from embrace_fx.vocabulary.step_variant import Arrival, BackwardVariant, ForwardVariant
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from embrace_fx.runtime.flow.ahead import IdsProgram
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.ranks.announcement import Announcements, bad_id_report, unreadable
-from embrace_fx.runtime.step.phases import Values
+from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.operation_id import OperationId
 
 ANNOUNCEMENT = OperationId("ids", "announcement", "early", lane="ids")

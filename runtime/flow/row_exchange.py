@@ -31,10 +31,10 @@ from embrace_fx.runtime.flow.under_way import Arriving, LateRows, Part, Rows, St
 from embrace_fx.runtime.kernels import coalesce, lookup_as
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
-from embrace_fx.runtime.optimizer.own_step import hyperparameters
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.held_gradient import Rows as RowsOfTable
+from embrace_fx.runtime.tables.own_step import hyperparameters
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.vocabulary.operation_id import OperationId

@@ -1,4 +1,4 @@
-"""Rows of an Adam that have rested, brought up to date (`embrace_fx.runtime.optimizer.skipped_steps.Decaying`).
+"""Rows of an Adam that have rested, brought up to date (`embrace_fx.runtime.tables.skipped_steps.Decaying`).
 
 On the CPU in two ways. The sum over a row's skipped steps is a few of its moments, which all rows share, where what
 that leaves out is below a weight's last bit (`_leap`); else it is made term by term (`_decay`).

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.step.gradient_hooks import hooked, run_accumulated
-from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import Gradient, GradientOfRows, OutputRole, Parameter, PendingGradients, PendingRows
 
 

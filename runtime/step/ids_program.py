@@ -12,9 +12,9 @@ from torch import Tensor, fx
 from embrace_fx.runtime.flow import split_ahead
 from embrace_fx.runtime.flow.ahead import IdsProgram, TableRoute
 from embrace_fx.runtime.ranks.communicator import InFlight
-from embrace_fx.runtime.step.model_state import ModelState
-from embrace_fx.runtime.step.phases import Runnable, Values, keep, runnable
-from embrace_fx.vocabulary.graph import Mutation, Saved, TrainingGraph, inputs_of, outputs_of
+from embrace_fx.runtime.step.phases import Runnable, keep, runnable
+from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.vocabulary.graph import Mutation, Saved, TrainingGraph, Values, inputs_of, outputs_of
 from embrace_fx.vocabulary.ops import op_name
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.tables.model_state import ModelState
 
 
 class OutsideUses:

@@ -19,8 +19,7 @@ from torch import Tensor, fx
 
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight, by_row
-from embrace_fx.runtime.step.phases import Values
-from embrace_fx.vocabulary.graph import Saved
+from embrace_fx.vocabulary.graph import Saved, Values
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import LAUNCHES, SUBMISSIONS, launch_of, op_name
 

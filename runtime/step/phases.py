@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.runtime.lower.lower import Phase, lower
-from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Buffer,
@@ -20,15 +20,13 @@ from embrace_fx.vocabulary.graph import (
     Saved,
     Shard,
     Tangent,
+    Values,
     inputs_of,
     outputs_of,
 )
 
 if TYPE_CHECKING:  # importing Inductor takes seconds, which only those who use it are to pay
     from embrace_fx.runtime.lower.inductor import RegionCompiler
-
-Values = dict[str, Any]
-"""What phases save for later ones, by name."""
 
 Special = Callable[[fx.Node], Callable[..., Any] | None]
 """What a single node is to call instead, or None."""

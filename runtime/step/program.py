@@ -18,11 +18,11 @@ from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.delivery import Delivery, delivered
 from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
-from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.step.owed import Owed
 from embrace_fx.runtime.step.own_results import memory_of
-from embrace_fx.runtime.step.phases import Runnable, Values, autocast_is_in_the_graph, runnable
+from embrace_fx.runtime.step.phases import Runnable, autocast_is_in_the_graph, runnable
 from embrace_fx.runtime.step.used_parameters import UsedParameters
+from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Parameter,
@@ -30,6 +30,7 @@ from embrace_fx.vocabulary.graph import (
     Saved,
     Tangent,
     TrainingGraph,
+    Values,
     inputs_of,
     outputs_of,
 )

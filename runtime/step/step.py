@@ -25,9 +25,9 @@ from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is
 from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
 from embrace_fx.runtime.step.own_results import in_memory_of, own_results
-from embrace_fx.runtime.step.phases import Values, autocast_is_in_the_graph, keep
+from embrace_fx.runtime.step.phases import autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import LoweredPhase, Program
-from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result
+from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result, Values
 from embrace_fx.vocabulary.operation_id import BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
 

@@ -1,1 +1,1 @@
-"""Where a rank's part of each table lies."""
+"""Where a rank's part of each table lies, and how optimizers update it."""

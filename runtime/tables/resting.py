@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.optimizer.own_step import advance_counters, step_rows
-from embrace_fx.runtime.optimizer.skipped_steps import MOST_STEPS, SkippedSteps, form_of
+from embrace_fx.runtime.tables.own_step import advance_counters, step_rows
+from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, SkippedSteps, form_of
 
 ROWS_AT_ONCE = 1 << 16
 """Of all, as they take what they have skipped."""

@@ -22,7 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
-from embrace_fx.runtime.optimizer.own_step import (
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.tables.held_gradient import HeldGradient, Rows
+from embrace_fx.runtime.tables.layouts import Place, own_part, whole_table
+from embrace_fx.runtime.tables.own_step import (
     hyperparameters,
     makes_state,
     new_state,
@@ -32,13 +35,10 @@ from embrace_fx.runtime.optimizer.own_step import (
     step_rows,
     step_tensor,
 )
-from embrace_fx.runtime.optimizer.row_optimizers import row_optimizer
-from embrace_fx.runtime.optimizer.skipped_steps import form_of
-from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.held_gradient import HeldGradient, Rows
-from embrace_fx.runtime.tables.layouts import Place, own_part, whole_table
 from embrace_fx.runtime.tables.resting import RestingRows
 from embrace_fx.runtime.tables.row_gradient import RowGradient
+from embrace_fx.runtime.tables.row_optimizers import row_optimizer
+from embrace_fx.runtime.tables.skipped_steps import form_of
 from embrace_fx.vocabulary.exactness import RowUpdates, row_update_blocker
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.optimizer.own_step import is_of_rows, rows_of_state, step_rows
-from embrace_fx.runtime.optimizer.row_optimizers import row_optimizer
 from embrace_fx.runtime.tables.held_gradient import Rows
+from embrace_fx.runtime.tables.own_step import is_of_rows, rows_of_state, step_rows
+from embrace_fx.runtime.tables.row_optimizers import row_optimizer
 from embrace_fx.runtime.tables.row_table import Options, RowTable, Supposed, suppose, sweep
 from embrace_fx.vocabulary.plan import Stack
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from embrace_fx import cost
+from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
 from embrace_fx.passes.relax.advance import AdvanceGradients, made_for
-from embrace_fx.passes.scheduler.node_cost import estimate
 from embrace_fx.passes.scheduler.step_graph import blocks
 from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from embrace_fx.passes.node_cost import computes
 from embrace_fx.passes.relax.advance import AdvanceGradients
 from embrace_fx.passes.relax.defer import DeferRows
-from embrace_fx.passes.scheduler.node_cost import computes
 from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import launch_of, op_name

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from embrace_fx.passes.memory.held import backward_peak
+from embrace_fx.passes.held import backward_peak
 from embrace_fx.passes.relax.order import BackwardUnits, OrderCompute
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes

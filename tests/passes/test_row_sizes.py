@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from embrace_fx.passes.memory.held import held
+from embrace_fx.passes.held import held
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.relax.rows import RelaxRows
 from embrace_fx.passes.shard import ShardTables

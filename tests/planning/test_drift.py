@@ -17,7 +17,7 @@ from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.planning.findings import Findings, facts_of
 from embrace_fx.planning.reads import used_parameters
 from embrace_fx.planning.replanning import CONFIRMED_BY, LOOK_EVERY, Drift
-from embrace_fx.runtime.optimizer.holders import Holders
+from embrace_fx.runtime.tables.holders import Holders
 from tests.support.drifting import LINKS, OTHER, ROWS, TABLE, batch, make
 from tests.support.graphs import analysed
 

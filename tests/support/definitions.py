@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
-from embrace_fx.runtime.optimizer.own_step import hyperparameters
+from embrace_fx.runtime.tables.own_step import hyperparameters
 
 V, D, STEPS = 11, 5, 20
 DTYPES = (torch.float32, torch.float64)

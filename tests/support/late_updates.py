@@ -21,10 +21,10 @@ from embrace_fx.runtime.flow.under_way import waiting
 from embrace_fx.runtime.kernels import pack_bucket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.optimizer.stepping import Stepping
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.step.stepping import Stepping
+from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.operation_id import chunk_id
 
 WORLD = 2

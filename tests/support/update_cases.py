@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from embrace_fx.runtime.kernels import decay
-from embrace_fx.runtime.optimizer.row_optimizers import row_optimizer
+from embrace_fx.runtime.tables.row_optimizers import row_optimizer
 from tests.support.kernel_values import Put, assert_near, assert_same, plain, random
 
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 import embrace_fx
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
+from embrace_fx.passes.held import held
 from embrace_fx.passes.memory.budget import Memory, apply
 from embrace_fx.passes.memory.choose import choices
 from embrace_fx.passes.memory.foresee import Foresight
-from embrace_fx.passes.memory.held import held
 from embrace_fx.passes.memory.numbered import Costs, Numbered
 from embrace_fx.passes.memory.regions import can_run_again, written_by
-from embrace_fx.passes.scheduler.node_cost import estimate, node_ms
+from embrace_fx.passes.node_cost import estimate, node_ms
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session.pipeline import run_passes
 from tests.passes.memory.test_regions import (

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 import embrace_fx
 from embrace_fx.cost.links import CORE, Compute
 from embrace_fx.passes.dropout import EagerDropout
+from embrace_fx.passes.held import held
 from embrace_fx.passes.memory import cheap
 from embrace_fx.passes.memory.cheap import AT_MOST, RecomputeCheap
-from embrace_fx.passes.memory.held import held
-from embrace_fx.passes.scheduler.node_cost import estimate
+from embrace_fx.passes.node_cost import estimate
 from embrace_fx.session.pipeline import run_passes
 from tests.passes.memory.test_regions import FORMS, IDS, Block, Model, assert_equal_gradients, gradients
 from tests.support.graphs import analysed

@@ -21,8 +21,8 @@ import embrace_fx
 import embrace_fx.passes.memory.budget as budget_pass
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
+from embrace_fx.passes.held import Storage, held
 from embrace_fx.passes.memory.budget import Memory
-from embrace_fx.passes.memory.held import Storage, held
 from embrace_fx.passes.memory.place import CopyRate, place
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.verifier.invariants import VerificationError, verify

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
+from embrace_fx.passes.held import held
 from embrace_fx.passes.memory.budget import Memory
-from embrace_fx.passes.memory.held import held
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
 from embrace_fx.passes.partition import Partition
 from embrace_fx.session.pipeline import run_passes

@@ -11,7 +11,7 @@ from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.failure import PeerFailure
-from embrace_fx.runtime.step.phases import Values
+from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.operation_id import IDS, OperationId
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
 from tests.support.flows import DELAYED, EARLY, LATE, PRIOR, ROWS, Listening, ids_program, listening_flow

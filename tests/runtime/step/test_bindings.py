@@ -16,7 +16,7 @@ from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.bindings import Bindings
-from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import Shard, TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, OperationId, chunk_id
 from tests.support.flows import DELAYED, EARLY, LATE, PRIOR, Listening, listening_flow

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from embrace_fx.runtime.step.delivery import Delivery, delivered
-from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import Gradient, OutputRole, Parameter, PendingGradients, PendingRows
 
 NAMES = ("weight", "bias")

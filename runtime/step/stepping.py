@@ -29,10 +29,10 @@ from torch.optim.optimizer import (
 
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
-from embrace_fx.runtime.optimizer.holders import Holders
-from embrace_fx.runtime.optimizer.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.tables.holders import Holders
+from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.exactness import is_element_wise, not_element_wise
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad

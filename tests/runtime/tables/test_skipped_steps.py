@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from embrace_fx.runtime.kernels import decay
-from embrace_fx.runtime.optimizer.skipped_steps import Decaying, Linear, form_of
 from embrace_fx.runtime.tables.resting import RestingRows
+from embrace_fx.runtime.tables.skipped_steps import Decaying, Linear, form_of
 
 ROWS, COLUMNS, STEPS = 20, 5, 250
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}

@@ -22,8 +22,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from embrace_fx.passes.collectives import aliased_inputs
-from embrace_fx.passes.memory.rnn_sizes import saved_workspace_bytes, scratch_bytes
 from embrace_fx.passes.partition import members_of
+from embrace_fx.passes.rnn_sizes import saved_workspace_bytes, scratch_bytes
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, AWAIT_RELOAD, OFFLOAD
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of, outputs_of
 from embrace_fx.vocabulary.in_place import SHARES_MEMORY, written_into

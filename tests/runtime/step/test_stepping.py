@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from embrace_fx.runtime.optimizer.stepping import DenseTable, Stepping
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.step.model_state import ModelState
+from embrace_fx.runtime.step.stepping import DenseTable, Stepping
 from embrace_fx.runtime.tables.layouts import Place
+from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.row_table import RowTable
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 
-from embrace_fx.runtime.optimizer.row_optimizers import row_optimizer
+from embrace_fx.runtime.tables.row_optimizers import row_optimizer
 from embrace_fx.vocabulary.exactness import KNOWN_OPTIONS, RowUpdates, row_update_blocker
 from tests.support.definitions import EXACT, LAZY, D, Definition, V
 

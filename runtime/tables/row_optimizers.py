@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from embrace_fx.runtime.kernels import gpu
-from embrace_fx.runtime.optimizer.own_step import State
+from embrace_fx.runtime.tables.own_step import State
 
 
 class RowOptimizer(ABC):

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.step.model_state import ModelState
 from embrace_fx.runtime.tables.layouts import whole_table
+from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.row_gradient import RowGradient
 from embrace_fx.runtime.tables.row_table import own_state
 from embrace_fx.runtime.tables.state_dicts import Watch, as_table_shard, shard_by_columns

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer, RAdam
 
 import embrace_fx
-from embrace_fx.runtime.optimizer.holders import Holders
+from embrace_fx.runtime.tables.holders import Holders
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.training import whole_parameters

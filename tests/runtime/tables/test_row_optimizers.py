@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
 
-from embrace_fx.runtime.optimizer.own_step import State, hyperparameters
-from embrace_fx.runtime.optimizer.row_optimizers import row_optimizer
+from embrace_fx.runtime.tables.own_step import State, hyperparameters
+from embrace_fx.runtime.tables.row_optimizers import row_optimizer
 from tests.support.definitions import DTYPES, EXACT, LAZY, STEPS, D, Definition, V
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}

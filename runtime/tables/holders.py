@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
-from embrace_fx.runtime.optimizer.own_step import shown_element_wise
-from embrace_fx.runtime.optimizer.skipped_steps import skipping
+from embrace_fx.runtime.tables.own_step import shown_element_wise
+from embrace_fx.runtime.tables.skipped_steps import skipping
 from embrace_fx.vocabulary.exactness import RowUpdates, is_element_wise, not_element_wise, row_update_blocker
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 

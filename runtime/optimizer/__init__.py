@@ -1,1 +1,0 @@
-"""Optimizers that step tables too."""
