@@ -26,7 +26,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.launch import launcher
 from embrace_fx.runtime.launch.launcher import Launcher
-from embrace_fx.runtime.launch.recorder import Recorder, Transfer
+from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Event, Streams
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
@@ -131,7 +131,7 @@ class _Issuer:
 
     def _enqueue(self, ticket: StreamTicket) -> None:
         streams, recorder = self.streams, self.state.recorder
-        recorded = ticket.window >= 0 and recorder.recording is not None
+        recorded = ticket.window > OUTSIDE and recorder.recording is not None
         at = bisect.bisect_left(self._issued, ticket.place, key=lambda each: each[0])
         with streams.on(ticket.id.lane, str(ticket.id)):
             streams.wait(ticket.ready)
