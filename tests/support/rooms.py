@@ -19,8 +19,6 @@ ROOT = Path(__file__).parents[2]
 OPENED = ("passes", "runtime")
 """Folders beside `embrace_fx/` that are installed into it, and whose rooms the layers tell apart."""
 
-Graph = nx.DiGraph
-
 
 def module_of(path: Path) -> str:
     """The name that a source file is imported by: `passes/held.py` is `embrace_fx.passes.held`."""
@@ -42,10 +40,10 @@ def room_of(module: str, *, opened: bool) -> str:
     return "/".join(parts[: 2 if opened and parts[0] in OPENED else 1])
 
 
-def rooms(*, opened: bool) -> Graph:
+def rooms(*, opened: bool) -> nx.DiGraph[str]:
     """The rooms, with an arrow from each one to those it imports from. The package's own `__init__.py` is no room."""
     known = modules()
-    graph: Graph = nx.DiGraph()
+    graph: nx.DiGraph[str] = nx.DiGraph()
     for module, path in known.items():
         if module == "embrace_fx":
             continue
