@@ -1,4 +1,4 @@
-"""Answers `embrace_fx.plan`: a model's plan and schedule on any cluster and on any number of ranks, without them."""
+"""What a plan and its schedule would be, on any cluster and any number of ranks, before there is one: `plan`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, extrapolate, measure
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.planning.background import background_of
 from embrace_fx.planning.findings import facts_of
 from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
-from embrace_fx.planning.scheduling import Scheduling, cuts
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.stepping import Stepping
 from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.scheduling.background import background_of
+from embrace_fx.scheduling.scheduling import Scheduling, cuts
 from embrace_fx.session.pipeline import analyse, relaxing_passes, run_passes, training_passes
 from embrace_fx.setup.options import Optimizers, Options
 from embrace_fx.setup.setting import Setting
@@ -35,6 +35,7 @@ from embrace_fx.viz import DrawnSchedule, drawn
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.random_state import random_state_kept
 from embrace_fx.vocabulary.schedule import ScheduleName
 
 T = TypeVar("T")
@@ -215,7 +216,8 @@ def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], in
 
 def _measured(model: nn.Module, state: ModelState, batch: Any) -> _Measured:
     args, kwargs = _arguments(batch)
-    with torch.random.fork_rng():
+    parameter = state.any_parameter()
+    with random_state_kept(torch.device("cpu") if parameter is None else parameter.device):
         if is_on_meta(model):
             with as_on_cpu(model, (args, kwargs)) as (twin, (fake_args, fake_kwargs)):
                 graph = analyse(capture(twin, fake_args, fake_kwargs, train=True))

@@ -15,6 +15,7 @@ from embrace_fx.runtime.step.phases import reader
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
 from embrace_fx.vocabulary.plan import Grid
+from embrace_fx.vocabulary.random_state import random_state_kept
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> 
     if not tables:
         return {}
     run = reader(extract_ids(graph, tables), state)
-    with torch.random.fork_rng(), torch.no_grad():  # a model that draws ids must draw the same ones afterwards
+    parameter = state.any_parameter()
+    device = torch.device("cpu") if parameter is None else parameter.device
+    with random_state_kept(device), torch.no_grad():  # a model that draws ids must draw the same ones afterwards
         ids = iter(run(leaves))
     reads = {}
     for table in tables:

@@ -1,1 +1,1 @@
-"""Data that all rooms share: graphs, ops, plans, schedules. No policy, no input or output."""
+"""What all rooms share: graphs, ops, plans, schedules. No policy, no input or output."""

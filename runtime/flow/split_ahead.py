@@ -45,7 +45,7 @@ def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> tuple[
     where = torch.empty_like(order).scatter_(0, order, places)[:given]
     unique = torch.zeros_like(ordered).scatter_(0, places, ordered)
     if padding_idx >= 0:
-        unique[0] = padding_idx
+        unique[:1].fill_(padding_idx)  # by index, the host would copy a number to the device and wait
     count = torch.where(bad.any(), -1, heads.sum())
     parts = where.split([i.numel() for i in ids])
     return unique.clamp_(0, num_rows - 1), count, [part.view(i.shape) for part, i in zip(parts, ids, strict=True)]

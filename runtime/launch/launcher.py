@@ -21,13 +21,15 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
+from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
+from embrace_fx.runtime.ranks.communicator import InTurn
+from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 
@@ -69,8 +71,9 @@ class _Window:
 class _State:
     """What the thread and its users share, under one lock. The thread must not hold the launcher itself alive."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, channel: Mapping[Lane, str]) -> None:
         self.recorder = recorder
+        self.channel = channel
         self.changed = threading.Condition()
         self.windows: deque[_Window] = deque()
         self.in_flight: deque[Ticket] = deque()
@@ -97,8 +100,9 @@ class _State:
             self.windows.popleft()
         any_may = standing_still or self.draining
         tickets = (ticket for window in self.windows for ticket in window.waiting.values())
-        may_overtake = {t.id.lane for t in tickets if any_may or t.wanted} if any_may or self.hurried else set()
-        passed_over: set[Lane] = set()
+        hurried = any_may or self.hurried
+        may_overtake = {self.channel[t.id.lane] for t in tickets if any_may or t.wanted} if hurried else set()
+        passed_over: set[str] = set()
         for window in self.windows:
             if window.held:
                 return None
@@ -106,13 +110,13 @@ class _State:
                 ticket = window.waiting.get(launch)
                 if ticket is None and launch not in window.expected:
                     continue
-                lane = launch.lane
-                may_leave = lane not in passed_over and (not passed_over or lane in may_overtake)
+                channel = self.channel[launch.lane]
+                may_leave = channel not in passed_over and (not passed_over or channel in may_overtake)
                 if ticket is not None and may_leave:
                     return window.waiting.pop(launch)
                 if not may_overtake:
                     return None
-                passed_over.add(lane)
+                passed_over.add(channel)
         return None
 
     def until_late_s(self) -> float:
@@ -142,14 +146,21 @@ class Launcher:
         order: the launch order of a window.
         of_forward: those of them that the forward submits; all others are the backward's.
         recorder: told of every launch that completes.
+        channel: the group that carries a class. Launches of one channel never overtake each other.
     """
 
-    def __init__(self, order: Iterable[OperationId], of_forward: Iterable[OperationId], recorder: Recorder) -> None:
+    def __init__(
+        self,
+        order: Iterable[OperationId],
+        of_forward: Iterable[OperationId],
+        recorder: Recorder,
+        channel: Mapping[Lane, str] = LANE_GROUP,
+    ) -> None:
         self._order = tuple(order)
         self._of_forward = frozenset(of_forward)
         self.noted: Callable[[str], None] = lambda name: None  # told of every submission
         self.recorder = recorder
-        self._state = _State(recorder)
+        self._state = _State(recorder, channel)
         self._state.windows.append(_Window(self._order))
         self._start()
 
@@ -249,7 +260,7 @@ class Launcher:
         """
         assert which in self._state.windows[-1].expected, str(which)
         recording = self._state.recorder.recording
-        number = OUTSIDE if recording is None else recording.window
+        number = -1 if recording is None else recording.window
         ticket = self._ticket(which, launch, sent_bytes, number)
         with self._changing() as window:
             window.expected.remove(which)
@@ -272,6 +283,11 @@ class Launcher:
 
     def catch_up(self) -> None:
         """Launches what another rank may have launched out of turn. The thread does that by itself."""
+
+    @property
+    def in_turn(self) -> InTurn | None:
+        """What the communicator runs collectives of the calling thread in; None: nothing orders them, on the host."""
+        return None
 
     @contextlib.contextmanager
     def hurrying(self) -> Iterator[None]:
@@ -336,7 +352,7 @@ def _complete(state: _State, ticket: Ticket) -> None:
         if ticket.tells:
             state.took_s[ticket.id] = ticket.ended_s - ticket.started_s
         state.changed.notify_all()
-    if ticket.window > OUTSIDE:
+    if ticket.window >= 0:
         state.recorder.transferred(
             Transfer(ticket.id, ticket.window, ticket.sent_bytes, ticket.started_s, ticket.ended_s)
         )

@@ -18,7 +18,7 @@ import bisect
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -26,9 +26,11 @@ from torch import Tensor
 
 from embrace_fx.runtime.launch import launcher
 from embrace_fx.runtime.launch.launcher import Launcher
-from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
+from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Event, Streams
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
+from embrace_fx.runtime.ranks.communicator import InTurn
+from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 
@@ -99,7 +101,7 @@ class _Issuer:
         self.streams = streams
         self.overtook = False
         self.unwaited: dict[tuple[int, int], StreamTicket] = {}
-        self._issued: list[tuple[tuple[int, int], Lane, Event]] = []  # place, class and end of launches, by place
+        self._issued: list[tuple[tuple[int, ...], Lane, Event]] = []  # place, class and end of launches, by place
 
     def issue(self, hurry: bool = False) -> None:
         """Enqueues everything whose turn it is; with `hurry` all that has been submitted, each class in its order."""
@@ -119,6 +121,18 @@ class _Issuer:
             finally:
                 state.draining = was_draining
 
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """A context in which a collective that is none of the window's is enqueued on the current stream: behind all
+        launches that have been issued, and before all that will be."""
+        with self.state.changed:
+            place: tuple[int, ...] = (-1,)
+            if self._issued:
+                place, _, ended = self._issued[-1]
+                self.streams.wait(ended)
+            yield
+            self._issued.append(((*place, 1), "compute", self.streams.record("collective done")))
+
     def _is_out_of_turn(self, ticket: StreamTicket) -> bool:
         windows = [window for window in self.state.windows if window.number <= ticket.place[0]]
         before = [
@@ -131,8 +145,9 @@ class _Issuer:
 
     def _enqueue(self, ticket: StreamTicket) -> None:
         streams, recorder = self.streams, self.state.recorder
-        recorded = ticket.window > OUTSIDE and recorder.recording is not None
-        at = bisect.bisect_left(self._issued, ticket.place, key=lambda each: each[0])
+        recorded = ticket.window >= 0 and recorder.recording is not None
+        place: tuple[int, ...] = ticket.place
+        at = bisect.bisect_left(self._issued, place, key=lambda each: each[0])
         with streams.on(ticket.id.lane, str(ticket.id)):
             streams.wait(ticket.ready)
             if at >= IN_FLIGHT:
@@ -158,14 +173,19 @@ class StreamLauncher(Launcher):
     """Enqueues launches on streams, in the schedule's order.
 
     Args:
-        order, of_forward, recorder: as for `Launcher`.
+        order, of_forward, recorder, channel: as for `Launcher`.
     """
 
     def __init__(
-        self, order: Iterable[OperationId], of_forward: Iterable[OperationId], recorder: Recorder, streams: Streams
+        self,
+        order: Iterable[OperationId],
+        of_forward: Iterable[OperationId],
+        recorder: Recorder,
+        streams: Streams,
+        channel: Mapping[Lane, str] = LANE_GROUP,
     ) -> None:
         self._streams = streams
-        super().__init__(order, of_forward, recorder)
+        super().__init__(order, of_forward, recorder, channel)
 
     def _start(self) -> None:
         self._issuer = _Issuer(self._state, self._streams)
@@ -219,6 +239,11 @@ class StreamLauncher(Launcher):
         overtook, self._issuer.overtook = self._issuer.overtook, False
         return not overtook
 
+    @property
+    def in_turn(self) -> InTurn | None:
+        """What the communicator runs collectives of the calling thread in. It does not keep this alive."""
+        return self._issuer.in_turn
+
     def catch_up(self) -> None:
         """Launches everything that has been submitted, as another rank may have done already. On all ranks."""
         self._issuer.issue(hurry=True)
@@ -227,6 +252,7 @@ class StreamLauncher(Launcher):
 
 def _stand_by(issuer: _Issuer) -> None:
     state = issuer.state
+    issuer.streams.use_device()
     while True:
         with state.changed:
             if state.stopped or state.error is not None:

@@ -50,6 +50,9 @@ class Streams(Protocol):
     def clock(self) -> Clock:
         """Takes moments on the current stream."""
 
+    def use_device(self) -> None:
+        """Makes the device the calling thread's, which otherwise has the first one of the machine."""
+
 
 class CudaStreams:
     """The streams of a CUDA device: those of ids and embedding of high priority."""
@@ -93,6 +96,9 @@ class CudaStreams:
     def clock(self) -> Clock:
         return _CudaClock(self._device)
 
+    def use_device(self) -> None:
+        torch.cuda.set_device(self._device)
+
 
 class _CudaClock:
     """Moments on a stream are events; their times are known once the device has caught up, at the recording's end."""
@@ -124,7 +130,10 @@ def streams_of(device: torch.device) -> Streams | None:
 
     The one place where that is decided.
     """
-    return _cuda_streams(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    whichever = device == torch.device("cuda")  # of one device there is one set, whatever it is called
+    return _cuda_streams(torch.device("cuda", torch.cuda.current_device()) if whichever else device)
 
 
 @functools.cache

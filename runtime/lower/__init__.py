@@ -1,1 +1,1 @@
-"""Turns graphs into Python functions, and runs recurrent layers."""
+"""Graphs made into Python functions, and the kernels of recurrent layers."""

@@ -1,1 +1,1 @@
-"""Copies saved values out of memory and back, and reads how much memory is in use."""
+"""Memory while a step runs: how much of it there is."""

@@ -1,1 +1,1 @@
-"""Measures links and processors."""
+"""Links and processors, measured."""

@@ -7,6 +7,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from embrace_fx import cost
 from embrace_fx.runtime.kernels import column_widths
 from embrace_fx.runtime.ranks.backends import backend_name, travels_by_host
 from embrace_fx.runtime.ranks.gathering import gather_single
-from embrace_fx.runtime.ranks.groups import Groups
+from embrace_fx.runtime.ranks.groups import CLASSES, Groups
 from embrace_fx.runtime.ranks.messages import send_parts
 
 
@@ -64,6 +65,9 @@ def widened(launched: InFlight, into: Tensor, sent_bytes: int) -> InFlight:
     return InFlight(into, work, lambda: sent_bytes, (narrow, *launched.reads))
 
 
+InTurn = Callable[[], AbstractContextManager[None]]
+"""Makes a context for a collective that no launcher launches, on the current stream."""
+
 Counts = Sequence[Sequence[int]]
 """How many rows a rank reads of each row of the grid that a table lies on, by rank. Columns alone are one row."""
 
@@ -82,10 +86,14 @@ class Communicator(Groups):
     Attributes:
         gradient_dtype: in which gradients travel; None: their own.
         comm_hook: the user's, which reduces buckets in place of an AllReduce; None: there is none.
+        in_turn: gives a device's collectives of the calling thread a place among those that a launcher launches: two
+            that nothing orders could begin in different orders on two ranks, and wait for each other for ever. None:
+            there is no launcher, or it is the host's.
     """
 
     gradient_dtype: torch.dtype | None = None
     comm_hook: Any = None
+    in_turn: InTurn | None = None
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """One rank's values, in place."""
@@ -94,8 +102,11 @@ class Communicator(Groups):
             return
         assert self.group is not None
         of_job = dist.get_global_rank(self.group, source)
-        with self.watching():
-            works = [dist.broadcast(t, of_job, group=self._group_for("dense", t), async_op=True) for t in tensors]
+        groups = [self._group_for("dense", tensor) for tensor in tensors]
+        with self.watching(), self._in_turn(tensors[0], groups[0]) if tensors else nullcontext():
+            works = [
+                dist.broadcast(t, of_job, group=group, async_op=True) for t, group in zip(tensors, groups, strict=True)
+            ]
             for work in works:
                 work.wait()
 
@@ -103,8 +114,9 @@ class Communicator(Groups):
         """The sum or maximum of a small tensor over ranks, by element."""
         self.check_open()
         if self.world_size > 1:
-            with self.watching():
-                dist.all_reduce(value, reduce_op, group=self._group_for("dense", value))
+            group = self._group_for("dense", value)
+            with self.watching(), self._in_turn(value, group):
+                dist.all_reduce(value, reduce_op, group=group)
         return value
 
     # -- launches: the ops of the same names ---------------------------------------------------------------------------
@@ -231,11 +243,24 @@ class Communicator(Groups):
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
         """A collective under way; of tensors on a device over gloo, which takes them from the host, an ended one."""
         if not travels_by_host(written, self._groups[group]):
-            return InFlight(written, collective(written, *read), reads=read)
+            if group not in CLASSES or self.in_turn is None:
+                return InFlight(written, collective(written, *read), reads=read)
+            with self.in_turn():
+                collective(written, *read).wait()  # the current stream does, which is to read it next
+            return InFlight(written, None)
         on_host = [tensor.cpu() for tensor in (written, *read)]
         collective(*on_host).wait()
         written.copy_(on_host[0])
         return InFlight(written, None)
+
+    def _in_turn(self, tensor: Tensor, group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
+        """A context for a collective of the calling thread. What hosts tell each other has no turn."""
+        assert self.group is not None
+        assert group is not None
+        of_hosts = not tensor.is_cuda and "nccl" in dist.get_backend_config(self.group)
+        if self.in_turn is None or of_hosts or travels_by_host(tensor, group):
+            return nullcontext()
+        return self.in_turn()
 
     def wait(self, launch: InFlight, what: str = "") -> Tensor:
         if launch.work is not None:

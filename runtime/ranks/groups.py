@@ -41,6 +41,9 @@ LANE_GROUPS = tuple(f"{lane} lane" for lane in CLASS_LANES)
 LANE_GROUP: Mapping[Lane, str] = dict(zip(CLASS_LANES, LANE_GROUPS, strict=True))
 """The group on which a class of communication travels."""
 
+_OF_NCCL: Mapping[Lane, str] = {lane: "urgent lanes" if lane in URGENT else "other lanes" for lane in CLASS_LANES}
+"""The classes whose launches share a communicator of NCCL, by its name: two, as a communicator has one priority."""
+
 MOST_BYTES = 2**28
 """What a rank may tell the others at once. A plan of a thousand parameters takes some 2**20."""
 
@@ -76,6 +79,7 @@ class Groups:
         self.progress = LaunchLog()
         self._end: Callable[[], object] = lambda: None
         self._closed = False
+        self._connected = False
         if group is not None:
             self.join(group)
 
@@ -103,10 +107,9 @@ class Groups:
         if on_host:  # making a group waits for a rank that is gone; a message to it fails at once
             self._hosts = group
             self._agree_on_counts()
-        if "nccl" in dist.get_backend_config(group):
-            self._open(CLASSES)
-        else:  # every group of gloo has a thread that wakes a hundred times a second, on cores that compute
-            self._groups = dict.fromkeys(CLASSES, self._new_group("program"))
+        # One for all of them: every group of gloo has a thread that wakes a hundred times a second, on cores that
+        # compute, and every group of NCCL a communicator that takes the device's memory.
+        self._groups = dict.fromkeys(CLASSES, self._new_group("program"))
         # Apart from what a user's call may have a rank wait in: another thread answers for it (`lone_calls`).
         self._hosts = self._new_group("hosts", backend="gloo")
         # A job that a launcher restarts may find the store of the attempt before, with all that was said there.
@@ -132,7 +135,10 @@ class Groups:
             )
 
     def open_lanes(self, device: torch.device = CPU, lanes: Collection[Lane] = CLASS_LANES) -> None:
-        """Makes the launcher's own groups, one for each class: a group has one thread launching on it. Collective.
+        """Makes the launcher's own groups: a group has one thread launching on it. Collective.
+
+        Over gloo each class has one. Over NCCL, whose launches run one after the other in the launcher's order, urgent
+        classes share one, and all others another.
 
         Args:
             device: of the tensors that they carry.
@@ -145,15 +151,29 @@ class Groups:
         for lane, name in zip(CLASS_LANES, LANE_GROUPS, strict=True):
             if name in self._groups or lane not in lanes:
                 continue
-            if self.uses_nccl(device):
-                self._groups[name] = self._new_group(name, backend="nccl", urgent=lane in URGENT)
-                self._connect(name, device)
-            else:
+            if not self.uses_nccl(device):
                 self._groups[name] = self._new_group(name)
+                continue
+            shares = [LANE_GROUP[other] for other in CLASS_LANES if _OF_NCCL[other] == _OF_NCCL[lane]]
+            made = next((self._groups[each] for each in shares if each in self._groups), None)
+            self._groups[name] = made or self._new_group(_OF_NCCL[lane], backend="nccl", urgent=lane in URGENT)
+            if made is None:
+                self._connect(name, device)
+
+    def channels(self, device: torch.device) -> Mapping[Lane, str]:
+        """By class, what carries its launches: those of one channel meet on all ranks in one order."""
+        return _OF_NCCL if self.world_size > 1 and self.uses_nccl(device) else LANE_GROUP
+
+    def connect(self, device: torch.device) -> None:
+        """Makes the connections of the program's own group, where NCCL needs any, before it is used. Collective."""
+        if self.world_size > 1 and not self._connected and self.uses_nccl(device):
+            self._connected = True
+            self._connect(CLASSES[0], device)
 
     def open_group(self, name: str) -> dist.ProcessGroup:
         """Another group of the same ranks, or the one of that name. Collective, of at least two ranks."""
-        self._open([name])
+        if name not in self._groups:
+            self._groups[name] = self._new_group(name)
         return self._groups[name]
 
     def process_group(self, name: str) -> dist.ProcessGroup | None:
@@ -165,11 +185,6 @@ class Groups:
         if name in LANE_GROUPS and name not in self._waiters:
             self._waiters[name] = Waiter()
         return self._waiters.get(name)
-
-    def _open(self, names: Sequence[str]) -> None:
-        for name in names:
-            if name not in self._groups:
-                self._groups[name] = self._new_group(name)
 
     def _agree_on_counts(self) -> None:
         """Has some of the job's ranks be in equally many groups, by which torch names those that they make. Collective.

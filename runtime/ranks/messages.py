@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,22 @@ def send_parts(
         messages += [dist.P2POp(dist.isend, sent[rank], group=group, group_peer=rank) for rank in to]
         works = dist.batch_isend_irecv(messages) if messages else []
     return Messages(works, waiter)
+
+
+def send_one(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:
+    """Sends a contiguous tensor to a rank of a group, which `receive_one`s it. Returns once it has left."""
+    _run_one(dist.isend, tensor, to, group)
+
+
+def receive_one(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
+    """Writes what a rank of a group `send_one`s, of the same size. Returns once it is there."""
+    _run_one(dist.irecv, tensor, source, group)
+
+
+def _run_one(operation: Callable[..., Any], tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    # In a batch over NCCL, which makes a communicator of two ranks, kept for ever, for each message that is in none.
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)]):
+        work.wait()
 
 
 class _Failed:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard  # the one pl
 
 from embrace_fx.runtime.ranks.backends import travels_by_host
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.ranks.messages import receive_one, send_one
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
 
@@ -125,13 +126,13 @@ def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) ->
     if rank > 0:
         own = torch.empty_like(table[parts[rank]], memory_format=torch.contiguous_format)
         if own.numel():
-            dist.recv(own, dist.get_global_rank(group, 0), group=group)
+            receive_one(own, 0, group)
         return own
     # Point to point: scatter wants pieces of one size, and ranks may own fewer columns or rows than others, or none.
     for r in range(1, size):
         piece = table[parts[r]].contiguous()
         if piece.numel():
-            dist.send(piece, dist.get_global_rank(group, r), group=group)
+            send_one(piece, r, group)
     return table[parts[0]].clone(memory_format=torch.contiguous_format)
 
 

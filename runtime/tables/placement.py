@@ -17,6 +17,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.layouts import mesh_of, own_part, scatter_table, whole_table
 from embrace_fx.runtime.tables.row_table import RowTable, shown_state
 from embrace_fx.vocabulary.plan import Grid
+from embrace_fx.vocabulary.random_state import random_state_kept
 
 _BLOCK_ELEMENTS = 1 << 20
 """Elements of a table initialised in one piece: a rank never holds more than about these at full width."""
@@ -58,8 +59,10 @@ def shard_parameter(parameter: nn.Parameter, communicator: Communicator, grid: G
 
     A single process keeps all of it. Collective.
     """
-    group, mesh = communicator.group, mesh_of(communicator, parameter.device.type, grid)
+    mesh = mesh_of(communicator, parameter.device.type, grid)
     if mesh is not None:
+        communicator.connect(parameter.device)
+        group = communicator.process_group("dense")
         assert group is not None
         parameter.data = scatter_table(parameter.detach(), group, grid)
     return mesh
@@ -113,7 +116,7 @@ def materialise(
     device_type = torch.get_default_device().type
     seed = torch.tensor([torch.initial_seed() % 2**63], device="cpu")
     communicator.broadcast([seed])
-    with torch.random.fork_rng():
+    with random_state_kept(torch.get_default_device()):
         torch.manual_seed(int(seed))
         for path, module in model.named_modules():
             own = {key: p for key, p in module._parameters.items() if p is not None and p.device.type == "meta"}

@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from embrace_fx.runtime.ranks.backends import travels_by_host
+from embrace_fx.runtime.ranks.messages import receive_one, send_one
 from embrace_fx.runtime.tables.state_dicts import TableShard
 from embrace_fx.vocabulary.ops import own_columns
 
@@ -93,7 +94,7 @@ def _write_table(shard: DTensor, place: Tensor | None) -> None:
     rows_a_block = max(1, _BLOCK_ELEMENTS // max(1, shard.shape[1]))
     for block in local.split(rows_a_block) if place is None else ():
         if block.numel():
-            dist.send((block.cpu() if by_host else block).contiguous(), dist.get_global_rank(group, 0), group=group)
+            send_one((block.cpu() if by_host else block).contiguous(), 0, group)
     if place is None:
         return
     columns = [own_columns(shard.shape[1], size, rank) for rank in range(size)]
@@ -102,5 +103,5 @@ def _write_table(shard: DTensor, place: Tensor | None) -> None:
         width = columns[rank][1] - columns[rank][0]
         for rows in place[:, slice(*columns[rank])].split(rows_a_block) if width else ():
             block = local.new_empty((len(rows), width), device="cpu" if by_host else local.device)
-            dist.recv(block, dist.get_global_rank(group, rank), group=group)
+            receive_one(block, rank, group)
             rows.copy_(block)

@@ -26,7 +26,7 @@ from tests.support.models import MODELS, Workload
 from tests.support.question_answering import QuestionAnsweringWorkload
 from tests.support.ranks import run_ranks
 from tests.support.streams.recorded_streams import RecordedStreams
-from tests.support.streams.schedule_program import stream_program
+from tests.support.streams.schedule_program import FLAGS, stream_program
 from tests.support.streams.stream_order import different_orders, hazards, verify_streams
 from tests.support.streams.stream_program import HostRead, Launch, Step, StreamProgram, WaitEvent
 from tests.support.training import SEED, Way, make_optimizers, train_compiled, trained
@@ -161,7 +161,7 @@ def test_a_training_on_streams(model: str, schedule: ScheduleName) -> None:
     ranks = run_ranks(2, records, model, schedule)
 
     for each in ranks:
-        verify_streams(each.program, IN_FLIGHT, ordered=each.launch_order)
+        verify_streams(each.program, IN_FLIGHT, ordered=(FLAGS, *each.launch_order))
         assert set(_launched(each)) == set(_expected_launches(each.predicted))
         if schedule in ("horizontal", "2d"):
             assert _waits(each.program) == _waits_predicted(each.predicted)
@@ -187,7 +187,7 @@ def _trained_on_cpu(model: str) -> dict[str, Tensor]:
 
 def _launched(each: Recorded) -> list[str]:
     """Launches of the last window that lies within the recording as a whole."""
-    names = [launch.op for launch in each.program.launches() if launch.op in each.launch_order]
+    names = [launch.op for launch in each.program.launches() if launch.op in (FLAGS, *each.launch_order)]
     period = len(set(names))
     assert names[-period:] == [*names[-2 * period : -period]]  # window after window the same
     return names[-period:]

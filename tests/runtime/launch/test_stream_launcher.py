@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import pytest
@@ -16,6 +16,8 @@ from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import InFlight
+from embrace_fx.runtime.ranks.groups import LANE_GROUP
+from embrace_fx.vocabulary.operation_id import Lane
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 from tests.support.launches import ID, LANE_OF, LONG_S, NAMES, OF_FORWARD, ORDER, stand_still, windows
 from tests.support.streams.recorded_streams import RecordedStreams
@@ -26,10 +28,10 @@ from tests.support.streams.stream_program import Launch, StreamProgram, WaitEven
 class Device:
     """A launcher on recorded streams."""
 
-    def __init__(self, recorder: Recorder | None = None) -> None:
+    def __init__(self, recorder: Recorder | None = None, channel: Mapping[Lane, str] = LANE_GROUP) -> None:
         self.streams = RecordedStreams()
         self.left = threading.Event()  # something has
-        self.launcher = StreamLauncher(ORDER, OF_FORWARD, recorder or Recorder(), self.streams)
+        self.launcher = StreamLauncher(ORDER, OF_FORWARD, recorder or Recorder(), self.streams, channel)
 
     def submit(self, *names: str) -> list[Ticket]:
         return [self.launcher.submit(ID[name], self._launch(name), 100) for name in names]
@@ -144,6 +146,36 @@ def test_no_stream_waits_for_a_launch_of_a_later_place() -> None:
             assert all(place[name] < place[step.op] for name in waits), (step.op, waits)
             waits = []
     assert not device.launcher.took_turns()
+
+
+def test_what_no_schedule_orders_leaves_between_what_was_issued_and_what_will_be() -> None:
+    device = Device()
+    device.submit("early rows")
+    assert device.launcher.in_turn is not None
+
+    with device.streams.on("ids", "flags"), device.launcher.in_turn():
+        device.streams.steps.append(Launch("ids", "flags"))
+    with device.streams.on("ids", "more flags"), device.launcher.in_turn():
+        device.streams.steps.append(Launch("ids", "more flags"))
+    device.submit("prior", "bucket 0")
+
+    assert device.launched == ["early rows", "flags", "more flags", "prior", "bucket 0"]
+    assert too_many_in_flight(device.program(), IN_FLIGHT) == []
+
+
+def test_classes_of_one_channel_keep_one_order_whoever_is_in_a_hurry() -> None:
+    """They meet on one communicator: where one of them overtook the other on a rank, neither would be what it is."""
+    device = Device(channel={"ids": "a", "embedding": "a", "dense": "b", "delayed": "b"})
+    device.submit("delayed", "rows")
+    device.launcher._issuer.issue(hurry=True)
+    assert device.launched == []
+
+    device.submit("early rows", "prior", "bucket 0")
+    device.launcher._issuer.issue(hurry=True)
+    assert device.launched == ["early rows", "prior", "bucket 0", "delayed"]
+    device.submit("ids")
+    device.launcher._issuer.issue(hurry=True)
+    assert device.launched[4:] == ["ids", "rows"]
 
 
 def test_all_ranks_catch_up_together() -> None:

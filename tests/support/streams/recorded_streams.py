@@ -106,6 +106,9 @@ class RecordedStreams(TorchDispatchMode):
     def clock(self) -> Clock:
         return HostClock()
 
+    def use_device(self) -> None:
+        """Does nothing: there is none."""
+
     def expect_on_host(self, tensors: Iterable[Tensor]) -> None:
         """Takes tensors for such as would be on the host beside a device: to ask for their values makes nobody wait."""
         for tensor in tensors:

@@ -6,6 +6,8 @@ Contract
     by the host, and issued when its turn comes. The host waits for nothing. On the device
         a launch waits for the event recorded where it was submitted, and for the launch IN_FLIGHT places before it;
         compute waits for the launches that the step graph says it depends on.
+    What no schedule orders (the flags at a backward's head; ids, where no batch is known ahead) leaves in turn: behind
+    all that has been issued, before all that will be.
     Same operations and launch order as the schedule; window after window, the same program.
 
     rewrite:  compute     backward bucket 0            compute    compute  backward bucket 0   (-> bucket 0 [0])
@@ -28,7 +30,7 @@ from tests.support.streams.stream_program import HostRead, Kernels, Launch, Reco
 UNIQUE = "unique rows of the next batch"
 """What the ids' stream computes before it gathers them, where the next batch is known."""
 
-IDS, SIZES = str(operation_id.IDS), "sizes"
+IDS, SIZES, FLAGS = str(operation_id.IDS), "sizes", "backward flags"
 
 
 def stream_program(schedule: Schedule, windows: int = 2) -> StreamProgram:
@@ -73,6 +75,10 @@ class _Host:
     def window(self, number: int) -> None:
         self.steps.append(f"window {number}: backward of step t + {number}, forward of step t + {number + 1}")
         self._waiting.extend((number, name) for name in self._order)
+        flags = (number, FLAGS)
+        self.steps += [Kernels("results", (), ("results",)), Record(_ready(flags), "compute")]
+        self.steps.append(WaitEvent(_ready(flags), "ids"))
+        self._launch_in_turn(flags, Launch("ids", FLAGS, ("results",), (FLAGS,)))
         for name in self._compute_order:
             arrived = self._await(number, name)
             submitted = [launch for launch, last in self._last.items() if last == name]
@@ -103,7 +109,8 @@ class _Host:
     def _submit(self, number: int, name: str) -> None:
         each = (number, name)
         if name == IDS and not self._looks_ahead:
-            self.steps += [Kernels(UNIQUE, (), (f"{IDS} sent",)), Launch("compute", IDS, (f"{IDS} sent",), (IDS,))]
+            self.steps.append(Kernels(UNIQUE, (), (f"{IDS} sent",)))
+            self._launch_in_turn(each, Launch("compute", IDS, (f"{IDS} sent",), (IDS,)))
             return
         self.steps.append(Record(_ready(each), "compute"))
         if name == IDS:
@@ -112,13 +119,24 @@ class _Host:
         while self._waiting and self._waiting[0] in self._submitted:
             self._issue(self._waiting.popleft())
 
+    def _launch_in_turn(self, each: tuple[int, str], launch: Launch) -> None:
+        if self._done:
+            self.steps.append(WaitEvent(_done(self._done[-1]), launch.stream))
+        self.steps += [launch, Record(_done(each), launch.stream)]
+        self._done.append(each)
+
+    def _lane(self, name: str) -> str:
+        """Whose launches need no event to be in order."""
+        in_turn = name == FLAGS or (name == IDS and not self._looks_ahead)
+        return "" if in_turn else self._launches[name].lane
+
     def _issue(self, each: tuple[int, str]) -> None:
         operation = self._launches[each[1]]
         if each[1] != IDS:
             self.steps.append(WaitEvent(_ready(each), operation.lane))
         if len(self._done) >= IN_FLIGHT:
             earlier = self._done[-IN_FLIGHT]
-            if self._launches[earlier[1]].lane != operation.lane:
+            if self._lane(earlier[1]) != operation.lane:
                 self.steps.append(WaitEvent(_done(earlier), operation.lane))
         self.steps.append(Launch(operation.lane, operation.name, (_sent(operation),), (_received(operation),)))
         if each[1] == IDS:

@@ -11,7 +11,7 @@ from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.vocabulary.schedule import IN_FLIGHT, SCHEDULES
 from tests.passes.scheduler.test_step_graph import steps_of_translator
 from tests.support.golden import check_golden
-from tests.support.streams.schedule_program import stream_program
+from tests.support.streams.schedule_program import FLAGS, stream_program
 from tests.support.streams.stream_order import (
     StreamError,
     different_orders,
@@ -164,7 +164,7 @@ def test_launches_leave_in_the_order_of_the_schedule(name: str) -> None:
     launched = [launch.op for launch in stream_program(found, windows=2).launches() if launch.stream != "compute"]
 
     order = [op for op in found.launch_order if op != "ids" or name in ("vertical", "2d")]
-    assert launched == [*order, *order]
+    assert launched == [FLAGS, *order, FLAGS, *order]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

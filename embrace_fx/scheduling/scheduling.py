@@ -103,13 +103,17 @@ class Scheduling:
         communicator, state, plan = self._setting.communicator, self._setting.state, self._plan
         device = next(self._setting.model.parameters()).device
         order = launches(self.schedule, self.looks_ahead)
+        communicator.connect(device)
         communicator.open_lanes(device, {launch.lane for launch in order})
         on = streams.streams_of(device)
         recorder = Recorder(on.clock() if on is not None else None, partial(bytes_in_use, device))
         of_forward = submitted(self._graph.phases["forward"])
         launcher = (
-            Launcher(order, of_forward, recorder) if on is None else StreamLauncher(order, of_forward, recorder, on)
+            Launcher(order, of_forward, recorder)
+            if on is None
+            else StreamLauncher(order, of_forward, recorder, on, communicator.channels(device))
         )
+        communicator.in_turn = launcher.in_turn
         wait, pieces = waiting(communicator, recorder), dict(self._cuts.pieces)
         stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
         tables = {name: stacks.get(name) or state.tables[name] for name in self._exchanged}

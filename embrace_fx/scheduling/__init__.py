@@ -1,0 +1,1 @@
+"""From a plan to a launch order, and from recordings to a timeline."""
