@@ -8,6 +8,7 @@ SHELL := bash
 
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
+DEVICE := .venv-device
 PIP := $(BIN)/python -m pip -qq
 READY := $(VENV)/.ready
 INSTALLED := build/installed
@@ -36,6 +37,20 @@ test: $(READY) ## run the tests, but for those marked `long`
 .PHONY: test-all
 test-all: $(READY) ## run every test
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m ''
+
+# torch's own build for CUDA, 5 GB, in an environment of its own: with stand-ins for CUDA's libraries in the place of a GPU.
+.PHONY: device
+device: $(DEVICE)/.ready ## run the tests of a GPU on emulated ones, with jitter and slow streams; five gigabytes
+	cd $(CURDIR)
+	device() { $(DEVICE)/bin/python -m tests.support.emulated_cuda "$$@"; }
+	device --devices 4 -m pytest -m '' tests/gpu
+	device --devices 1 --triton -m pytest -m '' tests/gpu/test_kernels.py
+	for seed in 1 2 3; do
+	    device --devices 2 --jitter-us 400 --seed $$seed -m pytest -m '' tests/gpu -k 'memory or streams or nccl'
+	done
+	for stream in 0 1 2 3 4 5; do
+	    device --devices 2 --slow-stream $$stream -m pytest -m '' tests/gpu -k 'memory or (nccl and lstm)'
+	done
 
 .PHONY: lint
 lint: $(READY) ## check code and format (ruff)
@@ -90,6 +105,16 @@ soak: $(READY) ## random loops and faults next to a reference: MINUTES=60, FAULT
 
 ##@ Environment
 
+.PHONY: device-env
+device-env: $(DEVICE)/.ready ## make .venv-device: torch's build for CUDA, for machines without a GPU too; 5 GB
+
+# Three equals signs: a machine's own CPU-only file of this version is another one.
+$(DEVICE)/.ready: $(READY)
+	$(BIN)/python -m venv $(DEVICE)
+	PIP_FIND_LINKS= $(DEVICE)/bin/python -m pip -qq install --find-links= 'torch===2.13.0' 'nvidia-cuda-crt==13.0.*'
+	$(DEVICE)/bin/python -m pip -qq install --editable '.[test]'
+	touch $@
+
 .PHONY: env
 env: $(READY) ## make .venv, or bring it up to date with pyproject.toml
 
@@ -118,7 +143,7 @@ $(INSTALLED)/.ready: $(READY) $(SOURCES)
 
 .PHONY: clean
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEVICE) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: help

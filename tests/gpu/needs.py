@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import embrace_fx
+from embrace_fx.runtime.launch import launcher
 from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.support.models import Workload
 from tests.support.training import SEED, make_optimizers
@@ -27,6 +31,24 @@ def gpus(count: int) -> Decorator:
     found = torch.cuda.device_count()
     mark: Decorator = pytest.mark.skipif(found < count, reason=f"needs {count} GPU(s), found {found}")
     return mark
+
+
+emulated = pytest.mark.skipif(not os.environ.get("EMULATED_CUDA_FINDINGS"), reason="needs emulated devices")
+
+
+def set_sync_debug_mode(mode: str) -> None:
+    """Has torch raise where an op makes the host wait ("error"), or not ("default"). It warns that this is new."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def host_waits() -> tuple[int, int, int]:
+    """How often the host has waited for streams, events, copies of emulated devices; zeros where none is emulated."""
+    found = (ctypes.c_long * 3)()
+    if "EMULATED_CUDA_FINDINGS" in os.environ:
+        ctypes.CDLL("libcudart.so.13").emulated_cuda_host_waits(found)
+    return found[0], found[1], found[2]
 
 
 def trains_on_gpu(
@@ -45,6 +67,8 @@ def trains_on_gpu(
         gpus_used: rank r trains on GPU r modulo these.
         strict_from: from this step on, any wait of the host for the device is an error.
     """
+    if "EMULATED_CUDA_FINDINGS" in os.environ:
+        launcher.STANDSTILL_S = 1e6  # where everything is slow, nothing that is late is to leave out of its turn
     device = torch.device("cuda", rank % gpus_used)
     torch.cuda.set_device(device)
     group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend)
@@ -57,16 +81,21 @@ def trains_on_gpu(
         strategy="alltoall",
         schedule=schedule,
     )
+    before = host_waits()
     loaded = [_to(workload.batches(step, rank, SEED), device) for step in range(STEPS)]
     for step, batch in enumerate(compiled.lookahead(loaded)):
         if step == strict_from:
-            torch.cuda.set_sync_debug_mode("error")
+            set_sync_debug_mode("error")
+            before = host_waits()
         compiled(*batch).backward()
         for each in compiled.optimizer:
             each.step()
             each.zero_grad()
-        if step == STEPS - 2:  # what comes after the last step but one is no steady step
-            torch.cuda.set_sync_debug_mode("default")
+        if strict_from is not None and step == STEPS - 2:  # what comes after the last step but one is no steady step
+            set_sync_debug_mode("default")
+            streams, events, copies = (now - then for now, then in zip(host_waits(), before, strict=True))
+            assert streams == copies == 0
+            assert events <= 2 * (step + 1 - strict_from)  # sizes of the next batch; whether the loss is finite
     return {name: _whole(value.detach(), world_size) for name, value in compiled.state_dict().items()}
 
 

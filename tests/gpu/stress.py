@@ -22,18 +22,24 @@ WINDOWS, CYCLES = 150, 200_000
 
 
 def main() -> None:
+    if wrong := overwritten(WINDOWS):
+        raise SystemExit(f"expected every value as it was sent, found {wrong} overwritten on the way")
+
+
+def overwritten(windows: int) -> int:
+    """Launches in so many windows; returns how many values did not arrive as they were sent."""
     device, draw = torch.device("cuda", torch.cuda.current_device()), random.Random(0)
     launcher = StreamLauncher(ORDER, OF_FORWARD, Recorder(), CudaStreams(device))
     wrong = torch.zeros((), dtype=torch.int64, device=device)
-    for window in range(WINDOWS):
+    for window in range(windows):
         tickets = [submit(launcher, name, window, draw, device) for name in draw.sample(NAMES, len(NAMES))]
         for number, ticket in draw.sample(tickets, len(tickets) - 1):  # one of them nobody waits for
             wrong += (ticket.wait() != 2 * number).sum()
             litter(draw, device)
         del tickets, ticket
         launcher.open_window()
-    if int(wrong):
-        raise SystemExit(f"expected every value as it was sent, found {int(wrong)} overwritten on the way")
+    launcher.close()
+    return int(wrong)
 
 
 def submit(

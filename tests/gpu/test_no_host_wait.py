@@ -13,7 +13,7 @@ from embrace_fx.runtime.launch.streams import streams_of
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.backward_flags import launch_flags
 from embrace_fx.vocabulary.schedule import ScheduleName
-from tests.gpu.needs import gpus, trains_on_gpu
+from tests.gpu.needs import gpus, set_sync_debug_mode, trains_on_gpu
 from tests.support.models import MODELS
 from tests.support.ranks import run_ranks
 
@@ -23,9 +23,9 @@ STEADY = 13
 
 @pytest.fixture
 def _strict() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
+    set_sync_debug_mode("error")
     yield
-    torch.cuda.set_sync_debug_mode("default")
+    set_sync_debug_mode("default")
 
 
 @gpus(1)

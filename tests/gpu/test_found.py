@@ -1,0 +1,171 @@
+"""The emulated device finds what would go wrong on a real one: each mistake is made once, and is named."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from embrace_fx.runtime.launch.stream_launcher import _Issuer
+from tests.gpu.needs import emulated, gpus, trains_on_gpu
+from tests.support.models import MODELS
+from tests.support.ranks import RankError, fresh_ranks, run_ranks
+
+pytestmark = [emulated, pytest.mark.timeout(600)]
+
+
+def contexts() -> int:
+    found: int = ctypes.CDLL("libcudart.so.13").emulated_cuda_contexts()
+    return found
+
+
+@functools.cache
+def found_by_breaking(folder: Path) -> dict[str, list[str]]:
+    """By way in which the launcher was broken, the findings."""
+    own = {"EMULATED_CUDA_POISON": "1", "EMULATED_CUDA_FINDINGS": str(folder / "broken")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.broken"],
+        env=os.environ | own,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, list[str]] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return found_by_breaking(tmp_path_factory.mktemp("broken"))
+
+
+@pytest.mark.parametrize("way", ["sound", "copies_from_new_buffers"])
+def test_nothing_is_found_where_nothing_is_wrong(way: str, broken: dict[str, list[str]]) -> None:
+    assert broken[way] == []
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("no_stream_waits", "nothing orders the two"),
+        ("no_record_stream", "whoever has the memory next"),
+        ("what_is_sent_is_freed_at_once", "whoever has the memory next"),
+        ("the_event_of_a_launch_is_recorded_before_it", "nothing orders the two"),
+        ("copies_from_one_buffer", "PINNED"),
+    ],
+)
+def test_a_broken_launcher_is_found(way: str, says: str, broken: dict[str, list[str]]) -> None:
+    assert any(says in finding for finding in broken[way]), broken[way]
+
+
+def begins_in_another_order(rank: int, world_size: int) -> None:
+    """Two collectives of two communicators, on two streams, the other way round on the other rank."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    groups = [dist.new_group(backend="nccl") for _ in range(2)]
+    values = [torch.ones(1, device=device) for _ in groups]
+    for group, value in zip(groups, values, strict=True):  # connects
+        dist.all_reduce(value, group=group)
+    torch.cuda.synchronize()
+    dist.barrier()
+    streams = [torch.cuda.Stream(device) for _ in groups]
+    for k in (0, 1) if rank == 0 else (1, 0):
+        with torch.cuda.stream(streams[k]):
+            dist.all_reduce(values[k], group=groups[k], async_op=True)
+        torch.cuda._sleep(400_000_000)
+        torch.cuda.current_stream().synchronize()  # the first one has begun
+    torch.cuda.synchronize()
+
+
+@gpus(2)
+def test_two_orders_are_a_deadlock_that_is_named(findings: Path) -> None:
+    with pytest.raises(RankError):
+        run_ranks(2, begins_in_another_order, timeout_s=120.0)
+
+    text = findings.read_text(encoding="utf-8")
+    findings.unlink()
+    assert "DEADLOCK" in text
+    assert "nothing orders the two" in text
+
+
+def sends_less(rank: int, world_size: int) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group = dist.new_group(backend="nccl")
+    dist.all_reduce(torch.ones(1, device=device), group=group)
+    value = torch.ones(4 - rank, device=device)
+    operation = dist.isend if rank == 0 else dist.irecv
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, value, group=group, group_peer=1 - rank)]):
+        work.wait()
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+@gpus(2)
+def test_a_send_that_no_receive_fits(findings: Path) -> None:
+    with pytest.raises(RankError):
+        run_ranks(2, sends_less, timeout_s=120.0)
+
+    text = findings.read_text(encoding="utf-8")
+    findings.unlink()
+    assert "MISMATCH" in text
+    assert "of 12 bytes from rank 0, which sends kind 600000000 of 16 bytes" in text
+
+
+def flags_are_in_no_order(rank: int, world_size: int, broken: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if broken:
+            patch.setattr(_Issuer, "in_turn", lambda self: nullcontext())
+        trains_on_gpu(rank, world_size, dict(MODELS)["two_table_lm"], "2d", "nccl", 2)
+
+
+@gpus(2)
+def test_flags_in_no_order_are_found(findings: Path) -> None:
+    run_ranks(2, flags_are_in_no_order, True, timeout_s=300.0)
+
+    text = findings.read_text(encoding="utf-8")
+    findings.unlink()
+    assert "HAZARD: AllReduce on communicator" in text
+
+
+def uses_devices(rank: int, world_size: int, other: bool) -> int:
+    """The devices on which the process has a context, a bit for each."""
+    torch.cuda.set_device(rank)
+    torch.zeros(1, device="cuda")
+    if other:
+        torch.zeros(1, device=f"cuda:{1 - rank}")
+    return contexts()
+
+
+@gpus(2)
+def test_the_use_of_another_ranks_device_is_seen() -> None:
+    assert [outcome.result for outcome in fresh_ranks(2, uses_devices, False)] == [1, 2]
+    assert [outcome.result for outcome in fresh_ranks(2, uses_devices, True)] == [3, 3]
+
+
+def trains_and_counts(rank: int, world_size: int) -> tuple[int, int]:
+    trains_on_gpu(rank, world_size, dict(MODELS)["two_table_lm"], "2d", "nccl", 2, strict_from=13)
+    made = (ctypes.c_long * 2)()
+    ctypes.CDLL("libnccl.so.2").emulated_nccl_counts(made)
+    return contexts(), made[0]
+
+
+@gpus(2)
+def test_a_rank_uses_its_own_device_three_communicators_and_two_waits_a_step() -> None:
+    for rank, outcome in enumerate(fresh_ranks(2, trains_and_counts, timeout_s=400.0)):
+        assert outcome.result is not None, outcome.traceback
+        used, communicators = outcome.result
+        assert used == 1 << rank
+        assert communicators <= 3
