@@ -31,7 +31,7 @@ from embrace_fx.passes.relax.order import BackwardUnits, OrderCompute
 from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import Sizes, blocks, build
-from embrace_fx.scheduling.scheduling import MAY_HOLD, cuts
+from embrace_fx.planning.scheduling import MAY_HOLD, cuts
 from embrace_fx.session.pipeline import Pass, relaxing_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import BatchInput, Buffer, Parameter, Saved, Tangent, TrainingGraph, inputs_of
 from embrace_fx.vocabulary.schedule import StepGraph

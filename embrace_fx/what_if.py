@@ -1,4 +1,4 @@
-"""What a plan and its schedule would be, on any cluster and any number of ranks, before there is one: `plan`."""
+"""Answers `embrace_fx.plan`: a model's plan and schedule on any cluster and on any number of ranks, without them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, extrapolate, measure
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
+from embrace_fx.planning.background import background_of
 from embrace_fx.planning.findings import facts_of
 from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
+from embrace_fx.planning.scheduling import Scheduling, cuts
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.stepping import Stepping
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.scheduling.background import background_of
-from embrace_fx.scheduling.scheduling import Scheduling, cuts
 from embrace_fx.session.pipeline import analyse, relaxing_passes, run_passes, training_passes
 from embrace_fx.setup.options import Optimizers, Options
 from embrace_fx.setup.setting import Setting

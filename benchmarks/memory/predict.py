@@ -18,7 +18,7 @@ from embrace_fx.passes.held import held
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
 from embrace_fx.passes.partition import Partition
-from embrace_fx.scheduling.one_process import SoloSchedule
+from embrace_fx.planning.one_process import SoloSchedule
 from embrace_fx.session.pipeline import analyse, run_passes
 from embrace_fx.vocabulary.copy_ops import OFFLOAD
 from embrace_fx.vocabulary.graph import TrainingGraph

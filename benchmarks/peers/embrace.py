@@ -14,8 +14,8 @@ from torch import Tensor
 import embrace_fx
 from benchmarks.models.base import Batch
 from benchmarks.peers.base import Recorded, Task, Training
+from embrace_fx.planning import scheduling
 from embrace_fx.runtime.launch import launcher
-from embrace_fx.scheduling import scheduling
 
 STANDSTILL_S = launcher.STANDSTILL_S
 """After which classes of communication overtake each other: in slow motion it, too, takes longer."""

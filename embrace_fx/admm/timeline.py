@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from embrace_fx import viz
 from embrace_fx.admm.operations import COMPUTE
+from embrace_fx.planning.timeline import gather_timeline
 from embrace_fx.runtime.launch.recorder import Recording
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.scheduling.timeline import gather_timeline
 from embrace_fx.vocabulary.schedule import Operation, StepGraph
 
 STEPS = StepGraph(tuple(Operation.of(each, 0.0) for each in COMPUTE), (), tuple(map(str, COMPUTE)))

@@ -1,4 +1,4 @@
-"""What exchanges and handling cost: bytes, messages, milliseconds. Plain arithmetic, nothing measured here.
+"""Arithmetic of what exchanges, processors and links cost: bytes, messages, milliseconds. Nothing is measured here.
 
 `links` has links and collectives, `devices` what computes at their ends, `sparsity` how gradients lie on all ranks,
 `exchanges` each sparse exchange.

@@ -1,1 +1,1 @@
-"""From a batch to a plan: what is read of each table, what ranks report of it, where parameters are placed."""
+"""Turns a batch into a plan, a plan into placed parameters and a launch order, recordings into a timeline."""

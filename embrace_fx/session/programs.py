@@ -17,12 +17,12 @@ from embrace_fx.passes.held import Held, held
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.relax.order import OrderCompute
 from embrace_fx.passes.take_part import ExchangedParameter, TakePart
+from embrace_fx.planning.one_process import SoloSchedule
 from embrace_fx.planning.replanning import TrainingCalls
+from embrace_fx.planning.scheduling import Scheduling, cuts
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.step.program import Program
-from embrace_fx.scheduling.one_process import SoloSchedule
-from embrace_fx.scheduling.scheduling import Scheduling, cuts
 from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Variant

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from embrace_fx.planning.background import background_of
+from embrace_fx.planning.scheduling import Scheduling
 from embrace_fx.planning.summary import summary
+from embrace_fx.planning.timeline import gather_timeline
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.scheduling.background import background_of
-from embrace_fx.scheduling.scheduling import Scheduling
-from embrace_fx.scheduling.timeline import gather_timeline
 from embrace_fx.session.comm_hooks import told_of
 from embrace_fx.session.memory_report import memory_report, tables_report
 from embrace_fx.session.plan_in_use import PlanInUse

@@ -1,1 +1,1 @@
-"""What a compiled model is set up with: the options, what ranks agree on, the run's setting."""
+"""Holds what a compiled model is set up with: its options, what ranks agree on, the setting of the run."""

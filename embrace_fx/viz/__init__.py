@@ -81,6 +81,9 @@ class DrawnSchedule(Schedule):
     def __str__(self) -> str:
         return table.render(Picture(self, None))
 
+    def _repr_html_(self) -> str:
+        return svg.render(Picture(self, None))
+
 
 @dataclass(frozen=True)
 class DrawnTimeline(Timeline):
@@ -101,6 +104,9 @@ class DrawnTimeline(Timeline):
 
     def __str__(self) -> str:
         return table.render(Picture(self.schedule, self))
+
+    def _repr_html_(self) -> str:
+        return svg.render(Picture(self.schedule, self))
 
 
 @overload

@@ -1,13 +1,17 @@
 """Draws graphs as `.dot` and `.svg`: what computes between two communications is one block.
 
-Compute is a column of boxes, the program from top to bottom; communication stands beside it in columns of its classes.
-An edge leads from the block that makes what travels, and to the block that waits for it.
+Compute is a column of boxes, the program from top to bottom; communication stands beside it in its class's colour. An
+arrow leads from the block that makes what travels, and to the block that waits for it. Graphviz lays the picture out;
+without it the picture is a table of the same blocks, each with what it needs.
 """
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -45,6 +49,11 @@ class Cell:
         names = [name for name, _ in ops.most_common(_NAMED_OPS)]
         more = ", ..." if len(ops) > _NAMED_OPS else ""
         return f"{self.phase}: {len(self.nodes)} ops ({', '.join(names)}{more})"
+
+    @property
+    def about(self) -> str:
+        """The label with every node."""
+        return f"{self.label}: {', '.join(node.name for node in self.nodes)}"
 
     @property
     def paint(self) -> str:
@@ -98,12 +107,24 @@ def _lane(node: fx.Node) -> Lane:
 
 def dot(parts: Mapping[str, fx.GraphModule], title: str) -> str:
     """Text of the DOT language."""
-    lines = [f"  label={_quoted(title)}; labelloc=t; rankdir=TB;", '  node [style=filled, fontname="Helvetica"];']
-    for k, cell in enumerate(fold(parts)):
+    lines = [
+        f"  label={_quoted(title)}; labelloc=t; rankdir=TB; nodesep=0.2; ranksep=0.25;",
+        '  node [style=filled, fontname="Helvetica", fontsize=10, height=0.3, penwidth=0.6];',
+        "  edge [arrowsize=0.6];",
+    ]
+    cells = fold(parts)
+    for k, cell in enumerate(cells):
         shape = "box" if cell.lane == "compute" else "ellipse"
         fill, ink = LIGHT.fill[cell.paint], LIGHT.ink[cell.paint]
-        lines.append(f'  c{k} [label={_quoted(cell.label)}, shape={shape}, fillcolor="{fill}", fontcolor="{ink}"];')
-        lines += [f"  c{before} -> c{k};" for before in sorted(cell.after)]
+        more = ', group="compute"' if cell.lane == "compute" else ""
+        lines.append(
+            f"  c{k} [label={_quoted(cell.label)}, tooltip={_quoted(cell.about)}, class={_quoted(cell.paint)}, "
+            f'shape={shape}, fillcolor="{fill}", fontcolor="{ink}"{more}];'
+        )
+        lines += [
+            f"  c{before} -> c{k}{' [weight=20]' if cells[before].lane == cell.lane == 'compute' else ''};"
+            for before in sorted(cell.after)
+        ]
     return "\n".join(("digraph graphs {", *lines, "}", ""))
 
 
@@ -112,28 +133,75 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-_WIDTH, _HEIGHT, _GAP, _MARGIN = 250, 20, 8, 34
-_COLUMN = 190
-_CHARACTER = 5.6
-"""Mean width of a character of a label, 10 px high."""
+LAYOUT_S = 60.0
+"""Graphviz may take so long; a graph that takes longer is drawn as a table."""
 
 
 def svg(parts: Mapping[str, fx.GraphModule], title: str) -> str:
     """Text of an SVG file, in the reader's light or dark scheme."""
-    cells = fold(parts)
-    lanes = [lane for lane in LANES if any(cell.lane == lane for cell in cells)]
-    width = _WIDTH + _COLUMN * (len(lanes) - 1) + 3 * _GAP
-    height = _MARGIN + len(cells) * (_HEIGHT + _GAP) + _GAP
+    laid_out = _laid_out(dot(parts, title))
+    return _table(fold(parts), title) if laid_out is None else laid_out
+
+
+def _laid_out(text: str) -> str | None:
+    """A picture by Graphviz; None: it is not there, or takes too long."""
+    program = shutil.which("dot")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, "-Tsvg"], input=text, capture_output=True, text=True, check=True, timeout=LAYOUT_S
+        )
+    except (subprocess.SubprocessError, OSError):
+        return None
+    picture = done.stdout[done.stdout.index("<svg") :]
+    picture = re.sub(r"<svg ", '<svg class="embrace-graphs" style="max-width:100%;height:auto" ', picture, count=1)
+    head, ends, rest = picture.partition(">")
+    return f"{head}{ends}<style>{_style_of_layout()}</style>{rest}"
+
+
+def _style_of_layout() -> str:
+    """What the layout's own colours, which are those of the light scheme, become in the dark one."""
+    whole = ".embrace-graphs"
+    rules = [f"{whole}{{background:{DARK.page}}}{whole} .graph>polygon{{fill:{DARK.page};stroke:none}}"]
+    rules.append(f"{whole} .graph>text{{fill:{DARK.text}}}{whole} .edge path{{stroke:{DARK.faint}}}")
+    rules.append(f"{whole} .edge polygon{{fill:{DARK.faint};stroke:{DARK.faint}}}")
+    for name in PAINTS:
+        shapes = ",".join(f"{whole} .{name} {shape}" for shape in ("polygon", "ellipse"))
+        rules.append(f"{shapes}{{fill:{DARK.fill[name]}}}{whole} .{name} text{{fill:{DARK.ink[name]}}}")
+    return f"@media (prefers-color-scheme:dark){{{''.join(rules)}}}"
+
+
+_ROW, _MARGIN = 18, 34
+_CHARACTER = 6.2
+"""Width of a character of a table, 10 px high, at most about."""
+
+
+def _table(cells: Sequence[Cell], title: str) -> str:
+    """The blocks one below the other: its number, what it is, and the numbers of those that it needs."""
+    needs = ["after " + ", ".join(str(k + 1) for k in sorted(cell.after)) if cell.after else "" for cell in cells]
+    wide = 44 + _CHARACTER * max((len(cell.label) for cell in cells), default=0)
+    width = round(wide + 20 + _CHARACTER * max([len(title), *map(len, needs)]))
+    height = _MARGIN + (len(cells) + 1) * _ROW
+    lines = []
+    for k, (cell, needed) in enumerate(zip(cells, needs, strict=True)):
+        top = _MARGIN + k * _ROW
+        corner = 2 if cell.lane == "compute" else (_ROW - 3) / 2
+        lines.append(
+            f'<g><title>{escape(cell.about)}</title><text class="plain number" x="30" y="{top + 11}">{k + 1}</text>'
+            f'<rect class="{cell.paint}" x="36" y="{top}" width="{wide - 36:.0f}" height="{_ROW - 3}" rx="{corner:g}"/>'
+            f'<text class="t-{cell.paint}" x="44" y="{top + 11}">{escape(cell.label)}</text>'
+            f'<text class="plain" x="{wide + 8:.0f}" y="{top + 11}">{needed}</text></g>'
+        )
     return "\n".join(
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-            f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="title">',
+            f'style="max-width:100%;height:auto" viewBox="0 0 {width} {height}" role="img" aria-labelledby="title">',
             f'<title id="title">{escape(title)}</title>',
             f"<style>{_style()}</style>",
             f'<rect class="page" width="{width}" height="{height}"/>',
-            f'<text class="head" x="{_GAP}" y="20">{escape(title)}</text>',
-            *_edges(cells, lanes),
-            *_boxes(cells, lanes),
+            f'<text class="head" x="8" y="20">{escape(title)}</text>',
+            *lines,
             "</svg>",
             "",
         )
@@ -145,42 +213,7 @@ def _style() -> str:
         paints = "".join(
             f".{name}{{fill:{colours.fill[name]}}}.t-{name}{{fill:{colours.ink[name]}}}" for name in PAINTS
         )
-        return f".page{{fill:{colours.page}}}.head{{fill:{colours.text}}}path{{stroke:{colours.faint}}}{paints}"
+        return f".page{{fill:{colours.page}}}.head,.plain{{fill:{colours.text}}}{paints}"
 
-    shared = "text{font:10px Helvetica,Arial,sans-serif}.head{font-size:13px}path{fill:none;stroke-width:.8}"
+    shared = "text{font:10px Helvetica,Arial,sans-serif}.head{font-size:13px}.number{text-anchor:end}"
     return f"{shared}{theme(LIGHT)}@media (prefers-color-scheme:dark){{{theme(DARK)}}}"
-
-
-def _place(k: int, cell: Cell, lanes: list[Lane]) -> tuple[float, float, float]:
-    """Left, top and width of a cell."""
-    column = lanes.index(cell.lane)
-    top = _MARGIN + k * (_HEIGHT + _GAP)
-    if cell.lane == "compute":
-        return _GAP, top, _WIDTH
-    first = _WIDTH + 2 * _GAP if lanes[0] == "compute" else _GAP
-    return first + (column - (lanes[0] == "compute")) * _COLUMN, top, _COLUMN - _GAP
-
-
-def _boxes(cells: list[Cell], lanes: list[Lane]) -> Iterator[str]:
-    for k, cell in enumerate(cells):
-        left, top, width = _place(k, cell, lanes)
-        most = int((width - 8) / _CHARACTER)
-        text = cell.label if len(cell.label) <= most else f"{cell.label[: most - 1]}…"
-        names = ", ".join(node.name for node in cell.nodes)
-        corner = 2 if cell.lane == "compute" else _HEIGHT / 2
-        yield (
-            f'<g><title>{escape(f"{cell.label}: {names}")}</title><rect class="{cell.paint}" x="{left}" y="{top}" '
-            f'width="{width}" height="{_HEIGHT}" rx="{corner:g}"/>'
-            f'<text class="t-{cell.paint}" x="{left + 6:g}" y="{top + 13.5:g}">{escape(text)}</text></g>'
-        )
-
-
-def _edges(cells: list[Cell], lanes: list[Lane]) -> Iterator[str]:
-    for k, cell in enumerate(cells):
-        left, top, width = _place(k, cell, lanes)
-        for before in sorted(cell.after):
-            from_left, from_top, from_width = _place(before, cells[before], lanes)
-            x1, y1 = from_left + from_width / 2, from_top + _HEIGHT
-            x2, y2 = left + width / 2, top
-            bend = (y1 + y2) / 2
-            yield f'<path d="M{x1:g} {y1:g}C{x1:g} {bend:g} {x2:g} {bend:g} {x2:g} {y2:g}"/>'

@@ -16,7 +16,7 @@ function fillFigures() {
     const paint = known.lane === "compute" ? "backward" : known.lane;
     name.append(...(paint ? [swatch(paint, known.is_wait)] : []), label);
     const row = element("tr", {}, name, ...figures.map((f) => number(f ? f.text : "")));
-    if (both) row.append(number(figures[0]?.value && figures[1] ? (figures[1].value / figures[0].value).toFixed(2) : ""));
+    if (both) row.append(number(data.ratios[label]));
     body.append(row);
   }
   byId("figures").append(element("thead", {}, head), body);

@@ -48,6 +48,9 @@ class Graphs(Mapping[str, fx.GraphModule]):
     def __repr__(self) -> str:
         return f"Graphs({', '.join(self)})"
 
+    def _repr_html_(self) -> str:
+        return drawing.svg(self._last(), _WHAT_RUNS) if self else "no graph yet"
+
     def text(self, name: str) -> str:
         """A graph in readable form; after a pass over phases, all of them."""
         return "\n".join(f"# {phase}\n{_readable(module)}" for phase, module in self._parts(name).items())
@@ -84,7 +87,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
         if not self:
             raise ValueError("expected a graph to draw, in graphs.save(), found none yet. Run a training step first.")
         parts = self._parts(name) if name is not None else self._last()
-        text = renderers[target.suffix.lower()](parts, name or "what runs in a step")
+        text = renderers[target.suffix.lower()](parts, name or _WHAT_RUNS)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
 
@@ -98,6 +101,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
 
 PHASES = ("unique", "ids", "forward", "backward")
 """In the order in which they run."""
+_WHAT_RUNS = "what runs in a step"
 
 
 def _readable(module: fx.GraphModule) -> str:

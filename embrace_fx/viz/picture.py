@@ -22,19 +22,23 @@ SHOWN_WINDOWS = 2
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a window on one rank: backward of a step, the optimizer's step, the next forward."""
+    """A part of a window on one rank: backward of a step, the optimizer's step, the next forward.
+
+    Attributes:
+        step: the number of the training step, the first backward shown being that of step 0.
+    """
 
     name: Literal["backward", "step", "forward"]
     window: int
     rank: int
     start_ms: float
     end_ms: float
+    step: int
 
     @property
     def label(self) -> str:
-        """With the number of the training step, the first backward shown being that of step t."""
-        number = self.window + (self.name == "forward")
-        return f"{self.name} t" + (f"{number:+d}" if number else "")
+        """With the number of the training step, as in "backward t+1"."""
+        return f"{self.name} t" + (f"{self.step:+d}" if self.step else "")
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,13 @@ class Figure:
     lane: Lane | None = None
     is_wait: bool = False
 
+    @property
+    def digits(self) -> int:
+        """Behind the point, as it is shown."""
+        return 3 if self.unit == "" else 2
+
     def __str__(self) -> str:
-        digits = 3 if self.unit == "" else 2
-        return f"{self.value:.{digits}f} {self.unit}".rstrip()
+        return f"{self.value:.{self.digits}f} {self.unit}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -200,6 +208,13 @@ class Picture:
                 found.append(Panel(status, timeline, figures, figures.critical_path))
         return tuple(found)
 
+    def ratios(self) -> dict[str, str]:
+        """Measured over predicted, by label, of a picture of both; "" where either is shown as nothing."""
+        if len(self.panels) < 2:
+            return {}
+        predicted, measured = ({figure.label: figure for figure in panel.figures()} for panel in self.panels)
+        return {label: _ratio(measured.get(label), predicted.get(label)) for label in {**predicted, **measured}}
+
     def bars(self) -> tuple[Bar, ...]:
         """A step of each panel, and one under DDP with the last panel's compute: every millisecond has a name."""
         parts = ("compute", "between operations")
@@ -243,6 +258,13 @@ class Picture:
             yield "measured", self.timeline
 
 
+def _ratio(measured: Figure | None, predicted: Figure | None) -> str:
+    """In two digits; "" of what is shown as 0.00, by which a few rounding errors would be divided."""
+    if measured is None or predicted is None or not round(predicted.value, predicted.digits):
+        return ""
+    return f"{measured.value / predicted.value:.2f}"
+
+
 def labels(operation: Operation) -> tuple[str, ...]:
     """What may be written on an operation, the best first: its name, or what it serves where there is little room."""
     served = ", ".join(_of_stack(name) for name in operation.serves)
@@ -262,14 +284,19 @@ def _of_stack(name: str) -> str:
 
 def _phases(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Iterator[Phase]:
     start_ms = min(span.start_ms for span in spans)
+    backward_start_ms = min((s.start_ms for s in spans if s.operation.kind == "backward"), default=start_ms)
+    forward_ends_ms = [s.end_ms for s in spans if s.operation.kind == "forward"]
+    if forward_ends_ms and max(forward_ends_ms) <= backward_start_ms:  # a single step, from its forward on
+        yield Phase("forward", window, rank, start_ms, backward_start_ms, window)
+        spans, start_ms = [s for s in spans if s.start_ms >= backward_start_ms], backward_start_ms
     backward_end_ms = max((s.end_ms for s in spans if s.operation.kind == "backward"), default=start_ms)
     forward_start_ms = min((s.start_ms for s in spans if s.operation.kind == "forward"), default=end_ms)
     # A block's update may run while others are still in backward; then no time is the step's alone.
     forward_start_ms = max(forward_start_ms, backward_end_ms)
     for phase in (
-        Phase("backward", window, rank, start_ms, backward_end_ms),
-        Phase("step", window, rank, backward_end_ms, forward_start_ms),
-        Phase("forward", window, rank, forward_start_ms, end_ms),
+        Phase("backward", window, rank, start_ms, backward_end_ms, window),
+        Phase("step", window, rank, backward_end_ms, forward_start_ms, window),
+        Phase("forward", window, rank, forward_start_ms, end_ms, window + 1),
     ):
         if phase.end_ms > phase.start_ms:
             yield phase

@@ -35,6 +35,7 @@ def render(picture: Picture) -> str:
     return "\n".join(
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+            f'style="max-width:100%;height:auto" '  # on a narrow screen all of it, smaller
             f'viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="title desc">',
             f'<title id="title">{escape(picture.title)}</title>',
             f'<desc id="desc">{escape("; ".join(_summary(panel) for panel in picture.panels))}</desc>',

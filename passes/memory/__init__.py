@@ -1,1 +1,1 @@
-"""What is held between forward and backward: saved, or computed again."""
+"""Chooses what a step saves for its backward, offloads or computes again, so that it keeps a budget."""

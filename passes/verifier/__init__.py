@@ -1,1 +1,1 @@
-"""Proves what every pass must keep, of graphs and of windows."""
+"""Proves of every rewritten graph, and of two windows of a schedule, what all passes must keep."""

@@ -1,1 +1,1 @@
-"""Exchanges: the strategies that turn every rank's gradient of a replicated parameter into their mean."""
+"""Exchanges that turn every rank's gradient of a replicated parameter into their mean, one file per strategy."""

@@ -1,1 +1,1 @@
-"""What runs from one step into the next: ids, rows, row gradients, buckets."""
+"""Carries from one step into the next what travels between them: ids, rows, row gradients, buckets."""

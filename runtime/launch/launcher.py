@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from embrace_fx.runtime.launch.recorder import Recorder, Transfer
+from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.runtime.ranks.communicator import InTurn
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
@@ -260,7 +260,7 @@ class Launcher:
         """
         assert which in self._state.windows[-1].expected, str(which)
         recording = self._state.recorder.recording
-        number = -1 if recording is None else recording.window
+        number = OUTSIDE if recording is None else recording.window
         ticket = self._ticket(which, launch, sent_bytes, number)
         with self._changing() as window:
             window.expected.remove(which)
@@ -352,7 +352,7 @@ def _complete(state: _State, ticket: Ticket) -> None:
         if ticket.tells:
             state.took_s[ticket.id] = ticket.ended_s - ticket.started_s
         state.changed.notify_all()
-    if ticket.window >= 0:
+    if ticket.window > OUTSIDE:
         state.recorder.transferred(
             Transfer(ticket.id, ticket.window, ticket.sent_bytes, ticket.started_s, ticket.ended_s)
         )

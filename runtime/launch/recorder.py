@@ -22,6 +22,10 @@ Moment = Any
 """What a clock hands out: seconds on the host, an event on a stream."""
 
 
+OUTSIDE = -2
+"""The window of what no recording is told of; -1 is that before the first backward of one."""
+
+
 class Clock(Protocol):
     """Takes moments of a recording."""
 
@@ -74,6 +78,7 @@ class Recording:
         waits: (launch, window, from, to).
         transfers: what was launched and completed meanwhile.
         memory: (when, bytes in use) at each mark.
+        before: what was launched before the first window, by the forward of its batch.
     """
 
     marks: list[tuple[OperationId | None, int, float]] = field(default_factory=list)
@@ -81,6 +86,7 @@ class Recording:
     transfers: list[Transfer] = field(default_factory=list)
     window: int = -1
     memory: list[tuple[float, int]] = field(default_factory=list)
+    before: list[Transfer] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ class Recorder:
     def transferred(self, transfer: Transfer) -> None:
         """Notes a launch that has completed, or will have by the recording's end; called by whichever thread saw it."""
         if self.recording is not None:
-            self.recording.transfers.append(transfer)
+            (self.recording.transfers if transfer.window >= 0 else self.recording.before).append(transfer)
 
     def start(self) -> Recording:
         self.clock.start()
@@ -175,8 +181,8 @@ class Recorder:
             (launch, window, seconds(start), seconds(end)) for launch, window, start, end in recording.waits
         ]
         recording.memory = [(seconds(at), nbytes) for at, nbytes in recording.memory]
-        recording.transfers = [
-            replace(each, started_s=seconds(each.started_s), ended_s=seconds(each.ended_s))
-            for each in recording.transfers
-        ]
+        for transfers in (recording.transfers, recording.before):
+            transfers[:] = (
+                replace(each, started_s=seconds(each.started_s), ended_s=seconds(each.ended_s)) for each in transfers
+            )
         return recording

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.launch import launcher
 from embrace_fx.runtime.launch.launcher import Launcher
-from embrace_fx.runtime.launch.recorder import Recorder, Transfer
+from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Event, Streams
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.runtime.ranks.communicator import InTurn
@@ -145,7 +145,7 @@ class _Issuer:
 
     def _enqueue(self, ticket: StreamTicket) -> None:
         streams, recorder = self.streams, self.state.recorder
-        recorded = ticket.window >= 0 and recorder.recording is not None
+        recorded = ticket.window > OUTSIDE and recorder.recording is not None
         place: tuple[int, ...] = ticket.place
         at = bisect.bisect_left(self._issued, place, key=lambda each: each[0])
         with streams.on(ticket.id.lane, str(ticket.id)):

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from embrace_fx.runtime.launch.recorder import OUTSIDE
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.vocabulary.operation_id import OperationId
 
@@ -33,14 +34,14 @@ class Ticket:
 
     Attributes:
         id: which one of the window's.
-        window: counts the recorder's windows, -1 outside.
+        window: counts the recorder's windows.
         started_s, ended_s: `time.perf_counter` when it was launched and when it had completed.
     """
 
     id: OperationId
     launch: Launch | None
     sent_bytes: int = 0
-    window: int = -1
+    window: int = OUTSIDE
     started_s: float = 0.0
     ended_s: float = 0.0
     value: Tensor | None = None

@@ -1,1 +1,1 @@
-"""Graphs made into Python functions, and the kernels of recurrent layers."""
+"""Turns graphs into Python functions, and runs recurrent layers."""

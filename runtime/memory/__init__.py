@@ -1,1 +1,1 @@
-"""Memory while a step runs: how much of it there is."""
+"""Copies saved values out of memory and back, and reads how much memory is in use."""

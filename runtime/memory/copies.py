@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.launch.recorder import Recorder, Transfer
+from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 
@@ -283,18 +283,18 @@ class _Watch:
         self.launch = launch
         self._nbytes = nbytes
         recording = recorder.recording if recorder is not None else None
-        self._window = -1 if recording is None else recording.window
+        self._window = OUTSIDE if recording is None else recording.window
         self._recorder = recorder
 
     def __enter__(self) -> None:
         self._started = self._now()
 
     def __exit__(self, *_: object) -> None:
-        if self._recorder is not None and self._window >= 0:
+        if self._recorder is not None and self._window > OUTSIDE:
             self._recorder.transferred(Transfer(self.launch, self._window, self._nbytes, self._started, self._now()))
 
     def _now(self) -> Any:
-        return self._recorder.clock.now() if self._recorder is not None and self._window >= 0 else 0.0
+        return self._recorder.clock.now() if self._recorder is not None and self._window > OUTSIDE else 0.0
 
 
 def _bytes_of(value: Tensor) -> Tensor:

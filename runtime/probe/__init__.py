@@ -1,1 +1,1 @@
-"""Links and processors, measured."""
+"""Measures links and processors."""

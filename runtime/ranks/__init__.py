@@ -1,1 +1,1 @@
-"""Process groups, and what ranks tell each other of failures."""
+"""Process groups, and the exchanges by which ranks agree or learn of a failure."""

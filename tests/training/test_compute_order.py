@@ -12,7 +12,7 @@ from torch import Tensor
 from embrace_fx.passes.relax.order import BackwardUnits
 from embrace_fx.passes.scheduler.compute_order import reordered
 from embrace_fx.passes.scheduler.launch_order import schedule as launch_schedule
-from embrace_fx.scheduling import scheduling
+from embrace_fx.planning import scheduling
 from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.support.models import MODELS
 from tests.support.ranks import reset_torch_state, run_ranks

@@ -264,7 +264,7 @@ def composed_names(text: str) -> list[str]:
 def test_no_name_of_a_launch_is_put_together_or_taken_apart_in_the_runtime() -> None:
     found = {
         path.name: lines
-        for folder in ("runtime", "passes/scheduler", "embrace_fx/scheduling")
+        for folder in ("runtime", "passes/scheduler", "embrace_fx/planning")
         for path in (ROOT / folder).rglob("*.py")
         if (lines := composed_names(path.read_text(encoding="utf-8")))
     }

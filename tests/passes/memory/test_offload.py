@@ -88,7 +88,7 @@ def test_the_same_bits_within_the_budget(
 
 def test_copies_are_lanes_of_schedule_and_timeline() -> None:
     graph = run_passes(offloading(), (Partition(),)).graph
-    from embrace_fx.scheduling.one_process import SoloSchedule  # noqa: PLC0415
+    from embrace_fx.planning.one_process import SoloSchedule  # noqa: PLC0415
 
     shown = SoloSchedule.of(graph, "2d", CORE, torch.device("cpu")).schedule
 

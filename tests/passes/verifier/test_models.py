@@ -18,7 +18,7 @@ from torch.optim import Adagrad
 
 import embrace_fx
 from embrace_fx.passes.relax.variants import is_steady
-from embrace_fx.scheduling.scheduling import cuts
+from embrace_fx.planning.scheduling import cuts
 from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
 from embrace_fx.session.step_graphs import StepGraphs
 from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName

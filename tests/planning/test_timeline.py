@@ -7,11 +7,11 @@ import time
 import pytest
 import torch.distributed as dist
 
+from embrace_fx.planning import timeline as timeline_module
+from embrace_fx.planning.timeline import gather_timeline
 from embrace_fx.runtime.flow.head import ANNOUNCEMENT
 from embrace_fx.runtime.launch.recorder import ComputeSpan, Recorder, Recording, Transfer, compute_spans
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.scheduling import timeline as timeline_module
-from embrace_fx.scheduling.timeline import gather_timeline
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, chunk_id, compute_id
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph, Timeline
 from tests.support.ranks import run_ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from statistics import median
 
 from embrace_fx.runtime.launch.recorder import Recording, compute_spans
@@ -16,11 +17,14 @@ ROUNDS = 9
 def gather_timeline(communicator: Communicator, recording: Recording, steps: StepGraph) -> Timeline:
     """All ranks' recordings as one timeline, the same on every rank. Collective.
 
-    Only whole windows are kept. Times start with the first window of rank 0.
+    Only whole windows are kept; of a single step, whose window no other one ends, its forward, its backward and what
+    followed. Times start with the first window of rank 0.
     """
     offset_s = _clock_offset(communicator)
     everyone = communicator.gather((recording, offset_s), tuple[Recording, float])
     complete = min(each.window for each, _ in everyone)  # the last one begun may be cut off
+    if not complete:
+        everyone, complete = [(_single_step(each), offset) for each, offset in everyone], 1
     marks = everyone[0][0].marks
     zero_s = next((when for mark, window, when in marks if mark is None and window == 0), 0.0) - everyone[0][1]
     spans: list[Span] = []
@@ -28,14 +32,26 @@ def gather_timeline(communicator: Communicator, recording: Recording, steps: Ste
     memory: list[MemoryAt] = []
     for rank, (each, offset) in enumerate(everyone):
         found, stood = _of_rank(rank, each, steps, zero_s + offset)
-        spans += [span for span in found if span.window < complete]
-        waits += [wait for wait in stood if wait.window < complete]
+        spans += [span for span in found if 0 <= span.window < complete]
+        waits += [wait for wait in stood if 0 <= wait.window < complete]
         memory += _memory_of(rank, each, zero_s + offset)
     return Timeline(tuple(spans), tuple(waits), communicator.world_size, steps.dependences, tuple(memory))
 
 
+def _single_step(recording: Recording) -> Recording:
+    """The same with the forward before the one backward in the window of that."""
+    return replace(
+        recording,
+        marks=[(each, 0, when) for each, _, when in recording.marks if each is not None],
+        waits=[(launch, 0, start, end) for launch, _, start, end in recording.waits],
+        transfers=[replace(each, window=0) for each in (*recording.before, *recording.transfers)],
+    )
+
+
 def _memory_of(rank: int, recording: Recording, zero_s: float) -> list[MemoryAt]:
-    """By how much the memory in use has grown since the recording's first mark."""
+    """By how much the memory in use has grown since the recording's first mark; nothing where nothing tells of it."""
+    if len({nbytes for _, nbytes in recording.memory}) < 2:
+        return []
     return [MemoryAt(rank, (at - zero_s) * 1e3, nbytes - recording.memory[0][1]) for at, nbytes in recording.memory]
 
 

@@ -1,0 +1,110 @@
+"""Models and systems whose work on the host is measured: the lab's five, and one whose compute is next to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam, Optimizer, SparseAdam
+
+import embrace_fx
+from benchmarks.models import MODELS
+from benchmarks.models.base import Batch, Lookups, TableModel
+from benchmarks.peers import SYSTEMS
+from benchmarks.peers.base import Task, with_sparse_tables
+from embrace_fx.vocabulary.exactness import RowUpdates
+from embrace_fx.vocabulary.schedule import ScheduleName
+
+SMALL = "small"
+NAMES = (SMALL, *MODELS)
+LR, SEED, BATCHES = 1e-3, 0, 48
+SMALL_SYSTEMS: dict[str, tuple[ScheduleName, RowUpdates] | None] = {
+    "ddp_sparse": None,
+    "embrace_none": ("none", "exact"),
+    "embrace_2d": ("2d", "exact"),
+    "embrace_none_lazy": ("none", "lazy"),
+    "embrace_2d_lazy": ("2d", "lazy"),
+}
+"""System of the small model -> its schedule and its row updates; None: DDP, whose tables have sparse gradients."""
+
+
+@dataclass(frozen=True)
+class SmallWorkload:
+    """Two tables and eight small layers: what a step takes is what the host does around them."""
+
+    rows: int = 50_000
+    width: int = 32
+    layers: int = 8
+    batch_size: int = 16
+    length: int = 20
+
+    def make(self) -> TableModel:
+        return _Small(self)
+
+    def batch(self, step: int, rank: int, seed: int) -> Batch:
+        random = torch.Generator().manual_seed(hash((step, rank, seed)) & 0x7FFFFFFF)
+        return tuple(torch.randint(self.rows, (self.batch_size, self.length), generator=random) for _ in range(2))
+
+
+class _Small(TableModel):
+    def __init__(self, sizes: SmallWorkload) -> None:
+        super().__init__()
+        self.tables = nn.ModuleDict({name: nn.Embedding(sizes.rows, sizes.width) for name in ("users", "goods")})
+        self.layers = nn.Sequential(*(nn.Linear(sizes.width, sizes.width) for _ in range(sizes.layers)))
+
+    def lookups(self, *batch: Tensor) -> Lookups:
+        users, goods = batch
+        return {"users": ("users", users), "goods": ("goods", goods)}
+
+    def loss(self, rows: Mapping[str, Tensor], *_: Tensor) -> Tensor:
+        loss: Tensor = self.layers(rows["users"] * rows["goods"]).square().mean()
+        return loss
+
+
+def systems_of(model: str) -> tuple[str, ...]:
+    """Names of the systems that a model is measured under, by default."""
+    return tuple(SMALL_SYSTEMS) if model == SMALL else ("ddp_sparse", "torchrec_column", "embrace_none", "embrace_2d")
+
+
+def steps_of(model: str, system: str, rank: int) -> Iterator[Tensor]:
+    """Trains endlessly; yields this rank's loss of each step. Collective."""
+    workload = SmallWorkload() if model == SMALL else MODELS[model]["lab"]
+    batches = _again([workload.batch(step, rank, SEED) for step in range(BATCHES)])
+    if model != SMALL:
+        return SYSTEMS[system].peer().prepare(Task(workload, seed=SEED)).steps(batches)
+    torch.manual_seed(SEED)
+    return _small_steps(workload.make(), SMALL_SYSTEMS[system], batches)
+
+
+def _small_steps(
+    plain: TableModel, options: tuple[ScheduleName, RowUpdates] | None, batches: Iterator[Batch]
+) -> Iterator[Tensor]:
+    if options is None:
+        with_sparse_tables(plain, sparse=True)
+        model: nn.Module = DistributedDataParallel(plain)
+        optimizers: list[Optimizer] = [
+            SparseAdam(list(plain.tables.parameters()), lr=LR),
+            Adam([each for name, each in plain.named_parameters() if not name.startswith("tables.")], lr=LR),
+        ]
+        read: Iterable[Batch] = batches
+    else:
+        schedule, updates = options
+        model = compiled = embrace_fx.compile(
+            plain, strategy={"tables.*": "alltoall"}, schedule=schedule, row_updates=updates
+        )
+        optimizers, read = [Adam(model.parameters(), lr=LR)], compiled.lookahead(batches)
+    for batch in read:
+        loss = model(*batch)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        yield loss.detach()
+
+
+def _again(batches: list[Batch]) -> Iterator[Batch]:
+    while True:
+        yield from batches

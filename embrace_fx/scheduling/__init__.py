@@ -1,1 +1,0 @@
-"""From a plan to a launch order, and from recordings to a timeline."""

@@ -1,0 +1,37 @@
+"""The house: few rooms on the first level, no circle at any, and the page that lists them is right."""
+
+from __future__ import annotations
+
+import networkx as nx
+import pytest
+
+from tests.support.rooms import ROOT, rooms, sentence_of, table
+
+MOST_ROOMS, MOST_ARROWS = 17, 60
+
+
+def test_the_first_level_can_be_kept_in_the_head() -> None:
+    first = rooms(opened=False)
+
+    assert {"session", "planning", "passes", "runtime", "vocabulary", "cost"} < set(first)
+    assert len(first) <= MOST_ROOMS, sorted(first)
+    assert first.number_of_edges() <= MOST_ARROWS, sorted(first.edges)
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_no_room_imports_itself_by_way_of_others(opened: bool) -> None:
+    circles = [sorted(found) for found in nx.strongly_connected_components(rooms(opened=opened)) if len(found) > 1]
+
+    assert circles == []
+
+
+def test_every_room_says_what_it_holds_in_a_sentence() -> None:
+    for room in rooms(opened=True):
+        assert 20 < len(sentence_of(room)) < 240, room
+        assert sentence_of(room).endswith((".", ":")), room
+
+
+def test_the_page_lists_the_rooms_as_their_heads_describe_them() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+    assert table() in page, "docs/architecture.md: expected the output of `python -m tests.support.rooms`"

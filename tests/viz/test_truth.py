@@ -1,0 +1,117 @@
+"""Pictures say what was found, and nothing where nothing was: ratios, single steps, held memory, narrow screens."""
+
+from __future__ import annotations
+
+import shutil
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import embrace_fx
+from embrace_fx import viz
+from embrace_fx.runtime.memory.resident import bytes_in_use
+from embrace_fx.viz.graphs import Graphs
+from embrace_fx.viz.picture import Picture
+from embrace_fx.vocabulary.schedule import Schedule, StepGraph, Timeline, Wait
+from tests.support.pictures import compute, saved
+from tests.support.ranks import run_ranks
+
+
+def with_wait(ms: float) -> Timeline:
+    spans = (compute("backward a", 0, 4), compute("forward a", 6, 8))
+    return Timeline(spans, (Wait("bucket 0", "dense", 0, 0, 4, 4 + ms),), 1)
+
+
+def test_nothing_is_divided_by_a_prediction_of_nothing() -> None:
+    """Sums of floats leave 1e-14 where a prediction waits for nothing."""
+    predicted = with_wait(1e-14)
+    operations = tuple(span.operation for span in predicted.spans)
+    steps = StepGraph(operations, (), tuple(o.name for o in operations))
+    picture = Picture(Schedule("2d", (), steps, predicted), with_wait(1.5))
+
+    assert picture.ratios()["exposed dense"] == ""
+    assert picture.ratios()["step"] == "1.00"
+    assert "000000" not in str(viz.drawn(with_wait(1.5), picture.schedule))
+
+
+def test_memory_in_use_is_that_of_tensors_and_not_of_a_heap() -> None:
+    """What is freed and taken again shows, small blocks and large ones; the resident set shows neither."""
+    cpu = torch.device("cpu")
+    for elements in (10_000, 10_000_000):
+        torch.zeros(elements)  # the heap has room for it from here on
+        before = bytes_in_use(cpu)
+        held = torch.zeros(elements)
+        grown = bytes_in_use(cpu) - before
+        assert held.nbytes <= grown < held.nbytes + 2**16
+        del held
+
+
+def records_one_step(rank: int, ranks: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(4000, 16), nn.Flatten(), nn.Linear(64, 4))
+    model = embrace_fx.compile(plain, strategy={"0.weight": "alltoall"})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        model(torch.arange(24).view(6, 4) + rank).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with model.record():
+        step()
+    found = Picture(None, model.timeline).panels[0]
+    assert {span.rank for span in model.timeline.spans} == set(range(ranks))
+    kinds = {span.operation.kind for span in model.timeline.spans}
+    assert {"backward", "forward"} <= kinds
+    assert ranks == 1 or "lookups" in kinds, "what the forward fetches, too"
+    first = [phase.label for phase in found.phases if phase.rank == 0]
+    assert first[:2] == ["forward t", "backward t"]
+    step_ms = found.diagnostics.step_ms
+    assert step_ms == pytest.approx(
+        max(s.end_ms for s in model.timeline.spans if s.rank == 0) - found.origin_ms, rel=0.5
+    )
+    assert "<svg" in model.timeline._repr_html_()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_single_step_is_recorded_from_its_forward_on(ranks: int) -> None:
+    run_ranks(ranks, records_one_step)
+
+
+def test_still_pictures_shrink_to_a_narrow_screen(tmp_path: Path, schedule: Schedule) -> None:
+    root = ET.fromstring(saved(tmp_path, ".svg", schedule))
+    assert "max-width:100%" in str(root.get("style"))
+    assert str(root.get("viewBox")).startswith("0 0 900 ")
+
+
+def small_graphs() -> Graphs:
+    module = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    for node in module.graph.nodes:
+        node.meta["val"] = torch.zeros(3)
+    return Graphs({"captured": module})
+
+
+@pytest.mark.parametrize("laid_out", [True, False])
+def test_graphs_are_laid_out_or_listed_with_all_their_words(laid_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphviz draws arrow heads; where it is not there, a table names what each block needs, and cuts no name."""
+    if laid_out and shutil.which("dot") is None:
+        pytest.skip("Graphviz is not installed on this machine")
+    if not laid_out:
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    drawn = small_graphs()._repr_html_()
+    root = ET.fromstring(drawn)
+    assert "max-width:100%" in str(root.get("style"))
+    assert "prefers-color-scheme:dark" in drawn
+    (label,) = [each.text or "" for each in root.iter() if each.tag.endswith("text") and "ops" in (each.text or "")]
+    assert label == "captured: 2 ops (_0, _1)"
+    assert "…" not in drawn
+
+
+def test_notebooks_show_pictures_and_tables(schedule: Schedule, timeline: Timeline) -> None:
+    assert viz.drawn(schedule)._repr_html_().startswith("<svg")
+    assert viz.drawn(timeline, schedule)._repr_html_().startswith("<svg")
+    assert Graphs()._repr_html_() == "no graph yet"
