@@ -1,4 +1,4 @@
-"""A tanh RNN trained without back-propagation: run it with python, or with torchrun on any number of ranks."""
+"""A tanh RNN trained by ADMM, without a learning rate: run it with python, or with torchrun on any number of ranks."""
 
 import torch
 from torch import distributed, nn
@@ -26,12 +26,12 @@ state = admm.train(
     rnn,
     head,
     (inputs[rank::ranks], classes[rank::ranks]),
-    iterations=100,
+    iterations=20,
     parallel=parallel,
 )
 
 if rank == 0:
-    for progress in state.history[::20]:
+    for progress in state.history[::4]:
         print(f"iteration {progress.iteration:3d}  loss {progress.loss:.3f}  accuracy {progress.accuracy:.3f}")
     inputs, classes = sentences(600, seed=1)
     with torch.no_grad():

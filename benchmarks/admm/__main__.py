@@ -1,10 +1,12 @@
-"""ADMM next to SGD-type optimizers: the same passes over the data, five seeds, initial weights x0.01 to x10.
+"""ADMM next to SGD-type optimizers: the same epochs, five seeds, initial weights x0.01 to x10.
 
     python -m benchmarks.admm --output benchmarks/results --minutes 10
 
-Each optimizer's learning rate is the best of three at a seed that is not among the five, at scale 1; ADMM has its
-defaults. What is trained is kept under build/admm, one line per training; the same command goes on where it was. The
-page is written in any case, and says what it lacks. `python -m benchmarks.admm.parallel` measures the parallel forms.
+Each optimizer's learning rate is the best of three at a seed that is not among the five, at scale 1. It starts from
+what is given, and once more from what ADMM makes of that, the same for all scales. ADMM has its defaults.
+What is trained is kept under build/admm, one line per training; the same command goes on where it was, and several may
+run at once, each with a `--share` of the trainings. `python -m benchmarks.admm.parallel`, `.pixels` and `.seconds`
+measure the parallel forms, all pixels in one step, and what an epoch costs.
 """
 
 from __future__ import annotations
@@ -15,76 +17,99 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.admm.methods import METHODS, OPTIMIZERS, train
+from benchmarks.admm.methods import OPTIMIZERS, Outcome, by_admm, by_optimizer, rescale
 from benchmarks.admm.report import write_stability
-from benchmarks.admm.tasks import TASKS
+from benchmarks.admm.tasks import TASKS, Task
 
 SEEDS = (0, 1, 2, 3, 4)
 SCALES = (1.0, 0.1, 10.0, 0.01)
 TUNING_SEED = 1000
 
-Key = tuple[str, str, float | None, int, float]
-"""Task, method, learning rate, seed, scale."""
+
+class Key(NamedTuple):
+    """A training; ADMM has no rate, and rescales any start."""
+
+    task: str
+    method: str
+    start: str
+    rate: float | None
+    seed: int
+    scale: float
 
 
-def tuned_rates(done: dict[Key, dict[str, Any]], task: str) -> dict[str, float | None]:
-    """By method: the rate with the highest accuracy at the tuning seed, of those trained."""
-    rates: dict[str, float | None] = {"ADMM": None}
-    for method, (_, candidates) in OPTIMIZERS.items():
-        found = {rate: done.get((task, method, rate, TUNING_SEED, 1.0)) for rate in candidates}
-        scored = {rate: outcome["accuracy"] for rate, outcome in found.items() if outcome is not None}
-        if len(scored) == len(candidates):
-            rates[method] = max(scored, key=lambda rate: scored[rate])
-    return rates
+Done = dict[Key, dict[str, Any]]
 
 
-def wanted(done: dict[Key, dict[str, Any]]) -> Iterator[Key]:
-    """Every training, those first that others depend on; then a seed at a time, so that a part of it is fair."""
+def tuned_rate(done: Done, task: str, method: str) -> float | None:
+    """The rate with the highest accuracy at the tuning seed; None where one has not been trained."""
+    rates = OPTIMIZERS[method][1]
+    found = {rate: done.get(Key(task, method, "given", rate, TUNING_SEED, 1.0)) for rate in rates}
+    scored = {rate: outcome["accuracy"] for rate, outcome in found.items() if outcome is not None}
+    return max(scored, key=lambda rate: scored[rate]) if len(scored) == len(rates) else None
+
+
+def wanted(done: Done) -> Iterator[Key]:
+    """Every training, those first that others depend on."""
+    for seed in SEEDS:
+        for task in TASKS:
+            for scale in SCALES:
+                yield Key(task, "ADMM", "rescaled", None, seed, scale)
     for task in TASKS:
         for method, (_, rates) in OPTIMIZERS.items():
             for rate in rates:
-                yield task, method, rate, TUNING_SEED, 1.0
-    for seed in SEEDS:
-        for scale in SCALES:
-            for task in TASKS:
-                for method, tuned in tuned_rates(done, task).items():
-                    yield task, method, tuned, seed, scale
+                yield Key(task, method, "given", rate, TUNING_SEED, 1.0)
+    for start, scales in (("rescaled", (1.0,)), ("given", SCALES)):
+        for seed in SEEDS:
+            for scale in scales:
+                for task in TASKS:
+                    for method in OPTIMIZERS:
+                        tuned = tuned_rate(done, task, method)
+                        if tuned is not None:
+                            yield Key(task, method, start, tuned, seed, scale)
 
 
-def read(path: Path) -> dict[Key, dict[str, Any]]:
+def train(task: Task, key: Key, epochs: int) -> Outcome:
+    rnn, head = task.modules(key.seed, key.scale)
+    if key.rate is None:
+        return by_admm(rnn, head, task, epochs)
+    if key.start == "rescaled":
+        rescale(rnn, head, task)
+    return by_optimizer(rnn, head, task, key.method, key.rate, key.seed, epochs)
+
+
+def read(path: Path) -> Done:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {tuple(line["key"]): line["outcome"] for line in map(json.loads, lines)}
+    return {Key(*line["key"]): line["outcome"] for line in map(json.loads, lines)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("build/admm"))
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--passes", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--share", default="0/1", help="k/n: every n-th training, from the k-th")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    kept = Path("build/admm", f"stability-{options.passes}.jsonl")
+    kept = Path("build/admm", f"stability-{options.epochs}.jsonl")
     kept.parent.mkdir(parents=True, exist_ok=True)
-    done = read(kept)
+    first, parts = map(int, options.share.split("/"))
     tasks = {name: make() for name, make in TASKS.items()}
-    deadline_s = time.monotonic() + 60 * options.minutes
-    for key in wanted(done):
-        if key in done:
+    deadline_s, done = time.monotonic() + 60 * options.minutes, read(kept)
+    for number, key in enumerate(wanted(done)):
+        if key in done or number % parts != first:
             continue
         if time.monotonic() > deadline_s:
             break
-        name, method, rate, seed, scale = key
-        done[key] = asdict(train(tasks[name], method, rate, seed, scale, options.passes))
+        done[key] = asdict(train(tasks[key.task], key, options.epochs))
         with kept.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"key": key, "outcome": done[key]}) + "\n")
-    rates = {name: tuned_rates(done, name) for name in TASKS}
-    judged = {key: outcome for key, outcome in done.items() if key[3] != TUNING_SEED}
-    expected = len(TASKS) * len(METHODS) * len(SEEDS) * len(SCALES)
-    write_stability(options.output, judged, rates, expected=expected, passes=options.passes)
+        done |= read(kept)
+    judged = {key: outcome for key, outcome in done.items() if key.seed in SEEDS}
+    write_stability(options.output, judged, epochs=options.epochs)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""One training of a task by one method, under a budget of passes over the training data.
+"""One training of a task by one method, for a number of epochs.
 
-An iteration of ADMM reads the data twice and counts as two passes; an epoch of an optimizer counts as one, though its
-backward reads the activations again. All methods are judged alike, at the same passes, and keep the weights with the
-lowest training loss.
+All methods are judged alike, after every `EVERY` epochs, and keep the weights with the lowest training loss. An epoch
+is a pass over the training data in random batches of `BATCH`, an optimizer's as well as ADMM's.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +15,12 @@ from torch import Tensor, nn
 
 from benchmarks.admm.tasks import Pair, Task
 from embrace_fx import admm
+from embrace_fx.admm.model import read_data, read_weights, write_weights
+from embrace_fx.admm.setup import rescaled
 
 BATCH = 16
 EVERY = 2
-"""Passes between two judgements."""
+"""Epochs between two judgements."""
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -41,13 +41,13 @@ class Outcome:
 
     Attributes:
         accuracy: on the test data, of the weights with the lowest training loss.
-        curve: test accuracy after every `EVERY` passes, of the weights kept by then.
-        wall_s: judgements included.
+        curve: test accuracy after every `EVERY` epochs, of the weights kept by then.
+        losses: training loss after every `EVERY` epochs, of the weights of that time.
     """
 
     accuracy: float
     curve: list[float]
-    wall_s: float
+    losses: list[float]
 
 
 class Judge:
@@ -57,6 +57,7 @@ class Judge:
         self._rnn, self._head, self._task = rnn, head, task
         self._lowest, self.accuracy = float("inf"), 0.0
         self.curve: list[float] = []
+        self.losses: list[float] = []
 
     def look(self) -> None:
         with torch.no_grad():
@@ -66,6 +67,10 @@ class Judge:
         if loss < self._lowest:
             self._lowest, self.accuracy = loss, accuracy
         self.curve.append(self.accuracy)
+        self.losses.append(loss)
+
+    def outcome(self) -> Outcome:
+        return Outcome(self.accuracy, self.curve, self.losses)
 
 
 def scores_and_loss(rnn: nn.RNN, head: nn.Linear, pair: Pair) -> tuple[Tensor, Tensor]:
@@ -76,44 +81,50 @@ def scores_and_loss(rnn: nn.RNN, head: nn.Linear, pair: Pair) -> tuple[Tensor, T
     return scores, nn.functional.cross_entropy(scores, classes.flatten())
 
 
-def train(task: Task, method: str, rate: float | None, seed: int, scale: float, passes: int) -> Outcome:
-    """One training.
-
-    Args:
-        rate: the learning rate; None for ADMM, which has none.
-        scale: of the initial parameters.
-    """
-    rnn, head = task.modules(seed, scale)
-    started_s = time.perf_counter()
-    if rate is None:
-        accuracy, curve = _by_admm(rnn, head, task, passes)
-    else:
-        accuracy, curve = _by_optimizer(rnn, head, task, method, rate, seed, passes)
-    return Outcome(accuracy, curve, time.perf_counter() - started_s)
+def rescale(rnn: nn.RNN, head: nn.Linear, task: Task) -> None:
+    """Gives any method the start that ADMM gives itself."""
+    weights = read_weights(rnn, head)
+    write_weights(rescaled(weights, read_data(task.train, weights, batch_first=True), list), rnn, head)
 
 
-def _by_admm(rnn: nn.RNN, head: nn.Linear, task: Task, passes: int) -> tuple[float, list[float]]:
+def by_admm(
+    rnn: nn.RNN,
+    head: nn.Linear,
+    task: Task,
+    epochs: int,
+    penalties: admm.Penalties | None = None,
+    every: int = EVERY,
+) -> Outcome:
     """The package's defaults. After each piece the modules hold the best weights; the state goes on from the last."""
     judge, state = Judge(rnn, head, task), None
-    for iterations in range(1, passes // EVERY + 1):
-        state = admm.train(rnn, head, task.train, iterations=iterations, state=state)
+    for piece in range(1, epochs // every + 1):
+        state = admm.train(
+            rnn, head, task.train, iterations=piece * every, batch_size=BATCH, penalties=penalties, state=state
+        )
+        write_weights(state.weights, rnn, head)
         judge.look()
-    return judge.accuracy, judge.curve
+    return judge.outcome()
 
 
-def _by_optimizer(
-    rnn: nn.RNN, head: nn.Linear, task: Task, method: str, rate: float, seed: int, passes: int
-) -> tuple[float, list[float]]:
+def by_optimizer(
+    rnn: nn.RNN, head: nn.Linear, task: Task, method: str, rate: float, seed: int, epochs: int, every: int = EVERY
+) -> Outcome:
     make, _ = OPTIMIZERS[method]
     optimizer = make([*rnn.parameters(), *head.parameters()], lr=rate)
     judge, generator = Judge(rnn, head, task), torch.Generator().manual_seed(seed)
-    inputs, classes = task.train
-    for epoch in range(1, passes + 1):
-        for chosen in torch.randperm(len(inputs), generator=generator).split(BATCH):
-            loss = scores_and_loss(rnn, head, (inputs[chosen], classes[chosen]))[1]
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        if epoch % EVERY == 0:
+    for epoch in range(1, epochs + 1):
+        one_epoch(rnn, head, task, optimizer, generator)
+        if epoch % every == 0:
             judge.look()
-    return judge.accuracy, judge.curve
+    return judge.outcome()
+
+
+def one_epoch(
+    rnn: nn.RNN, head: nn.Linear, task: Task, optimizer: torch.optim.Optimizer, generator: torch.Generator
+) -> None:
+    inputs, classes = task.train
+    for chosen in torch.randperm(len(inputs), generator=generator).split(BATCH):
+        loss = scores_and_loss(rnn, head, (inputs[chosen], classes[chosen]))[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()

@@ -7,15 +7,13 @@ import os
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from embrace_fx.admm.asynchronous import MASTER, Asynchronous, open_lines, work
-from embrace_fx.admm.consensus import InStep, Synchronous
+from embrace_fx.admm.asynchronous import MASTER, Asynchronous, Master, open_lines, work
+from embrace_fx.admm.consensus import OnIteration, Run, train_in_step
 from embrace_fx.admm.lagrangian import Penalties
-from embrace_fx.admm.loop import Alone, OnIteration, Run, iterate
-from embrace_fx.admm.master import lead
-from embrace_fx.admm.model import write_weights
-from embrace_fx.admm.setup import Own, Parallel, begin, check_patience, group_of, mean_sequences, read_own, together
+from embrace_fx.admm.model import expect, write_weights
+from embrace_fx.admm.progress import Stopping
+from embrace_fx.admm.setup import Own, Parallel, begin, check_patience, group_of, read_own, together
 from embrace_fx.admm.state import State
-from embrace_fx.admm.stopping import Stopping
 from embrace_fx.admm.timeline import save_timeline
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -26,8 +24,10 @@ def train(
     head: nn.Linear,
     data: tuple[Tensor, Tensor],
     *,
-    iterations: int = 200,
+    iterations: int = 60,
+    batch_size: int = 16,
     penalties: Penalties | None = None,
+    rescale: bool = True,
     stopping: Stopping | None = None,
     validation: tuple[Tensor, Tensor] | None = None,
     state: State | None = None,
@@ -36,11 +36,11 @@ def train(
     on_iteration: OnIteration | None = None,
     timeline: str | os.PathLike[str] | None = None,
 ) -> State:
-    """Trains a tanh RNN and its head, in place, without back-propagation (P-ADMMiRNN, arXiv 2006.05622).
+    """Trains a tanh RNN and its head, in place, by the alternating direction method of multipliers.
 
-    An iteration reads all of the data twice, backward and forward in time. There is no learning rate: step constants
-    are upper bounds of curvatures, taken anew in each iteration. The weights with the lowest loss are left in the
-    modules; `nn.RNN`'s two biases become one, in `bias_ih_l0`.
+    An iteration is an epoch. There is no learning rate: how far a batch moves states and weights follows from
+    penalties, which need no tuning. The weights with the lowest loss are left in the modules; `nn.RNN`'s two biases
+    become one, in `bias_ih_l0`. Source: P-ADMMiRNN (arXiv 2006.05622), changed as `docs/admm.md` says.
 
     Args:
         rnn: one tanh layer in one direction, float32 or float64, with or without `batch_first`.
@@ -50,7 +50,10 @@ def train(
             In a parallel training, the rank's own sequences; the asynchronous master's are never trained on.
         iterations: at which training ends; of a resumed one, those before it included. The master's, each an update
             of the agreed weights, where ranks are asynchronous.
+        batch_size: sequences that move together, in an order that torch's global generator seeds.
         penalties: `Penalties()` if None.
+        rescale: makes the initial weights as large as the method likes them (`start`). False: to train on from what is
+            trained already.
         stopping: `Stopping()` if None.
         validation: data to judge weights on, as `data`; the training data itself if None.
         state: a state to resume from. In a single process and among synchronous ranks what follows is the same to the
@@ -74,8 +77,8 @@ def train(
     trains = in_step or communicator.rank != MASTER
 
     def prepare() -> Own:
-        if iterations < 0:
-            raise ValueError(f"expected no less than 0 iterations, in admm.train(), found {iterations}.")
+        wanted = "no less than 0 iterations, of batches of at least 1, in admm.train()"
+        expect(iterations >= 0 and batch_size >= 1, wanted, f"{iterations} and {batch_size}", "Raise them.")
         check_patience(communicator, parallel)
         own = read_own(rnn, head, data, validation, trains)
         if state is not None:
@@ -85,6 +88,8 @@ def train(
     def asked(own: Own) -> dict[str, str]:
         return {
             "iterations": str(iterations),
+            "batch_size": str(batch_size),
+            "rescale": str(rescale),
             "penalties": str(penalties),
             "stopping": str(stopping),
             "parallel": str(parallel),
@@ -94,8 +99,8 @@ def train(
         }
 
     own = together(communicator, prepare, asked)
-    state = state if state is not None else begin(communicator, own, penalties)
-    run = Run(iterations, stopping, own.monitored, on_iteration, Recorder())
+    state = state if state is not None else begin(communicator, own, penalties, rescale=rescale)
+    run = Run(iterations, batch_size, stopping, own.monitored, on_iteration, Recorder())
     recording = run.recorder.start() if timeline is not None else None
     _train(state, own, run, communicator, parallel)
     write_weights(state.best.weights, rnn, head)
@@ -114,15 +119,12 @@ def _shapes(own: Own) -> dict[str, str]:
 
 def _train(state: State, own: Own, run: Run, communicator: Communicator, parallel: Parallel) -> None:
     """The iterations of this rank, in its part."""
-    if parallel is None:
-        iterate(state, own.data, run, Alone())
-        return
-    strength = parallel.strength * mean_sequences(communicator, own)
-    if isinstance(parallel, Synchronous):
-        iterate(state, own.data, run, InStep(communicator, strength, run.recorder))
+    if not isinstance(parallel, Asynchronous):
+        strength = parallel.strength if parallel is not None else 0.0
+        train_in_step(state, own.data, run, communicator, strength)
         return
     lines = open_lines(communicator, own.weights.flat())
     if own.trains:
-        work(state, own.data, run, communicator, lines[MASTER], strength)
+        work(state, own.data, run, communicator, lines[MASTER], parallel.strength)
     else:
-        lead(state, run, communicator, lines, parallel)
+        Master(state, run, communicator, lines, parallel).lead()

@@ -1,43 +1,48 @@
-"""Asynchronous consensus: what master and workers say to each other, and what a worker does.
+"""Asynchronous consensus: a master that makes weights of what has arrived, and workers that do not wait for each other.
 
 Zhang and Kwok, Asynchronous Distributed ADMM for Consensus Optimization (ICML 2014). The formulas are those of
 `consensus`; the mean takes the last contribution of every worker, however old. The master, rank 0, waits until
-`arrivals` workers have arrived and nobody's contribution is older than `staleness` updates, makes z, and sends it to
-those that have arrived (`master`).
+`arrivals` workers have arrived and nobody's contribution is older than `staleness` updates.
 
     worker                                     master
     iterates, held to z - u                    waits
-    theta + u, figures  ------------------->   keeps them in the place of the worker's former ones
+    theta + u, sums of figures  ----------->   keeps them in the place of the worker's former ones
                                                z = mean of all workers' last theta + u
-    u += theta - z      <-------------------   z
+    u += theta - z      <-------------------   z, to those that have arrived
 
-Messages are point to point, and plain tensors: a header of numbers, float64, and a vector of weights.
+A message is a plain tensor, float64, point to point: a few numbers, then a vector of weights. A thread for each worker
+carries its messages on the master, into one queue, so that the master waits for whoever comes first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Literal
+from functools import reduce
+from operator import add
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.admm.consensus import contribution, pull_of, take_agreed
-from embrace_fx.admm.loop import Run
-from embrace_fx.admm.model import Data
-from embrace_fx.admm.operations import DUALS, FIGURES, TO_MASTER, TO_WORKER
-from embrace_fx.admm.progress import Scores, Splits, progress_of
+from embrace_fx.admm.consensus import Run, contribution, pull_of, take_agreed
+from embrace_fx.admm.model import Data, expect
+from embrace_fx.admm.operations import DUALS, FIGURES, MEAN, TO_MASTER, TO_WORKER
+from embrace_fx.admm.progress import Best, Sums
 from embrace_fx.admm.state import State
-from embrace_fx.admm.stopping import Best
-from embrace_fx.admm.sweep import Sweeper
+from embrace_fx.admm.update import iterate
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import DeadRank
 
 MASTER = 0
-"""Names in timelines."""
+NUMBERS = len(fields(Sums))
+"""At the head of a message."""
 
 Order = Literal["go on", "end", "dead", "late"]
 ORDERS: tuple[Order, ...] = ("go on", "end", "dead", "late")
@@ -52,7 +57,7 @@ class Asynchronous:
     """A master and workers that do not wait for each other.
 
     Attributes:
-        strength: of the pull to the agreed weights (g), per sequence of a rank.
+        strength: of the pull to the agreed weights (g), per sequence of a batch.
         arrivals: workers that the master waits for before it makes new weights (S).
         staleness: updates after which a worker's contribution must be renewed; with 1 everybody waits for everybody.
         patience_s: how long the master waits for a worker that it cannot go on without. Then all ranks raise. At most
@@ -65,38 +70,18 @@ class Asynchronous:
     patience_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.strength < float("inf"):
-            raise ValueError(f"expected a positive strength, in admm.Asynchronous(), found {self.strength}.")
-        if self.arrivals < 1 or self.staleness < 1 or not self.patience_s > 0:
-            raise ValueError(
-                "expected arrivals and staleness of at least 1 and a positive patience_s, in admm.Asynchronous(), "
-                f"found {self.arrivals}, {self.staleness} and {self.patience_s}."
-            )
+        fits = 0 < self.strength < float("inf") and min(self.arrivals, self.staleness) >= 1 and self.patience_s > 0
+        wanted = "a positive strength and patience_s, arrivals and staleness of at least 1, in admm.Asynchronous()"
+        expect(fits, wanted, str(self), "Change them.")
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a worker sends: its contribution theta + u, and its figures."""
-
-    vector: Tensor
-    splits: Splits
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What the master answers.
-
-    Attributes:
-        order: go on from these weights; end with them; or fail, for a rank is dead or late.
-        vector: the agreed weights; at the end, the best ones.
-        culprit: the rank that is dead or late.
-        iteration, loss: of the best weights.
-    """
+class Reply(NamedTuple):
+    """The master's answer: go on from these weights; end with them, the best ones; or fail, for `culprit` is lost."""
 
     order: Order
     vector: Tensor
-    culprit: int = -1
-    iteration: int = 0
+    culprit: float = -1
+    iteration: float = 0
     loss: float = 0.0
 
 
@@ -106,37 +91,20 @@ class Line:
     Args:
         group: of all ranks, whose tensors are on the hosts.
         peer: the other one's rank in the default group.
-        like: a vector of weights, for its length and dtype.
+        like: a vector of weights, for its length, dtype and device.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, like: Tensor) -> None:
         self._group, self._peer, self._like = group, peer, like
 
-    def send_report(self, report: Report) -> None:
-        self._send(torch.tensor(astuple(report.splits), dtype=torch.float64), report.vector)
+    def send(self, numbers: Sequence[float], vector: Tensor) -> None:
+        head = torch.tensor([*numbers, *[0.0] * (NUMBERS - len(numbers))], dtype=torch.float64)
+        dist.send(torch.cat([head, vector.cpu().double()]), self._peer, group=self._group)
 
-    def receive_report(self) -> Report:
-        header, vector = self._receive(len(fields(Splits)))
-        return Report(vector, Splits(*header))
-
-    def send_reply(self, reply: Reply) -> None:
-        header = [ORDERS.index(reply.order), reply.culprit, reply.iteration, reply.loss]
-        self._send(torch.tensor(header, dtype=torch.float64), reply.vector)
-
-    def receive_reply(self) -> Reply:
-        (order, culprit, iteration, loss), vector = self._receive(4)
-        return Reply(ORDERS[int(order)], vector, int(culprit), int(iteration), loss)
-
-    def _send(self, header: Tensor, vector: Tensor) -> None:
-        for tensor in (header, vector.cpu()):
-            dist.send(tensor, self._peer, group=self._group)
-
-    def _receive(self, numbers: int) -> tuple[list[float], Tensor]:
-        header = torch.empty(numbers, dtype=torch.float64)
-        vector = torch.empty(self._like.shape, dtype=self._like.dtype)
-        for tensor in (header, vector):
-            dist.recv(tensor, self._peer, group=self._group)
-        return header.tolist(), vector.to(self._like.device)
+    def receive(self) -> tuple[list[float], Tensor]:
+        message = torch.empty(NUMBERS + self._like.numel(), dtype=torch.float64)
+        dist.recv(message, self._peer, group=self._group)
+        return message[:NUMBERS].tolist(), message[NUMBERS:].to(self._like)
 
 
 def open_lines(communicator: Communicator, like: Tensor) -> dict[int, Line]:
@@ -158,34 +126,40 @@ def work(state: State, data: Data, run: Run, communicator: Communicator, line: L
         DeadRank: a rank is gone, by its name.
         LateRank: the master has waited too long for a worker.
     """
-    sweeper, recorder = Sweeper(data, state.penalties), run.recorder
-    assert state.variables is not None
-    start_s = time.perf_counter() - state.elapsed_s
+    recorder, start_s = run.recorder, time.perf_counter() - state.elapsed_s
     state.stopped = None
     while state.stopped is None:
         recorder.window()
-        state.weights, state.variables, residuals = sweeper.iterate(
-            state.weights, state.variables, pull_of(state, strength), recorder.mark
-        )
+        splits = iterate(state, data, run.batch_size, pull_of(state, strength), recorder.mark)
+        splits += Sums.between(state.weights, state.agreed)
         state.iteration += 1
-        splits = Splits.of(residuals, state.variables, data, state.penalties, state.gap())
-        scores = Scores.of(state.agreed, run.monitored)
-        elapsed_s = time.perf_counter() - start_s
-        progress = progress_of(state.iteration, scores, splits, staleness=0, elapsed_s=elapsed_s)
+        own = Sums.of(state.agreed, run.monitored) + splits
+        progress = own.progress(state.iteration, staleness=0, elapsed_s=time.perf_counter() - start_s)
         state.history.append(progress)
-        if run.on_iteration is not None:
-            run.on_iteration(progress)
+        run.tell(progress)
         recorder.mark(FIGURES)
         with communicator.watching():
-            reply = _converse(line, Report(contribution(state), splits), recorder)
+            reply = _converse(line, splits, contribution(state), recorder)
         if reply.order == "go on":
             take_agreed(state, reply.vector)
             recorder.mark(DUALS)
         elif reply.order == "end":
-            state.best = Best(reply.iteration, reply.loss, state.agreed.unflat(reply.vector))
+            state.best = Best(int(reply.iteration), reply.loss, state.agreed.unflat(reply.vector))
             state.stopped = "the master ended the training"
         else:
-            raise failure(reply.order, reply.culprit, communicator.rank)
+            raise failure(reply.order, int(reply.culprit), communicator.rank)
+
+
+def _converse(line: Line, splits: Sums, vector: Tensor, recorder: Recorder) -> Reply:
+    """Sends what this worker has and waits for the answer."""
+    started_s = time.perf_counter()
+    with recorder.waiting(TO_WORKER):
+        line.send(astuple(splits), vector)
+        sent_s = time.perf_counter()
+        (order, culprit, iteration, loss, *_), agreed = line.receive()
+    if recorder.recording is not None:
+        recorder.transferred(Transfer(TO_MASTER, recorder.recording.window, 8 * vector.numel(), started_s, sent_s))
+    return Reply(ORDERS[int(order)], agreed, culprit, iteration, loss)
 
 
 def failure(order: Order, culprit: int, rank: int) -> RuntimeError:
@@ -201,14 +175,148 @@ def failure(order: Order, culprit: int, rank: int) -> RuntimeError:
     )
 
 
-def _converse(line: Line, report: Report, recorder: Recorder) -> Reply:
-    """Sends what this worker has and waits for the answer."""
-    started_s = time.perf_counter()
-    with recorder.waiting(TO_WORKER):
-        line.send_report(report)
-        sent_s = time.perf_counter()
-        reply = line.receive_reply()
-    if recorder.recording is not None:
-        size = report.vector.numel() * report.vector.element_size()
-        recorder.transferred(Transfer(TO_MASTER, recorder.recording.window, size, started_s, sent_s))
-    return reply
+Arrivals = queue.SimpleQueue[tuple[int, tuple[Sums, Tensor] | RuntimeError]]
+"""From which worker: its sums and its theta + u, or the error of a broken line."""
+
+
+class Carrier(threading.Thread):
+    """Carries a worker's messages until an answer ends them, or the line breaks."""
+
+    def __init__(self, worker: int, line: Line, arrivals: Arrivals) -> None:
+        super().__init__(name=f"embrace_fx admm {worker}", daemon=True)
+        self._worker, self._line, self._arrivals, self.dismissed = worker, line, arrivals, False
+        self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        try:
+            reply = None
+            while reply is None or reply.order == "go on":
+                numbers, vector = self._line.receive()
+                self._arrivals.put((self._worker, (Sums(*numbers), vector)))
+                reply = self.replies.get()
+                numbers = [ORDERS.index(reply.order), reply.culprit, reply.iteration, reply.loss]
+                self._line.send(numbers, reply.vector)
+            self.dismissed = True
+        except RuntimeError as error:
+            self._arrivals.put((self._worker, error))
+
+
+class Contributions:
+    """The workers' last contributions, and how old they are.
+
+    Args:
+        start: every worker's contribution before its first report.
+        known: whether that is what they are; if not, the first update waits for all workers.
+    """
+
+    def __init__(self, start: Tensor, workers: int, options: Asynchronous, known: bool) -> None:
+        self._vectors, self._options = torch.stack([start] * workers), options
+        self._sums: dict[int, Sums] = {}
+        self._ages = [1 if known else options.staleness] * workers
+        self.arrived: set[int] = set()
+
+    def take(self, worker: int, sums: Sums, vector: Tensor) -> None:
+        """Worker 1 is the first."""
+        self._vectors[worker - 1], self._sums[worker] = vector, sums
+        self.arrived.add(worker)
+
+    def missing(self) -> list[int]:
+        """Workers without which there must be no update; of those whose number alone counts, all."""
+        absent = [worker for worker in range(1, len(self._ages) + 1) if worker not in self.arrived]
+        stale = [worker for worker in absent if self._ages[worker - 1] >= self._options.staleness]
+        return stale or (absent if len(self.arrived) < self._options.arrivals else [])
+
+    def update(self) -> tuple[Tensor, set[int], int]:
+        """New agreed weights, who has arrived for them, and the age of the oldest contribution in them."""
+        ages = [0 if k + 1 in self.arrived else age for k, age in enumerate(self._ages)]
+        self._ages = [age + 1 for age in ages]
+        arrived, self.arrived = self.arrived, set()
+        return self._vectors.mean(0), arrived, max(ages)
+
+    def sums(self) -> Sums:
+        """Over the workers that have ever reported."""
+        return reduce(add, self._sums.values())
+
+
+class Lost(Exception):
+    """A worker is dead or late: an `Order`, and who."""
+
+
+class Master:
+    """Leads a training. `state` is brought forward in place.
+
+    Args:
+        lines: to the workers, by rank.
+        options: whom to wait for, and how long.
+    """
+
+    def __init__(
+        self, state: State, run: Run, communicator: Communicator, lines: Mapping[int, Line], options: Asynchronous
+    ) -> None:
+        self._state, self._run, self._communicator, self._options = state, run, communicator, options
+        self._inbox: Arrivals = queue.SimpleQueue()
+        self._carriers = {worker: Carrier(worker, line, self._inbox) for worker, line in lines.items()}
+
+    def lead(self) -> None:
+        """The iterations, an update of the agreed weights each.
+
+        Raises:
+            DeadRank, LateRank: on every rank that lives; on a late one when it arrives.
+        """
+        state = self._state
+        for carrier in self._carriers.values():
+            carrier.start()
+        try:
+            self._iterate()
+            self._dismiss(Reply("end", state.best.weights.flat(), -1, state.best.iteration, state.best.loss))
+        except Lost as lost:
+            order, culprit = lost.args
+            with contextlib.suppress(Lost):  # the culprit does not take its leave, which is known
+                self._dismiss(Reply(order, state.agreed.flat(), culprit))
+            raise failure(order, culprit, self._communicator.rank) from lost.__cause__
+
+    def _iterate(self) -> None:
+        state, run, recorder = self._state, self._run, self._run.recorder
+        known = state.iteration == 0  # of a resumed training only the workers know what they had sent
+        contributions = Contributions(state.agreed.flat(), len(self._carriers), self._options, known)
+        start_s = time.perf_counter() - state.elapsed_s
+        state.stopped = None
+        while state.iteration < run.iterations and state.stopped is None:
+            recorder.window()
+            with recorder.waiting(TO_MASTER):
+                self._collect(contributions)
+            vector, arrived, oldest = contributions.update()
+            state.agreed = state.weights = state.agreed.unflat(vector)
+            state.iteration += 1
+            recorder.mark(MEAN)
+            for worker in arrived:
+                self._carriers[worker].replies.put(Reply("go on", vector))
+            sums = Sums.of(state.agreed, run.monitored) + contributions.sums()
+            recorder.mark(FIGURES)
+            elapsed_s = time.perf_counter() - start_s
+            progress = sums.progress(state.iteration, staleness=oldest, elapsed_s=elapsed_s)
+            state.advance(progress, run.stopping)
+            run.tell(progress)
+
+    def _collect(self, contributions: Contributions) -> None:
+        """Takes all that has arrived, and waits until there can be an update, or raises Lost."""
+        deadline_s = time.monotonic() + self._options.patience_s
+        while not self._inbox.empty() or contributions.missing():
+            try:
+                worker, report = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            except queue.Empty:
+                raise Lost("late", contributions.missing()[0]) from None
+            if isinstance(report, RuntimeError):
+                # A line breaks when its worker dies, or after so long that it is late in any case.
+                raise Lost("dead" if worker in self._communicator.missing_ranks() else "late", worker) from report
+            contributions.take(worker, *report)
+
+    def _dismiss(self, reply: Reply) -> None:
+        """Answers all workers' reports, those that wait or the next, and waits until all have it, or raises Lost."""
+        for carrier in self._carriers.values():
+            carrier.replies.put(reply)
+        deadline_s = time.monotonic() + self._options.patience_s
+        for worker, carrier in self._carriers.items():
+            carrier.join(max(0.0, deadline_s - time.monotonic()))
+            if not carrier.dismissed:
+                raise Lost("late" if carrier.is_alive() else "dead", worker)

@@ -1,30 +1,32 @@
-"""Synchronous consensus: every rank iterates on its own sequences, then all agree on the weights.
+"""Training in step: ranks iterate on their own sequences, then agree on the weights. A process alone is one rank.
 
 P-ADMMiRNN's parallel form. Rank i keeps weights theta_i of its own, which g/2 |theta_i - z + u_i|^2 holds to the agreed
 ones, z; after each iteration
 
     z = mean of theta_i + u_i     u_i += theta_i - z
 
-The mean is one AllReduce of a vector as long as the weights. States, outputs and multipliers never leave their rank.
+The mean is one AllReduce of a vector as long as the weights. Multipliers of constraints never leave their rank.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 
 import torch
 import torch.distributed as dist
 
-from embrace_fx.admm.model import Weights
-from embrace_fx.admm.operations import AGREE, DUALS
+from embrace_fx.admm.model import Data, expect
+from embrace_fx.admm.operations import AGREE, DUALS, FIGURES
+from embrace_fx.admm.progress import Progress, Stopping, Sums
 from embrace_fx.admm.state import State
-from embrace_fx.admm.sweep import Consensus
+from embrace_fx.admm.update import iterate
+from embrace_fx.admm.weights import Consensus
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.ranks.communicator import Communicator
 
-"""The name of the exchange in timelines."""
+OnIteration = Callable[[Progress], object]
 
 
 @dataclass(frozen=True)
@@ -32,20 +34,43 @@ class Synchronous:
     """Ranks that wait for each other after each iteration.
 
     Attributes:
-        strength: of the pull to the agreed weights (g), per sequence of a rank, as penalties are.
+        strength: of the pull to the agreed weights (g), per sequence of a batch, as penalties are.
     """
 
     strength: float = 0.03
 
     def __post_init__(self) -> None:
-        if not 0 < self.strength < float("inf"):
-            raise ValueError(f"expected a positive strength, in admm.Synchronous(), found {self.strength}.")
+        wanted = "a positive strength, in admm.Synchronous()"
+        expect(0 < self.strength < float("inf"), wanted, str(self.strength), "Change it.")
+
+
+@dataclass(frozen=True)
+class Run:
+    """How long a training goes on, what it is judged on, and who is told.
+
+    Attributes:
+        iterations: at which it ends; a resumed one counts those before it.
+        batch_size: sequences that move together.
+        monitored: data whose loss decides what is kept.
+        on_iteration: called after each iteration.
+        recorder: told what is done, for timelines.
+    """
+
+    iterations: int
+    batch_size: int
+    stopping: Stopping
+    monitored: Data
+    on_iteration: OnIteration | None
+    recorder: Recorder
+
+    def tell(self, progress: Progress) -> None:
+        if self.on_iteration is not None:
+            self.on_iteration(progress)
 
 
 def pull_of(state: State, strength: float) -> Consensus:
     """What holds a rank's weights to the agreed ones: z - u, with strength g."""
-    pairs = zip(state.agreed.tensors(), state.duals.tensors(), strict=True)
-    return Consensus(Weights(*(z - u for z, u in pairs)), strength)
+    return Consensus(state.agreed.unflat(state.agreed.flat() - state.duals.flat()), strength)
 
 
 def contribution(state: State) -> torch.Tensor:
@@ -59,33 +84,44 @@ def take_agreed(state: State, z: torch.Tensor) -> None:
     state.agreed = state.agreed.unflat(z)
 
 
-class InStep:
-    """All ranks of a communicator, at the same iteration (a `loop.Ranks`).
+def add_over_ranks(communicator: Communicator, values: Sequence[float]) -> list[float]:
+    """Sums of all ranks' numbers, by place. Collective."""
+    return list(communicator.reduce_scalar(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM).tolist())
+
+
+def train_in_step(state: State, data: Data, run: Run, communicator: Communicator, strength: float) -> None:
+    """Iterates until the run says stop; `state` is brought forward in place.
 
     Args:
         strength: g, the same on all ranks.
     """
+    recorder, start_s = run.recorder, time.perf_counter() - state.elapsed_s
+    state.stopped = None
+    while state.iteration < run.iterations and state.stopped is None:
+        recorder.window()
+        pull = pull_of(state, strength) if communicator.world_size > 1 else None
+        splits = iterate(state, data, run.batch_size, pull, recorder.mark)
+        _agree(state, communicator, recorder)
+        own = Sums.of(state.agreed, run.monitored) + splits + Sums.between(state.weights, state.agreed)
+        recorder.mark(FIGURES)
+        everyone = Sums(*add_over_ranks(communicator, astuple(own)))
+        state.iteration += 1
+        progress = everyone.progress(state.iteration, staleness=0, elapsed_s=time.perf_counter() - start_s)
+        state.advance(progress, run.stopping)
+        run.tell(progress)
 
-    def __init__(self, communicator: Communicator, strength: float, recorder: Recorder) -> None:
-        self._communicator, self._strength, self._recorder = communicator, strength, recorder
 
-    def pull(self, state: State) -> Consensus:
-        return pull_of(state, self._strength)
-
-    def agree(self, state: State) -> None:
-        summed = contribution(state)
-        started_s = time.perf_counter()
-        with self._recorder.waiting(AGREE):
-            self._communicator.reduce_scalar(summed, dist.ReduceOp.SUM)
-        if self._recorder.recording is not None:
-            world_size = self._communicator.world_size
-            sent = 2 * (world_size - 1) * summed.numel() * summed.element_size() // world_size
-            window = self._recorder.recording.window
-            ended_s = time.perf_counter()
-            self._recorder.transferred(Transfer(AGREE, window, sent, started_s, ended_s))
-        take_agreed(state, summed / self._communicator.world_size)
-        self._recorder.mark(DUALS)
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        summed = self._communicator.reduce_scalar(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM)
-        return list(summed.tolist())
+def _agree(state: State, communicator: Communicator, recorder: Recorder) -> None:
+    if communicator.world_size == 1:
+        state.agreed = state.weights
+        return
+    summed, world_size = contribution(state), communicator.world_size
+    started_s = time.perf_counter()
+    with recorder.waiting(AGREE):
+        communicator.reduce_scalar(summed, dist.ReduceOp.SUM)
+    if recorder.recording is not None:
+        sent = 2 * (world_size - 1) * summed.numel() * summed.element_size() // world_size
+        transfer = Transfer(AGREE, recorder.recording.window, sent, started_s, time.perf_counter())
+        recorder.transferred(transfer)
+    take_agreed(state, summed / world_size)
+    recorder.mark(DUALS)

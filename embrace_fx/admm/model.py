@@ -6,33 +6,49 @@ Legend, here and in all of `embrace_fx.admm`
     N   time steps, n = 0 .. N-1          I   inputs of a step
     B   sequences                         H   hidden units
     M   steps the head reads: the last one (M = 1: classification of sequences), or all (M = N: language model)
-    C   classes
+    C   classes                           F, G   numbers that cell and head read: I + H + 1, H + 1
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 
+def expect(fits: bool, expected: str, found: str, remedy: str) -> None:
+    """Raises ValueError where something does not fit."""
+    if not fits:
+        raise ValueError(f"expected {expected}, found {found}. {remedy}")
+
+
 @dataclass(frozen=True)
 class Weights:
-    """The parameters, or one tensor of each parameter's shape."""
+    """The parameters, or one tensor of each one's shape.
 
-    U_HI: Tensor
-    W_HH: Tensor
-    b_H: Tensor
-    V_CH: Tensor
-    c_C: Tensor
+    Attributes:
+        cell_HF: [U W b], which multiplies what the cell reads: [x_n; s_{n-1}; 1].
+        head_CG: [V c], which multiplies what the head reads: [s_m; 1].
+    """
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
+    cell_HF: Tensor
+    head_CG: Tensor
+
+    @property
+    def W_HH(self) -> Tensor:
+        return self.cell_HF[:, -1 - self.cell_HF.shape[0] : -1]
+
+    @property
+    def V_CH(self) -> Tensor:
+        return self.head_CG[:, :-1]
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.cell_HF, self.head_CG
 
     def flat(self) -> Tensor:
         """All of it as one vector: what travels between ranks."""
-        return torch.cat([tensor.reshape(-1) for tensor in self.tensors()])
+        return torch.cat([tensor.flatten() for tensor in self.tensors()])
 
     def unflat(self, vector: Tensor) -> Weights:
         """A vector cut and shaped as these weights are."""
@@ -41,24 +57,83 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Data:
-    """Sequences and what the head is to say of them.
+class PerConstraint:
+    """A number for each constraint a_n = ..., s_n = ..., o_m = ... of each sequence: a residual, or a multiplier."""
 
-    Attributes:
-        x_NBI: inputs, in the weights' dtype.
-        y_MB: classes, int64.
-    """
+    a_NBH: Tensor
+    s_NBH: Tensor
+    o_MBC: Tensor
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.a_NBH, self.s_NBH, self.o_MBC
+
+    def __add__(self, other: PerConstraint) -> PerConstraint:
+        return PerConstraint(*(a + b for a, b in zip(self.tensors(), other.tensors(), strict=True)))
+
+    def __neg__(self) -> PerConstraint:
+        return PerConstraint(*(-each for each in self.tensors()))
+
+    def of(self, chosen_B: Tensor) -> PerConstraint:
+        """A copy of those of some sequences."""
+        return PerConstraint(*(each.index_select(1, chosen_B) for each in self.tensors()))
+
+    def put(self, chosen_B: Tensor, other: PerConstraint) -> None:
+        """Overwrites those of some sequences."""
+        for each, new in zip(self.tensors(), other.tensors(), strict=True):
+            each.index_copy_(1, chosen_B, new)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Sequences, in the weights' dtype, and the classes, int64, that the head is to say of them."""
 
     x_NBI: Tensor
     y_MB: Tensor
 
     @property
-    def steps(self) -> int:
-        return self.x_NBI.shape[0]
-
-    @property
     def sequences(self) -> int:
         return self.x_NBI.shape[1]
+
+    def of(self, chosen_B: Tensor) -> Data:
+        """Some of the sequences."""
+        return Data(self.x_NBI.index_select(1, chosen_B), self.y_MB.index_select(1, chosen_B))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass: what cell and head read, and the outputs.
+
+    Attributes:
+        cell_NBF: [x_n; s_{n-1}; 1], with a zero state before the first step.
+        head_MBG: [s_m; 1].
+    """
+
+    cell_NBF: Tensor
+    s_NBH: Tensor
+    head_MBG: Tensor
+    o_MBC: Tensor
+
+
+def run_forward(weights: Weights, x_NBI: Tensor, head_steps: int, residuals: PerConstraint | None = None) -> Pass:
+    """Computes what the modules do, with the head on the last `head_steps` steps.
+
+    Args:
+        residuals: what a, s and o are to have above what the model makes of them.
+    """
+    (N, B, inputs), (H, F) = x_NBI.shape, weights.cell_HF.shape
+    read = x_NBI.new_empty(N + 1, B, F)
+    read[:N, :, :inputs], read[0, :, inputs:-1], read[..., -1] = x_NBI, 0, 1
+    s_NBH, cell_FH = read[1:, :, inputs:-1], weights.cell_HF.t()
+    a_BH = x_NBI.new_empty(B, H)
+    for n in range(N):
+        torch.mm(read[n], cell_FH, out=a_BH)
+        if residuals is None:
+            torch.tanh(a_BH, out=s_NBH[n])
+        else:
+            torch.add((a_BH + residuals.a_NBH[n]).tanh_(), residuals.s_NBH[n], out=s_NBH[n])
+    head_MBG = read[N + 1 - head_steps :, :, inputs:]
+    o_MBC = head_MBG @ weights.head_CG.t()
+    return Pass(read[:N], s_NBH, head_MBG, o_MBC if residuals is None else o_MBC + residuals.o_MBC)
 
 
 def read_weights(rnn: nn.RNN, head: nn.Linear) -> Weights:
@@ -68,27 +143,21 @@ def read_weights(rnn: nn.RNN, head: nn.Linear) -> Weights:
         ValueError: for modules that the method is not written for.
     """
     _check_modules(rnn, head)
-    own = dict(rnn.named_parameters())
     with torch.no_grad():
-        return Weights(
-            own["weight_ih_l0"].clone(),
-            own["weight_hh_l0"].clone(),
-            own["bias_ih_l0"] + own["bias_hh_l0"],
-            head.weight.clone(),
-            head.bias.clone(),
-        )
+        bias_H = rnn.bias_ih_l0 + rnn.bias_hh_l0
+        cell_HF = torch.cat([rnn.weight_ih_l0, rnn.weight_hh_l0, bias_H[:, None]], 1)
+        return Weights(cell_HF, torch.cat([head.weight, head.bias[:, None]], 1))
 
 
 def write_weights(weights: Weights, rnn: nn.RNN, head: nn.Linear) -> None:
     """Leaves the weights in the modules, the whole bias of the RNN in `bias_ih_l0`."""
-    own = dict(rnn.named_parameters())
     with torch.no_grad():
-        own["weight_ih_l0"].copy_(weights.U_HI)
-        own["weight_hh_l0"].copy_(weights.W_HH)
-        own["bias_ih_l0"].copy_(weights.b_H)
-        own["bias_hh_l0"].zero_()
+        rnn.weight_ih_l0.copy_(weights.cell_HF[:, : rnn.input_size])
+        rnn.weight_hh_l0.copy_(weights.W_HH)
+        rnn.bias_ih_l0.copy_(weights.cell_HF[:, -1])
+        rnn.bias_hh_l0.zero_()
         head.weight.copy_(weights.V_CH)
-        head.bias.copy_(weights.c_C)
+        head.bias.copy_(weights.head_CG[:, -1])
 
 
 def read_data(data: tuple[Tensor, Tensor], weights: Weights, *, batch_first: bool, name: str = "data") -> Data:
@@ -102,84 +171,45 @@ def read_data(data: tuple[Tensor, Tensor], weights: Weights, *, batch_first: boo
     Raises:
         ValueError: for shapes, dtypes, devices or classes that do not fit.
     """
-    inputs, targets = data
-    layout = "(B, N, I)" if batch_first else "(N, B, I)"
-    wanted = weights.U_HI
-    if inputs.dim() != 3 or inputs.shape[2] != wanted.shape[1] or 0 in inputs.shape:
-        raise ValueError(
-            f"expected inputs of shape {layout} with I = {wanted.shape[1]}, none of the sizes 0, in the {name} of "
-            f"admm.train(), found {tuple(inputs.shape)}. Pad sequences to one length; make ids one-hot vectors."
-        )
-    if inputs.dtype != wanted.dtype or inputs.device != wanted.device:
-        raise ValueError(
-            f"expected inputs of {wanted.dtype} on {wanted.device}, as the RNN's weights, in the {name} of "
-            f"admm.train(), found {inputs.dtype} on {inputs.device}. Convert one of them."
-        )
-    sequences = inputs.shape[0 if batch_first else 1]
-    if tuple(targets.shape) not in {(sequences,), tuple(inputs.shape[:2])} or targets.dtype != torch.int64:
-        raise ValueError(
-            f"expected int64 targets of shape {(sequences,)} (a class per sequence) or {tuple(inputs.shape[:2])} (a "
-            f"class per step), in the {name} of admm.train(), found {targets.dtype} {tuple(targets.shape)}."
-        )
-    classes = weights.c_C.shape[0]
-    if not 0 <= int(targets.min()) <= int(targets.max()) < classes:
-        raise ValueError(
-            f"expected targets from 0 to {classes - 1}, as the head has {classes} outputs, in the {name} of "
-            f"admm.train(), found {int(targets.min())} to {int(targets.max())}."
-        )
-    if not bool(inputs.isfinite().all()):
-        raise ValueError(f"expected finite inputs, in the {name} of admm.train(), found inf or nan. Clean the data.")
+    (inputs, targets), cell, where = data, weights.cell_HF, f"in the {name} of admm.train()"
+    size, layout = cell.shape[1] - cell.shape[0] - 1, "(B, N, I)" if batch_first else "(N, B, I)"
+    fits = inputs.dim() == 3 and inputs.shape[2] == size and 0 not in inputs.shape
+    wanted = f"inputs of shape {layout} with I = {size}, none of the sizes 0, {where}"
+    expect(fits, wanted, str(tuple(inputs.shape)), "Pad sequences to one length; make ids one-hot vectors.")
+    wanted = f"inputs of {cell.dtype} on {cell.device}, as the RNN's weights, {where}"
+    fits, found = inputs.dtype == cell.dtype and inputs.device == cell.device, f"{inputs.dtype} on {inputs.device}"
+    expect(fits, wanted, found, "Convert one of them.")
+    each, steps = (inputs.shape[0 if batch_first else 1],), tuple(inputs.shape[:2])
+    wanted = f"int64 targets of shape {each} (a class per sequence) or {steps} (a class per step), {where}"
+    fits, found = tuple(targets.shape) in {each, steps}, f"{targets.dtype} {tuple(targets.shape)}"
+    expect(fits and targets.dtype == torch.int64, wanted, found, "Make them so.")
+    classes, lowest, highest = len(weights.head_CG), int(targets.min()), int(targets.max())
+    wanted = f"targets from 0 to {classes - 1}, as the head has {classes} outputs, {where}"
+    expect(
+        0 <= lowest <= highest < classes, wanted, f"{lowest} to {highest}", "Give the head an output for each class."
+    )
+    expect(bool(inputs.isfinite().all()), f"finite inputs, {where}", "inf or nan", "Clean the data.")
     targets = targets.to(inputs.device)
-    if targets.dim() == 1:
-        targets = targets[None]
-    elif batch_first:
-        targets = targets.t()
+    y_MB = targets[None] if targets.dim() == 1 else targets.t() if batch_first else targets
     x_NBI = inputs.transpose(0, 1) if batch_first else inputs
-    return Data(x_NBI.detach().contiguous(), targets.contiguous())
-
-
-def run_forward(weights: Weights, x_NBI: Tensor, head_steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What the modules compute: a_NBH, s_NBH and o_MBC, with the head on the last `head_steps` steps."""
-    a_NBH = x_NBI @ weights.U_HI.t() + weights.b_H
-    s_NBH = torch.empty_like(a_NBH)
-    for n, a_BH in enumerate(a_NBH):
-        if n:
-            a_BH.addmm_(s_NBH[n - 1], weights.W_HH.t())
-        torch.tanh(a_BH, out=s_NBH[n])
-    return a_NBH, s_NBH, s_NBH[-head_steps:] @ weights.V_CH.t() + weights.c_C
+    return Data(x_NBI.detach().contiguous(), y_MB.contiguous())
 
 
 def _check_modules(rnn: nn.RNN, head: nn.Linear) -> None:
-    if type(rnn) is not nn.RNN or type(head) is not nn.Linear:
-        raise ValueError(
-            f"expected a torch.nn.RNN and a torch.nn.Linear, in admm.train(), found {type(rnn).__qualname__} and "
-            f"{type(head).__qualname__}. The method is written for this model; train others with an optimizer."
-        )
-    found = {
-        "nonlinearity": rnn.nonlinearity,
-        "num_layers": rnn.num_layers,
-        "bidirectional": rnn.bidirectional,
-        "bias": rnn.bias and head.bias is not None,
-        "dropout": rnn.dropout,
-    }
+    where, found = "in admm.train()", f"{type(rnn).__qualname__} and {type(head).__qualname__}"
+    remedy, kinds = "The method is written for this model; train others with an optimizer.", (type(rnn), type(head))
+    expect(kinds == (nn.RNN, nn.Linear), f"a torch.nn.RNN and a torch.nn.Linear, {where}", found, remedy)
     wanted = {"nonlinearity": "tanh", "num_layers": 1, "bidirectional": False, "bias": True, "dropout": 0.0}
-    wrong = [f"{name}={found[name]!r}" for name in wanted if found[name] != wanted[name]]
-    if wrong:
-        raise ValueError(
-            "expected an RNN of one tanh layer in one direction without dropout, and biases in RNN and head, in "
-            f"admm.train(), found {', '.join(wrong)}. Make the model so, or train it with an optimizer."
-        )
-    if head.in_features != rnn.hidden_size:
-        raise ValueError(
-            f"expected a head with in_features={rnn.hidden_size}, the RNN's hidden_size, in admm.train(), found "
-            f"{head.in_features}."
-        )
+    has = {name: getattr(rnn, name) for name in wanted} | {"bias": rnn.bias and head.bias is not None}
+    found = ", ".join(f"{name}={has[name]!r}" for name in wanted if has[name] != wanted[name])
+    model = f"an RNN of one tanh layer in one direction without dropout, and biases in RNN and head, {where}"
+    expect(has == wanted, model, found, "Make the model so, or train it with an optimizer.")
+    fits, size = head.in_features == rnn.hidden_size, f"in_features={rnn.hidden_size}, the RNN's hidden_size"
+    expect(fits, f"a head with {size}, {where}", str(head.in_features), "Give it as many inputs.")
     parameters = [*rnn.parameters(), *head.parameters()]
-    kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
-    if len(kinds) != 1 or parameters[0].dtype not in {torch.float32, torch.float64}:
-        raise ValueError(
-            "expected all parameters of RNN and head in float32, or all in float64, on one device, in admm.train(), "
-            f"found {', '.join(sorted(f'{dtype} on {device}' for dtype, device in kinds))}."
-        )
-    if not all(bool(parameter.isfinite().all()) for parameter in parameters):
-        raise ValueError("expected finite parameters, in admm.train(), found inf or nan. Initialise the modules again.")
+    found_kinds = sorted({f"{parameter.dtype} on {parameter.device}" for parameter in parameters})
+    fits = len(found_kinds) == 1 and parameters[0].dtype in {torch.float32, torch.float64}
+    one = f"all parameters of RNN and head in float32, or all in float64, on one device, {where}"
+    expect(fits, one, ", ".join(found_kinds), "Convert them.")
+    finite = all(bool(parameter.isfinite().all()) for parameter in parameters)
+    expect(finite, f"finite parameters, {where}", "inf or nan", "Initialise the modules again.")

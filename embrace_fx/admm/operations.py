@@ -6,16 +6,16 @@ from embrace_fx.vocabulary.operation_id import Kind, OperationId
 
 
 def _computes(kind: Kind, name: str) -> OperationId:
-    return OperationId(kind, name, "late")  # of an iteration as a whole, so that it is shown by its name alone
+    return OperationId(kind, name, "late")  # of a batch or an iteration, so that it is shown by its name alone
 
 
-BACKWARD_SWEEP = _computes("backward", "backward sweep")
-FORWARD_SWEEP = _computes("forward", "forward sweep")
-MULTIPLIERS = _computes("update", "multipliers")
+FORWARD = _computes("forward", "forward pass")
+STATES = _computes("backward", "states")
+WEIGHTS = _computes("update", "weights")
 DUALS = _computes("update", "duals")
 MEAN = _computes("update", "mean of weights")
 FIGURES = _computes("update", "figures")
-COMPUTE = (BACKWARD_SWEEP, FORWARD_SWEEP, MULTIPLIERS, DUALS, MEAN, FIGURES)
+COMPUTE = (FORWARD, STATES, WEIGHTS, DUALS, MEAN, FIGURES)
 
 AGREE = OperationId("all_reduce", "AllReduce of weights", lane="dense")
 TO_MASTER = OperationId("gradients", "weights to the master", "late", lane="dense")

@@ -1,62 +1,12 @@
-"""What is measured of an iteration: sums that add up over ranks, and the figures made of them."""
+"""What is measured of an iteration: sums that add up over ranks, the figures made of them, and when these say stop."""
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
-from typing import Any
+import math
+from dataclasses import astuple, dataclass
 
-from embrace_fx.admm.lagrangian import Penalties, Residuals, Variables, lagrangian_with, summed_loss
-from embrace_fx.admm.model import Data, Weights, run_forward
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The model of some weights on some data, by a plain forward pass, as sums."""
-
-    loss: float
-    correct: float
-    targets: float
-
-    @classmethod
-    def of(cls, weights: Weights, data: Data) -> Scores:
-        o_MBC = run_forward(weights, data.x_NBI, data.y_MB.shape[0])[2]
-        correct = (o_MBC.argmax(-1) == data.y_MB).sum()
-        return cls(float(summed_loss(o_MBC, data.y_MB)), float(correct), float(data.y_MB.numel()))
-
-
-@dataclass(frozen=True)
-class Splits:
-    """How far the split problem is from the model, as sums: the Lagrangian, the squared residuals, and ranks' weights.
-
-    Attributes:
-        states, outputs: numbers that the squares are summed over.
-        gap: mean square of the rank's weights less the agreed ones.
-        ranks: over which `gap` is summed.
-    """
-
-    lagrangian: float
-    sequences: float
-    ra: float
-    rs: float
-    ro: float
-    states: float
-    outputs: float
-    gap: float
-    ranks: float = 1.0
-
-    @classmethod
-    def of(cls, residuals: Residuals, variables: Variables, data: Data, penalties: Penalties, gap: float) -> Splits:
-        ra, rs, ro = (float(r.square().sum()) for r in (residuals.ra_NBH, residuals.rs_NBH, residuals.ro_MBC))
-        return cls(
-            lagrangian=float(lagrangian_with(residuals, variables, data, penalties)),
-            sequences=float(data.sequences),
-            ra=ra,
-            rs=rs,
-            ro=ro,
-            states=float(residuals.rs_NBH.numel()),
-            outputs=float(residuals.ro_MBC.numel()),
-            gap=gap,
-        )
+from embrace_fx.admm.lagrangian import summed_loss
+from embrace_fx.admm.model import Data, Weights, expect, run_forward
 
 
 @dataclass(frozen=True)
@@ -67,8 +17,8 @@ class Progress:
         iteration: from 1; 0 is the start.
         loss: mean cross entropy of the model, by a plain forward pass over the monitored data.
         accuracy: share of right answers there.
-        lagrangian: the augmented Lagrangian per sequence, with the multipliers that the iteration ends with.
-        ra, rs, ro: root mean squares of the residuals.
+        lagrangian: the augmented Lagrangian per sequence, after the joint moves.
+        ra, rs, ro: root mean squares of the residuals after the joint moves.
         disagreement: root mean square of the ranks' weights less the agreed ones; 0 in a single process.
         staleness: most updates by which a rank's contribution is behind; 0 unless ranks are asynchronous.
         elapsed_s: wall time since training began, earlier parts of a resumed training included.
@@ -85,26 +35,91 @@ class Progress:
     staleness: int
     elapsed_s: float
 
-    def row(self) -> tuple[float, ...]:
-        return astuple(self)
+
+@dataclass(frozen=True)
+class Sums:
+    """What figures are made of: sums over targets, sequences, constraints and ranks, each with the number summed."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    targets: float = 0.0
+    lagrangian: float = 0.0
+    sequences: float = 0.0
+    ra: float = 0.0
+    rs: float = 0.0
+    states: float = 0.0
+    ro: float = 0.0
+    outputs: float = 0.0
+    gap: float = 0.0
+    ranks: float = 0.0
 
     @classmethod
-    def of_row(cls, row: list[float]) -> Progress:
-        numbers: dict[str, Any] = dict(zip((f.name for f in fields(cls)), row, strict=True))
-        return cls(**numbers | {name: int(numbers[name]) for name in ("iteration", "staleness")})
+    def of(cls, weights: Weights, data: Data) -> Sums:
+        """How well a model does, by a plain forward pass."""
+        o_MBC = run_forward(weights, data.x_NBI, len(data.y_MB)).o_MBC
+        correct = (o_MBC.argmax(-1) == data.y_MB).sum()
+        return cls(float(summed_loss(o_MBC, data.y_MB)), float(correct), float(data.y_MB.numel()))
+
+    @classmethod
+    def between(cls, weights: Weights, agreed: Weights) -> Sums:
+        """How far a rank's weights are from the agreed ones."""
+        return cls(gap=float((weights.flat() - agreed.flat()).square().mean()), ranks=1.0)
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def progress(self, iteration: int, *, staleness: int, elapsed_s: float) -> Progress:
+        return Progress(
+            iteration,
+            self.loss / self.targets,
+            self.correct / self.targets,
+            self.lagrangian / self.sequences,
+            (self.ra / self.states) ** 0.5,
+            (self.rs / self.states) ** 0.5,
+            (self.ro / self.outputs) ** 0.5,
+            (self.gap / self.ranks) ** 0.5,
+            staleness,
+            elapsed_s,
+        )
 
 
-def progress_of(iteration: int, scores: Scores, splits: Splits, *, staleness: int, elapsed_s: float) -> Progress:
-    """Sums over all ranks as figures."""
-    return Progress(
-        iteration=iteration,
-        loss=scores.loss / scores.targets,
-        accuracy=scores.correct / scores.targets,
-        lagrangian=splits.lagrangian / splits.sequences,
-        ra=(splits.ra / splits.states) ** 0.5,
-        rs=(splits.rs / splits.states) ** 0.5,
-        ro=(splits.ro / splits.outputs) ** 0.5,
-        disagreement=(splits.gap / splits.ranks) ** 0.5,
-        staleness=staleness,
-        elapsed_s=elapsed_s,
-    )
+@dataclass(frozen=True)
+class Best:
+    """The weights with the lowest loss so far, and the iteration that made them."""
+
+    iteration: int
+    loss: float
+    weights: Weights
+
+    def or_better(self, progress: Progress, weights: Weights) -> Best:
+        """These, or others where their loss is lower. A loss that is no number is never lower."""
+        return Best(progress.iteration, progress.loss, weights) if progress.loss < self.loss else self
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """Ends training before all its iterations.
+
+    Attributes:
+        patience: iterations without a lower loss after which it ends; None: it does not end for that.
+        accuracy: share of right answers at which it ends; None: it does not end for that.
+    """
+
+    patience: int | None = 100
+    accuracy: float | None = None
+
+    def __post_init__(self) -> None:
+        fits = self.patience is None or self.patience >= 1
+        expect(fits, "a patience of at least 1 iteration, in admm.Stopping()", str(self.patience), "Raise it.")
+        fits = self.accuracy is None or 0 < self.accuracy <= 1
+        expect(fits, "an accuracy above 0, at most 1, in admm.Stopping()", str(self.accuracy), "Give a share.")
+
+    def reason(self, progress: Progress, best: Best) -> str | None:
+        """Why training ends here; None: it goes on."""
+        if not (math.isfinite(progress.loss) and math.isfinite(progress.lagrangian)):
+            return f"the loss was not finite at iteration {progress.iteration}"
+        if self.accuracy is not None and progress.accuracy >= self.accuracy:
+            return f"accuracy {self.accuracy:g} was reached"
+        if self.patience is not None and progress.iteration - best.iteration >= self.patience:
+            return f"{self.patience} iterations brought no lower loss than iteration {best.iteration}"
+        return None

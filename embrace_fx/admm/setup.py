@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from embrace_fx.admm.asynchronous import Asynchronous
-from embrace_fx.admm.consensus import Synchronous
+from embrace_fx.admm.consensus import Synchronous, add_over_ranks
 from embrace_fx.admm.lagrangian import Penalties
-from embrace_fx.admm.model import Data, Weights, read_data, read_weights
-from embrace_fx.admm.progress import Scores
+from embrace_fx.admm.model import Data, Weights, expect, read_data, read_weights, run_forward
+from embrace_fx.admm.progress import Best, Sums
 from embrace_fx.admm.state import State
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure
 
 Parallel = Synchronous | Asynchronous | None
+
+PREACTIVATIONS, OUTPUTS = 0.5, 0.3
+"""Root mean squares of a and of o that training starts from."""
+ROUNDS = 8
+"""In which [U W b] is rescaled: states change with it."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class Own:
 
     Attributes:
         monitored: data that weights are judged on.
-        trains: whether the rank has variables; an asynchronous master has none.
+        trains: whether the rank has multipliers; an asynchronous master has none.
     """
 
     weights: Weights
@@ -42,47 +48,41 @@ def group_of(parallel: Parallel, process_group: dist.ProcessGroup | None) -> dis
     Raises:
         ValueError: where it does not say how several ranks are to train, or there are too few of them.
     """
-    ready = dist.is_available() and dist.is_initialized()
+    ready, call = dist.is_available() and dist.is_initialized(), f"in admm.train(parallel={parallel})"
     if parallel is None:
         size = dist.get_world_size(process_group) if ready else 1
-        if size > 1 or process_group is not None:
-            raise ValueError(
-                f"expected parallel=admm.Synchronous() or admm.Asynchronous(), in admm.train() on {size} ranks, found "
-                "None, which would train a model of its own on each. Say how they are to train together."
-            )
-        return None
-    if not ready:
-        raise ValueError(
-            f"expected torch.distributed to be initialised, in admm.train(parallel={parallel}), found that it is not. "
-            "Call torch.distributed.init_process_group() before, or leave parallel out."
+        expect(
+            size == 1 and process_group is None,
+            f"parallel=admm.Synchronous() or admm.Asynchronous(), in admm.train() on {size} ranks",
+            "None, which would train a model of its own on each",
+            "Say how they are to train together.",
         )
+        return None
+    remedy = "Call torch.distributed.init_process_group() before, or leave parallel out."
+    expect(ready, f"torch.distributed to be initialised, {call}", "that it is not", remedy)
     group = process_group if process_group is not None else dist.group.WORLD
     workers = dist.get_world_size(group) - 1
-    if isinstance(parallel, Asynchronous) and not parallel.arrivals <= workers:
-        raise ValueError(
-            f"expected no more arrivals than workers, all ranks but the master, in admm.train(parallel={parallel}), "
-            f"found {workers} workers. Start more ranks, or lower arrivals."
-        )
+    expect(
+        not isinstance(parallel, Asynchronous) or parallel.arrivals <= workers,
+        f"no more arrivals than workers, all ranks but the master, {call}",
+        f"{workers} workers",
+        "Start more ranks, or lower arrivals.",
+    )
     return group
 
 
 def check_patience(communicator: Communicator, parallel: Parallel) -> None:
     """Raises ValueError where messages would time out, with no name to blame, before the master's patience ends."""
     timeout = communicator.timeout()
-    if isinstance(parallel, Asynchronous) and timeout is not None and parallel.patience_s > timeout.total_seconds() / 2:
-        raise ValueError(
-            f"expected a patience_s of at most half the process group's timeout, {timeout.total_seconds():g} s, in "
-            f"admm.Asynchronous(), found {parallel.patience_s:g}. Lower it, or raise the timeout of "
-            "init_process_group()."
-        )
+    if isinstance(parallel, Asynchronous) and timeout is not None:
+        limit_s = timeout.total_seconds()
+        wanted = f"a patience_s of at most half the process group's timeout, {limit_s:g} s, in admm.Asynchronous()"
+        remedy = "Lower it, or raise the timeout of init_process_group()."
+        expect(parallel.patience_s <= limit_s / 2, wanted, f"{parallel.patience_s:g}", remedy)
 
 
 def read_own(
-    rnn: nn.RNN,
-    head: nn.Linear,
-    data: tuple[Tensor, Tensor],
-    validation: tuple[Tensor, Tensor] | None,
-    trains: bool,
+    rnn: nn.RNN, head: nn.Linear, data: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor] | None, trains: bool
 ) -> Own:
     """Copies of the modules' weights, and the data as it is used.
 
@@ -90,15 +90,12 @@ def read_own(
         ValueError: for what is not supported.
     """
     weights = read_weights(rnn, head)
-    own = read_data(data, weights, batch_first=rnn.batch_first)
-    judged = own
+    own = judged = read_data(data, weights, batch_first=rnn.batch_first)
     if validation is not None:
         judged = read_data(validation, weights, batch_first=rnn.batch_first, name="validation")
-        if (judged.y_MB.shape[0] == judged.steps) != (own.y_MB.shape[0] == own.steps):
-            raise ValueError(
-                "expected validation with a class per sequence, or per step, as the data has, in admm.train(), found "
-                "the other."
-            )
+        every_step, alike = (len(each.y_MB) == len(each.x_NBI) for each in (judged, own))
+        wanted = "validation with a class per sequence, or per step, as the data has, in admm.train()"
+        expect(every_step == alike, wanted, "the other", "Give it in the data's form.")
     return Own(weights, own, judged, trains)
 
 
@@ -133,19 +130,37 @@ def together(communicator: Communicator, prepare: Callable[[], Own], asked: Call
     return own
 
 
-def begin(communicator: Communicator, own: Own, penalties: Penalties) -> State:
-    """A new training from rank 0's weights. Collective."""
-    flat = own.weights.flat()
+def begin(communicator: Communicator, own: Own, penalties: Penalties, *, rescale: bool) -> State:
+    """A new training from rank 0's weights, in an order of batches that torch's global generator seeds. Collective."""
+    add = partial(add_over_ranks, communicator)
+    flat, seed = own.weights.flat(), torch.randint(2**31, (1,))
     communicator.broadcast([flat])
-    weights = own.weights.unflat(flat)
-    scores = Scores.of(weights, own.monitored)
-    sums = torch.tensor([scores.loss, scores.targets], dtype=torch.float64)
-    loss, targets = communicator.reduce_scalar(sums, dist.ReduceOp.SUM).tolist()
-    return State.begin(weights, own.data if own.trains else None, penalties, loss / targets)
+    communicator.broadcast([seed])
+    weights, data = own.weights.unflat(flat), own.data if own.trains else None
+    scores = Sums.of(weights, own.monitored)
+    loss, targets = add([scores.loss, scores.targets])
+    start = rescaled(weights, data, add) if rescale else weights
+    return State.begin(start, data, penalties, Best(0, loss / targets, weights), int(seed))
 
 
-def mean_sequences(communicator: Communicator, own: Own) -> float:
-    """Of the ranks that train. Collective."""
-    sums = torch.tensor([own.data.sequences, 1] if own.trains else [0, 0], dtype=torch.float64)
-    sequences, ranks = communicator.reduce_scalar(sums, dist.ReduceOp.SUM).tolist()
-    return float(sequences / ranks)
+def rescaled(weights: Weights, data: Data | None, add: Callable[[Sequence[float]], Sequence[float]]) -> Weights:
+    """Weights as large as a first move likes them: [U W b] for `PREACTIVATIONS`, then [V c] for `OUTPUTS`. Collective.
+
+    Root mean squares are over the training data of all ranks. Starts that differ by a factor become the same.
+
+    Args:
+        data: this rank's; None where it does not train.
+        add: sums over ranks, by place.
+    """
+    for rounds in reversed(range(ROUNDS + 1)):
+        squares, count = 0.0, 0
+        if data is not None:
+            forward = run_forward(weights, data.x_NBI, len(data.y_MB))
+            values = forward.cell_NBF @ weights.cell_HF.t() if rounds else forward.o_MBC
+            squares, count = float(values.double().square().sum()), values.numel()
+        squares, numbers = add([squares, count])
+        if squares > 0:  # of weights that are all zero there is nothing to rescale
+            factor = (PREACTIVATIONS if rounds else OUTPUTS) / (squares / numbers) ** 0.5
+            cell, head = (factor, 1.0) if rounds else (1.0, factor)
+            weights = Weights(weights.cell_HF * cell, weights.head_CG * head)
+    return weights

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from embrace_fx.admm.lagrangian import Penalties, Variables
-from embrace_fx.admm.model import Data, Weights
+from embrace_fx.admm.lagrangian import Penalties
+from embrace_fx.admm.model import Data, PerConstraint, Weights
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Weights, variables, data and penalties as they may be between two updates: nothing is zero, nothing fits."""
+    """Weights, multipliers, data and penalties as they may be between two batches: nothing is zero, nothing fits."""
 
     weights: Weights
-    variables: Variables
+    multipliers: PerConstraint
     data: Data
     penalties: Penalties
-
-    def blocks(self) -> dict[str, Tensor]:
-        """The blocks of the Lagrangian by name."""
-        return {f.name: getattr(h, f.name) for h in (self.weights, self.variables) for f in fields(h)}
 
 
 def random_problem(
@@ -35,12 +31,11 @@ def random_problem(
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) * scale
 
     B, I, H, C = 4, 3, 5, 3  # noqa: E741  # the legend of `embrace_fx.admm.model`
-    weights = Weights(normal(H, I), normal(H, H), normal(H), normal(C, H), normal(C))
-    states = (normal(steps, B, H), normal(steps, B, H), normal(heads, B, C))
-    variables = Variables(*states, normal(B, H), normal(B, H), normal(B, C))
+    weights = Weights(normal(H, I + H + 1) / 2, normal(C, H + 1))
+    multipliers = PerConstraint(normal(steps, B, H) / 4, normal(steps, B, H) / 4, normal(heads, B, C) / 4)
     data = Data(normal(steps, B, I), torch.randint(C, (heads, B), generator=generator))
-    mu, p1, p2, p3 = (10 ** torch.empty(4).uniform_(-2, 1, generator=generator)).tolist()
-    return Problem(weights, variables, data, Penalties(mu, p1, p2, p3, dual_step=0.7))
+    p1, p2, p3 = (10 ** torch.empty(3).uniform_(0, 1, generator=generator)).tolist()
+    return Problem(weights, multipliers, data, Penalties(p1, p2, p3))
 
 
 def modules(

@@ -1,196 +1,136 @@
-"""One iteration written straight from the formulas: one sequence, one step, one number at a time, in floats.
+"""A batch written from the formulas, slowly: one sequence at a time, every constraint in one dense system.
 
-Nothing is shared with the package but the step constants of the matrices (tau, |V|^2, |W|^2), which are given: any
-value at least the curvature is right, and which one the package takes is tested by itself.
+Nothing is shared with the package but its data classes. The joint move is the minimum of the Lagrangian's quadratic
+model in all residuals at once, by a dense solve; Jacobian, gradient and curvature are autograd's. `eliminate` is the
+form with a matrix of H x H at every step, from the last step to the first.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from embrace_fx.admm.lagrangian import Penalties, Variables
-from embrace_fx.admm.model import Data, Weights
-
-Vector = list[float]
-Matrix = list[Vector]
+from embrace_fx.admm.lagrangian import Penalties
+from embrace_fx.admm.model import Data, PerConstraint, Weights
 
 
-@dataclass(frozen=True)
-class Constants:
-    """Of the matrices' steps, as functions of the matrices and states at the time of the step."""
-
-    curvature: Callable[[Tensor, Tensor], float]
-    squared_norm: Callable[[Tensor], float]
+def split(weights: Weights, inputs: int) -> tuple[Tensor, ...]:
+    """U, W, b, V, c."""
+    K, head = weights.cell_HF, weights.head_CG
+    return K[:, :inputs], K[:, inputs:-1], K[:, -1], head[:, :-1], head[:, -1]
 
 
-def dot(matrix: Matrix, vector: Vector) -> Vector:
-    return [sum(m * v for m, v in zip(row, vector, strict=True)) for row in matrix]
+def outputs(weights: Weights, x_NI: Tensor, r: PerConstraint) -> Tensor:
+    """o of one sequence, (M, C), where a, s and o have these residuals, each (steps, size)."""
+    U, W, b, V, c = split(weights, x_NI.shape[1])
+    s, states = torch.zeros(len(W), dtype=W.dtype), []
+    for x, ra, rs in zip(x_NI, r.a_NBH, r.s_NBH, strict=True):
+        s = torch.tanh(U @ x + W @ s + b + ra) + rs
+        states.append(s)
+    heads = len(r.o_MBC)
+    return torch.stack([V @ s + c + ro for s, ro in zip(states[-heads:], r.o_MBC, strict=True)])
 
 
-def transposed_dot(matrix: Matrix, vector: Vector) -> Vector:
-    return [sum(matrix[k][j] * vector[k] for k in range(len(matrix))) for j in range(len(matrix[0]))]
+def cut(flat: Tensor, like: PerConstraint) -> PerConstraint:
+    sizes = [each.numel() for each in like.tensors()]
+    pieces = zip(flat.split(sizes), like.tensors(), strict=True)
+    return PerConstraint(*(piece.view(each.shape) for piece, each in pieces))
 
 
-class Reference:
-    """The problem as nested lists: a[n][i][h] of step n, sequence i, unit h."""
-
-    def __init__(
-        self,
-        weights: Weights,
-        variables: Variables,
-        data: Data,
-        penalties: Penalties,
-        constants: Constants,
-        repeats: int,
-    ) -> None:
-        self.U, self.W, self.b, self.V, self.c = (tensor.tolist() for tensor in weights.tensors())
-        self.a, self.s, self.o = (t.tolist() for t in (variables.a_NBH, variables.s_NBH, variables.o_MBC))
-        self.l1, self.l2, self.l3 = (t.tolist() for t in (variables.l1_BH, variables.l2_BH, variables.l3_BC))
-        self.x, self.y = data.x_NBI.tolist(), data.y_MB.tolist()
-        self.penalties, self.constants, self.repeats = penalties, constants, repeats
-        self.N, self.B, self.M = len(self.x), len(self.x[0]), len(self.y)
-        self.first = self.N - self.M  # the first step that the head reads
-
-    # -- residuals r^, which are less l / p at the last step -----------------------------------------------------------
-
-    def ra(self, n: int, i: int, shifted: bool = True) -> Vector:
-        before = self.s[n - 1][i] if n else [0.0] * len(self.b)
-        Ux, Ws = dot(self.U, self.x[n][i]), dot(self.W, before)
-        r = [self.a[n][i][h] - Ux[h] - Ws[h] - self.b[h] for h in range(len(self.b))]
-        return [r[h] - self.l1[i][h] / self.penalties.p1 for h in range(len(r))] if shifted and self.last(n) else r
-
-    def rs(self, n: int, i: int, shifted: bool = True) -> Vector:
-        r = [self.s[n][i][h] - math.tanh(self.a[n][i][h]) for h in range(len(self.b))]
-        return [r[h] - self.l2[i][h] / self.penalties.p2 for h in range(len(r))] if shifted and self.last(n) else r
-
-    def ro(self, n: int, i: int, shifted: bool = True) -> Vector:
-        Vs = dot(self.V, self.s[n][i])
-        r = [self.o[n - self.first][i][j] - Vs[j] - self.c[j] for j in range(len(self.c))]
-        return [r[j] - self.l3[i][j] / self.penalties.p3 for j in range(len(r))] if shifted and self.last(n) else r
-
-    def last(self, n: int) -> bool:
-        return n == self.N - 1
-
-    def w(self, n: int, p: float) -> float:
-        return p if self.last(n) else self.penalties.mu
-
-    def w1(self, n: int) -> float:
-        return self.w(n, self.penalties.p1)
-
-    def w2(self, n: int) -> float:
-        return self.w(n, self.penalties.p2)
-
-    def w3(self, n: int) -> float:
-        return self.w(n, self.penalties.p3)
-
-    def everything(self, head: bool = False) -> list[tuple[int, int]]:
-        return [(n, i) for n in range(self.first if head else 0, self.N) for i in range(self.B)]
-
-    # -- blocks --------------------------------------------------------------------------------------------------------
-
-    def update_o(self) -> None:
-        for n, i in self.everything(head=True):
-            o, r, w = self.o[n - self.first][i], self.ro(n, i), self.w3(n)
-            total = sum(math.exp(value) for value in o)
-            k = 0.5 + w
-            for j, value in enumerate(list(o)):
-                hit = 1.0 if j == self.y[n - self.first][i] else 0.0
-                o[j] = value - (math.exp(value) / total - hit + w * r[j]) / k
-
-    def update_c(self) -> None:
-        weight = sum(self.w3(n) for n, _ in self.everything(head=True))
-        residuals = [(self.w3(n), self.ro(n, i)) for n, i in self.everything(head=True)]
-        self.c = [c + sum(w * r[j] for w, r in residuals) / weight for j, c in enumerate(self.c)]
-
-    def update_b(self) -> None:
-        weight = sum(self.w1(n) for n, _ in self.everything())
-        residuals = [(self.w1(n), self.ra(n, i)) for n, i in self.everything()]
-        self.b = [b + sum(w * r[h] for w, r in residuals) / weight for h, b in enumerate(self.b)]
-
-    def update_V(self) -> None:
-        for _ in range(self.repeats):
-            terms = [(self.w3(n), self.ro(n, i), self.s[n][i]) for n, i in self.everything(head=True)]
-            self.V = self._stepped(self.V, terms)
-
-    def update_W(self) -> None:
-        for _ in range(self.repeats):
-            terms = [(self.w1(n), self.ra(n, i), self.s[n - 1][i]) for n, i in self.everything() if n]
-            self.W = self._stepped(self.W, terms)
-
-    def update_U(self) -> None:
-        for _ in range(self.repeats):
-            terms = [(self.w1(n), self.ra(n, i), self.x[n][i]) for n, i in self.everything()]
-            self.U = self._stepped(self.U, terms)
-
-    def _stepped(self, matrix: Matrix, terms: list[tuple[float, Vector, Vector]]) -> Matrix:
-        if not terms:
-            return matrix
-        read = torch.tensor([[v] for _, _, v in terms], dtype=torch.float64)
-        tau = self.constants.curvature(read, torch.tensor([[[w]] for w, _, _ in terms], dtype=torch.float64))
-        return [
-            [value + sum(w * r[k] * v[j] for w, r, v in terms) / tau for j, value in enumerate(row)]
-            for k, row in enumerate(matrix)
-        ]
-
-    def update_s(self, n: int) -> None:
-        norm_V = self.constants.squared_norm(torch.tensor(self.V, dtype=torch.float64))
-        norm_W = self.constants.squared_norm(torch.tensor(self.W, dtype=torch.float64))
-        for i in range(self.B):
-            beta, pushes = 0.0, [0.0] * len(self.b)
-            if n >= self.first:
-                beta += self.w3(n) * norm_V
-                push = transposed_dot(self.V, self.ro(n, i))
-                pushes = [p + self.w3(n) * q for p, q in zip(pushes, push, strict=True)]
-            if not self.last(n):
-                beta += self.w1(n + 1) * norm_W
-                push = transposed_dot(self.W, self.ra(n + 1, i))
-                pushes = [p + self.w1(n + 1) * q for p, q in zip(pushes, push, strict=True)]
-            w = self.w2(n)
-            for h, value in enumerate(list(self.s[n][i])):
-                wanted = math.tanh(self.a[n][i][h]) + (self.l2[i][h] / self.penalties.p2 if self.last(n) else 0.0)
-                self.s[n][i][h] = (w * wanted + beta * value + pushes[h]) / (w + beta)
-
-    def update_a(self, n: int) -> None:
-        for i in range(self.B):
-            ra, rs = self.ra(n, i), self.rs(n, i)
-            for h, value in enumerate(list(self.a[n][i])):
-                t = math.tanh(value)
-                target = abs(rs[h] + t)
-                k = self.w1(n) + self.w2(n) * (1 + 4 / math.sqrt(27) * target)
-                self.a[n][i][h] = value - (self.w1(n) * ra[h] - self.w2(n) * rs[h] * (1 - t * t)) / k
-
-    # -- an iteration --------------------------------------------------------------------------------------------------
-
-    def iterate(self) -> None:
-        for block in (self.update_o, self.update_c, self.update_V):
-            block()
-        for n in reversed(range(self.N)):
-            self.update_s(n)
-            self.update_a(n)
-        for block in (self.update_b, self.update_W, self.update_U, self.update_U, self.update_W, self.update_b):
-            block()
-        for n in range(self.N):
-            self.update_a(n)
-            self.update_s(n)
-        for block in (self.update_V, self.update_c, self.update_o):
-            block()
-        n, p = self.N - 1, self.penalties
-        for multiplier, residual, penalty in (
-            (self.l1, self.ra, p.p1),
-            (self.l2, self.rs, p.p2),
-            (self.l3, self.ro, p.p3),
+def lagrangian(
+    weights: Weights, data: Data, residuals: PerConstraint, multipliers: PerConstraint, penalties: Penalties
+) -> Tensor:
+    """L, summed over sequences, by autograd's operations alone."""
+    total = torch.zeros((), dtype=weights.cell_HF.dtype)
+    for i in range(data.sequences):
+        r, multiplier = (PerConstraint(*(e[:, i] for e in each.tensors())) for each in (residuals, multipliers))
+        o_MC = outputs(weights, data.x_NBI[:, i], r)
+        total = total + torch.nn.functional.cross_entropy(o_MC, data.y_MB[:, i], reduction="sum")
+        for residual, own, p in zip(
+            r.tensors(), multiplier.tensors(), (penalties.p1, penalties.p2, penalties.p3), strict=True
         ):
-            for i in range(self.B):
-                r = residual(n, i, shifted=False)
-                multiplier[i] = [value - p.dual_step * penalty * r[k] for k, value in enumerate(multiplier[i])]
+            total = total + p / 2 * (residual - own).square().sum()
+    return total
 
-    def weights(self) -> list[Tensor]:
-        return [torch.tensor(each, dtype=torch.float64) for each in (self.U, self.W, self.b, self.V, self.c)]
 
-    def variables(self) -> list[Tensor]:
-        return [torch.tensor(e, dtype=torch.float64) for e in (self.a, self.s, self.o, self.l1, self.l2, self.l3)]
+def joint_move(
+    weights: Weights, data: Data, residuals: PerConstraint, shifted: PerConstraint, penalties: Penalties
+) -> PerConstraint:
+    """New shifted residuals, by a dense system for each sequence in all of its constraints."""
+    found = []
+    for i in range(data.sequences):
+        r, shift = (PerConstraint(*(e[:, i] for e in each.tensors())) for each in (residuals, shifted))
+        flat = torch.cat([e.flatten() for e in r.tensors()])
+        x_NI, y_M = data.x_NBI[:, i], data.y_MB[:, i]
+
+        def o_of(z: Tensor, x_NI: Tensor = x_NI, r: PerConstraint = r) -> Tensor:
+            return outputs(weights, x_NI, cut(z, r)).flatten()
+
+        def loss(o: Tensor, y_M: Tensor = y_M) -> Tensor:
+            return torch.nn.functional.cross_entropy(o.view(len(y_M), -1), y_M, reduction="sum")
+
+        J = torch.autograd.functional.jacobian(o_of, flat)
+        o = o_of(flat)
+        g, S = torch.autograd.functional.jacobian(loss, o), torch.autograd.functional.hessian(loss, o)
+        p = torch.cat(
+            [
+                torch.full((e.numel(),), weight, dtype=flat.dtype)
+                for e, weight in zip(r.tensors(), (penalties.p1, penalties.p2, penalties.p3), strict=True)
+            ]
+        )
+        old = torch.cat([e.flatten() for e in shift.tensors()])
+        step = torch.linalg.solve(J.t() @ S @ J + torch.diag(p), -(J.t() @ g + p * old))
+        found.append(cut(old + step, shift))
+    return PerConstraint(*(torch.stack(each, 1) for each in zip(*(f.tensors() for f in found), strict=True)))
+
+
+def eliminate(weights: Weights, data: Data, shifted: PerConstraint, penalties: Penalties) -> PerConstraint:
+    """New shifted residuals from a forward pass, by dynamic programming over states: matrices of H x H at every step.
+
+    P and q of the cost that is still to come, P/2 ds^2 - q ds, made smaller by what each residual can take over.
+    """
+    U, W, b, V, c = split(weights, data.x_NBI.shape[2])
+    p1, p2, p3 = penalties.p1, penalties.p2, penalties.p3
+    H, N, M = len(W), data.steps, len(data.y_MB)
+    found = []
+    for i in range(data.sequences):
+        ra, rs, ro = (each[:, i] for each in shifted.tensors())
+        states, s = [], torch.zeros(H, dtype=W.dtype)
+        for x in data.x_NBI[:, i]:
+            s = torch.tanh(U @ x + W @ s + b)
+            states.append(s)
+        P, q = torch.zeros(H, H, dtype=W.dtype), torch.zeros(H, dtype=W.dtype)
+        unit, kept = torch.eye(H, dtype=W.dtype), []
+        for n in reversed(range(N)):
+            m = n - (N - M)
+            if m >= 0:
+                softmax = torch.softmax(V @ states[n] + c, 0)
+                g = softmax - torch.nn.functional.one_hot(data.y_MB[m, i], len(c))
+                S = torch.diag(softmax) - torch.outer(softmax, softmax)
+                Ho = torch.linalg.inv(S + p3 * torch.eye(len(c), dtype=W.dtype))
+                A = p3 * S @ Ho
+                P, q = P + V.t() @ A @ V, q + V.t() @ (A @ ro[m] - p3 * Ho @ g)
+                kept_head = Ho, g
+            else:
+                kept_head = None
+            D = 1 - states[n].square()
+            # ds = D da + rs: the pull on ds after rs has taken its part, then on da after ra has.
+            K2 = torch.linalg.inv(P + p2 * unit)
+            P2, q2 = p2 * unit - p2 * p2 * K2, p2 * K2 @ q
+            K1 = torch.linalg.inv(D[:, None] * P2 * D + p1 * unit)
+            G = D * (q2 + P2 @ rs[n])
+            kept.append((K1, K2, G, q, D, kept_head))
+            P1 = p1 * unit - p1 * p1 * K1
+            P, q = W.t() @ P1 @ W, W.t() @ (p1 * K1 @ G + P1 @ ra[n])
+        ds, new = torch.zeros(H, dtype=W.dtype), ([], [], [])
+        for n, (K1, K2, G, q, D, head) in enumerate(reversed(kept)):
+            u = W @ ds
+            da = K1 @ (p1 * (u - ra[n]) + G)
+            ds = K2 @ (p2 * (D * da - rs[n]) + q)
+            new[0].append(ra[n] + da - u)
+            new[1].append(rs[n] + ds - D * da)
+            if head is not None:
+                m = n - (N - M)
+                new[2].append(ro[m] + head[0] @ (p3 * (V @ ds - ro[m]) - head[1]) - V @ ds)
+        found.append([torch.stack(each) for each in new])
+    return PerConstraint(*(torch.stack(each, 1) for each in zip(*found, strict=True)))

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from embrace_fx import admm
-from embrace_fx.admm.asynchronous import Report
-from embrace_fx.admm.master import Contributions
-from embrace_fx.admm.progress import Splits
+from embrace_fx.admm.asynchronous import Contributions
+from embrace_fx.admm.progress import Sums
 from embrace_fx.runtime.ranks.failure import DeadRank, PeerFailure
 from tests.admm.problems import modules, weighed_words
 from tests.support.ranks import Outcome, RankDied, fresh_ranks, run_ranks, run_ranks_expecting_errors
@@ -132,32 +131,32 @@ def test_a_resumed_training_goes_on(tmp_path: Path) -> None:
 # -- the bound, without ranks ------------------------------------------------------------------------------------------
 
 
-def report(value: float) -> Report:
-    return Report(torch.tensor([value]), Splits(1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0))
+def report(value: float) -> tuple[Sums, Tensor]:
+    return Sums(sequences=1.0), torch.tensor([value])
 
 
 def test_who_is_waited_for() -> None:
-    heard = Contributions(torch.zeros(1), workers=3, arrivals=2, staleness=2, known=True)
+    heard = Contributions(torch.zeros(1), 3, admm.Asynchronous(arrivals=2, staleness=2), known=True)
     assert heard.missing() == [1, 2, 3]
-    heard.take(2, report(3.0))
+    heard.take(2, *report(3.0))
     assert heard.missing() == [1, 3]
-    heard.take(3, report(6.0))
+    heard.take(3, *report(6.0))
     assert heard.missing() == []
     vector, arrived, oldest = heard.update()
     assert (vector.tolist(), arrived, oldest) == ([3.0], {2, 3}, 1)
 
-    heard.take(2, report(0.0))
-    heard.take(3, report(0.0))
+    heard.take(2, *report(0.0))
+    heard.take(3, *report(0.0))
     assert heard.missing() == [1]  # of two updates ago, whoever else has come
-    heard.take(1, report(9.0))
+    heard.take(1, *report(9.0))
     vector, arrived, oldest = heard.update()
     assert (vector.tolist(), arrived, oldest) == ([3.0], {1, 2, 3}, 0)
-    assert heard.splits().sequences == 3.0
+    assert heard.sums().sequences == 3.0
 
 
 def test_after_a_break_everybody_is_heard_first() -> None:
-    heard = Contributions(torch.zeros(1), workers=2, arrivals=1, staleness=5, known=False)
-    heard.take(1, report(1.0))
+    heard = Contributions(torch.zeros(1), 2, admm.Asynchronous(arrivals=1, staleness=5), known=False)
+    heard.take(1, *report(1.0))
     assert heard.missing() == [2]
 
 

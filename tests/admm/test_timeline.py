@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from embrace_fx import admm
-from embrace_fx.admm.operations import BACKWARD_SWEEP, TO_MASTER, TO_WORKER
+from embrace_fx.admm.operations import STATES, TO_MASTER, TO_WORKER
 from embrace_fx.admm.timeline import by_time
 from embrace_fx.runtime.launch.recorder import Recording, Transfer
 from tests.admm.problems import modules, weighed_words
@@ -26,21 +26,21 @@ def _draw(rank: int, world_size: int, folder: Path, asynchronous: bool) -> None:
 @pytest.mark.parametrize(
     ("asynchronous", "exchange"), [(False, "AllReduce of weights"), (True, "weights to the master")]
 )
-def test_a_picture_shows_sweeps_and_exchanges_of_all_ranks(tmp_path: Path, asynchronous: bool, exchange: str) -> None:
+def test_a_picture_shows_batches_and_exchanges_of_all_ranks(tmp_path: Path, asynchronous: bool, exchange: str) -> None:
     run_ranks(3, _draw, tmp_path, asynchronous)
     picture = (tmp_path / "timeline.svg").read_text(encoding="utf-8")
     assert all(f">rank {rank}<" in picture for rank in range(3))
     trace = json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))
     seen = {(event["pid"] - 1, event["name"]) for event in trace["traceEvents"] if event["ph"] == "X"}
     workers = (1, 2) if asynchronous else (0, 1, 2)
-    for name in ("backward sweep", "forward sweep", exchange):
+    for name in ("forward pass", "states", "weights", exchange):
         assert {rank for rank, what in seen if what == name} == set(workers), name
     assert ((0, "mean of weights") in seen) == asynchronous
 
 
 def test_windows_of_equal_length() -> None:
     recording = Recording(
-        [(None, 0, 10.0), (BACKWARD_SWEEP, 0, 11.0), (None, 1, 11.5), (BACKWARD_SWEEP, 1, 14.5)],
+        [(None, 0, 10.0), (STATES, 0, 11.0), (None, 1, 11.5), (STATES, 1, 14.5)],
         [(TO_WORKER, 0, 11.0, 11.5)],
         [Transfer(TO_MASTER, 0, 8, 12.5, 13.0)],
         1,

@@ -1,0 +1,137 @@
+"""The joint move of a, s and o of all steps: the exact minimum of the Lagrangian linearised about a forward pass.
+
+Weights given, residuals determine a, s and o, and are unknowns as good as these. In them all penalties are squares, and
+only the loss sees the model: o moves by J times the residuals' change, J the model's Jacobian, one block a constraint.
+With g and S the loss's gradient and curvature in o, R = J p^-1 J', and r^ the shifted residuals before the move,
+
+    new r^ = -p^-1 J' y     (1 + S R) y = g - S J r^
+
+so y, of the outputs' size, is the loss's gradient where the outputs arrive, and 1 + S R keeps it from going further
+than penalties allow. S R = 0 would leave the states where they are: y = g, back-propagation.
+
+Where the head reads the last step alone, y has C numbers a sequence: a system of C x C (`solve_small`), for the
+elimination from the last step to the first never has a higher rank. Where it reads every step, R is not formed:
+conjugate gradients multiply by it, each time by one pass backward and one forward (`solve_by_passes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from embrace_fx.admm.lagrangian import Penalties
+from embrace_fx.admm.model import PerConstraint, Weights
+
+TOLERANCE = 0.01
+"""Share of the right side that conjugate gradients may leave over: two or three pairs of passes."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Cross entropy about outputs of which softmax makes q: gradient g = q - y, curvature S = diag(q) - q q'."""
+
+    g_MBC: Tensor
+    q_MBC: Tensor
+
+    @classmethod
+    def of(cls, o_MBC: Tensor, y_MB: Tensor) -> Loss:
+        q_MBC = o_MBC.softmax(-1)
+        return cls(q_MBC.scatter_add(-1, y_MB[..., None], q_MBC.new_full((), -1.0).expand(*y_MB.shape, 1)), q_MBC)
+
+
+class Jacobian:
+    """J: how outputs follow from residuals, about the states of a forward pass."""
+
+    def __init__(self, weights: Weights, s_NBH: Tensor) -> None:
+        self._W_HH, self._V_CH = weights.W_HH.contiguous(), weights.V_CH.contiguous()
+        self._slope_NBH = 1 - s_NBH.square()
+
+    def times(self, r: PerConstraint) -> Tensor:
+        """J r, (M, B, C): forward in time."""
+        moved_NBH, W_t = torch.empty_like(self._slope_NBH), self._W_HH.t()
+        for n, slope_BH in enumerate(self._slope_NBH):
+            a_BH = torch.addmm(r.a_NBH[n], moved_NBH[n - 1], W_t) if n else r.a_NBH[n]
+            torch.addcmul(r.s_NBH[n], slope_BH, a_BH, out=moved_NBH[n])
+        return torch.matmul(moved_NBH[-len(r.o_MBC) :], self._V_CH.t()).add_(r.o_MBC)
+
+    def transposed_times(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The blocks of J' y for a and s: backward in time. That for o is y itself.
+
+        Args:
+            y: (M, B, C), or (M, K, B, C) for K of them at once.
+        """
+        pulled = y @ self._V_CH
+        steps, first = len(self._slope_NBH), len(self._slope_NBH) - len(y)
+        a, s = (pulled.new_empty(steps, *pulled.shape[1:]) for _ in "as")
+        for n in reversed(range(steps)):
+            if n == steps - 1:
+                s[n] = pulled[-1]
+            else:
+                torch.matmul(a[n + 1], self._W_HH, out=s[n])
+                if n >= first:
+                    s[n] += pulled[n - first]
+            torch.mul(s[n], self._slope_NBH[n], out=a[n])
+        return a, s
+
+
+def joint_move(
+    jacobian: Jacobian, o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: Penalties
+) -> PerConstraint:
+    """The shifted residuals at the minimum, given those, Jacobian and outputs where the model is linearised."""
+    solve = solve_small if len(o_MBC) == 1 else solve_by_passes
+    return solve(jacobian, Loss.of(o_MBC, y_MB), shifted, penalties)
+
+
+def solve_small(jacobian: Jacobian, loss: Loss, shifted: PerConstraint, penalties: Penalties) -> PerConstraint:
+    """The move by a C x C system for each sequence, where the head reads the last step alone."""
+    N, B, H = shifted.a_NBH.shape
+    C = loss.g_MBC.shape[2]
+    unit_CC = torch.eye(C, dtype=loss.g_MBC.dtype, device=loss.g_MBC.device)
+    Ja, Js = (
+        block_NCBH.permute(2, 1, 0, 3).reshape(B, C, N * H)
+        for block_NCBH in jacobian.transposed_times(unit_CC[None, :, None].expand(1, C, B, C))
+    )
+    ra, rs = (r.transpose(0, 1).reshape(B, N * H, 1) for r in (shifted.a_NBH, shifted.s_NBH))
+    R_BCC = unit_CC / penalties.p3 + Ja @ Ja.mT / penalties.p1 + Js @ Js.mT / penalties.p2
+    e_BC = (Ja @ ra + Js @ rs)[..., 0] + shifted.o_MBC[0]
+    q_BC, g_BC = loss.q_MBC[0], loss.g_MBC[0]
+    S_BCC = torch.diag_embed(q_BC) - q_BC[:, :, None] * q_BC[:, None, :]
+    y_BC = torch.linalg.solve(unit_CC + S_BCC @ R_BCC, g_BC - (S_BCC @ e_BC[..., None])[..., 0])
+    a, s = ((y_BC[:, None] @ block)[:, 0].view(B, N, H).transpose(0, 1) for block in (Ja, Js))
+    return PerConstraint(a / -penalties.p1, s / -penalties.p2, (y_BC / -penalties.p3)[None])
+
+
+def solve_by_passes(jacobian: Jacobian, loss: Loss, shifted: PerConstraint, penalties: Penalties) -> PerConstraint:
+    """The move by conjugate gradients, each sequence's own: y = g + E v, (1 + E' R E) v = -E' (J r^ + R g), S = E E'.
+
+    E is diag(root) times a projection, with root = sqrt(q).
+    """
+    root_MBC = loss.q_MBC.sqrt()
+
+    def project(v_MBC: Tensor) -> Tensor:
+        return v_MBC - root_MBC * (root_MBC * v_MBC).sum(-1, keepdim=True)
+
+    def residuals(y_MBC: Tensor) -> PerConstraint:
+        a, s = jacobian.transposed_times(y_MBC)
+        return PerConstraint(a / -penalties.p1, s / -penalties.p2, y_MBC / -penalties.p3)
+
+    def dot(v_MBC: Tensor, w_MBC: Tensor) -> Tensor:
+        return (v_MBC * w_MBC).sum((0, 2), keepdim=True)
+
+    y_MBC = loss.g_MBC
+    left_MBC = project(root_MBC * (jacobian.times(residuals(y_MBC)) - jacobian.times(shifted)))
+    step_MBC, square = left_MBC, dot(left_MBC, left_MBC)
+    enough, tiny = TOLERANCE**2 * square, torch.finfo(square.dtype).tiny
+    for _ in range(root_MBC.shape[0] * root_MBC.shape[2]):
+        if bool((square <= enough).all()):
+            break
+        moved_MBC = root_MBC * project(step_MBC)
+        product_MBC = step_MBC - project(root_MBC * jacobian.times(residuals(moved_MBC)))
+        length = square / dot(step_MBC, product_MBC).clamp_min(tiny)
+        y_MBC = y_MBC + length * moved_MBC
+        left_MBC = left_MBC - length * product_MBC
+        before, square = square, dot(left_MBC, left_MBC)
+        step_MBC = left_MBC + square / before.clamp_min(tiny) * step_MBC
+    return residuals(y_MBC)

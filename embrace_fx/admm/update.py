@@ -1,0 +1,67 @@
+"""An iteration: an epoch in random batches, each a joint move of a, s and o, then multipliers and weights.
+
+    forward      a, s and o as the weights make them: all residuals are zero
+    states       a, s and o move jointly (`states`)
+    multipliers  l -= r, at every step of the batch's sequences, kept until these come again
+    weights      least squares of the residuals on the states of the forward pass (`weights`)
+
+States and weights both move from the same point, so that neither is fitted to what the other has just done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from embrace_fx.admm.lagrangian import lagrangian
+from embrace_fx.admm.model import Data, run_forward
+from embrace_fx.admm.operations import FORWARD, STATES, WEIGHTS
+from embrace_fx.admm.progress import Sums
+from embrace_fx.admm.state import State
+from embrace_fx.admm.states import Jacobian, joint_move
+from embrace_fx.admm.weights import Consensus, moved_weights
+from embrace_fx.vocabulary.operation_id import OperationId
+
+Mark = Callable[[OperationId], None]
+
+
+def iterate(
+    state: State, data: Data, batch_size: int, consensus: Consensus | None = None, mark: Mark = lambda operation: None
+) -> Sums:
+    """Brings a rank's weights, multipliers and Gram matrices an epoch forward, in place.
+
+    Args:
+        mark: told of each part of a batch when it is done.
+
+    Returns: what the moves left over, summed over the epoch's batches.
+    """
+    generator = torch.Generator().manual_seed(state.seed + state.iteration)
+    order_B = torch.randperm(data.sequences, generator=generator).to(data.x_NBI.device)
+    with torch.no_grad():
+        left = sum(_update(state, data, chosen_B, consensus, mark) for chosen_B in order_B.split(batch_size))
+    assert isinstance(left, Tensor)
+    after, ra, rs, ro = left.tolist()
+    (heads, sequences), states = data.y_MB.shape, float(len(data.x_NBI) * data.sequences * len(state.weights.cell_HF))
+    outputs = float(heads * sequences * len(state.weights.head_CG))
+    return Sums(lagrangian=after, sequences=float(sequences), ra=ra, rs=rs, states=states, ro=ro, outputs=outputs)
+
+
+def _update(state: State, data: Data, chosen_B: Tensor, consensus: Consensus | None, mark: Mark) -> Tensor:
+    """A batch. Returns the Lagrangian after the joint move, and the squares of the residuals of a, s and o."""
+    assert state.multipliers is not None
+    batch, multipliers = data.of(chosen_B), state.multipliers.of(chosen_B)
+    heads = len(batch.y_MB)
+    forward = run_forward(state.weights, batch.x_NBI, heads)
+    mark(FORWARD)
+    jacobian = Jacobian(state.weights, forward.s_NBH)
+    shifted = joint_move(jacobian, forward.o_MBC, batch.y_MB, -multipliers, state.penalties)
+    residuals = shifted + multipliers
+    moved = run_forward(state.weights, batch.x_NBI, heads, residuals)
+    state.multipliers.put(chosen_B, -shifted)
+    mark(STATES)
+    state.weights, state.grams = moved_weights(state.weights, state.grams, forward, shifted, state.penalties, consensus)
+    mark(WEIGHTS)
+    after = lagrangian(moved.o_MBC, batch.y_MB, shifted, state.penalties)
+    return torch.stack([after, *(r.square().sum() for r in residuals.tensors())]).double()

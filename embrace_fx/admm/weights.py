@@ -1,0 +1,94 @@
+"""The move of the weights: least squares of the shifted residuals, on the states that the model really computes.
+
+    K <- K + D     D = argmin  n p/2 [mean |r^ - D phi|^2 + tr D (A - G) D']     A = Gb + damping diag Gb
+
+phi is what cell or head read in the forward pass, never the moved states: those carry the label, and weights fitted on
+them learn to read it there. G is the mean of phi phi' over a batch's n rows, Gb its running mean. The damping keeps
+weights of what hardly varies (dead pixels, rare characters) from running away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from embrace_fx.admm.lagrangian import Penalties
+from embrace_fx.admm.model import Pass, PerConstraint, Weights
+
+KEPT = 0.9
+"""Share of the running mean that a batch leaves."""
+FLOOR = 1e-3
+"""Of the damping, in units of the mean square: there are inputs that are always zero."""
+
+
+@dataclass(frozen=True)
+class Grams:
+    """Running means of phi phi', or None before the first batch."""
+
+    cell_FF: Tensor | None = None
+    head_GG: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Consensus:
+    """What pulls a rank's weights to the others': g/2 |theta - (z - u)|^2 per sequence of a batch.
+
+    Attributes:
+        target: z - u.
+        strength: g.
+    """
+
+    target: Weights
+    strength: float
+
+
+def moved_weights(
+    weights: Weights,
+    grams: Grams,
+    forward: Pass,
+    shifted: PerConstraint,
+    penalties: Penalties,
+    consensus: Consensus | None = None,
+) -> tuple[Weights, Grams]:
+    """The weights after a batch, and the running means.
+
+    Args:
+        forward: of `weights`, before any move.
+        shifted: r^ after the joint move.
+    """
+    matrices, running = [], []
+    for matrix, gram, rows, r, p, target in (
+        (weights.cell_HF, grams.cell_FF, forward.cell_NBF, shifted.a_NBH, penalties.p1, "cell_HF"),
+        (weights.head_CG, grams.head_GG, forward.head_MBG, shifted.o_MBC, penalties.p3, "head_CG"),
+    ):
+        pull = None
+        if consensus is not None:
+            pull = getattr(consensus.target, target), consensus.strength / (p * len(rows))
+        phi_RK = rows.flatten(0, 1)
+        found = phi_RK.t() @ phi_RK / len(phi_RK)
+        gram = found if gram is None else torch.lerp(found, gram, KEPT)
+        matrices.append(fitted(matrix, gram, phi_RK, r.flatten(0, 1), penalties.damping, pull))
+        running.append(gram)
+    return Weights(*matrices), Grams(*running)
+
+
+def fitted(
+    matrix: Tensor, gram: Tensor, phi_RK: Tensor, r: Tensor, damping: float, pull: tuple[Tensor, float] | None
+) -> Tensor:
+    """The matrix at the minimum.
+
+    Args:
+        gram: Gb.
+        r: r^ in the rows of phi.
+        pull: a target, and how strongly the matrix is held to it beside a mean square of 1.
+    """
+    slope = phi_RK.t() @ r / len(r)
+    diagonal = gram.diagonal()
+    added = damping * (diagonal + FLOOR * diagonal.mean())
+    if pull is not None:
+        target, strength = pull
+        slope, added = slope - strength * (matrix - target).t(), added + strength
+    factor, _ = torch.linalg.cholesky_ex(gram + torch.diag(added))
+    return matrix + torch.cholesky_solve(slope, factor).t()
