@@ -144,18 +144,20 @@ def read_weights(rnn: nn.RNN, head: nn.Linear) -> Weights:
     """
     _check_modules(rnn, head)
     with torch.no_grad():
-        bias_H = rnn.bias_ih_l0 + rnn.bias_hh_l0
-        cell_HF = torch.cat([rnn.weight_ih_l0, rnn.weight_hh_l0, bias_H[:, None]], 1)
+        own = dict(rnn.named_parameters())
+        bias_H = own["bias_ih_l0"] + own["bias_hh_l0"]
+        cell_HF = torch.cat([own["weight_ih_l0"], own["weight_hh_l0"], bias_H[:, None]], 1)
         return Weights(cell_HF, torch.cat([head.weight, head.bias[:, None]], 1))
 
 
 def write_weights(weights: Weights, rnn: nn.RNN, head: nn.Linear) -> None:
     """Leaves the weights in the modules, the whole bias of the RNN in `bias_ih_l0`."""
+    own = dict(rnn.named_parameters())
     with torch.no_grad():
-        rnn.weight_ih_l0.copy_(weights.cell_HF[:, : rnn.input_size])
-        rnn.weight_hh_l0.copy_(weights.W_HH)
-        rnn.bias_ih_l0.copy_(weights.cell_HF[:, -1])
-        rnn.bias_hh_l0.zero_()
+        own["weight_ih_l0"].copy_(weights.cell_HF[:, : rnn.input_size])
+        own["weight_hh_l0"].copy_(weights.W_HH)
+        own["bias_ih_l0"].copy_(weights.cell_HF[:, -1])
+        own["bias_hh_l0"].zero_()
         head.weight.copy_(weights.V_CH)
         head.bias.copy_(weights.head_CG[:, -1])
 

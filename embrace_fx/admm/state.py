@@ -96,9 +96,9 @@ class State:
 
     def check_fits(self, weights: Weights, data: Data | None, penalties: Penalties) -> None:
         """Raises ValueError where modules, data or penalties are not those that the state was saved with."""
-        wanted = _description(weights, data and multiplier_sizes(weights, data), penalties)
-        saved = self.multipliers and tuple(tuple(each.shape) for each in self.multipliers.tensors())
+        saved = () if self.multipliers is None else tuple(tuple(each.shape) for each in self.multipliers.tensors())
         found = _description(self.weights, saved, self.penalties)
+        wanted = _description(weights, multiplier_sizes(weights, data) if data is not None else (), penalties)
         other = [f"{name} {value} (now {wanted[name]})" for name, value in found.items() if value != wanted[name]]
         expect(
             not other,
@@ -118,7 +118,7 @@ def multiplier_sizes(weights: Weights, data: Data) -> Sizes:
     return states, states, outputs
 
 
-def _description(weights: Weights, multipliers: Sizes | None, penalties: Penalties) -> dict[str, str]:
+def _description(weights: Weights, multipliers: Sizes, penalties: Penalties) -> dict[str, str]:
     """What must be the same before and after a break."""
     return {
         "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in weights.tensors()),

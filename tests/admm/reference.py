@@ -91,7 +91,7 @@ def eliminate(weights: Weights, data: Data, shifted: PerConstraint, penalties: P
     """
     U, W, b, V, c = split(weights, data.x_NBI.shape[2])
     p1, p2, p3 = penalties.p1, penalties.p2, penalties.p3
-    H, N, M = len(W), data.steps, len(data.y_MB)
+    H, N, M = len(W), len(data.x_NBI), len(data.y_MB)
     found = []
     for i in range(data.sequences):
         ra, rs, ro = (each[:, i] for each in shifted.tensors())
@@ -122,7 +122,7 @@ def eliminate(weights: Weights, data: Data, shifted: PerConstraint, penalties: P
             kept.append((K1, K2, G, q, D, kept_head))
             P1 = p1 * unit - p1 * p1 * K1
             P, q = W.t() @ P1 @ W, W.t() @ (p1 * K1 @ G + P1 @ ra[n])
-        ds, new = torch.zeros(H, dtype=W.dtype), ([], [], [])
+        ds, new = torch.zeros(H, dtype=W.dtype), tuple[list[Tensor], list[Tensor], list[Tensor]](([], [], []))
         for n, (K1, K2, G, q, D, head) in enumerate(reversed(kept)):
             u = W @ ds
             da = K1 @ (p1 * (u - ra[n]) + G)
