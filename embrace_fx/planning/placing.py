@@ -64,13 +64,12 @@ def gather_tables(setting: Setting, names: Sequence[str]) -> None:
 def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: DeviceMesh | None) -> None:
     """Args: `mesh`: where its parts lie, if its parameter is one already."""
     parameter, communicator = setting.state.parameter(name), setting.communicator
-    if mesh is None:
-        mesh = shard_parameter(parameter, communicator, plan[name].grid)
+    place = shard_parameter(name, parameter, shape, communicator, plan[name].grid, mesh)
     always, asked = setting.options.row_updates == "replay", setting.state.asked
     table = RowTable(
         name,
         parameter,
-        Place(shape, mesh),
+        place,
         communicator,
         semantics(setting.options.row_updates),
         may_rest=(lambda: always or not asked.often) if plan[name].rests else (lambda: False),

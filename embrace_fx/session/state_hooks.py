@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from embrace_fx.runtime.tables.layouts import Place
-from embrace_fx.runtime.tables.state_dicts import REFUSAL, show_shards, take_own_parts
+from embrace_fx.runtime.tables.part import REFUSAL
+from embrace_fx.runtime.tables.state_dicts import show_shards, take_own_parts
 from embrace_fx.setup.telling import tell
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class TakeOwnPart(_Hook):
         if self.session is not None:
             self.session.parameters_may_change()
         with self.watching():
-            take_own_parts(state_dict, self.places, self.group, prefix=prefix)
+            take_own_parts(state_dict, self.places, self.group, module.get_parameter, prefix=prefix)
 
 
 class ParametersWereLoaded(_Hook):

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from embrace_fx.runtime.tables.table_part import local_part
+
 
 def own_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[list[Any], list[int]]:
     """The results of a call, with plain tensors, which count their own writes, in the place of views.
@@ -46,4 +48,4 @@ def in_memory_of(made: Iterable[Tensor], read: Iterable[tuple[Tensor, int]]) -> 
 
 def memory_of(tensor: Tensor) -> int:
     """What two tensors have in common that show the same memory."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(local_part(tensor).untyped_storage()._cdata)

@@ -34,7 +34,7 @@ from embrace_fx.runtime.tables.holders import Holders
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.vocabulary.exactness import is_element_wise, not_element_wise
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE, is_element_wise, not_element_wise
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 Hook = Callable[..., Any]
@@ -63,7 +63,8 @@ class _Step:
         buckets: parameters whose update is left to the next forward.
         late: exchanges of tables whose update is.
         rows: tables to be updated by rows, at once.
-        swept: tables, and the plain gradients (V', d) that torch's step takes for theirs, with their versions.
+        dense: tables to be updated by gradients of all rows, at once.
+        own: tables that the class steps by itself.
         replicas: data-parallel tables to be updated by rows.
         frame: torch's call of it. The step of a base class, called by that of a derived one, is another call.
     """
@@ -73,7 +74,8 @@ class _Step:
     buckets: set[nn.Parameter] = field(default_factory=set)
     late: list[RowExchange] = field(default_factory=list)
     rows: list[RowTable] = field(default_factory=list)
-    swept: list[tuple[RowTable, Tensor, int]] = field(default_factory=list)
+    dense: list[RowTable] = field(default_factory=list)
+    own: list[RowTable] = field(default_factory=list)
     replicas: list[tuple[DenseTable, Tensor]] = field(default_factory=list)
 
     def is_under_way(self) -> bool:
@@ -201,15 +203,20 @@ class Stepping:
             held = table.open_gradient()
             if any(table in exchange.table.members for exchange in late):
                 step.hide(table.parameter)
-            elif table.takes_rows_only or not (held.is_dense or table.is_swept(table.param_group())):
+            elif table.takes_rows_only or not (held.is_of_all_rows or table.is_swept(table.param_group())):
                 held.land()
                 step.hide(table.parameter)
                 step.rows.append(table)
+            elif type(optimizer) in ELEMENT_WISE:
+                held.land()
+                step.hide(table.parameter)
+                step.dense.append(table)
             else:
                 table.settle()
-                dense = held.dense()
-                step.hide(table.parameter, dense)
-                step.swept.append((table, dense, dense._version))
+                dense = held.memory()
+                if table.place.mesh is None:
+                    step.hide(table.parameter, dense)
+                step.own.append(table)
         step.late = late
         for entry in replicas:
             self._take_rows(step, entry)
@@ -294,9 +301,6 @@ class Stepping:
             return
         self._restore(optimizer, raised=False)
         self._count_step(optimizer)
-        for table, plain, version in step.swept:
-            if plain._version != version:  # torch's step has unscaled it
-                table.open_gradient().set_dense(plain)
         if step.buckets:
             assert self.flow is not None
             self.flow.buckets.step(optimizer, step.buckets)
@@ -305,9 +309,11 @@ class Stepping:
         if self._unscale(optimizer, step):
             for table in step.rows:
                 table.update_rows(*table.open_gradient().rows())
+            for table in step.dense:
+                table.step_dense()
             for entry, gradient in step.replicas:
                 _update_replica(entry, gradient)
-        at_once = [table for table, *_ in step.swept] + step.rows
+        at_once = step.own + step.dense + step.rows
         for exchange in self._exchanges(at_once):
             stepped = [table for table in exchange.table.members if table in at_once]
             swept = any(table not in step.rows for table in stepped)
@@ -325,7 +331,7 @@ class Stepping:
         if found_inf is not None and bool(torch.as_tensor(found_inf).item() > 0):
             return False
         if scale is not None:
-            for table in step.rows:
+            for table in (*step.rows, *step.dense):
                 table.open_gradient().map(lambda values: values / scale)
             for _, gradient in step.replicas:
                 gradient.div_(scale)

@@ -6,6 +6,7 @@ Shape legend: V' x d this rank's part of the table; K rows with gradient.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,13 +15,20 @@ from torch import Tensor
 
 from embrace_fx.runtime.kernels import coalesce
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.tables.held import Held
 
 Rows = tuple[Tensor, Tensor]
 """ids (K,), rows (K, d)."""
 
 
-class HeldGradient:
+class _Viewer:
+    """Kept by the views of a gradient."""
+
+
+class HeldGradient(Held):
     """What a gradient holds: rows, all elements, or what is on its way. Aliases of one gradient share it.
+
+    Whoever views it, or writes into it by anything but element by element, makes it dense for good.
 
     Args:
         like: this rank's part (V', d).
@@ -37,15 +45,18 @@ class HeldGradient:
         communicator: Communicator | None,
         siblings: Callable[[], Sequence[HeldGradient]] = lambda: (),
     ) -> None:
-        self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
+        super().__init__(like)
+        self._local = None
         self.communicator = communicator
         self.source: object = None
         self._siblings = siblings
-        self._norms: dict[float, Tensor] = {}  # of the whole table, by order, as long as nothing changes it
+        self._norms: dict[float, Tensor] = {}  # of the whole table, by order, as of `_normed`
+        self._normed = 0
         self._late: Callable[[], Sequence[Rows]] | None = None
         self._rows: list[Rows] = []
-        self._dense: Tensor | None = None
+        self._read: list[Tensor] | None = None  # of a dense one, rows that lookups gave a gradient; None: all
         self._is_zero = True
+        self._viewer: weakref.ref[_Viewer] = weakref.ref(_Viewer())
 
     @property
     def is_late(self) -> bool:
@@ -71,31 +82,52 @@ class HeldGradient:
     def add_rows(self, ids: Tensor, rows: Tensor) -> None:
         """Adds a row gradient, its ids unique."""
         self.land()
-        self._norms, self._is_zero = {}, False
-        if self._dense is not None:
-            self._dense = self._dense.index_add(0, ids, rows)
-        else:
+        self._changed()
+        if self._local is None:
             self._rows.append((ids, rows))
+            return
+        self._local.index_add_(0, ids, rows)
+        if self._read is not None:
+            self._read.append(ids)
+
+    def _changed(self) -> None:
+        self._before += 1
+        self._is_zero = False
 
     def set_zero(self) -> None:
-        self._norms = {}
-        self._late, self._rows, self._dense, self._is_zero = None, [], None, True
+        """Makes it zero, in its memory if there are views of it."""
+        if self._local is not None and self._viewer() is not None:
+            self._local.zero_()
+            self._read = []
+            return
+        self._before = self.version + 1
+        self._late, self._rows, self._local, self._read, self._is_zero = None, [], None, None, True
 
     def set_dense(self, dense: Tensor) -> None:
-        self._norms = {}
-        self._late, self._rows, self._dense, self._is_zero = None, [], dense, False
+        """Takes a tensor for its memory."""
+        self.replace(dense)
+        self._late, self._rows, self._read, self._is_zero = None, [], None, False
 
     @property
     def is_dense(self) -> bool:
-        """Whether rows without a gradient of a lookup may have one."""
+        """Whether it has memory for all elements."""
         self.land()
-        return self._dense is not None
+        return self._local is not None
+
+    @property
+    def is_of_all_rows(self) -> bool:
+        """Whether rows without a gradient of a lookup have one."""
+        return self.is_dense and self._read is None
 
     def rows(self) -> Rows:
-        """The gradient, coalesced; all rows where it is dense."""
+        """The gradient, coalesced; of a dense one the rows that are read or not zero."""
         self.land()
-        if self._dense is not None:
-            return torch.arange(self.shape[0], device=self.device), self._dense
+        if self._local is not None and self._read is None:
+            return torch.arange(self.shape[0], device=self.device), self._local
+        if self._local is not None:
+            assert self._read is not None
+            ids = torch.cat([*self._read, self._local.ne(0).any(dim=1).nonzero().view(-1)]).unique()
+            return ids, self._local.index_select(0, ids)
         if not self._rows:
             empty = torch.empty(0, dtype=torch.int64, device=self.device)
             return empty, torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=self.device)
@@ -107,28 +139,51 @@ class HeldGradient:
         return self._rows[0]
 
     def dense(self) -> Tensor:
-        """The gradient (V', d)."""
+        """The gradient (V', d), to be read."""
         self.land()
-        if self._dense is not None:
-            return self._dense
+        if self._local is not None:
+            return self._local
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         for ids, rows in self._rows:
             dense.index_add_(0, ids, rows)
         return dense
 
+    def memory(self) -> Tensor:
+        """The gradient (V', d), dense from now on."""
+        if not self.is_dense:
+            dense, read = self.dense(), [ids for ids, _ in self._rows]
+            self._before, is_normed = self._before - dense._version, self._normed == self.version
+            self._rows, self._local, self._read, self._is_zero = [], dense, read, False
+            self._normed = self.version if is_normed else -1
+        assert self._local is not None
+        return self._local
+
+    def viewer(self) -> object:
+        """An object that views of it keep."""
+        viewer = self._viewer()
+        if viewer is None:
+            viewer = _Viewer()
+            self._viewer = weakref.ref(viewer)
+        return viewer
+
+    def pinned(self) -> Tensor:
+        """Its memory, which someone keeps as long as it is there."""
+        self._keeps = self.viewer()
+        return self.memory()
+
     def values(self) -> Tensor:
         """Elements of which all others are zero."""
-        return self._dense if self.is_dense and self._dense is not None else self.rows()[1]
+        return self._local if self.is_dense and self._local is not None else self.rows()[1]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Changes each element by itself, where zero stays zero. What a step has taken is not changed."""
-        self._norms = {}
+        """Changes each element by itself, where zero stays zero. What a step has taken by rows is not changed."""
         if self.is_dense:
-            assert self._dense is not None
-            self._dense = change(self._dense)
+            assert self._local is not None
+            self._local.copy_(change(self._local))
         elif self._rows:
             ids, rows = self.rows()
             self._rows = [(ids, change(rows))]
+            self._before += 1
 
     def copied(self) -> HeldGradient:
         """The same, apart."""
@@ -136,6 +191,10 @@ class HeldGradient:
         other = copy.copy(self)
         other._rows, other._norms = list(self._rows), dict(self._norms)
         other._siblings = lambda: ()
+        other._viewer = weakref.ref(_Viewer())
+        if self._local is not None:
+            other.replace(self._local.clone())
+            other._read = None if self._read is None else list(self._read)
         return other
 
     def reduce(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
@@ -144,12 +203,18 @@ class HeldGradient:
 
     def norm(self, order: float) -> Tensor:
         """Of the whole table. Collective: one reduction serves all tables, for who asks for one clips them all."""
-        if order not in self._norms:
-            known = [held for held in self._siblings() if order not in held._norms]
+        if order not in self._known_norms():
+            known = [held for held in self._siblings() if order not in held._known_norms()]
             asked = known if any(held is self for held in known) else [self]
             for held, norm in zip(asked, _whole_norms(asked, order), strict=True):
-                held._norms[order] = norm
+                held._known_norms()[order] = norm
         return self._norms[order]
+
+    def _known_norms(self) -> dict[float, Tensor]:
+        """Those of what it holds now."""
+        if self._normed != self.version:
+            self._norms, self._normed = {}, self.version
+        return self._norms
 
     def own_norm(self, order: float) -> Tensor:
         """Of this rank's part."""
@@ -160,11 +225,6 @@ class HeldGradient:
             return norm
         least = order < 0 and abs(order) == float("inf")
         return torch.full((), float("inf") if least else 0.0, dtype=wide, device=self.device)
-
-    def elements(self) -> int:
-        """Of the whole table. Collective."""
-        own = torch.tensor(float(self.shape.numel()), dtype=torch.float64, device=self.device)
-        return int(self.reduce(own, dist.ReduceOp.SUM))
 
 
 def _whole_norms(asked: Sequence[HeldGradient], order: float) -> list[Tensor]:

@@ -12,6 +12,7 @@ from embrace_fx.runtime.tables.asked import Asked
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.table_part import local_part
 
 
 def names_to_ignore(model: nn.Module) -> frozenset[str]:
@@ -103,7 +104,7 @@ class ModelState:
 
     def shard_reader(self, name: str) -> Callable[[], Tensor]:
         owner, key = self._parameters[name]
-        return lambda: owner[key].detach()  # noqa: PLW0108  (another parameter may be there by then)
+        return lambda: local_part(owner[key])  # another parameter may be there by then
 
     def buffers_in(self, is_meant: Callable[[dict[str, Any]], bool]) -> list[str]:
         """The names of buffers in the modules' dicts of buffers that are meant."""

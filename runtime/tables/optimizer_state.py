@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.layouts import whole_table
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.row_gradient import RowGradient
+from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.row_table import own_state
 from embrace_fx.runtime.tables.state_dicts import Watch, as_table_shard, shard_by_columns
+from embrace_fx.runtime.tables.table_part import local_part
 
 
 def show_state(
@@ -34,7 +35,7 @@ def show_state(
         table = tables.get(parameter)
         if key not in shown or table is None or table.place.mesh is None:
             continue
-        state, shape = _without_gradients(shown[key]), table.local.shape
+        state, shape = _plain(shown[key]), table.local.shape
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == shape:
                 with watch():
@@ -79,6 +80,6 @@ def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[in
     return list(zip(numbers, parameters, strict=False))
 
 
-def _without_gradients(state: dict[str, Any]) -> dict[str, Any]:
-    """State whose values are plain: a class that keeps a gradient keeps what stands for it."""
-    return {key: v.held.dense() if isinstance(v, RowGradient) else v for key, v in state.items()}
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """State whose parts are plain tensors."""
+    return {key: local_part(value) if isinstance(value, Part) else value for key, value in state.items()}

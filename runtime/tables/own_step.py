@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-State = dict[str, Any]
+State = MutableMapping[str, Any]
 """What an optimizer keeps of one parameter: tensors, and a step counter as its class has it."""
 
 
@@ -84,7 +84,7 @@ def step_tensor(
 @contextmanager
 def _state_of(optimizer: Optimizer, parameter: nn.Parameter, state: State) -> Iterator[Any]:
     before = optimizer.state
-    optimizer.state = defaultdict(dict, {parameter: state} if state else {})
+    optimizer.state = defaultdict(dict, {parameter: dict(state)} if state else {})
     try:
         yield optimizer.state
     finally:

@@ -14,8 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.layouts import mesh_of, own_part, scatter_table, whole_table
+from embrace_fx.runtime.tables.layouts import Place, mesh_of, own_part, scatter_table, whole_table
+from embrace_fx.runtime.tables.part import Origin, Part
+from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable, shown_state
+from embrace_fx.runtime.tables.table_part import become_part, become_whole
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.random_state import random_state_kept
 
@@ -54,18 +57,32 @@ def whole_parameters(model: nn.Module, sharded: Mapping[str, torch.Size]) -> Ite
             set_parameter(model, stand_in, parameter)
 
 
-def shard_parameter(parameter: nn.Parameter, communicator: Communicator, grid: Grid | None = None) -> DeviceMesh | None:
-    """Makes this rank's part of rank 0's table the data of a table's parameter; returns the mesh that it lies on.
+def shard_parameter(
+    name: str,
+    parameter: nn.Parameter,
+    shape: torch.Size,
+    communicator: Communicator,
+    grid: Grid | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Place:
+    """Makes a table's parameter this rank's part of rank 0's table; returns where its parts lie.
 
     A single process keeps all of it. Collective.
+
+    Args:
+        shape: of the whole table, (V, D).
+        mesh: where its parts lie, if its values are this rank's part already.
     """
-    mesh = mesh_of(communicator, parameter.device.type, grid)
-    if mesh is not None:
+    local = parameter.detach()
+    if mesh is None and (mesh := mesh_of(communicator, parameter.device.type, grid)) is not None:
         communicator.connect(parameter.device)
         group = communicator.process_group("dense")
         assert group is not None
-        parameter.data = scatter_table(parameter.detach(), group, grid)
-    return mesh
+        local = scatter_table(local, group, grid)
+    place = Place(shape, mesh)
+    if mesh is not None:
+        become_part(parameter, local, Layout.of_table(place), Origin(name, "", communicator))
+    return place
 
 
 def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer], group: dist.ProcessGroup | None) -> None:
@@ -78,7 +95,8 @@ def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer], group: d
             optimizer.state[parameter] = {
                 key: whole_table(v, group) if isinstance(v, DTensor) else v for key, v in shown.items()
             }
-    parameter.data = whole_table(table.place.shard(table.local), group)
+    if isinstance(parameter, Part):
+        become_whole(parameter, whole_table(table.place.shard(table.local), group), table.name)
     parameter.grad = gradient
 
 

@@ -13,7 +13,7 @@ Contract of a step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +35,13 @@ from embrace_fx.runtime.tables.own_step import (
     step_rows,
     step_tensor,
 )
+from embrace_fx.runtime.tables.part import Origin, Part
+from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.runtime.tables.part_state import PartState, as_state
 from embrace_fx.runtime.tables.resting import RestingRows
-from embrace_fx.runtime.tables.row_gradient import RowGradient
 from embrace_fx.runtime.tables.row_optimizers import row_optimizer
 from embrace_fx.runtime.tables.skipped_steps import form_of
+from embrace_fx.runtime.tables.table_part import TablePart, local_part
 from embrace_fx.vocabulary.exactness import RowUpdates, row_update_blocker
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums
@@ -93,11 +96,20 @@ class RowTable:
         self._may_rest = may_rest
         self._gradients = gradients
         self._resting = RestingRows()
+        self._layout = Layout.of_table(place)
+        self._gradient_origin = Origin(name, "the gradient of ", communicator)
 
     @property
     def local(self) -> Tensor:
         """This rank's part, (V', d)."""
-        return self.parameter.detach()
+        return local_part(self.parameter)
+
+    def move(self, local: Tensor) -> None:
+        """Puts other memory in the place of this rank's part, with the same values."""
+        if isinstance(self.parameter, Part):
+            self.parameter.held.replace(local)
+        else:
+            self.parameter.data = local
 
     @property
     def shape(self) -> torch.Size:
@@ -112,7 +124,7 @@ class RowTable:
     @property
     def version(self) -> int:
         """Counts what is written into this rank's part."""
-        return self.parameter._version
+        return self.parameter.held.version if isinstance(self.parameter, Part) else self.parameter._version
 
     # -- the gradient --------------------------------------------------------------------------------------------------
 
@@ -129,11 +141,19 @@ class RowTable:
 
     def open_gradient(self) -> HeldGradient:
         """What a backward adds to: the gradient there is, or a new one of zeros."""
-        if self.parameter.grad is None:
-            self.parameter.grad = RowGradient(HeldGradient(self.local, self._communicator, self._gradients))
-        elif not isinstance(self.parameter.grad, RowGradient):  # the user's own
-            self.parameter.grad = RowGradient.of(self.parameter.grad, self._communicator)
-        held: HeldGradient = self.parameter.grad.held
+        gradient = self.parameter.grad
+        if isinstance(gradient, Part) and isinstance(gradient.held, HeldGradient):
+            return gradient.held
+        held = HeldGradient(self.local, self._communicator, self._gradients)
+        if isinstance(gradient, Part):  # computed from parts
+            if not gradient.spread.fits(self._layout):
+                raise gradient.origin.refused(f"it as a gradient of {self.name}, whose rows and columns are others")
+            held.set_dense(gradient.held.memory())
+            gradient.held = held
+            return held
+        if gradient is not None:  # the user's own
+            held.set_dense(self._layout.cut(gradient).contiguous())
+        self.parameter.grad = TablePart(held, self._layout, self._gradient_origin)
         return held
 
     def add_gradient(self, ids: Tensor, rows: Tensor) -> None:
@@ -179,7 +199,7 @@ class RowTable:
 
     def held_bytes(self) -> tuple[int, int, int]:
         """Of parameters, gradient and optimizer state, as they are on this rank."""
-        state = self.state.values() if self.optimizer is not None else ()
+        state = tuple(self.state.values()) if self.optimizer is not None else ()
         held = self.held
         gradient = 0 if held is None or held.is_late else held.values().nbytes
         return self.local.nbytes, gradient, sum(value.nbytes for value in state if isinstance(value, Tensor))
@@ -252,10 +272,9 @@ class RowTable:
         return [(ids, rows)]
 
     @property
-    def state(self) -> dict[str, Any]:
-        """What its optimizer keeps of it."""
-        found: dict[str, Any] = self.holder.state.get(self.parameter, {})
-        return found
+    def state(self) -> MutableMapping[str, Any]:
+        """What its optimizer keeps of it, this rank's parts as plain tensors."""
+        return PartState(self.holder, self.parameter)
 
     def begin_step(self) -> Options:
         """Counts one iteration; returns the options of this moment."""
@@ -296,7 +315,14 @@ class RowTable:
                 self._resting.end(self.holder, options, self.local, self.state)
             return
         applied, self._applied = self._applied, []
-        sweep(self.holder, options, self.local, self.holder.state[self.parameter], parts, applied)
+        sweep(self.holder, options, self.local, self.state, parts, applied)
+
+    def step_dense(self) -> None:
+        """Takes a step by a gradient of all rows, at once."""
+        self.settle()
+        options, state = self.param_group(), self.state
+        gradient = self.open_gradient().memory()
+        state.update(step_tensor(self.holder, options, self.local, gradient, state))
 
     def may_move(self) -> bool:
         """Whether rows without gradient may move in the next step."""
@@ -325,7 +351,7 @@ class RowTable:
 
     def _update_row_wise(self, ids: Tensor, rows: Tensor) -> None:
         """Likewise where a row's step depends on all of its elements, of which every rank has some. Collective."""
-        options, state = dict(self.param_group()), self.holder.state[self.parameter]
+        options, state = dict(self.param_group()), self.state
         if not state:
             state["sum"] = new_sums(self.local, options)
         squares = rows.square().sum(1)
@@ -336,9 +362,9 @@ class RowTable:
         steps = options["lr"] * rows / sums.sqrt_().add_(options["eps"]).unsqueeze(1)
         self.local.index_copy_(0, ids, self.local.index_select(0, ids).sub_(steps))
 
-    def made_state(self, options: Options) -> dict[str, Any]:
+    def made_state(self, options: Options) -> MutableMapping[str, Any]:
         """The optimizer's own state of a table whose rows without gradient stand still, made at its first update."""
-        state: dict[str, Any] = self.holder.state[self.parameter]
+        state = self.state
         if not state:
             state.update(row_optimizer(type(self.holder)).init_state(self.local, options))
         return state
@@ -351,17 +377,22 @@ class RowTable:
 
 def own_state(table: RowTable, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
     """Of an optimizer's state of a table, whole or in DTensors, this rank's part. Collective as `Place.part_of` is."""
-    return {key: table.place.part_of(v, group) if isinstance(v, Tensor) else v for key, v in state.items()}
+    if table.place.mesh is None:
+        return {key: table.place.part_of(v, group) if isinstance(v, Tensor) else v for key, v in state.items()}
+    whole = {key: v for key, v in state.items() if isinstance(v, Tensor) and not isinstance(v, Part)}
+    parts = {key: as_state(table.parameter, table.place.part_of(v, group)) for key, v in whole.items()}
+    return {**state, **parts}
 
 
 def shown_state(table: RowTable, state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state of a table in DTensors."""
+    plain = {key: local_part(value) if isinstance(value, Part) else value for key, value in state.items()}
     shape = table.local.shape
-    is_part = {key: isinstance(value, Tensor) and value.shape == shape for key, value in state.items()}
-    return {key: table.place.shard(value) if is_part[key] else value for key, value in state.items()}
+    is_part = {key: isinstance(value, Tensor) and value.shape == shape for key, value in plain.items()}
+    return {key: table.place.shard(value) if is_part[key] else value for key, value in plain.items()}
 
 
-def suppose(optimizer: Optimizer, group: Options, rows: Tensor, state: dict[str, Any]) -> Supposed:
+def suppose(optimizer: Optimizer, group: Options, rows: Tensor, state: MutableMapping[str, Any]) -> Supposed:
     """Steps copies of rows (K, d) and of their state, in place, without a gradient."""
     options = hyperparameters(group)
     step_tensor(optimizer, options, rows, torch.zeros_like(rows), state)
@@ -372,7 +403,7 @@ def sweep(
     optimizer: Optimizer,
     options: Options,
     local: Tensor,
-    state: dict[str, Any],
+    state: MutableMapping[str, Any],
     parts: Sequence[Rows],
     applied: Sequence[Tensor],
 ) -> None:

@@ -49,10 +49,10 @@ class StackedTable:
     @property
     def local(self) -> Tensor:
         """This rank's part, (V', d)."""
-        return self._weights.of([member.parameter.detach() for member in self.members], self._move_parameter)
+        return self._weights.of([member.local for member in self.members], self._move_parameter)
 
     def _move_parameter(self, k: int, view: Tensor) -> None:
-        self.members[k].parameter.data = view  # the same parameter to everyone who holds it
+        self.members[k].move(view)  # the same parameter to everyone who holds it
 
     @property
     def version(self) -> int:

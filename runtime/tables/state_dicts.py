@@ -17,14 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.layouts import Place, by_columns, whole_table
-
-REFUSAL = (
-    "expected whole tensors, in what is saved, found {}: one rank's file would lose the other ranks' columns. Call "
-    "model.full_state_dict() for the model and embrace_fx.full_state_dict(optimizer) for its optimizer on every rank, "
-    "and save what they return on one; or save shards with torch.distributed.checkpoint."
-)
-
+from embrace_fx.runtime.tables.part import REFUSAL, Part
 
 Watch = Callable[[], AbstractContextManager[None]]
 
@@ -98,9 +93,10 @@ def show_shards(
         value = state_dict.get(prefix + name)
         if value is None or isinstance(value, DTensor):
             continue
-        memory = value.untyped_storage()._cdata, value.storage_offset(), *place.shape
+        local = value.held.memory() if isinstance(value, Part) else value
+        memory = local.untyped_storage()._cdata, local.storage_offset(), *place.shape
         if memory not in shown:
-            shown[memory] = shard_by_columns(value, place, group)
+            shown[memory] = shard_by_columns(local, place, group)
         state_dict[prefix + name] = as_table_shard(shown[memory], prefix + name, watch)
 
 
@@ -113,7 +109,12 @@ def shard_by_columns(local: Tensor, place: Place, group: dist.ProcessGroup | Non
 
 
 def take_own_parts(
-    state_dict: dict[str, Any], places: Mapping[str, Place], group: dist.ProcessGroup | None, *, prefix: str = ""
+    state_dict: dict[str, Any],
+    places: Mapping[str, Place],
+    group: dist.ProcessGroup | None,
+    parameter: Callable[[str], Tensor],
+    *,
+    prefix: str = "",
 ) -> None:
     """Fits a state dict to a model that is to load it, in place: what is whole in one and not in the other.
 
@@ -122,12 +123,16 @@ def take_own_parts(
 
     Args:
         places, prefix: as of `show_shards`.
+        parameter: finds one of the model's by name.
     """
     for name, value in state_dict.items():
         if not isinstance(value, Tensor) or not name.startswith(prefix):
             continue
         if (place := places.get(name.removeprefix(prefix))) is not None:
-            state_dict[name] = place.part_of(value, group)  # of other shapes load_state_dict names both
+            if isinstance(value, Part) or value.shape != place.shape:
+                continue  # of other shapes load_state_dict names both
+            own, held = parameter(name.removeprefix(prefix)), place.part_of(value, group)
+            state_dict[name] = own.like(Held(held)) if isinstance(own, Part) else held
         elif isinstance(value, DTensor):
             state_dict[name] = whole_table(value, value.device_mesh.get_group())
 

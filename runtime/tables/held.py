@@ -1,0 +1,52 @@
+"""The memory behind a part of a table, or of what an optimizer keeps of it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class Held:
+    """What a rank holds of a tensor. Those that show the same tensor share it.
+
+    Args:
+        local: this rank's part.
+        keeps: whatever is to live as long.
+    """
+
+    def __init__(self, local: Tensor, keeps: object = None) -> None:
+        self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
+        self._local: Tensor | None = local
+        self._before = 0
+        self._keeps = keeps
+
+    @property
+    def version(self) -> int:
+        """Counts what is written."""
+        return self._before + (0 if self._local is None else self._local._version)
+
+    def dense(self) -> Tensor:
+        """This rank's part, to be read."""
+        assert self._local is not None
+        return self._local
+
+    def memory(self) -> Tensor:
+        """This rank's part, to be written or viewed: what is written is kept."""
+        return self.dense()
+
+    def replace(self, local: Tensor) -> None:
+        """Puts other memory in the place of what there is."""
+        self._before = self.version + 1 - local._version
+        self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
+        self._local = local
+
+    def copied(self) -> Held:
+        """The same, apart."""
+        return Held(self.dense().clone())
+
+    def viewer(self) -> object:
+        """An object that views of it keep."""
+        return self._keeps
+
+    def pinned(self) -> Tensor:
+        """Its memory, which someone keeps for good."""
+        return self.memory()

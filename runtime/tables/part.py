@@ -1,0 +1,199 @@
+"""A part of a table: what a rank holds of a table, of its gradient, of its optimizer's state, and of views of them.
+
+Contract
+    A part has the shape of the whole, so that nothing takes it for the whole and gets numbers: what is asked of it is
+    answered as of the whole table, on every rank that asks, or refused by one error that says what to do. Which of
+    these, `embrace_fx.runtime.tables.part_rules` says op by op, whoever asks.
+    Views of a part are parts that share its memory. Where one rank holds the whole table, a part is as any tensor.
+
+Shape legend: V x D a table; V' x d a rank's part of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.part_layout import Layout
+
+REFUSAL = (
+    "expected whole tensors, in what is saved, found {}: one rank's file would lose the other ranks' columns. Call "
+    "model.full_state_dict() for the model and embrace_fx.full_state_dict(optimizer) for its optimizer on every rank, "
+    "and save what they return on one; or save shards with torch.distributed.checkpoint."
+)
+
+
+class Origin:
+    """The table that a part is of.
+
+    Args:
+        name: of the table.
+        kind: what it is of the table, in words: "", "the gradient of ", "the optimizer's state of ".
+        communicator: of the ranks that have the other parts; None: there are none.
+    """
+
+    def __init__(self, name: str, kind: str, communicator: Communicator | None) -> None:
+        self.name, self.kind = name, kind
+        alone = communicator is None or communicator.world_size == 1
+        self._communicator = None if communicator is None or alone else weakref.ref(communicator)
+
+    def __str__(self) -> str:
+        return f"{self.kind}the sharded {self.name}"
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one rank holds all of it."""
+        return self._communicator is None
+
+    def of(self, kind: str) -> Origin:
+        """Another thing of the same table."""
+        other = Origin(self.name, kind, None)
+        other._communicator = self._communicator
+        return other
+
+    def reduce(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
+        """A rank's numbers, made those of all ranks, in place. Collective."""
+        if self._communicator is None:
+            return value
+        communicator = self._communicator()
+        if communicator is None:
+            raise RuntimeError(
+                f"expected the compiled model to be there still, where {self} is asked of all ranks, found that it "
+                "has gone. Keep the model, or read the table before."
+            )
+        return communicator.reduce_scalar(value, reduce_op)
+
+    def refused(self, asked: str) -> RuntimeError:
+        """The error of what cannot be told of a part."""
+        return RuntimeError(
+            f"expected of {self} what a rank can tell of its own part or add up with the others (element-wise, by "
+            f"rows, norm, sum, mean, max, min, any, all), found {asked}: this rank has only its part. Call "
+            ".full_tensor() of it on every rank for the whole tensor, model.full_state_dict() for all of them, or keep "
+            f"the table whole: strategy={{{self.name!r}: 'allreduce'}}."
+        )
+
+
+class Part(Tensor):
+    """What a rank holds of a tensor.
+
+    Attributes:
+        held: its memory.
+        spread: which elements of the whole these are.
+        origin: the table that it is of.
+    """
+
+    held: Held
+    spread: Layout
+    origin: Origin
+
+    @staticmethod
+    def __new__(cls, held: Held, layout: Layout, origin: Origin) -> Part:
+        made: Part = Tensor._make_wrapper_subclass(
+            cls, layout.shape, strides=layout.stride, dtype=held.dtype, device=held.device
+        )
+        made.held, made.spread, made.origin = held, layout, origin
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def like(self, held: Held, layout: Layout | None = None) -> Part:
+        """Another part of the same table."""
+        return type(self)(held, self.spread if layout is None else layout, self.origin)
+
+    @torch.no_grad()
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, on every rank. Collective, as of DTensor."""
+        own = self.held.dense()
+        if self.origin.is_alone:
+            return own.detach().clone()
+        whole = torch.zeros([axis.size for axis in self.spread.axes], dtype=own.dtype, device=own.device)
+        self.spread.cut_into(whole, own)
+        # Bytes, of which one rank has others than zero: sums of numbers would lose the sign of a zero.
+        wide = whole.view(-1).view(torch.uint8)
+        return self.origin.reduce(wide, dist.ReduceOp.SUM).view(own.dtype).view(self.spread.shape)
+
+    def to_local(self) -> Tensor:
+        """This rank's part, as a plain tensor in the same memory, as of DTensor."""
+        return self.held.memory().detach()
+
+    # What torch does without asking how.
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if isinstance(value, Part) and not value.spread.fits(self.spread):
+            raise self.origin.refused(f"a part of other rows or columns, {value.origin}, as its data")
+        if not isinstance(value, Part):
+            if value.shape != self.shape:
+                raise self.origin.refused(f"data of shape {tuple(value.shape)}, not {tuple(self.shape)}")
+            value = self.like(Held(self.spread.cut(value.detach()).clone()))
+        Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
+        self.held.replace(value.held.memory())
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._whole("numpy()").numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self._whole("numpy()").__array__(dtype)
+
+    def tolist(self) -> Any:
+        return self._whole("tolist()").tolist()
+
+    def data_ptr(self) -> int:
+        return self._whole("data_ptr()").data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self._whole("untyped_storage()").untyped_storage()
+
+    def storage(self) -> Any:
+        return self._whole("storage()").storage()
+
+    def share_memory_(self) -> Part:
+        self.held.memory().share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.held.memory().is_shared()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._whole("__dlpack__()").__dlpack__(*args, **kwargs)
+
+    def _whole(self, asked: str) -> Tensor:
+        """Its memory, where that is all of it."""
+        if not self.origin.is_alone:
+            raise self.origin.refused(asked)
+        return self.held.memory()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        if self.origin.is_alone:
+            return repr(self.held.dense())
+        return f"Part({self.origin}, {tuple(self.shape)}, of which this rank has {self.held.dense()!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        if id(self) not in memo:
+            copied = self.like(self.held.copied())
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+        found: Part = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.origin.is_alone:
+            raise TypeError(REFUSAL.format(f"a part of {self.origin}"))
+        return self.held.dense().__reduce_ex__(protocol)
+
+    def _typed_storage(self) -> NoReturn:
+        raise TypeError(REFUSAL.format(f"a part of {self.origin}"))
+
+
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Answers (op, arguments, arguments by name), of which some are parts; NotImplemented: another one has to."""

@@ -1,0 +1,296 @@
+"""Which elements of a tensor a rank holds, and what views of it are: shapes, strides and ranges of indices.
+
+Contract
+    A layout is of the whole tensor, as if it lay on one rank. All that ranks decide alike (which operands fit together,
+    what has to be reduced) follows from what is the same on all of them: sizes, and `Axis.of`; the ranges differ.
+
+Shape legend: V x D a table; V' x d a rank's part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.tables.layouts import Place, own_part
+
+aten = torch.ops.aten
+
+
+class NotAView(Exception):
+    """A rank's part of the result is no view of its part of the tensor."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension.
+
+    Attributes:
+        own: the indices that this rank holds.
+        of: which indices of which dimension of a table these are; the same on all ranks. Empty: every rank holds all.
+    """
+
+    size: int
+    own: range
+    of: tuple[object, ...] = ()
+
+    @classmethod
+    def whole(cls, size: int) -> Axis:
+        """One of which every rank holds all."""
+        return cls(size, range(size))
+
+    @property
+    def index(self) -> slice:
+        """This rank's indices."""
+        return slice(self.own.start, self.own.stop, self.own.step) if len(self.own) else slice(0, 0)
+
+    def picked(self, asked: slice) -> tuple[Axis, slice]:
+        """The axis of a slice of it, and where that slice is in what this rank holds."""
+        picks, own = range(self.size)[asked], self.own
+        if not self.of:
+            return Axis.whole(len(picks)), asked
+        of = (*self.of, picks.start, picks.step)
+        if own.step == 1:  # the picks that lie between two bounds
+            first = max(0, -(-(own.start - picks.start) // picks.step))
+            last = min(len(picks), -(-(own.stop - picks.start) // picks.step))
+            kept = range(first, max(first, last))
+            begin = picks.start + first * picks.step - own.start if len(kept) else 0
+            return Axis(len(picks), kept, of), slice(begin, begin + len(kept) * picks.step, picks.step)
+        if picks.step != 1:
+            raise NotAView
+        skipped = (own.start - picks.start) % own.step
+        kept = range(skipped, len(picks), own.step)
+        begin = (picks.start + skipped - own.start) // own.step if len(kept) else 0
+        return Axis(len(picks), kept, of), slice(begin, begin + len(kept))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies over the ranks.
+
+    Attributes:
+        shape, stride: of the whole tensor.
+        axes: its dimensions; those it had before a view merged them where `is_flat`.
+        chosen: indices that a view has chosen, along dimensions of which ranks hold different ones: one rank has them.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    axes: tuple[Axis, ...]
+    chosen: tuple[object, ...] = ()
+
+    @classmethod
+    def of_table(cls, place: Place) -> Layout:
+        """That of a table, its gradient or its state."""
+        if place.mesh is None:
+            return cls.contiguous(tuple(map(Axis.whole, place.shape)))
+        grid = place.grid
+        ranks = (grid.rows, grid.columns) if grid is not None else (1, place.mesh.size())
+        parts = zip(("rows", "columns"), place.shape, own_part(place.shape, place.mesh), ranks, strict=True)
+        axes = [Axis(size, range(size)[own], (dim, size, n) if n > 1 else ()) for dim, size, own, n in parts]
+        return cls.contiguous(tuple(axes))
+
+    @classmethod
+    def contiguous(cls, axes: tuple[Axis, ...], chosen: tuple[object, ...] = ()) -> Layout:
+        shape = torch.Size(axis.size for axis in axes)
+        return cls(shape, torch.empty(shape, device="meta").stride(), axes, chosen)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether a view has merged dimensions."""
+        return self.shape != torch.Size(axis.size for axis in self.axes)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether ranks hold different elements."""
+        return bool(self.chosen) or any(axis.of for axis in self.axes)
+
+    def fits(self, other: Layout) -> bool:
+        """Whether every rank holds the same elements of both."""
+        mine, theirs = ([(axis.size, axis.of) for axis in each.axes] for each in (self, other))
+        return self.shape == other.shape and self.chosen == other.chosen and mine == theirs
+
+    def meta(self) -> Tensor:
+        """A tensor without memory that looks as the whole one."""
+        return torch.empty_strided(self.shape, self.stride, device="meta")
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, a view where that can be."""
+        parts = whole.reshape([axis.size for axis in self.axes])[tuple(axis.index for axis in self.axes)]
+        return parts.reshape(-1) if self.is_flat else parts
+
+    def cut_into(self, whole: Tensor, local: Tensor) -> None:
+        """Writes this rank's part of a whole tensor of these axes into it."""
+        own = whole[tuple(axis.index for axis in self.axes)]
+        if own.numel() == local.numel():  # a rank may hold nothing of a tensor without dimensions
+            own.copy_(local.reshape(own.shape))
+
+
+Viewed = tuple[tuple[Axis, ...], tuple[object, ...], Tensor]
+"""Axes, chosen indices and this rank's part of a view."""
+
+
+def view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layout, local: Tensor) -> Any:
+    """What a view op makes of a tensor: one (layout, part), or a list of them.
+
+    Args:
+        args: its arguments but the tensor.
+
+    Raises:
+        NotAView: no part of a rank's shows it.
+    """
+    whole = func(layout.meta(), *args, **kwargs)  # torch's own errors, and shapes
+    if layout.is_flat and func not in _OF_ANY:
+        raise NotAView
+    bound = arguments_of(func, args, kwargs)
+    if func in _LISTS:
+        pieces = _LISTS[func](layout, local, whole, **bound)
+        return [(_as(each, of), each[2]) for each, of in zip(pieces, whole, strict=True)]
+    viewed = _VIEWS[func](layout, local, whole, **bound)
+    return _as(viewed, whole), viewed[2]
+
+
+def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments but the first one, by name, those that were left out too."""
+    schema = func._schema.arguments[1:]
+    found = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    found.update({argument.name: value for argument, value in zip(schema, args, strict=False)})
+    return {**found, **kwargs}
+
+
+def _as(viewed: Viewed, whole: Tensor) -> Layout:
+    axes, chosen, _ = viewed
+    return Layout(whole.shape, whole.stride(), axes, chosen)
+
+
+def _without(layout: Layout, local: Tensor, dim: int, index: int) -> Viewed:
+    """One index of a dimension."""
+    axis, rest = layout.axes[dim], (*layout.axes[:dim], *layout.axes[dim + 1 :])
+    chosen = (*layout.chosen, (axis.of, index)) if axis.of else layout.chosen
+    if index in axis.own:
+        return rest, chosen, local.select(dim, axis.own.index(index))
+    empty = tuple(Axis(each.size, range(0), each.of) for each in rest)
+    return empty, chosen, local.new_empty((0,) * max(1, len(rest)))
+
+
+def _select(layout: Layout, local: Tensor, whole: Tensor, dim: int, index: int) -> Viewed:
+    dim %= len(layout.axes)
+    return _without(layout, local, dim, index % layout.axes[dim].size)
+
+
+def _slice(layout: Layout, local: Tensor, whole: Tensor, dim: int, start: Any, end: Any, step: int) -> Viewed:
+    dim %= len(layout.axes)
+    axis, where = layout.axes[dim].picked(slice(start, end, step))
+    axes = (*layout.axes[:dim], axis, *layout.axes[dim + 1 :])
+    index: list[Any] = [slice(None)] * len(axes)
+    index[dim] = where
+    return axes, layout.chosen, local[tuple(index)]
+
+
+def _permute(layout: Layout, local: Tensor, whole: Tensor, dims: Sequence[int]) -> Viewed:
+    return tuple(layout.axes[dim] for dim in dims), layout.chosen, local.permute(*dims)
+
+
+def _transpose(layout: Layout, local: Tensor, whole: Tensor, dim0: int, dim1: int) -> Viewed:
+    dims = list(range(len(layout.axes)))
+    if dims:
+        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return _permute(layout, local, whole, dims)
+
+
+def _t(layout: Layout, local: Tensor, whole: Tensor) -> Viewed:
+    return _permute(layout, local, whole, range(len(layout.axes))[::-1])
+
+
+def _unsqueeze(layout: Layout, local: Tensor, whole: Tensor, dim: int) -> Viewed:
+    dim %= len(layout.axes) + 1
+    return (*layout.axes[:dim], Axis.whole(1), *layout.axes[dim:]), layout.chosen, local.unsqueeze(dim)
+
+
+def _squeeze(layout: Layout, local: Tensor, whole: Tensor, dim: Any = None) -> Viewed:
+    count = len(layout.axes)
+    asked = range(count) if dim is None else [each % count for each in (dim if isinstance(dim, Sequence) else (dim,))]
+    for each in sorted((d for d in asked if layout.axes[d].size == 1), reverse=True):
+        axes, chosen, local = _without(layout, local, each, 0)
+        layout = Layout(torch.Size(axis.size for axis in axes), (), axes, chosen)
+    return layout.axes, layout.chosen, local
+
+
+def _expand(layout: Layout, local: Tensor, whole: Tensor, size: Sequence[int], implicit: bool) -> Viewed:
+    new = whole.dim() - len(layout.axes)
+    axes = [Axis.whole(count) for count in whole.shape[:new]]
+    for axis, count in zip(layout.axes, whole.shape[new:], strict=True):
+        if axis.size != count and axis.of:
+            raise NotAView
+        axes.append(axis if axis.size == count else Axis.whole(count))
+    return tuple(axes), layout.chosen, local.expand([len(axis.own) for axis in axes])
+
+
+def _reshaped(layout: Layout, local: Tensor, whole: Tensor, size: Sequence[int]) -> Viewed:
+    """Dimensions merged, or put back as they were."""
+    axes, is_back = layout.axes, whole.shape == torch.Size(axis.size for axis in layout.axes)
+    if not local.numel():
+        return axes, layout.chosen, local.new_empty([len(axis.own) for axis in axes] if is_back and axes else (0,))
+    if not local.is_contiguous():
+        raise NotAView
+    return axes, layout.chosen, local.view([len(axis.own) for axis in axes] if is_back else -1)
+
+
+def _unbind(layout: Layout, local: Tensor, whole: Any, dim: int) -> list[Viewed]:
+    return [_select(layout, local, each, dim, k) for k, each in enumerate(whole)]
+
+
+def _split(layout: Layout, local: Tensor, whole: Any, dim: int, **_: Any) -> list[Viewed]:
+    found, first = [], 0
+    for each in whole:
+        last = first + each.shape[dim]
+        found.append(_slice(layout, local, each, dim, first, last, 1))
+        first = last
+    return found
+
+
+_VIEWS: Mapping[Any, Callable[..., Viewed]] = MappingProxyType(
+    {
+        aten.select.int: _select,
+        aten.slice.Tensor: _slice,
+        aten.permute.default: _permute,
+        aten.transpose.int: _transpose,
+        aten.t.default: _t,
+        aten.unsqueeze.default: _unsqueeze,
+        aten.squeeze.default: _squeeze,
+        aten.squeeze.dim: _squeeze,
+        aten.squeeze.dims: _squeeze,
+        aten.expand.default: _expand,
+        aten.view.default: _reshaped,
+        aten._unsafe_view.default: _reshaped,
+    }
+)
+_LISTS: Mapping[Any, Callable[..., list[Viewed]]] = MappingProxyType(
+    {aten.unbind.int: _unbind, aten.split.Tensor: _split, aten.split_with_sizes.default: _split}
+)
+_OF_ANY = frozenset({aten.view.default, aten._unsafe_view.default})
+VIEWS = frozenset((*_VIEWS, *_LISTS))
+"""The ops whose results are views that ranks have parts of."""
+
+
+def rows_apart(layout: Layout, count: int) -> Layout:
+    """That of `count` rows, one below the other, of a tensor of which every rank holds all rows."""
+    return Layout.contiguous((Axis.whole(count), *layout.axes[1:]), layout.chosen)
+
+
+def without_axes(layout: Layout, dims: Sequence[int], *, keep: bool) -> Layout:
+    """That of a result reduced over dimensions of which every rank holds all."""
+    axes = [
+        Axis.whole(1) if dim in dims else axis for dim, axis in enumerate(layout.axes) if keep or dim not in dims
+    ]
+    return Layout.contiguous(tuple(axes), layout.chosen)
+
+
+def strided(layout: Layout, like: Tensor) -> Layout:
+    """The same with the strides of another tensor."""
+    return replace(layout, stride=like.stride())

@@ -1,0 +1,256 @@
+"""What is asked of all elements of a part, or of all along dimensions: added up over the ranks where it has to be.
+
+Contract
+    Where a reduction is over elements that ranks hold apart, every rank has to ask, and each gets the whole result, a
+    plain tensor. Else a rank reduces its own part, and has a part of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.held_gradient import HeldGradient
+from embrace_fx.runtime.tables.part import Part, Rule
+from embrace_fx.runtime.tables.part_layout import Layout, arguments_of, without_axes
+
+aten = torch.ops.aten
+_SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a reduction asks for."""
+
+    dims: tuple[int, ...]
+    keep: bool
+    named: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Asked:
+        named, count = arguments_of(func, args[1:], kwargs), args[0].dim()
+        dim = named.get("dim")
+        dims = (dim,) if isinstance(dim, int) else tuple(dim or range(count))
+        return cls(tuple(each % max(1, count) for each in dims), bool(named.get("keepdim")), named)
+
+    def is_of_all(self, part: Part) -> bool:
+        return len(self.dims) == part.dim()
+
+
+def _over(part: Part, asked: _Asked, func: Any, of_part: Callable[..., Tensor], reduce_op: Any, none: Any) -> Tensor:
+    """A reduction of a part.
+
+    Args:
+        of_part: (values, dims) -> the reduction of this rank's values, its dimensions kept.
+        none: that of no values, in numbers; (dtype) -> it.
+    """
+    layout, origin = part.spread, part.origin
+    if layout.is_flat and not asked.is_of_all(part):
+        raise origin.refused(f"{func._schema.name} along a dimension of a view")
+    axes, dims = layout.axes, tuple(range(len(layout.axes))) if layout.is_flat else asked.dims
+    local = part.held.dense()
+    if local.dim() != len(axes):  # a view without dimensions, which this rank has not, or a flat one
+        axes_of = [len(axis.own) for axis in axes]
+        local = local.reshape(axes_of) if local.numel() == torch.Size(axes_of).numel() else local
+    if not origin.is_alone and (layout.chosen or any(axes[dim].of for dim in dims)):
+        found = _whole(part, local, dims, of_part, reduce_op, none)
+        return found if asked.keep and not layout.is_flat else found.view(_looks(part, layout, asked, dims))
+    own, result = of_part(local, dims), without_axes(layout, dims, keep=asked.keep)
+    if not result.is_apart:
+        return own.view(_looks(part, layout, asked, dims))
+    return part.like(Held(own.view([len(axis.own) for axis in result.axes])), result)
+
+
+def _looks(part: Part, layout: Layout, asked: _Asked, dims: tuple[int, ...]) -> torch.Size:
+    """The shape of a result that every rank has all of."""
+    return torch.Size([1] * part.dim()) if layout.is_flat and asked.keep else _shape(layout, dims, keep=asked.keep)
+
+
+def _shape(layout: Layout, dims: tuple[int, ...], *, keep: bool) -> torch.Size:
+    return without_axes(layout, dims, keep=keep).shape
+
+
+def _whole(
+    part: Part, local: Tensor, dims: tuple[int, ...], of_part: Callable[..., Tensor], reduce_op: Any, none: Any
+) -> Tensor:
+    """That of all ranks, its dimensions kept."""
+    layout = part.spread
+    dtype = of_part(local.new_ones((1,) * max(1, len(layout.axes))), dims).dtype
+    narrow = dtype
+    if dtype == torch.bool:
+        dtype = torch.int32
+    whole = torch.full(_shape(layout, dims, keep=True), none(dtype), dtype=dtype, device=local.device)
+    if local.numel():
+        index = tuple(slice(0, 1) if dim in dims else axis.index for dim, axis in enumerate(layout.axes))
+        whole[index] = of_part(local, dims).to(dtype).view(whole[index].shape)
+    if dtype.is_floating_point and reduce_op != _SUM:  # who compares leaves out what is no number
+        no_number = whole.isnan()
+        compared = whole.masked_fill(no_number, none(dtype))
+        both = torch.stack([compared, _flags(no_number, dtype, reduce_op)])
+        whole, flags = part.origin.reduce(both, reduce_op).unbind()
+        return whole.masked_fill(flags != _flags(torch.zeros_like(no_number), dtype, reduce_op), float("nan"))
+    return part.origin.reduce(whole, reduce_op).to(narrow)
+
+
+def _flags(set_: Tensor, dtype: torch.dtype, reduce_op: Any) -> Tensor:
+    """Numbers of which a reduction keeps those that are set."""
+    return set_.to(dtype) if reduce_op == _MAX else -set_.to(dtype)
+
+
+def _zero(dtype: torch.dtype) -> float:
+    return 0
+
+
+def _least(dtype: torch.dtype) -> Any:
+    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _most(dtype: torch.dtype) -> Any:
+    return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _is_of_gradient(part: Part, asked: _Asked) -> bool:
+    """Whether all elements of a gradient are asked, whose rows may be told apart."""
+    return isinstance(part.held, HeldGradient) and asked.is_of_all(part) and not asked.keep
+
+
+def _sum(func: Any, args: Any, kwargs: Any) -> Any:
+    part, asked = args[0], _Asked.of(func, args, kwargs)
+    func(part.spread.meta(), *args[1:], **kwargs)
+    dtype = {"dtype": asked.named["dtype"]} if asked.named.get("dtype") is not None else {}
+    if _is_of_gradient(part, asked):
+        return part.origin.reduce(aten.sum.default(part.held.values(), **dtype), _SUM)
+    return _over(part, asked, func, lambda values, dims: values.sum(dims, keepdim=True, **dtype), _SUM, _zero)
+
+
+def _count_nonzero(func: Any, args: Any, kwargs: Any) -> Any:
+    return _sum(aten.sum.dim_IntList, (args[0] != 0, *args[1:]), kwargs)
+
+
+def _mean(func: Any, args: Any, kwargs: Any) -> Any:
+    part, asked = args[0], _Asked.of(func, args, kwargs)
+    func(part.spread.meta(), *args[1:], **kwargs)
+    count = 1
+    for dim in asked.dims:
+        count *= part.shape[dim] if part.dim() else 1
+    dtype = {"dtype": asked.named["dtype"]} if asked.named.get("dtype") is not None else {}
+    if len(args) == 1 and not asked.keep:
+        return aten.sum.default(part, **dtype) / max(1, count)
+    return aten.sum.dim_IntList(part, list(asked.dims), asked.keep, **dtype) / max(1, count)
+
+
+def _variance(func: Any, args: Any, kwargs: Any) -> Any:
+    part, asked = args[0], _Asked.of(func, args, kwargs)
+    func(part.spread.meta(), *args[1:], **kwargs)
+    correction, count = asked.named.get("correction"), 1
+    for dim in asked.dims:
+        count *= part.shape[dim] if part.dim() else 1
+    apart = part - part.mean(list(asked.dims), keepdim=True)
+    squares = (apart * apart).sum(list(asked.dims), keepdim=asked.keep)
+    found = squares / max(0.0, count - (1.0 if correction is None else float(correction)))
+    return found.sqrt() if "std" in func._schema.name else found
+
+
+def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
+    part, asked = args[0], _Asked.of(func, args, kwargs)
+    func(part.spread.meta(), *args[1:], **kwargs)
+    if func._schema.name in ("aten::max", "aten::amax"):
+        return _over(part, asked, func, lambda v, dims: v.amax(dims, keepdim=True), _MAX, _least)
+    return _over(part, asked, func, lambda v, dims: v.amin(dims, keepdim=True), _MIN, _most)
+
+
+def _truth(func: Any, args: Any, kwargs: Any) -> Any:
+    part, asked = args[0], _Asked.of(func, args, kwargs)
+    if func._schema.name == "aten::any":
+        return _over(part, asked, func, lambda v, dims: v.bool().any(dims, keepdim=True), _MAX, _zero)
+    return _over(part, asked, func, lambda v, dims: v.bool().all(dims, keepdim=True), _MIN, lambda dtype: 1)
+
+
+def _norm(func: Any, args: Any, kwargs: Any) -> Any:
+    part, asked = args[0], _Asked.of(func, args, kwargs)
+    looks = func(part.spread.meta(), *args[1:], **kwargs)
+    order = float(asked.named["ord"])
+    if isinstance(part.held, HeldGradient) and asked.is_of_all(part):
+        total: Tensor = part.held.norm(order)
+        return total.to(looks.dtype).view(looks.shape)
+    wide = torch.promote_types(looks.dtype, torch.float32)  # half precision would overflow at the square of 256
+
+    def of_part(values: Tensor, dims: tuple[int, ...]) -> Tensor:
+        return torch.linalg.vector_norm(values, order, dims, keepdim=True, dtype=wide)
+
+    if abs(order) == float("inf"):
+        found = _over(part, asked, func, of_part, _MAX if order > 0 else _MIN, _zero if order > 0 else _most)
+    elif order == 0:
+        found = _over(part, asked, func, of_part, _SUM, _zero)
+    else:
+        found = _over(part, asked, func, lambda v, dims: of_part(v, dims).pow(order), _SUM, _zero).pow(1.0 / order)
+    return found.to(looks.dtype)
+
+
+def _dot(func: Any, args: Any, kwargs: Any) -> Any:
+    one, other = args
+    if not isinstance(one, Part) or not isinstance(other, Part) or not one.spread.fits(other.spread):
+        return NotImplemented
+    return one.origin.reduce(func(one.held.dense().reshape(-1), other.held.dense().reshape(-1)), _SUM)
+
+
+def _equal(func: Any, args: Any, kwargs: Any) -> Any:
+    one, other = args
+    if not isinstance(one, Part):
+        one, other = other, one
+    if one.shape != other.shape:
+        return False
+    if isinstance(other, Part) and not one.spread.fits(other.spread):
+        return NotImplemented
+    theirs = other.held.dense() if isinstance(other, Part) else one.spread.cut(other)
+    own = torch.equal(one.held.dense(), theirs.reshape(one.held.dense().shape))
+    return bool(one.origin.reduce(torch.tensor(int(own), dtype=torch.int32, device=one.device), _MIN).item())
+
+
+def _unscaled(func: Any, args: Any, kwargs: Any) -> Any:
+    """GradScaler's: unscales, and finds out whether all is finite on every rank."""
+    gradients, found_inf, inverse_scale = args
+    parts = [g for g in gradients if isinstance(g, Part)]
+    plain = [g for g in gradients if not isinstance(g, Part)]
+    values = [_values(part.held).clone() for part in parts]
+    func([*plain, *values], found_inf, inverse_scale)
+    for part, changed in zip(parts, values, strict=True):
+        if isinstance(part.held, HeldGradient):
+            part.held.map(lambda _, changed=changed: changed)  # type: ignore[misc]
+        else:
+            part.held.memory().copy_(changed)
+    parts[0].origin.reduce(found_inf, _MAX)
+
+
+def _values(held: Held) -> Tensor:
+    return held.values() if isinstance(held, HeldGradient) else held.dense()
+
+
+REDUCTIONS: Mapping[Any, Rule] = MappingProxyType(
+    {
+        aten.sum.default: _sum,
+        aten.sum.dim_IntList: _sum,
+        aten.mean.default: _mean,
+        aten.mean.dim: _mean,
+        aten.count_nonzero.default: _count_nonzero,
+        aten.count_nonzero.dim_IntList: _count_nonzero,
+        aten.std.correction: _variance,
+        aten.var.correction: _variance,
+        **dict.fromkeys((aten.max.default, aten.min.default, aten.amax.default, aten.amin.default), _extreme),
+        **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), _truth),
+        **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), _truth),
+        aten.linalg_vector_norm.default: _norm,
+        aten.dot.default: _dot,
+        aten.vdot.default: _dot,
+        aten.equal.default: _equal,
+        aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
+    }
+)
+"""What is asked of all elements, or of all along a dimension."""

@@ -1,0 +1,167 @@
+"""Rows of a part read and written by their ids: each rank takes its own columns of them, and those rows that it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.part import Part, Rule
+from embrace_fx.runtime.tables.part_layout import Axis, Layout
+
+aten = torch.ops.aten
+
+
+def _own_ids(ids: Tensor, axis: Axis) -> tuple[Tensor, Tensor | None]:
+    """Ids as this rank counts, and which of them it has; None: all."""
+    if ids.numel() and not bool(((ids >= -axis.size) & (ids < axis.size)).all()):
+        raise IndexError(f"index out of bounds for a dimension of size {axis.size}")
+    ids = torch.where(ids < 0, ids + axis.size, ids)
+    if not axis.of:
+        return ids, None
+    own = axis.own
+    apart = ids - own.start
+    return apart // own.step, (apart >= 0) & (ids < own.stop) & (apart % own.step == 0)
+
+
+def _ids_of(indices: Sequence[Any], part: Part) -> list[Tensor] | None:
+    """Ids along the first dimensions; None: they are others, or a part's own."""
+    found: list[Tensor] = []
+    while indices and indices[-1] is None:
+        indices = indices[:-1]
+    for each in indices:
+        if not isinstance(each, Tensor) or isinstance(each, Part):
+            return None
+        if each.dtype in (torch.bool, torch.uint8):
+            if each.shape != part.shape[len(found) : len(found) + each.dim()]:
+                raise IndexError(f"the shape of the mask {tuple(each.shape)} does not match {tuple(part.shape)}")
+            found += each.nonzero().unbind(1)
+        else:
+            found.append(each.to(torch.int64))
+    return list(torch.broadcast_tensors(*found)) if found else None
+
+
+def _own_values(values: Tensor, shape: Sequence[int], axes: Sequence[Axis], rows: int) -> Tensor | None:
+    """This rank's columns of values that are broadcast to `shape`, of whose dimensions the first `rows` are of ids."""
+    if isinstance(values, Part):
+        mine = [axis.of for axis in values.spread.axes]
+        fits = values.shape == torch.Size(shape) and mine == [()] * rows + [axis.of for axis in axes]
+        return values.held.dense() if fits and not values.spread.chosen and not values.spread.is_flat else None
+    return values.expand(shape)[(slice(None),) * rows + tuple(axis.index for axis in axes)]
+
+
+def _put(func: Any, args: Any, kwargs: Any) -> Any:
+    part, indices, values, *rest = args
+    accumulate = kwargs.get("accumulate", rest[0] if rest else False)
+    if not isinstance(part, Part) or part.spread.is_flat:
+        return NotImplemented
+    if len(indices) == 1 and isinstance(indices[0], Part):
+        return _put_where(part, indices[0], values, accumulate)
+    ids, axes = _ids_of(indices, part), part.spread.axes
+    if ids is None:
+        return NotImplemented
+    apart, shape = axes[len(ids) :], [*ids[0].shape, *(axis.size for axis in axes[len(ids) :])]
+    own = _own_values(values, shape, apart, ids[0].dim())
+    if own is None:
+        return NotImplemented
+    counted = [_own_ids(each, axis) for each, axis in zip(ids, axes, strict=False)]
+    kept = [has for _, has in counted if has is not None]
+    local_ids = [each for each, _ in counted]
+    if kept:
+        keep = torch.stack(kept).all(0)
+        local_ids, own = [each[keep] for each in local_ids], own[keep]
+    local = part.held.memory()
+    if local.numel() and local_ids[0].numel():
+        local.index_put_(local_ids, own.to(local.dtype) if own.dtype != local.dtype and own.dim() == 0 else own, accumulate)
+    return part
+
+
+def _put_where(part: Part, mask: Part, values: Any, accumulate: bool) -> Any:
+    """One value wherever a mask of the same layout is true."""
+    if not mask.spread.fits(part.spread) or mask.dtype != torch.bool or values.numel() != 1 or isinstance(values, Part):
+        return NotImplemented
+    local = part.held.memory()
+    local.index_put_([mask.held.dense()], values, accumulate)
+    return part
+
+
+def _put_apart(func: Any, args: Any, kwargs: Any) -> Any:
+    return _put(func, (args[0].clone(), *args[1:]), kwargs) if isinstance(args[0], Part) else NotImplemented
+
+
+def _by_index(func: Any, args: Any, kwargs: Any) -> Any:
+    """`index_fill_`, `index_copy_`, `index_add_`: rows by their ids, or what they are not in place."""
+    part, dim, ids, value = args[:4]
+    if not isinstance(part, Part) or isinstance(ids, Part) or part.spread.is_flat or not part.dim():
+        return NotImplemented
+    if not func._schema.is_mutable:
+        part = part.clone()
+    dim %= part.dim()
+    axes, keep = part.spread.axes, None
+    local_ids, keep = _own_ids(ids.reshape(-1), axes[dim])
+    own = value
+    if isinstance(value, Tensor) and value.dim():
+        before, after = axes[:dim], axes[dim + 1 :]
+        of_value = (*before, Axis.whole(ids.numel()), *after)
+        if value.shape != torch.Size(axis.size for axis in of_value):
+            return NotImplemented
+        if isinstance(value, Part):
+            if value.spread.chosen or value.spread.is_flat or [a.of for a in value.spread.axes] != [a.of for a in of_value]:
+                return NotImplemented
+            own = value.held.dense()
+        else:
+            own = value[tuple(axis.index for axis in of_value)]
+        own = own if keep is None else own.movedim(dim, 0)[keep].movedim(0, dim)
+    local = part.held.memory()
+    local_ids = local_ids if keep is None else local_ids[keep]
+    if local.numel() and local_ids.numel():
+        name = func._schema.name.removeprefix("aten::").removesuffix("_") + "_"
+        getattr(local, name)(dim, local_ids, own, **kwargs)
+    return part
+
+
+def _read(func: Any, args: Any, kwargs: Any) -> Any:
+    """`x[ids]`: rows of which every rank has all, in this rank's columns."""
+    part, indices = args
+    if not isinstance(part, Part) or part.spread.is_flat or part.spread.chosen:
+        return NotImplemented
+    ids = _ids_of(indices, part)
+    if ids is None or any(axis.of for axis in part.spread.axes[: len(ids)]):
+        return NotImplemented
+    axes = (*map(Axis.whole, ids[0].shape), *part.spread.axes[len(ids) :])
+    return part.like(Held(part.held.dense()[tuple(ids)]), Layout.contiguous(axes))
+
+
+def _select_index(func: Any, args: Any, kwargs: Any) -> Any:
+    part, dim, ids = args
+    if not isinstance(part, Part) or isinstance(ids, Part) or part.spread.is_flat or part.spread.chosen:
+        return NotImplemented
+    dim %= max(1, part.dim())
+    if not part.dim() or part.spread.axes[dim].of:
+        return NotImplemented
+    axes = (*part.spread.axes[:dim], Axis.whole(ids.numel()), *part.spread.axes[dim + 1 :])
+    return part.like(Held(part.held.dense().index_select(dim, ids)), Layout.contiguous(axes))
+
+
+ROWS: Mapping[Any, Rule] = MappingProxyType(
+    {
+        aten.index_put_.default: _put,
+        aten._index_put_impl_.default: _put,
+        aten.index_put.default: _put_apart,
+        **dict.fromkeys(
+            (
+                *(aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor, aten.index_copy_.default),
+                *(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.index_copy.default),
+                *(aten.index_add_.default, aten.index_add.default),
+            ),
+            _by_index,
+        ),
+        aten.index.Tensor: _read,
+        aten.index_select.default: _select_index,
+    }
+)
+"""Rows by their ids."""

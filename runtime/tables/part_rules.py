@@ -1,0 +1,338 @@
+"""One table of rules: what each op of torch does to a part of a table, whoever calls it.
+
+    op                                              does
+    ----------------------------------------------  ---------------------------------------------------------------
+    element-wise, in place or not, fills, copies    the same to this rank's part; of whole operands it takes its own
+    views: rows, slices, transposed, flattened      a part of the view, in the same memory
+    rows read or written by their ids               the same to this rank's columns of them
+    random fills                                    draws the whole, as every rank does, and takes its own
+    sums, means, norms, extremes, truth             reduced over the ranks where they hold other elements
+    collectives, and everything else                refused
+
+Contract
+    Whether an op is refused, and whether ranks communicate, is the same on all of them.
+    A gradient in rows stays in rows under what leaves zeros zero (scaling, clamping, sums of two of them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.held_gradient import HeldGradient
+from embrace_fx.runtime.tables.part import Part, Rule
+from embrace_fx.runtime.tables.part_layout import VIEWS, Axis, Layout, NotAView, view
+from embrace_fx.runtime.tables.part_reductions import REDUCTIONS
+from embrace_fx.runtime.tables.part_rows import ROWS
+
+aten = torch.ops.aten
+
+
+def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What an op gives of arguments of which some are parts.
+
+    Raises:
+        RuntimeError: a part does not tell, on every rank.
+    """
+    kwargs = dict(kwargs)
+    leaves = pytree.tree_leaves((args, kwargs))
+    first = next(leaf for leaf in leaves if isinstance(leaf, Part))
+    if any(isinstance(leaf, DTensor) for leaf in leaves):
+        raise first.origin.refused(f"{func._schema.name} with a DTensor")
+    rule = _RULES.get(func)
+    if rule is not None and (isinstance(args[0], Part | list | tuple) or rule in _OF_TWO):
+        found = rule(func, args, kwargs)
+        if found is not NotImplemented:
+            return found
+    if func._schema.name.startswith("aten::_foreach_"):
+        return _each(func, args, kwargs)
+    if torch.Tag.pointwise in func.tags or func in _ELEMENT_WISE:
+        found = _element_wise(func, args, kwargs)
+        if found is not NotImplemented:
+            return found
+    if first.origin.is_alone:
+        return _alone(func, args, kwargs)
+    raise first.origin.refused(func._schema.name)
+
+
+# -- aliases and views -------------------------------------------------------------------------------------------------
+
+
+def _alias(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0].like(args[0].held)
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    part = args[0]
+    if func is aten.view.default and torch.Size(args[1]) == part.shape:
+        return _alias(func, args, kwargs)
+    local, viewer = part.held.memory(), part.held.viewer()
+    try:
+        found = view(func, args[1:], kwargs, part.spread, local)
+    except NotAView:
+        return NotImplemented
+    if isinstance(found, list):
+        return [part.like(Held(own, viewer), layout) for layout, own in found]
+    layout, own = found
+    return part.like(Held(own, viewer), layout)
+
+
+# -- element by element ------------------------------------------------------------------------------------------------
+
+
+def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
+    """An op whose result at an element depends on its operands there alone."""
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    parts = [leaf for leaf in leaves if isinstance(leaf, Part)]
+    writes = func._schema.is_mutable
+    if kwargs.get("out") is not None or (writes and not isinstance(args[0], Part)):
+        return NotImplemented  # what is whole would be written from a part
+    layout = _common(parts, leaves)
+    if layout is None:
+        return NotImplemented
+    if writes and not layout.fits(parts[0].spread):
+        func(*pytree.tree_map_only(Tensor, _meta, args), **pytree.tree_map_only(Tensor, _meta, kwargs))  # torch's error
+        return NotImplemented
+
+    def own(leaf: Tensor) -> Tensor:
+        if isinstance(leaf, Part):
+            local = leaf.held.memory() if writes and leaf is args[0] else leaf.held.dense()
+            return local if leaf.spread.is_flat else _own(local, leaf.spread.axes, layout)
+        if layout.is_flat:
+            return layout.cut(leaf) if leaf.numel() > 1 else leaf
+        return _own(leaf, tuple(map(Axis.whole, leaf.shape)), layout)
+
+    plain_args, plain_kwargs = pytree.tree_map_only(Tensor, own, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    if writes:
+        return args[0]
+    if any(not part.spread.meta().is_contiguous() for part in parts):
+        looks = func(*pytree.tree_map_only(Tensor, _meta, args), **pytree.tree_map_only(Tensor, _meta, kwargs))
+        stride = pytree.tree_leaves(looks)[0].stride()
+        layout = Layout(layout.shape, stride, layout.axes, layout.chosen)
+    return pytree.tree_map_only(Tensor, lambda found: parts[0].like(Held(found), layout), result)
+
+
+def _meta(leaf: Tensor) -> Tensor:
+    if isinstance(leaf, Part):
+        return torch.empty_strided(leaf.shape, leaf.spread.stride, dtype=leaf.dtype, device="meta")
+    return leaf.to("meta")
+
+
+def _common(parts: Sequence[Part], leaves: Sequence[Tensor]) -> Layout | None:
+    """The layout of an element-wise result; None: ranks hold elements of its operands apart in other ways."""
+    first, shape = parts[0].spread, torch.broadcast_shapes(*(leaf.shape for leaf in leaves))
+    if any(part.spread.is_flat for part in parts):
+        alike = all(part.spread.fits(first) for part in parts)
+        plain = [leaf for leaf in leaves if not isinstance(leaf, Part)]
+        fit = alike and shape == first.shape and all(leaf.numel() == 1 or leaf.shape == shape for leaf in plain)
+        return first if fit else None
+    if any(part.spread.chosen != first.chosen for part in parts):
+        return None
+    axes = list(map(Axis.whole, shape))
+    for part in parts:
+        for dim, axis in enumerate(part.spread.axes, len(shape) - part.dim()):
+            if axis.of and (axis.size != shape[dim] or axes[dim].of not in ((), axis.of)):
+                return None
+            axes[dim] = axis if axis.of or first.chosen else axes[dim]
+    return Layout.contiguous(tuple(axes), first.chosen) if shape != first.shape else _with(first, tuple(axes))
+
+
+def _with(layout: Layout, axes: tuple[Axis, ...]) -> Layout:
+    return layout if axes == layout.axes else Layout(layout.shape, layout.stride, axes, layout.chosen)
+
+
+def _own(operand: Tensor, axes: tuple[Axis, ...], layout: Layout) -> Tensor:
+    """What a rank needs of an operand, of which it has all, or its part."""
+    index = [slice(None)] * len(axes)
+    for dim, (axis, wanted) in enumerate(zip(axes, layout.axes[len(layout.axes) - len(axes) :], strict=True)):
+        if axis.size == wanted.size and axis.own != wanted.own:
+            index[dim] = wanted.index
+    return operand[tuple(index)] if any(each != slice(None) for each in index) else operand
+
+
+def _like(func: Any, args: Any, kwargs: Any) -> Any:
+    """Another tensor of the same layout: a copy, a conversion, zeros."""
+    part = args[0]
+    if func is aten.clone.default and not kwargs and isinstance(part.held, HeldGradient):
+        return part.like(part.held.copied())
+    keeps = kwargs.get("memory_format") in (None, torch.preserve_format)
+    found = func(part.held.dense(), *args[1:], **kwargs)
+    layout = part.spread if keeps else Layout(part.shape, _meta(part).contiguous().stride(), part.spread.axes, part.spread.chosen)
+    return part.like(Held(found), layout)
+
+
+def _new(func: Any, args: Any, kwargs: Any) -> Any:
+    """A tensor that has but the device and the dtype of the part."""
+    return func(args[0].held.dense()[:0], *args[1:], **kwargs)
+
+
+def _random(func: Any, args: Any, kwargs: Any) -> Any:
+    """The numbers that any rank would draw for the whole, of which this one takes its own."""
+    part = args[0]
+    looks = torch.empty(part.shape, dtype=part.dtype, device=part.device)
+    drawn = part.spread.cut(func(looks, *args[1:], **kwargs))
+    if not func._schema.is_mutable:
+        return part.like(Held(drawn.clone()))
+    part.held.memory().copy_(drawn.reshape(part.held.shape)) if part.held.memory().numel() == drawn.numel() else None
+    return part
+
+
+# -- gradients in rows -------------------------------------------------------------------------------------------------
+
+
+def _rows_of(part: Any) -> HeldGradient | None:
+    """What a gradient in rows holds."""
+    held = part.held if isinstance(part, Part) else None
+    return held if isinstance(held, HeldGradient) and not held.is_dense else None
+
+
+def _zero(func: Any, args: Any, kwargs: Any) -> Any:
+    if not isinstance(args[0].held, HeldGradient):
+        return NotImplemented
+    args[0].held.set_zero()
+    return args[0]
+
+
+def _scaled(func: Any, args: Any, kwargs: Any) -> Any:
+    """`mul_` and `div_` by a number."""
+    held, factor = _rows_of(args[0]), args[1]
+    if held is None or kwargs or isinstance(factor, Part) or (isinstance(factor, Tensor) and factor.dim() > 0):
+        return NotImplemented
+    out_of_place = aten.mul if "mul" in func._schema.name else aten.div
+    held.map(lambda values: out_of_place(values, factor).to(values.dtype))
+    return args[0]
+
+
+def _clamped(func: Any, args: Any, kwargs: Any) -> Any:
+    """Clamping that leaves zero zero."""
+    part, *bounds = args
+    held, name = _rows_of(part), func._schema.name
+    lowest, highest = {
+        "aten::clamp_": (*bounds, None, None)[:2],
+        "aten::clamp_min_": (bounds[0] if bounds else None, None),
+        "aten::clamp_max_": (None, bounds[0] if bounds else None),
+    }[name]
+    lowest, highest = kwargs.get("min", lowest), kwargs.get("max", highest)
+    if held is None or any(isinstance(bound, Tensor) for bound in (lowest, highest)):
+        return NotImplemented
+    if (lowest is not None and lowest > 0) or (highest is not None and highest < 0):
+        return NotImplemented
+    held.map(lambda values: values.clamp(lowest, highest))
+    return part
+
+
+def _added(func: Any, args: Any, kwargs: Any) -> Any:
+    """`add_` of another gradient in rows."""
+    held, other = _rows_of(args[0]), _rows_of(args[1])
+    if held is None or other is None or kwargs or not args[0].spread.fits(args[1].spread):
+        return NotImplemented
+    held.add_rows(*other.rows())
+    return args[0]
+
+
+# -- several tensors, and one rank ------------------------------------------------------------------------------------
+
+
+def _each(func: Any, args: Any, kwargs: Any) -> Any:
+    """A `_foreach_` op: of plain tensors at once, of parts one by one."""
+    tensors = next(value for value in args if isinstance(value, list | tuple))
+    name = func._schema.name.removeprefix("aten::_foreach_")
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
+    parts = sorted({k for each in lists for k, value in enumerate(each) if isinstance(value, Part)})
+    rest = [k for k in range(len(tensors)) if k not in parts]
+
+    def of(value: Any, chosen: Sequence[int]) -> Any:
+        is_list = isinstance(value, list | tuple) and len(value) == len(tensors)
+        return [value[k] for k in chosen] if is_list else value
+
+    found: list[Any] = [None] * len(tensors)
+    if rest:
+        results = func(*(of(value, rest) for value in args), **{key: of(v, rest) for key, v in kwargs.items()})
+        for k, result in zip(rest, results or (), strict=False):
+            found[k] = result
+    for k in parts:
+        own = [of(value, [k])[0] if isinstance(value, list | tuple) else value for value in args]
+        named = {key: of(v, [k])[0] if isinstance(v, list | tuple) else v for key, v in kwargs.items()}
+        found[k] = _single(name, own, named)
+    return None if name.endswith("_") else found
+
+
+def _single(name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The op of one tensor that a `_foreach_` op is of many."""
+    inplace, plain = "_" if name.endswith("_") else "", name.removesuffix("_")
+    if plain in ("addcmul", "addcdiv") and len(args) > 3:
+        value = args.pop()
+        kwargs["value"] = value.item() if isinstance(value, Tensor) else value
+    if plain in ("maximum", "minimum") and not isinstance(args[1], Tensor):
+        plain = {"maximum": "clamp_min", "minimum": "clamp_max"}[plain]
+    return getattr(aten, {"norm": "linalg_vector_norm"}.get(plain, plain) + inplace)(*args, **kwargs)
+
+
+def _alone(func: Any, args: Any, kwargs: Any) -> Any:
+    """Any other op, where this rank holds all of the table."""
+    shares = func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns)
+
+    def plain(part: Part) -> Tensor:
+        return part.held.pinned() if shares else part.held.dense()
+
+    plain_args, plain_kwargs = pytree.tree_map_only(Part, plain, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    return args[0] if func._schema.is_mutable and isinstance(args[0], Part) else result
+
+
+_ELEMENT_WISE = frozenset(
+    {
+        *(aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default),
+        *(aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor),
+        *(aten.floor_divide.default, aten.floor_divide_.Tensor),
+    }
+)
+"""Element-wise, and not tagged so by torch."""
+
+_RULES: Mapping[Any, Rule] = MappingProxyType(
+    {
+        aten.detach.default: _alias,
+        aten.alias.default: _alias,
+        aten.detach_.default: lambda func, args, kwargs: args[0],
+        **dict.fromkeys(VIEWS, _view),
+        **dict.fromkeys(
+            (
+                *(aten.clone.default, aten._to_copy.default, aten.zeros_like.default, aten.ones_like.default),
+                *(aten.empty_like.default, aten.full_like.default),
+            ),
+            _like,
+        ),
+        **dict.fromkeys(
+            (
+                *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+                aten.new_empty_strided.default,
+            ),
+            _new,
+        ),
+        **dict.fromkeys(
+            (
+                *(aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.exponential_.default),
+                *(aten.log_normal_.default, aten.cauchy_.default, aten.geometric_.default),
+                *(aten.random_.default, aten.random_.to, getattr(aten.random_, "from")),
+                *(aten.rand_like.default, aten.randn_like.default, aten.randint_like.default),
+                aten.randint_like.low_dtype,
+            ),
+            _random,
+        ),
+        aten.zero_.default: _zero,
+        **dict.fromkeys((aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar), _scaled),
+        **dict.fromkeys((aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default), _clamped),
+        aten.add_.Tensor: _added,
+        **REDUCTIONS,
+        **ROWS,
+    }
+)
+_OF_TWO = frozenset({REDUCTIONS[aten.equal.default]})
