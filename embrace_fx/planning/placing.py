@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.runtime.step.stepping import DenseTable
 from embrace_fx.runtime.tables.layouts import Place
+from embrace_fx.runtime.tables.part_state import own_state
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
-from embrace_fx.runtime.tables.row_table import RowTable, own_state
+from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.exactness import semantics
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -79,7 +80,7 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
         if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
             table.optimizer = optimizer
         if state := optimizer.state.get(parameter):
-            optimizer.state[parameter] = own_state(table, state, communicator.group)
+            optimizer.state[parameter] = own_state(parameter, place, state, communicator.group)
     setting.state.tables[name] = table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -38,6 +39,11 @@ class Held:
         self._before = self.version + 1 - local._version
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
         self._local = local
+
+    def note_write(self) -> None:
+        """Counts a write by an op of the part: below autograd, memory does not count by itself."""
+        if self._local is not None:
+            torch.autograd.graph.increment_version(self._local)
 
     def copied(self) -> Held:
         """The same, apart."""

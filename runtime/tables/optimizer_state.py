@@ -18,10 +18,8 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.layouts import whole_table
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.part import Part
-from embrace_fx.runtime.tables.row_table import own_state
+from embrace_fx.runtime.tables.part_state import own_state, plain_state
 from embrace_fx.runtime.tables.state_dicts import Watch, as_table_shard, shard_by_columns
-from embrace_fx.runtime.tables.table_part import local_part
 
 
 def show_state(
@@ -35,7 +33,7 @@ def show_state(
         table = tables.get(parameter)
         if key not in shown or table is None or table.place.mesh is None:
             continue
-        state, shape = _plain(shown[key]), table.local.shape
+        state, shape = plain_state(shown[key]), table.local.shape
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == shape:
                 with watch():
@@ -63,7 +61,7 @@ def own_state_of(
     """State of a parameter as it is here: this rank's part of a sharded table's, and of others all of it."""
     table = next((table for table in model.tables.values() if table.parameter is parameter), None)
     if table is not None:
-        return own_state(table, state, communicator.group)
+        return own_state(parameter, table.place, state, communicator.group)
     return {key: whole_table(v, v.device_mesh.get_group()) if isinstance(v, DTensor) else v for key, v in state.items()}
 
 
@@ -78,8 +76,3 @@ def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[in
     numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return list(zip(numbers, parameters, strict=False))
-
-
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """State whose parts are plain tensors."""
-    return {key: local_part(value) if isinstance(value, Part) else value for key, value in state.items()}

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held import Held
@@ -36,13 +37,14 @@ class Origin:
     Args:
         name: of the table.
         kind: what it is of the table, in words: "", "the gradient of ", "the optimizer's state of ".
-        communicator: of the ranks that have the other parts; None: there are none.
+        mesh: where the parts of the table lie; None: one rank holds all of it.
+        communicator: of the ranks that have them, as long as it is there.
     """
 
-    def __init__(self, name: str, kind: str, communicator: Communicator | None) -> None:
+    def __init__(self, name: str, kind: str, mesh: DeviceMesh | None, communicator: Communicator | None) -> None:
         self.name, self.kind = name, kind
-        alone = communicator is None or communicator.world_size == 1
-        self._communicator = None if communicator is None or alone else weakref.ref(communicator)
+        self._mesh = mesh
+        self._communicator = (lambda: None) if communicator is None else weakref.ref(communicator)
 
     def __str__(self) -> str:
         return f"{self.kind}the sharded {self.name}"
@@ -50,25 +52,22 @@ class Origin:
     @property
     def is_alone(self) -> bool:
         """Whether one rank holds all of it."""
-        return self._communicator is None
+        return self._mesh is None
 
     def of(self, kind: str) -> Origin:
         """Another thing of the same table."""
-        other = Origin(self.name, kind, None)
-        other._communicator = self._communicator
-        return other
+        return Origin(self.name, kind, self._mesh, self._communicator())
 
     def reduce(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
         """A rank's numbers, made those of all ranks, in place. Collective."""
-        if self._communicator is None:
+        if self._mesh is None:
             return value
         communicator = self._communicator()
-        if communicator is None:
-            raise RuntimeError(
-                f"expected the compiled model to be there still, where {self} is asked of all ranks, found that it "
-                "has gone. Keep the model, or read the table before."
-            )
-        return communicator.reduce_scalar(value, reduce_op)
+        if communicator is not None and communicator.is_open:
+            return communicator.reduce_scalar(value, reduce_op)
+        for group in self._mesh.get_all_groups():  # the model has been closed, or has gone
+            dist.all_reduce(value, reduce_op, group=group)
+        return value
 
     def refused(self, asked: str) -> RuntimeError:
         """The error of what cannot be told of a part."""

@@ -59,13 +59,13 @@ class Axis:
             first = max(0, -(-(own.start - picks.start) // picks.step))
             last = min(len(picks), -(-(own.stop - picks.start) // picks.step))
             kept = range(first, max(first, last))
-            begin = picks.start + first * picks.step - own.start if len(kept) else 0
+            begin = picks.start + first * picks.step - own.start if kept else 0
             return Axis(len(picks), kept, of), slice(begin, begin + len(kept) * picks.step, picks.step)
         if picks.step != 1:
             raise NotAView
         skipped = (own.start - picks.start) % own.step
         kept = range(skipped, len(picks), own.step)
-        begin = (picks.start + skipped - own.start) // own.step if len(kept) else 0
+        begin = (picks.start + skipped - own.start) // own.step if kept else 0
         return Axis(len(picks), kept, of), slice(begin, begin + len(kept))
 
 
@@ -115,9 +115,9 @@ class Layout:
         mine, theirs = ([(axis.size, axis.of) for axis in each.axes] for each in (self, other))
         return self.shape == other.shape and self.chosen == other.chosen and mine == theirs
 
-    def meta(self) -> Tensor:
+    def meta(self, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor without memory that looks as the whole one."""
-        return torch.empty_strided(self.shape, self.stride, device="meta")
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device="meta")
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, a view where that can be."""
@@ -285,9 +285,7 @@ def rows_apart(layout: Layout, count: int) -> Layout:
 
 def without_axes(layout: Layout, dims: Sequence[int], *, keep: bool) -> Layout:
     """That of a result reduced over dimensions of which every rank holds all."""
-    axes = [
-        Axis.whole(1) if dim in dims else axis for dim, axis in enumerate(layout.axes) if keep or dim not in dims
-    ]
+    axes = [Axis.whole(1) if dim in dims else axis for dim, axis in enumerate(layout.axes) if keep or dim not in dims]
     return Layout.contiguous(tuple(axes), layout.chosen)
 
 

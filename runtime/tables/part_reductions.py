@@ -123,7 +123,7 @@ def _is_of_gradient(part: Part, asked: _Asked) -> bool:
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     part, asked = args[0], _Asked.of(func, args, kwargs)
-    func(part.spread.meta(), *args[1:], **kwargs)
+    func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     dtype = {"dtype": asked.named["dtype"]} if asked.named.get("dtype") is not None else {}
     if _is_of_gradient(part, asked):
         return part.origin.reduce(aten.sum.default(part.held.values(), **dtype), _SUM)
@@ -136,7 +136,7 @@ def _count_nonzero(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _mean(func: Any, args: Any, kwargs: Any) -> Any:
     part, asked = args[0], _Asked.of(func, args, kwargs)
-    func(part.spread.meta(), *args[1:], **kwargs)
+    func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     count = 1
     for dim in asked.dims:
         count *= part.shape[dim] if part.dim() else 1
@@ -148,7 +148,7 @@ def _mean(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _variance(func: Any, args: Any, kwargs: Any) -> Any:
     part, asked = args[0], _Asked.of(func, args, kwargs)
-    func(part.spread.meta(), *args[1:], **kwargs)
+    func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     correction, count = asked.named.get("correction"), 1
     for dim in asked.dims:
         count *= part.shape[dim] if part.dim() else 1
@@ -160,7 +160,7 @@ def _variance(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
     part, asked = args[0], _Asked.of(func, args, kwargs)
-    func(part.spread.meta(), *args[1:], **kwargs)
+    func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     if func._schema.name in ("aten::max", "aten::amax"):
         return _over(part, asked, func, lambda v, dims: v.amax(dims, keepdim=True), _MAX, _least)
     return _over(part, asked, func, lambda v, dims: v.amin(dims, keepdim=True), _MIN, _most)
@@ -175,7 +175,7 @@ def _truth(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     part, asked = args[0], _Asked.of(func, args, kwargs)
-    looks = func(part.spread.meta(), *args[1:], **kwargs)
+    looks = func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     order = float(asked.named["ord"])
     if isinstance(part.held, HeldGradient) and asked.is_of_all(part):
         total: Tensor = part.held.norm(order)
@@ -226,6 +226,7 @@ def _unscaled(func: Any, args: Any, kwargs: Any) -> Any:
             part.held.map(lambda _, changed=changed: changed)  # type: ignore[misc]
         else:
             part.held.memory().copy_(changed)
+        part.held.note_write()
     parts[0].origin.reduce(found_inf, _MAX)
 
 

@@ -65,7 +65,9 @@ def _put(func: Any, args: Any, kwargs: Any) -> Any:
     if ids is None:
         return NotImplemented
     apart, shape = axes[len(ids) :], [*ids[0].shape, *(axis.size for axis in axes[len(ids) :])]
-    own = _own_values(values, shape, apart, ids[0].dim())
+    if values.dtype != part.dtype and values.dim():
+        return NotImplemented  # torch's error
+    own = _own_values(values.to(part.dtype), shape, apart, ids[0].dim())
     if own is None:
         return NotImplemented
     counted = [_own_ids(each, axis) for each, axis in zip(ids, axes, strict=False)]
@@ -76,7 +78,7 @@ def _put(func: Any, args: Any, kwargs: Any) -> Any:
         local_ids, own = [each[keep] for each in local_ids], own[keep]
     local = part.held.memory()
     if local.numel() and local_ids[0].numel():
-        local.index_put_(local_ids, own.to(local.dtype) if own.dtype != local.dtype and own.dim() == 0 else own, accumulate)
+        local.index_put_(local_ids, own, accumulate)
     return part
 
 
@@ -110,7 +112,8 @@ def _by_index(func: Any, args: Any, kwargs: Any) -> Any:
         if value.shape != torch.Size(axis.size for axis in of_value):
             return NotImplemented
         if isinstance(value, Part):
-            if value.spread.chosen or value.spread.is_flat or [a.of for a in value.spread.axes] != [a.of for a in of_value]:
+            alike = [axis.of for axis in value.spread.axes] == [axis.of for axis in of_value]
+            if value.spread.chosen or value.spread.is_flat or not alike:
                 return NotImplemented
             own = value.held.dense()
         else:

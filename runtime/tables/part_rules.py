@@ -17,6 +17,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -41,7 +42,13 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     Raises:
         RuntimeError: a part does not tell, on every rank.
     """
-    kwargs = dict(kwargs)
+    found = _answer(func, args, dict(kwargs))
+    if func._schema.is_mutable and isinstance(args[0], Part):
+        args[0].held.note_write()
+    return found
+
+
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves = pytree.tree_leaves((args, kwargs))
     first = next(leaf for leaf in leaves if isinstance(leaf, Part))
     if any(isinstance(leaf, DTensor) for leaf in leaves):
@@ -122,7 +129,7 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _meta(leaf: Tensor) -> Tensor:
     if isinstance(leaf, Part):
-        return torch.empty_strided(leaf.shape, leaf.spread.stride, dtype=leaf.dtype, device="meta")
+        return leaf.spread.meta(leaf.dtype)
     return leaf.to("meta")
 
 
@@ -165,8 +172,9 @@ def _like(func: Any, args: Any, kwargs: Any) -> Any:
         return part.like(part.held.copied())
     keeps = kwargs.get("memory_format") in (None, torch.preserve_format)
     found = func(part.held.dense(), *args[1:], **kwargs)
-    layout = part.spread if keeps else Layout(part.shape, _meta(part).contiguous().stride(), part.spread.axes, part.spread.chosen)
-    return part.like(Held(found), layout)
+    if keeps:
+        return part.like(Held(found))
+    return part.like(Held(found), replace(part.spread, stride=_meta(part).contiguous().stride()))
 
 
 def _new(func: Any, args: Any, kwargs: Any) -> Any:
@@ -181,7 +189,9 @@ def _random(func: Any, args: Any, kwargs: Any) -> Any:
     drawn = part.spread.cut(func(looks, *args[1:], **kwargs))
     if not func._schema.is_mutable:
         return part.like(Held(drawn.clone()))
-    part.held.memory().copy_(drawn.reshape(part.held.shape)) if part.held.memory().numel() == drawn.numel() else None
+    local = part.held.memory()
+    if local.numel():
+        local.copy_(drawn.reshape(local.shape))
     return part
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.part import Part
-from embrace_fx.runtime.tables.table_part import TablePart
+from embrace_fx.runtime.tables.table_part import TablePart, local_part
 
 
 class PartState(MutableMapping[str, Any]):
@@ -54,3 +57,23 @@ def as_state(parameter: nn.Parameter, value: Any) -> Any:
     if not value.dim() or value.shape != parameter.held.shape:
         return value
     return TablePart(Held(value), parameter.spread, parameter.origin.of("the optimizer's state of "))
+
+
+def own_state(
+    parameter: nn.Parameter, place: Place, state: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Of an optimizer's state of a table, whole or in DTensors, this rank's part. Collective as `Place.part_of` is."""
+    whole = {key: v for key, v in state.items() if isinstance(v, Tensor) and not isinstance(v, Part)}
+    return {**state, **{key: as_state(parameter, place.part_of(v, group)) for key, v in whole.items()}}
+
+
+def shown_state(place: Place, shape: torch.Size, state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state of a table, of whose part a rank holds `shape`, in DTensors."""
+    plain = plain_state(state)
+    is_part = {key: isinstance(value, Tensor) and value.shape == shape for key, value in plain.items()}
+    return {key: place.shard(value) if is_part[key] else value for key, value in plain.items()}
+
+
+def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """State whose parts are plain tensors."""
+    return {key: local_part(value) if isinstance(value, Part) else value for key, value in state.items()}

@@ -17,7 +17,8 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.layouts import Place, mesh_of, own_part, scatter_table, whole_table
 from embrace_fx.runtime.tables.part import Origin, Part
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.row_table import RowTable, shown_state
+from embrace_fx.runtime.tables.part_state import shown_state
+from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.table_part import become_part, become_whole
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.random_state import random_state_kept
@@ -81,7 +82,7 @@ def shard_parameter(
         local = scatter_table(local, group, grid)
     place = Place(shape, mesh)
     if mesh is not None:
-        become_part(parameter, local, Layout.of_table(place), Origin(name, "", communicator))
+        become_part(parameter, local, Layout.of_table(place), Origin(name, "", mesh, communicator))
     return place
 
 
@@ -91,7 +92,7 @@ def unshard_parameter(table: RowTable, optimizers: Sequence[Optimizer], group: d
     parameter.grad = None
     for optimizer in optimizers:
         if parameter in optimizer.state:
-            shown = shown_state(table, optimizer.state[parameter])
+            shown = shown_state(table.place, table.local.shape, optimizer.state[parameter])
             optimizer.state[parameter] = {
                 key: whole_table(v, group) if isinstance(v, DTensor) else v for key, v in shown.items()
             }

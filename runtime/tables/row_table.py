@@ -37,7 +37,7 @@ from embrace_fx.runtime.tables.own_step import (
 )
 from embrace_fx.runtime.tables.part import Origin, Part
 from embrace_fx.runtime.tables.part_layout import Layout
-from embrace_fx.runtime.tables.part_state import PartState, as_state
+from embrace_fx.runtime.tables.part_state import PartState
 from embrace_fx.runtime.tables.resting import RestingRows
 from embrace_fx.runtime.tables.row_optimizers import row_optimizer
 from embrace_fx.runtime.tables.skipped_steps import form_of
@@ -97,7 +97,7 @@ class RowTable:
         self._gradients = gradients
         self._resting = RestingRows()
         self._layout = Layout.of_table(place)
-        self._gradient_origin = Origin(name, "the gradient of ", communicator)
+        self._gradient_origin = Origin(name, "the gradient of ", place.mesh, communicator)
 
     @property
     def local(self) -> Tensor:
@@ -373,23 +373,6 @@ class RowTable:
     def takes_rows_only(self) -> bool:
         """Whether its optimizer refuses dense gradients, or steps rows as a whole."""
         return type(self.optimizer) in (SparseAdam, RowWiseAdagrad)
-
-
-def own_state(table: RowTable, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Of an optimizer's state of a table, whole or in DTensors, this rank's part. Collective as `Place.part_of` is."""
-    if table.place.mesh is None:
-        return {key: table.place.part_of(v, group) if isinstance(v, Tensor) else v for key, v in state.items()}
-    whole = {key: v for key, v in state.items() if isinstance(v, Tensor) and not isinstance(v, Part)}
-    parts = {key: as_state(table.parameter, table.place.part_of(v, group)) for key, v in whole.items()}
-    return {**state, **parts}
-
-
-def shown_state(table: RowTable, state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state of a table in DTensors."""
-    plain = {key: local_part(value) if isinstance(value, Part) else value for key, value in state.items()}
-    shape = table.local.shape
-    is_part = {key: isinstance(value, Tensor) and value.shape == shape for key, value in plain.items()}
-    return {key: table.place.shard(value) if is_part[key] else value for key, value in plain.items()}
 
 
 def suppose(optimizer: Optimizer, group: Options, rows: Tensor, state: MutableMapping[str, Any]) -> Supposed:

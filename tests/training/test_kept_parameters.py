@@ -16,15 +16,15 @@ from tests.support.sides import DTYPE, Matching, draw_batch
 Shown = dict[str, list[Tensor]]
 
 
-def _columns(name: str, value: Tensor, rank: int) -> Tensor:
-    """A rank's columns of a table; else the value."""
-    return value.chunk(2, dim=1)[rank] if name in ("words.weight", "items.weight") else value
+def _whole(value: Any) -> Tensor:
+    """All of a tensor, of which a rank may have a part."""
+    found: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return found
 
 
-def _shown(kept: dict[str, nn.Parameter], into: Shown, rank: int, *, whole: bool) -> None:
+def _shown(kept: dict[str, nn.Parameter], into: Shown) -> None:
     for name, parameter in kept.items():
-        values = parameter.detach().clone()
-        into.setdefault(name, []).append(_columns(name, values, rank) if whole else values)
+        into.setdefault(name, []).append(_whole(parameter.detach().clone()))
 
 
 def _trained(rank: int, *, compiled: bool, kind: Any) -> tuple[Shown, Shown]:
@@ -42,18 +42,17 @@ def _trained(rank: int, *, compiled: bool, kind: Any) -> tuple[Shown, Shown]:
     for step in range(4):
         loss = model(*draw_batch(step, rank))
         if step == 0:
-            _shown(kept, values, rank, whole=not compiled)
+            _shown(kept, values)
         loss.backward()
         for name, parameter in kept.items():
             assert parameter.grad is not None
             found = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-            dense = (found + 0).detach()
-            gradients.setdefault(name, []).append(dense if compiled else _columns(name, dense, rank))
+            gradients.setdefault(name, []).append(_whole((found + 0).detach()))
         optimizer.step()
         optimizer.zero_grad()
         if compiled:
             model.synchronize()
-        _shown(kept, values, rank, whole=not compiled)
+        _shown(kept, values)
     if compiled:
         for (name, parameter), each in zip(model.named_parameters(), listed, strict=True):
             assert parameter is kept[name] is each
