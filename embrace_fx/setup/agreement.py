@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +17,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.runtime.step.gradient_hooks import has_node_hooks
 from embrace_fx.runtime.tables.model_state import names_to_ignore
+from embrace_fx.runtime.tables.part import Part
 from embrace_fx.setup.group import check_mesh
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.shared_memory import refuse_shared_memory
@@ -53,6 +55,8 @@ def agree_on_set_up(
             check_toolchain({parameter.device.type for parameter in model.parameters()})
         check_trainable(model)
         refuse_stand_ins(model)
+        refuse_scripted(model)
+        refuse_parts(model)
         refuse_node_hooks(model)
         refuse_shared_memory(model)
         refuse_counts_of_ignored(model)
@@ -85,6 +89,29 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
             found[f"optimizer {k}, param group {g}"] = f"{type(optimizer).__name__} {settings} over {held}"
     found["options"] = options.agreed()
     return found
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raises `ValueError` where a layer is TorchScript's, which no capture reads."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"expected layers of Python, in compile(), found {name or 'a model'}, which torch.jit has scripted or "
+                "traced. Pass the layer that was scripted; functions under torch.jit.script may stay."
+            )
+
+
+def refuse_parts(model: nn.Module) -> None:
+    """Raises `ValueError` where another compiled model has left this one a part of a table that they share."""
+    hooks: list[Any] = list(model._state_dict_pre_hooks.values())
+    own = {name for hook in hooks for name in getattr(hook, "places", ())}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, Part) and name not in own:
+            raise ValueError(
+                f"expected parameters that no other compiled model has sharded, in compile() or the first call, found "
+                f"{name}: this rank has only its part of it. Keep a table that several models read whole, in each of "
+                f"them: strategy={{{name!r}: 'allreduce'}}; or compile one module that holds these models."
+            )
 
 
 def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

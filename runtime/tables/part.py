@@ -126,7 +126,8 @@ class Part(Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+        found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return found
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -162,7 +163,7 @@ class Part(Tensor):
         return self
 
     def is_shared(self) -> bool:
-        return self.held.memory().is_shared()
+        return bool(self.held.memory().is_shared())
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self._whole("__dlpack__()").__dlpack__(*args, **kwargs)

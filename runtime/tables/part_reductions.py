@@ -183,7 +183,8 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     wide = torch.promote_types(looks.dtype, torch.float32)  # half precision would overflow at the square of 256
 
     def of_part(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-        return torch.linalg.vector_norm(values, order, dims, keepdim=True, dtype=wide)
+        norm: Tensor = torch.linalg.vector_norm(values, order, dims, keepdim=True, dtype=wide)
+        return norm
 
     if abs(order) == float("inf"):
         found = _over(part, asked, func, of_part, _MAX if order > 0 else _MIN, _zero if order > 0 else _most)
@@ -192,6 +193,16 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         found = _over(part, asked, func, lambda v, dims: of_part(v, dims).pow(order), _SUM, _zero).pow(1.0 / order)
     return found.to(looks.dtype)
+
+
+def _renorm(func: Any, args: Any, kwargs: Any) -> Any:
+    """Slices along a dimension whose norm is above a bound get that norm."""
+    part, order, dim, most = args
+    func(part.spread.meta(part.dtype), *args[1:])
+    others = [each for each in range(part.dim()) if each != dim % part.dim()]
+    norms = torch.linalg.vector_norm(part, float(order), others, keepdim=True)
+    scale = torch.where(norms > most, most / (norms + 1e-7), torch.ones_like(norms))
+    return part.mul_(scale) if func._schema.is_mutable else part * scale
 
 
 def _dot(func: Any, args: Any, kwargs: Any) -> Any:
@@ -248,6 +259,8 @@ REDUCTIONS: Mapping[Any, Rule] = MappingProxyType(
         **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), _truth),
         **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), _truth),
         aten.linalg_vector_norm.default: _norm,
+        aten.renorm_.default: _renorm,
+        aten.renorm.default: _renorm,
         aten.dot.default: _dot,
         aten.vdot.default: _dot,
         aten.equal.default: _equal,

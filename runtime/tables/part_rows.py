@@ -78,7 +78,7 @@ def _put(func: Any, args: Any, kwargs: Any) -> Any:
         local_ids, own = [each[keep] for each in local_ids], own[keep]
     local = part.held.memory()
     if local.numel() and local_ids[0].numel():
-        local.index_put_(local_ids, own, accumulate)
+        local.index_put_(tuple(local_ids), own, accumulate)
     return part
 
 

@@ -101,9 +101,10 @@ def _element_wise(func: Any, args: Any, kwargs: Any) -> Any:
     writes = func._schema.is_mutable
     if kwargs.get("out") is not None or (writes and not isinstance(args[0], Part)):
         return NotImplemented  # what is whole would be written from a part
-    layout = _common(parts, leaves)
-    if layout is None:
+    common = _common(parts, leaves)
+    if common is None:
         return NotImplemented
+    layout: Layout = common
     if writes and not layout.fits(parts[0].spread):
         func(*pytree.tree_map_only(Tensor, _meta, args), **pytree.tree_map_only(Tensor, _meta, kwargs))  # torch's error
         return NotImplemented

@@ -10,7 +10,7 @@ Shape legend: V' x d this rank's part of the table; K rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class RestingRows:
         """Whether any row may have skipped a step."""
         return self._skipped is not None and self._skipped.count > 0
 
-    def begin(self, optimizer: Any, options: Mapping[str, Any], local: Tensor, state: dict[str, Any]) -> None:
+    def begin(self, optimizer: Any, options: Mapping[str, Any], local: Tensor, state: MutableMapping[str, Any]) -> None:
         """Before the first part of a step that `form_of` can skip."""
         form = form_of(optimizer, options, state, local.dtype)
         assert form is not None
@@ -52,7 +52,7 @@ class RestingRows:
         optimizer: Any,
         options: Mapping[str, Any],
         local: Tensor,
-        state: dict[str, Any],
+        state: MutableMapping[str, Any],
         ids: Tensor,
         rows: Tensor,
     ) -> None:
@@ -64,7 +64,7 @@ class RestingRows:
         self._taken.index_fill_(0, ids, self._skipped.count + 1)
         self._version = local._version
 
-    def end(self, optimizer: Any, options: Mapping[str, Any], local: Tensor, state: dict[str, Any]) -> None:
+    def end(self, optimizer: Any, options: Mapping[str, Any], local: Tensor, state: MutableMapping[str, Any]) -> None:
         """All other rows have had no gradient in this step."""
         assert self._skipped is not None
         self._skipped.note(options, state)

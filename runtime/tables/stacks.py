@@ -10,7 +10,7 @@ Shape legend: V' rows of the stack, d columns that this rank owns; K rows with g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -197,7 +197,7 @@ class StackedTable:
         return all(member.is_as(supposed) for member in self.members)
 
 
-def _alike(state: dict[str, Any], other: dict[str, Any]) -> bool:
+def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two tables' states have the same entries, and the same counters."""
     return state.keys() == other.keys() and all(
         bool(state[key] == value) for key, value in other.items() if not isinstance(value, Tensor) or value.dim() == 0

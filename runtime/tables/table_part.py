@@ -54,7 +54,7 @@ def _exchange(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
         )
     parameter.__class__, other.__class__ = other.__class__, parameter.__class__
     parameter.__dict__, other.__dict__ = other.__dict__, parameter.__dict__
-    torch._C._swap_tensor_impl(parameter, other)  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(parameter, other)
     vars(parameter).update(own)
     parameter.grad = gradient
 

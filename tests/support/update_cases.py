@@ -83,7 +83,7 @@ def _train(
     for gradient in gradients:
         rows.advance(state)
         rows.apply(shard, state, put(ids), put(gradient), group)
-    return shard, state
+    return shard, dict(state)
 
 
 def _train_torch(

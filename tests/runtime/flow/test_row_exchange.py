@@ -29,9 +29,9 @@ from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.layouts import Place
+from embrace_fx.runtime.tables.part_state import own_state
 from embrace_fx.runtime.tables.placement import shard_parameter
-from embrace_fx.runtime.tables.row_table import RowTable, own_state
+from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.vocabulary.operation_id import gradients_id, rows_id
 from embrace_fx.vocabulary.ops import own_columns
 from tests.support.cases import long_but
@@ -179,12 +179,12 @@ class Training:
         self.reference = Reference(whole, kind([whole], **options), self.padding_idx)
         parameter = nn.Parameter(initial.clone())
         self.optimizer = kind([parameter], **options)
-        mesh = shard_parameter(parameter, communicator)
+        place = shard_parameter("t", parameter, whole.shape, communicator)
         self.group = self.optimizer.param_groups[0]
-        self.table = Watched("t", parameter, Place(whole.shape, mesh), communicator, "exact", self.optimizer)
+        self.table = Watched("t", parameter, place, communicator, "exact", self.optimizer)
         self.table.updates = []
         state = self.optimizer.state[parameter]  # Adagrad makes its own before anything is sharded
-        state.update(own_state(self.table, state, communicator.group))
+        state.update(own_state(parameter, place, state, communicator.group))
         self.moves = kind is Adam  # rows without gradient too
         self.early = 0  # forwards that found rows early, and right
         chunks = self.draw.randint(1, 3)
