@@ -126,7 +126,7 @@ class Part(Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        found: Tensor = Tensor.data.__get__(self)
         return found
 
     @data.setter

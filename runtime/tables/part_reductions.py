@@ -131,7 +131,8 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _count_nonzero(func: Any, args: Any, kwargs: Any) -> Any:
-    return _sum(aten.sum.dim_IntList, (args[0] != 0, *args[1:]), kwargs)
+    rest = (*args[1:], *kwargs.values())
+    return _sum(aten.sum.dim_IntList if rest else aten.sum.default, (args[0] != 0, *rest), {})
 
 
 def _mean(func: Any, args: Any, kwargs: Any) -> Any:

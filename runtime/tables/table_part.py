@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,28 +36,24 @@ def become_whole(parameter: nn.Parameter, whole: Tensor, name: str) -> None:
 
 
 def _exchange(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
-    """Exchanges what two parameters are, as `torch.utils.swap_tensors`, whoever holds weak references to them: these
-    are references to the objects, which stay.
-
-    Raises:
-        RuntimeError: a graph, or another tensor in C++, holds the parameter's memory as it is.
-    """
+    """Exchanges what two parameters are, as `torch.utils.swap_tensors`, whoever holds the parameter besides: a weak
+    reference is to the object, which stays, and a graph that reads it as it was refuses to go backward."""
     gradient, parameter.grad = parameter.grad, None
     own = {key: value for key, value in vars(parameter).items() if key not in _OF_A_PART}  # what users have put there
-    held = parameter._use_count() - 1  # type: ignore[attr-defined]
-    if held and parameter.requires_grad and torch.autograd.graph.get_gradient_edge(parameter).node is not None:
-        held = parameter._use_count() - 2  # type: ignore[attr-defined]  # autograd's node of it
-    if held > 0:
-        raise RuntimeError(
-            f"expected no graph to hold the table {name} while it is placed, in a call of the model, found one that "
-            f"reads it. Drop losses that were computed from it before, or keep it whole: "
-            f"strategy={{{name!r}: 'allreduce'}}."
-        )
+    if parameter.requires_grad and parameter._use_count() > 1:  # type: ignore[attr-defined]
+        torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(partial(_refuse, name))
     parameter.__class__, other.__class__ = other.__class__, parameter.__class__
     parameter.__dict__, other.__dict__ = other.__dict__, parameter.__dict__
     torch._C._swap_tensor_impl(parameter, other)
     vars(parameter).update(own)
     parameter.grad = gradient
+
+
+def _refuse(name: str, gradients: object) -> NoReturn:
+    raise RuntimeError(
+        f"expected a loss that was computed since the table {name} was placed, in backward(), found one from before. "
+        "Call the model first, then compute the loss."
+    )
 
 
 _OF_A_PART = ("held", "spread", "origin", "_is_param")

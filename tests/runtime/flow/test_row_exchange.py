@@ -252,11 +252,9 @@ class Training:
         self.exchange.begin_step()
         if self.exchange.may_step():
             self.exchange.step()
-        elif (gradient := self.table.parameter.grad) is not None:
+        elif self.table.parameter.grad is not None:
             if self.moves:
-                self.table.parameter.grad = self.table.open_gradient().dense()
-                self.optimizer.step()
-                self.table.parameter.grad = gradient
+                self.table.step_dense()
             else:
                 self.table.update_rows(*self.table.open_gradient().rows())
             self.exchange.stepped_at_once(moved_all=self.moves)

@@ -1,0 +1,105 @@
+"""Every op of torch on a part of a table, of its gradient and of its state: as of the whole, or refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.parts import Parts, asked, differs
+from tests.support.ranks import run_ranks
+
+Deed = Callable[[Any], Any]
+KINDS = ("parameter", "gradient", "state")
+
+
+def _table() -> Tensor:
+    return torch.randn((6, 5), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def _ops() -> Iterator[tuple[str, Tensor, Deed]]:
+    """(name, input, deed) of samples of torch's own list of ops whose input is a matrix."""
+    from torch.testing._internal.common_methods_invocations import op_db  # noqa: PLC0415  (takes ten seconds)
+
+    for op in op_db:
+        if torch.float64 not in op.dtypes:
+            continue
+        taken = 0
+        torch.manual_seed(0)
+        try:
+            samples = list(op.sample_inputs("cpu", torch.float64, requires_grad=False))
+        except Exception:  # some want libraries that are not here
+            continue
+        for k, sample in enumerate(samples):
+            first = sample.input
+            if (
+                not isinstance(first, Tensor)
+                or first.dim() != 2
+                or not first.numel()
+                or taken == 4
+                or first.layout != torch.strided
+            ):
+                continue
+            taken += 1
+            for kind, call in (("", op.op), (" method", op.method_variant), (" in place", op.inplace_variant)):
+                if call is not None:
+                    deed = lambda x, call=call, s=sample: call(x, *s.args, **s.kwargs)  # noqa: E731
+                    yield f"{op.name} {op.variant_test_name} {k}{kind}", first, deed
+
+
+def _methods() -> Iterator[tuple[str, Tensor, Deed]]:
+    """(name, input, deed) of every method of a tensor, with arguments that some of them take."""
+    arguments: list[tuple[Any, ...]] = [(), (0,), (1,), (2.0,), (0, 1), (_table(),), (torch.tensor([1, 3]),)]
+    for name in dir(Tensor):
+        attribute = inspect.getattr_static(Tensor, name, None)
+        if name in _NOT_ASKED or name.startswith("__init") or not callable(getattr(Tensor, name)) or attribute is None:
+            continue
+        for k, given in enumerate(arguments):
+            yield f"Tensor.{name} {k}", _table(), lambda x, name=name, given=given: getattr(x, name)(*given)
+
+
+_NOT_ASKED = frozenset(
+    {
+        *("__class__", "__new__", "__subclasshook__", "__getattribute__", "__setattr__", "__delattr__", "__dir__"),
+        *("__sizeof__", "__hash__", "__repr__", "__str__", "__format__", "__reduce__", "__reduce_ex__", "__getstate__"),
+        *("__setstate__", "__torch_function__", "__torch_dispatch__", "_make_wrapper_subclass", "_make_subclass"),
+        *("as_subclass", "_make_dtensor", "__deepcopy__", "register_hook", "backward", "_backward_hooks"),
+        *("register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "_use_count", "_view_func"),
+        *("_view_func_unsafe", "_rev_view_func_unsafe", "_fix_weakref", "_clear_non_serializable_cached_data"),
+    }
+)
+"""What Python asks of every object, of whose answers none is of the elements."""
+
+
+def _compared(rank: int, world_size: int, kind: str, list_deeds: str) -> dict[str, str]:
+    """What is wrong with answers, by deed."""
+    parts, wrong, counts = Parts(), {}, {"answer": 0, "refused": 0}
+    for name, whole, deed in {"ops": _ops, "methods": _methods}[list_deeds]():
+        torch.manual_seed(1)
+        expected_kind, expected = asked(whole.clone, deed)
+        torch.manual_seed(1)
+        found_kind, found = asked(lambda whole=whole: getattr(parts, kind)(whole), deed)
+        if found_kind == "answer" and expected_kind == "answer":
+            if name.split()[0] not in _OF_NO_VALUES and (how := differs(found, expected)):
+                wrong[name] = how
+        elif found_kind == "answer" or (found_kind == "error" and expected_kind == "answer"):
+            wrong[name] = f"{found_kind} {found}, of the whole {expected_kind}"
+        counts[found_kind] = counts.get(found_kind, 0) + 1
+    parts.close()
+    assert counts["answer"] > 100
+    return wrong
+
+
+_OF_NO_VALUES = frozenset({"empty_like", "new_empty", "new_empty_strided", "empty"})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("deeds", ["ops", "methods"])
+def test_an_op_on_a_part_is_of_the_whole_or_refused(kind: str, deeds: str) -> None:
+    for wrong in run_ranks(2, _compared, kind, deeds):
+        assert not wrong
