@@ -307,10 +307,8 @@ class Stepping:
         for exchange in step.late:
             exchange.step()
         if self._unscale(optimizer, step):
-            for table in step.rows:
-                table.update_rows(*table.open_gradient().rows())
-            for table in step.dense:
-                table.step_dense()
+            for table in (*step.rows, *step.dense):
+                table.step_dense() if table in step.dense else table.update_rows(*table.open_gradient().rows())
             for entry, gradient in step.replicas:
                 _update_replica(entry, gradient)
         at_once = step.own + step.dense + step.rows

@@ -106,10 +106,8 @@ class RowTable:
 
     def move(self, local: Tensor) -> None:
         """Puts other memory in the place of this rank's part, with the same values."""
-        if isinstance(self.parameter, Part):
-            self.parameter.held.replace(local)
-        else:
-            self.parameter.data = local
+        assert isinstance(self.parameter, Part)
+        self.parameter.held.replace(local)
 
     @property
     def shape(self) -> torch.Size:

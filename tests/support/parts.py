@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -86,12 +87,15 @@ def differs(found: Any, expected: Any) -> str:
         return f"{len(ours)} values, not {len(theirs)}"
     for one, other in zip(ours, theirs, strict=True):
         if not isinstance(other, Tensor):
-            if type(one) is not type(other) or (one != other and one == one):
+            alike = math.isclose(one, other, rel_tol=1e-9) if isinstance(other, float) else repr(one) == repr(other)
+            if type(one) is not type(other) or not alike:
                 return f"{one!r}, not {other!r}"
         elif not isinstance(one, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
             return f"{getattr(one, 'shape', one)} {getattr(one, 'dtype', '')}, not {other.shape} {other.dtype}"
-        elif not torch.allclose(
-            one.to_dense().resolve_conj(), other.to_dense().resolve_conj(), rtol=1e-6, atol=1e-9, equal_nan=True
-        ):
+        elif not _close(one.to_dense().resolve_conj(), other.to_dense().resolve_conj()):
             return f"{one}, not {other}"
     return ""
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-6, atol=1e-9, equal_nan=True)

@@ -16,7 +16,7 @@ from embrace_fx.planning import scheduling
 from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.support.models import MODELS
 from tests.support.ranks import reset_torch_state, run_ranks
-from tests.support.training import SEED, make_optimizers
+from tests.support.training import SEED, make_optimizers, whole_parameters
 
 STEPS = scheduling.PROFILED_AFTER + scheduling.PROFILED + 8
 """The order changes when the profile is there; some steps follow."""
@@ -51,7 +51,7 @@ def _trains(rank: int, world_size: int, model: str, name: ScheduleName, lookahea
                 each.step()
                 each.zero_grad()
         compiled.synchronize()
-        found = {key: value.detach().clone() for key, value in module.named_parameters()}
+        found = whole_parameters(module)
         computed = tuple(n.removeprefix("backward ") for n in compiled.schedule.steps.compute_order if "backward " in n)
         units = BackwardUnits.of(compiled.graphs["backward"]).units
         return Trained(found, units, tuple(n for n in computed if n in units), tuple(compiled.graphs))
