@@ -125,8 +125,8 @@ class Part(Tensor):
     # What torch does without asking how.
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        found: Tensor = Tensor.data.__get__(self)
+    def data(self) -> Tensor:
+        found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return found
 
     @data.setter
