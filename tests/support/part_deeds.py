@@ -130,7 +130,7 @@ QUESTIONS_TO_THE_GRADIENT: Mapping[str, Deed] = {
 }
 
 
-def _clipped_by_unit(weight: nn.Parameter) -> None:
+def _clipped_by_unit(weight: Tensor) -> None:
     assert weight.grad is not None
     most = weight.detach().norm(2.0, dim=1, keepdim=True).clamp_(min=1e-3).mul_(0.01)
     norm = weight.grad.detach().norm(2.0, dim=1, keepdim=True)
@@ -167,7 +167,7 @@ COLLECTIVES: Mapping[str, Deed] = {
     "objects are gathered": _weight(
         lambda w: dist.all_gather_object([None] * dist.get_world_size(), {"weight": w.data})
     ),
-    "a functional one": _weight(lambda w: functional.all_reduce(w.data, "sum", dist.group.WORLD)),
+    "a functional one": _weight(lambda w: functional.all_reduce(w.data, "sum", [*range(dist.get_world_size())])),
     "a coalesced one": _weight(lambda w: dist.all_reduce_coalesced([w.data])),
     "what is left of it": _weight(lambda w: _averaged(w.data.sum(0))),
 }
@@ -215,15 +215,19 @@ TABLES: Mapping[str, Deed] = {
     "equal to itself": _weight(lambda w: torch.equal(w, w.clone())),
     "printed": _weight(lambda w: len(str(w)) > 0),
     "its gradient is another": lambda model, emb: setattr(emb.weight, "grad", torch.ones(ROWS, WIDTH).double()),
-    "its gradient is scaled anew": lambda model, emb: setattr(emb.weight, "grad", emb.weight.grad * 0.5),
-    "a penalty of rows": lambda model, emb: (0.1 * emb.weight.norm()).backward(),
+    "its gradient is scaled anew": _weight(lambda w: setattr(w, "grad", w.grad * 0.5)),
+    "a penalty of rows": lambda model, emb: _backward(0.1 * emb.weight.norm()),
 }
 
 
-def _put_back(weight: nn.Parameter) -> None:
+def _put_back(weight: Tensor) -> None:
     with torch.no_grad():
         before = torch.linspace(-1, 1, ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH)
         weight[_MASK] = before[_MASK]
+
+
+def _backward(loss: Any) -> None:
+    loss.backward()
 
 
 def _seeded(deed: Callable[[], Any]) -> None:

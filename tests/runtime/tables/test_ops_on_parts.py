@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,8 +48,16 @@ def _ops() -> Iterator[tuple[str, Tensor, Deed]]:
             taken += 1
             for kind, call in (("", op.op), (" method", op.method_variant), (" in place", op.inplace_variant)):
                 if call is not None:
-                    deed = lambda x, call=call, s=sample: call(x, *s.args, **s.kwargs)  # noqa: E731
+                    deed = partial(_call, call, sample.args, sample.kwargs)
                     yield f"{op.name} {op.variant_test_name} {k}{kind}", first, deed
+
+
+def _call(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Any) -> Any:
+    return call(tensor, *args, **kwargs)
+
+
+def _call_method(name: str, args: tuple[Any, ...], tensor: Any) -> Any:
+    return getattr(tensor, name)(*args)
 
 
 def _methods() -> Iterator[tuple[str, Tensor, Deed]]:
@@ -59,7 +68,7 @@ def _methods() -> Iterator[tuple[str, Tensor, Deed]]:
         if name in _NOT_ASKED or name.startswith("__init") or not callable(getattr(Tensor, name)) or attribute is None:
             continue
         for k, given in enumerate(arguments):
-            yield f"Tensor.{name} {k}", _table(), lambda x, name=name, given=given: getattr(x, name)(*given)
+            yield f"Tensor.{name} {k}", _table(), partial(_call_method, name, given)
 
 
 _NOT_ASKED = frozenset(
@@ -82,7 +91,7 @@ def _compared(rank: int, world_size: int, kind: str, list_deeds: str) -> dict[st
         torch.manual_seed(1)
         expected_kind, expected = asked(whole.clone, deed)
         torch.manual_seed(1)
-        found_kind, found = asked(lambda whole=whole: getattr(parts, kind)(whole), deed)
+        found_kind, found = asked(partial(getattr(parts, kind), whole), deed)
         if found_kind == "answer" and expected_kind == "answer":
             if name.split()[0] not in _OF_NO_VALUES and (how := differs(found, expected)):
                 wrong[name] = how
