@@ -19,7 +19,7 @@ import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils import _pytree as pytree
 
 import embrace_fx
@@ -251,9 +251,11 @@ def train(
     torch.manual_seed(0)
     plain = Tagger().double()
     model: Any = embrace_fx.compile(plain, **options) if refused is None else DistributedDataParallel(plain)
-    optimizer = {"sgd": lambda p: SGD(p, 0.5, momentum=0.5), "adamw": lambda p: AdamW(p, 0.02, eps=1e-3)}[kind](
-        model.parameters()
-    )
+    made: dict[str, Callable[[Any], Optimizer]] = {
+        "sgd": lambda p: SGD(p, 0.5, momentum=0.5),
+        "adamw": lambda p: AdamW(p, 0.02, eps=1e-3),
+    }
+    optimizer = made[kind](model.parameters())
     answers: dict[str, Any] = {}
     errors: dict[str, str] = {}
     for step, (name, deed) in enumerate(deeds.items()):
