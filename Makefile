@@ -41,7 +41,6 @@ test-all: $(READY) ## run every test
 # torch's own build for CUDA, 5 GB, in an environment of its own: with stand-ins for CUDA's libraries in the place of a GPU.
 .PHONY: device
 device: $(DEVICE)/.ready ## run the tests of a GPU on emulated ones, with jitter and slow streams; five gigabytes
-	cd $(CURDIR)
 	device() { $(DEVICE)/bin/python -m tests.support.emulated_cuda "$$@"; }
 	device --devices 4 -m pytest -m '' tests/gpu
 	device --devices 1 --triton -m pytest -m '' tests/gpu/test_kernels.py

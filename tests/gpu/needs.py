@@ -59,12 +59,14 @@ def trains_on_gpu(
     backend: str,
     gpus_used: int,
     strict_from: int | None = None,
+    optimizer: str = "adagrad",
 ) -> dict[str, Tensor]:
     """Trains on the rank's GPU, as a user would; returns the parameters, on the host.
 
     Args:
         backend: of the process group: "nccl", "cpu:gloo,cuda:nccl", or "gloo", by which ranks can share a GPU.
         gpus_used: rank r trains on GPU r modulo these.
+        optimizer: one of `tests.support.training.OPTIMIZERS`.
         strict_from: from this step on, any wait of the host for the device is an error.
     """
     if "EMULATED_CUDA_FINDINGS" in os.environ:
@@ -73,7 +75,7 @@ def trains_on_gpu(
     torch.cuda.set_device(device)
     group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend)
     model = workload.make(torch.float64, seed=SEED + rank).to(device)
-    optimizers = make_optimizers("adagrad", model)
+    optimizers = make_optimizers(optimizer, model)
     compiled = embrace_fx.compile(
         model,
         optimizer=optimizers,
@@ -96,7 +98,8 @@ def trains_on_gpu(
             streams, events, copies = (now - then for now, then in zip(host_waits(), before, strict=True))
             assert streams == copies == 0
             assert events <= 2 * (step + 1 - strict_from)  # sizes of the next batch; whether the loss is finite
-    return {name: _whole(value.detach(), world_size) for name, value in compiled.state_dict().items()}
+    shown = compiled.state_dict()  # a tied table has two names there
+    return {name: _whole(shown[name].detach(), world_size) for name, _ in compiled.named_parameters()}
 
 
 def _whole(value: Tensor, world_size: int) -> Tensor:

@@ -6,9 +6,10 @@ import ctypes
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -124,20 +125,20 @@ def test_a_send_that_no_receive_fits(findings: Path) -> None:
     assert "of 12 bytes from rank 0, which sends kind 600000000 of 16 bytes" in text
 
 
-def flags_are_in_no_order(rank: int, world_size: int, broken: bool) -> None:
+def flags_are_in_no_order(rank: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        if broken:
-            patch.setattr(_Issuer, "in_turn", lambda self: nullcontext())
+        patch.setattr(_Issuer, "in_turn", lambda self: nullcontext())
         trains_on_gpu(rank, world_size, dict(MODELS)["two_table_lm"], "2d", "nccl", 2)
 
 
 @gpus(2)
 def test_flags_in_no_order_are_found(findings: Path) -> None:
-    run_ranks(2, flags_are_in_no_order, True, timeout_s=300.0)
+    with suppress(RankError):  # where ranks are not equally fast, it ends in a deadlock
+        run_ranks(2, flags_are_in_no_order, timeout_s=300.0)
 
     text = findings.read_text(encoding="utf-8")
     findings.unlink()
-    assert "HAZARD: AllReduce on communicator" in text
+    assert re.search(r"HAZARD: .* on communicator \d, .* writes memory that .* on communicator \d,", text), text
 
 
 def uses_devices(rank: int, world_size: int, other: bool) -> int:
