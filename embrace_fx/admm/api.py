@@ -93,7 +93,8 @@ def train(
             "penalties": str(penalties),
             "stopping": str(stopping),
             "parallel": str(parallel),
-            **_shapes(own),
+            "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in own.weights.tensors()),
+            "a class for": "the last step" if len(own.data.y_MB) == 1 else "every step",
             "a timeline": str(timeline is not None),
             "a state": str(state is not None and (not in_step or state.iteration)),
         }
@@ -107,14 +108,6 @@ def train(
     if timeline is not None and recording is not None:
         save_timeline(timeline, communicator, run.recorder.stop(), in_step=in_step)
     return state
-
-
-def _shapes(own: Own) -> dict[str, str]:
-    """Of what a rank has been given, what must be the same on all of them."""
-    return {
-        "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in own.weights.tensors()),
-        "a class for": "the last step" if own.data.y_MB.shape[0] == 1 else "every step",
-    }
 
 
 def _train(state: State, own: Own, run: Run, communicator: Communicator, parallel: Parallel) -> None:

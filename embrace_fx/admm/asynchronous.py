@@ -10,8 +10,8 @@ Zhang and Kwok, Asynchronous Distributed ADMM for Consensus Optimization (ICML 2
                                                z = mean of all workers' last theta + u
     u += theta - z      <-------------------   z, to those that have arrived
 
-A message is a plain tensor, float64, point to point: a few numbers, then a vector of weights. A thread for each worker
-carries its messages on the master, into one queue, so that the master waits for whoever comes first.
+A message is a plain tensor, float64, point to point: a few numbers, then a vector of weights. On the master a thread
+for each worker carries its messages into one queue, so that it waits for whoever comes first.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import DeadRank
 
 MASTER = 0
-NUMBERS = len(fields(Sums))
-"""At the head of a message."""
+NUMBERS = len(fields(Sums))  # at the head of a message
 
 Order = Literal["go on", "end", "dead", "late"]
 ORDERS: tuple[Order, ...] = ("go on", "end", "dead", "late")
@@ -64,7 +63,7 @@ class Asynchronous:
             half of the process group's timeout.
     """
 
-    strength: float = 0.03
+    strength: float = 0.003
     arrivals: int = 1
     staleness: int = 10
     patience_s: float = 60.0
@@ -76,7 +75,7 @@ class Asynchronous:
 
 
 class Reply(NamedTuple):
-    """The master's answer: go on from these weights; end with them, the best ones; or fail, for `culprit` is lost."""
+    """The master's: go on from these weights; end with them, the best ones; or fail, for a rank is dead or late."""
 
     order: Order
     vector: Tensor
@@ -86,13 +85,7 @@ class Reply(NamedTuple):
 
 
 class Line:
-    """One end of the connection between the master and a worker.
-
-    Args:
-        group: of all ranks, whose tensors are on the hosts.
-        peer: the other one's rank in the default group.
-        like: a vector of weights, for its length, dtype and device.
-    """
+    """One end of the connection to a peer, a rank of the default group, for vectors of weights like this one."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, like: Tensor) -> None:
         self._group, self._peer, self._like = group, peer, like
@@ -116,27 +109,16 @@ def open_lines(communicator: Communicator, like: Tensor) -> dict[int, Line]:
 
 
 def work(state: State, data: Data, run: Run, communicator: Communicator, line: Line, strength: float) -> None:
-    """A worker's iterations, until the master ends them. `state` is brought forward in place; its history is the
-    worker's own, its best weights are the master's.
-
-    Args:
-        strength: g.
-
-    Raises:
-        DeadRank: a rank is gone, by its name.
-        LateRank: the master has waited too long for a worker.
-    """
+    """A worker's iterations, until the master ends them, or a dead or late rank. The best weights are the master's."""
     recorder, start_s = run.recorder, time.perf_counter() - state.elapsed_s
     state.stopped = None
     while state.stopped is None:
         recorder.window()
         splits = iterate(state, data, run.batch_size, pull_of(state, strength), recorder.mark)
-        splits += Sums.between(state.weights, state.agreed)
-        state.iteration += 1
+        splits, state.iteration = splits + Sums.between(state.weights, state.agreed), state.iteration + 1
         own = Sums.of(state.agreed, run.monitored) + splits
-        progress = own.progress(state.iteration, staleness=0, elapsed_s=time.perf_counter() - start_s)
-        state.history.append(progress)
-        run.tell(progress)
+        state.history.append(own.progress(state.iteration, staleness=0, elapsed_s=time.perf_counter() - start_s))
+        run.tell(state.history[-1])
         recorder.mark(FIGURES)
         with communicator.watching():
             reply = _converse(line, splits, contribution(state), recorder)
@@ -164,15 +146,15 @@ def _converse(line: Line, splits: Sums, vector: Tensor, recorder: Recorder) -> R
 
 def failure(order: Order, culprit: int, rank: int) -> RuntimeError:
     """The error that a dead or late worker is to every other rank."""
-    if order == "dead":
-        return DeadRank(
-            f"expected every rank to take part in an asynchronous training, on rank {rank}; found that rank(s) "
-            f"{culprit} no longer answer. Look at the log of the ranks named, and restart the job from saved states."
-        )
-    return LateRank(
+    dead = (
+        f"expected every rank to take part in an asynchronous training, on rank {rank}; found that rank(s) {culprit} "
+        "no longer answer. Look at the log of the ranks named, and restart the job from saved states."
+    )
+    late = (
         f"expected rank {culprit} to arrive within the master's patience, on rank {rank}; found that it has not, and "
         "that its contribution is too old to go on without. Raise patience_s or staleness, or look at that rank."
     )
+    return DeadRank(dead) if order == "dead" else LateRank(late)
 
 
 Arrivals = queue.SimpleQueue[tuple[int, tuple[Sums, Tensor] | RuntimeError]]
@@ -204,9 +186,7 @@ class Carrier(threading.Thread):
 class Contributions:
     """The workers' last contributions, and how old they are.
 
-    Args:
-        start: every worker's contribution before its first report.
-        known: whether that is what they are; if not, the first update waits for all workers.
+    Before a first report it is `start`; where that is not known, the first update waits for all workers.
     """
 
     def __init__(self, start: Tensor, workers: int, options: Asynchronous, known: bool) -> None:
@@ -243,12 +223,7 @@ class Lost(Exception):
 
 
 class Master:
-    """Leads a training. `state` is brought forward in place.
-
-    Args:
-        lines: to the workers, by rank.
-        options: whom to wait for, and how long.
-    """
+    """Leads a training over lines to the workers, by rank."""
 
     def __init__(
         self, state: State, run: Run, communicator: Communicator, lines: Mapping[int, Line], options: Asynchronous
@@ -258,11 +233,7 @@ class Master:
         self._carriers = {worker: Carrier(worker, line, self._inbox) for worker, line in lines.items()}
 
     def lead(self) -> None:
-        """The iterations, an update of the agreed weights each.
-
-        Raises:
-            DeadRank, LateRank: on every rank that lives; on a late one when it arrives.
-        """
+        """The iterations, an update of the agreed weights each, until they end, or a dead or late rank."""
         state = self._state
         for carrier in self._carriers.values():
             carrier.start()
@@ -293,8 +264,7 @@ class Master:
                 self._carriers[worker].replies.put(Reply("go on", vector))
             sums = Sums.of(state.agreed, run.monitored) + contributions.sums()
             recorder.mark(FIGURES)
-            elapsed_s = time.perf_counter() - start_s
-            progress = sums.progress(state.iteration, staleness=oldest, elapsed_s=elapsed_s)
+            progress = sums.progress(state.iteration, staleness=oldest, elapsed_s=time.perf_counter() - start_s)
             state.advance(progress, run.stopping)
             run.tell(progress)
 

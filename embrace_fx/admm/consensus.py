@@ -1,7 +1,7 @@
 """Training in step: ranks iterate on their own sequences, then agree on the weights. A process alone is one rank.
 
-P-ADMMiRNN's parallel form. Rank i keeps weights theta_i of its own, which g/2 |theta_i - z + u_i|^2 holds to the agreed
-ones, z; after each iteration
+P-ADMMiRNN's parallel form. Rank i moves weights theta_i of its own from the agreed ones, z, held to them by
+g/2 |theta_i - z + u_i|^2; after each iteration
 
     z = mean of theta_i + u_i     u_i += theta_i - z
 
@@ -31,13 +31,12 @@ OnIteration = Callable[[Progress], object]
 
 @dataclass(frozen=True)
 class Synchronous:
-    """Ranks that wait for each other after each iteration.
+    """Ranks that wait for each other after each iteration, pulled to what they agree on with `strength` (g).
 
-    Attributes:
-        strength: of the pull to the agreed weights (g), per sequence of a batch, as penalties are.
+    It is per sequence of a batch, as penalties are.
     """
 
-    strength: float = 0.03
+    strength: float = 0.003
 
     def __post_init__(self) -> None:
         wanted = "a positive strength, in admm.Synchronous()"
@@ -46,15 +45,7 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class Run:
-    """How long a training goes on, what it is judged on, and who is told.
-
-    Attributes:
-        iterations: at which it ends; a resumed one counts those before it.
-        batch_size: sequences that move together.
-        monitored: data whose loss decides what is kept.
-        on_iteration: called after each iteration.
-        recorder: told what is done, for timelines.
-    """
+    """How long a training goes on, `monitored` data that its weights are judged on, and who is told."""
 
     iterations: int
     batch_size: int
@@ -90,11 +81,7 @@ def add_over_ranks(communicator: Communicator, values: Sequence[float]) -> list[
 
 
 def train_in_step(state: State, data: Data, run: Run, communicator: Communicator, strength: float) -> None:
-    """Iterates until the run says stop; `state` is brought forward in place.
-
-    Args:
-        strength: g, the same on all ranks.
-    """
+    """Iterates until the run says stop; `state` is brought forward in place. Strength is g, alike on all ranks."""
     recorder, start_s = run.recorder, time.perf_counter() - state.elapsed_s
     state.stopped = None
     while state.iteration < run.iterations and state.stopped is None:
@@ -121,7 +108,6 @@ def _agree(state: State, communicator: Communicator, recorder: Recorder) -> None
         communicator.reduce_scalar(summed, dist.ReduceOp.SUM)
     if recorder.recording is not None:
         sent = 2 * (world_size - 1) * summed.numel() * summed.element_size() // world_size
-        transfer = Transfer(AGREE, recorder.recording.window, sent, started_s, time.perf_counter())
-        recorder.transferred(transfer)
+        recorder.transferred(Transfer(AGREE, recorder.recording.window, sent, started_s, time.perf_counter()))
     take_agreed(state, summed / world_size)
     recorder.mark(DUALS)

@@ -13,7 +13,7 @@ sequences, so that a penalty means the same whatever their number. `model` has t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -36,9 +36,8 @@ class Penalties:
     damping: float = 5.0
 
     def __post_init__(self) -> None:
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        wrong = {name: value for name, value in found.items() if not 0 < value < float("inf")}
-        expect(not wrong, "positive, finite penalties, in admm.Penalties()", str(wrong), "Change them.")
+        fits = all(0 < value < float("inf") for value in astuple(self))
+        expect(fits, "positive, finite penalties, in admm.Penalties()", str(self), "Change them.")
 
 
 def lagrangian(o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: Penalties) -> Tensor:

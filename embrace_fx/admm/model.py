@@ -25,11 +25,9 @@ def expect(fits: bool, expected: str, found: str, remedy: str) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters, or one tensor of each one's shape.
+    """The parameters, [U W b] of the cell and [V c] of the head, or tensors of their shapes.
 
-    Attributes:
-        cell_HF: [U W b], which multiplies what the cell reads: [x_n; s_{n-1}; 1].
-        head_CG: [V c], which multiplies what the head reads: [s_m; 1].
+    The cell multiplies what it reads, [x_n; s_{n-1}; 1], the head [s_m; 1].
     """
 
     cell_HF: Tensor
@@ -101,12 +99,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass: what cell and head read, and the outputs.
-
-    Attributes:
-        cell_NBF: [x_n; s_{n-1}; 1], with a zero state before the first step.
-        head_MBG: [s_m; 1].
-    """
+    """A forward pass: what cell and head read, [x_n; s_{n-1}; 1] and [s_m; 1], states and outputs."""
 
     cell_NBF: Tensor
     s_NBH: Tensor
@@ -115,11 +108,7 @@ class Pass:
 
 
 def run_forward(weights: Weights, x_NBI: Tensor, head_steps: int, residuals: PerConstraint | None = None) -> Pass:
-    """Computes what the modules do, with the head on the last `head_steps` steps.
-
-    Args:
-        residuals: what a, s and o are to have above what the model makes of them.
-    """
+    """Computes what the modules do, head on the last `head_steps` steps, or what a, s, o with given residuals are."""
     (N, B, inputs), (H, F) = x_NBI.shape, weights.cell_HF.shape
     read = x_NBI.new_empty(N + 1, B, F)
     read[:N, :, :inputs], read[0, :, inputs:-1], read[..., -1] = x_NBI, 0, 1
@@ -137,11 +126,7 @@ def run_forward(weights: Weights, x_NBI: Tensor, head_steps: int, residuals: Per
 
 
 def read_weights(rnn: nn.RNN, head: nn.Linear) -> Weights:
-    """Copies the modules' parameters; the RNN's two biases are one.
-
-    Raises:
-        ValueError: for modules that the method is not written for.
-    """
+    """Copies the parameters, the RNN's two biases as one; ValueError for modules that the method is not written for."""
     _check_modules(rnn, head)
     with torch.no_grad():
         own = dict(rnn.named_parameters())
@@ -167,11 +152,8 @@ def read_data(data: tuple[Tensor, Tensor], weights: Weights, *, batch_first: boo
 
     Args:
         data: inputs (B, N, I) if `batch_first`, else (N, B, I), and targets: (B,) for one class per sequence, or laid
-            out as the inputs' first two sizes for one class per step.
+            out as the inputs' first two sizes for one class per step. ValueError where these do not fit.
         name: what the user calls it, for errors.
-
-    Raises:
-        ValueError: for shapes, dtypes, devices or classes that do not fit.
     """
     (inputs, targets), cell, where = data, weights.cell_HF, f"in the {name} of admm.train()"
     size, layout = cell.shape[1] - cell.shape[0] - 1, "(B, N, I)" if batch_first else "(N, B, I)"

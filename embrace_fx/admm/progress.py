@@ -69,18 +69,10 @@ class Sums:
         return Sums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def progress(self, iteration: int, *, staleness: int, elapsed_s: float) -> Progress:
-        return Progress(
-            iteration,
-            self.loss / self.targets,
-            self.correct / self.targets,
-            self.lagrangian / self.sequences,
-            (self.ra / self.states) ** 0.5,
-            (self.rs / self.states) ** 0.5,
-            (self.ro / self.outputs) ** 0.5,
-            (self.gap / self.ranks) ** 0.5,
-            staleness,
-            elapsed_s,
-        )
+        loss, accuracy, after = self.loss / self.targets, self.correct / self.targets, self.lagrangian / self.sequences
+        squares = self.ra / self.states, self.rs / self.states, self.ro / self.outputs, self.gap / self.ranks
+        ra, rs, ro, gap = (square**0.5 for square in squares)
+        return Progress(iteration, loss, accuracy, after, ra, rs, ro, gap, staleness, elapsed_s)
 
 
 @dataclass(frozen=True)
@@ -98,12 +90,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Stopping:
-    """Ends training before all its iterations.
-
-    Attributes:
-        patience: iterations without a lower loss after which it ends; None: it does not end for that.
-        accuracy: share of right answers at which it ends; None: it does not end for that.
-    """
+    """Ends training after `patience` iterations without a lower loss, or at an `accuracy`; for neither if None."""
 
     patience: int | None = 100
     accuracy: float | None = None

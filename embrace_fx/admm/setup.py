@@ -21,20 +21,13 @@ from embrace_fx.runtime.ranks.failure import PeerFailure
 
 Parallel = Synchronous | Asynchronous | None
 
-PREACTIVATIONS, OUTPUTS = 0.5, 0.3
-"""Root mean squares of a and of o that training starts from."""
-ROUNDS = 8
-"""In which [U W b] is rescaled: states change with it."""
+PREACTIVATIONS, OUTPUTS, ROUNDS = 0.5, 0.3, 8
+"""Root mean squares of a and o that training starts from; rounds of rescaling [U W b], with which states change."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """What a rank brings along.
-
-    Attributes:
-        monitored: data that weights are judged on.
-        trains: whether the rank has multipliers; an asynchronous master has none.
-    """
+    """What a rank brings along. Weights are judged on `monitored`; an asynchronous master does not train."""
 
     weights: Weights
     data: Data
@@ -43,11 +36,7 @@ class Own:
 
 
 def group_of(parallel: Parallel, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks that train together; None for a single process.
-
-    Raises:
-        ValueError: where it does not say how several ranks are to train, or there are too few of them.
-    """
+    """The ranks that train together; None for a single process. ValueError where that is not said, or cannot be."""
     ready, call = dist.is_available() and dist.is_initialized(), f"in admm.train(parallel={parallel})"
     if parallel is None:
         size = dist.get_world_size(process_group) if ready else 1
@@ -84,11 +73,7 @@ def check_patience(communicator: Communicator, parallel: Parallel) -> None:
 def read_own(
     rnn: nn.RNN, head: nn.Linear, data: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor] | None, trains: bool
 ) -> Own:
-    """Copies of the modules' weights, and the data as it is used.
-
-    Raises:
-        ValueError: for what is not supported.
-    """
+    """Copies of the modules' weights, and the data as it is used; ValueError for what is not supported."""
     weights = read_weights(rnn, head)
     own = judged = read_data(data, weights, batch_first=rnn.batch_first)
     if validation is not None:
@@ -100,14 +85,10 @@ def read_own(
 
 
 def together(communicator: Communicator, prepare: Callable[[], Own], asked: Callable[[Own], dict[str, str]]) -> Own:
-    """Calls `prepare` on every rank, and raises on all ranks where it raises on one. Collective.
+    """Calls `prepare` on every rank, and raises PeerFailure on all where it raises on one. Collective.
 
     Args:
         asked: what all ranks must ask for alike, by name.
-
-    Raises:
-        PeerFailure: a rank's input is not supported, or ranks ask for different things; on all ranks.
-        Exception: in a single process, whatever `prepare` raises.
     """
     if communicator.world_size == 1:
         return prepare()
@@ -146,11 +127,7 @@ def begin(communicator: Communicator, own: Own, penalties: Penalties, *, rescale
 def rescaled(weights: Weights, data: Data | None, add: Callable[[Sequence[float]], Sequence[float]]) -> Weights:
     """Weights as large as a first move likes them: [U W b] for `PREACTIVATIONS`, then [V c] for `OUTPUTS`. Collective.
 
-    Root mean squares are over the training data of all ranks. Starts that differ by a factor become the same.
-
-    Args:
-        data: this rank's; None where it does not train.
-        add: sums over ranks, by place.
+    Starts that differ by a factor become the same. `data` is a rank's, if it trains; `add` sums over ranks, by place.
     """
     for rounds in reversed(range(ROUNDS + 1)):
         squares, count = 0.0, 0

@@ -47,11 +47,7 @@ class State:
 
     @classmethod
     def begin(cls, weights: Weights, data: Data | None, penalties: Penalties, best: Best, seed: int) -> State:
-        """Before the first iteration: multipliers are zero.
-
-        Args:
-            data: the rank's sequences; None on a rank that has no multipliers.
-        """
+        """Before the first iteration: multipliers are zero, of the rank's data if it trains."""
         zeros = Weights(*map(torch.zeros_like, weights.tensors()))
         multipliers = None
         if data is not None:
@@ -74,25 +70,17 @@ class State:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], map_location: torch.device | str | None = None) -> State:
-        """Reads what `save` wrote.
-
-        Raises:
-            ValueError: for another file.
-        """
+        """Reads what `save` wrote; ValueError for another file."""
         saved: Any = torch.load(path, weights_only=True, map_location=map_location)
         known = isinstance(saved, dict) and saved.pop("format", None) == FORMAT
         wanted = f"a state written by admm.State.save(), format {FORMAT}, in admm.State.load()"
         expect(known, wanted, f"something else in {os.fspath(path)!r}", "Give the file of a saved state.")
         best, multipliers = saved["best"], saved["multipliers"]
-        held: dict[str, Any] = {
-            "penalties": Penalties(**saved["penalties"]),
-            "multipliers": PerConstraint(**multipliers) if multipliers is not None else None,
-            "best": Best(best["iteration"], best["loss"], Weights(**best["weights"])),
-            "grams": Grams(**saved["grams"]),
-            "history": [Progress(**each) for each in saved["history"]],
-            **{name: Weights(**saved[name]) for name in ("weights", "agreed", "duals")},
-        }
-        return cls(**saved | held)
+        saved["penalties"], saved["grams"] = Penalties(**saved["penalties"]), Grams(**saved["grams"])
+        saved["multipliers"] = PerConstraint(**multipliers) if multipliers is not None else None
+        saved["best"] = Best(best["iteration"], best["loss"], Weights(**best["weights"]))
+        saved["history"] = [Progress(**each) for each in saved["history"]]
+        return cls(**saved | {name: Weights(**saved[name]) for name in ("weights", "agreed", "duals")})
 
     def check_fits(self, weights: Weights, data: Data | None, penalties: Penalties) -> None:
         """Raises ValueError where modules, data or penalties are not those that the state was saved with."""

@@ -16,8 +16,6 @@ conjugate gradients multiply by it, each time by one pass backward and one forwa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -26,19 +24,6 @@ from embrace_fx.admm.model import PerConstraint, Weights
 
 TOLERANCE = 0.01
 """Share of the right side that conjugate gradients may leave over: two or three pairs of passes."""
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Cross entropy about outputs of which softmax makes q: gradient g = q - y, curvature S = diag(q) - q q'."""
-
-    g_MBC: Tensor
-    q_MBC: Tensor
-
-    @classmethod
-    def of(cls, o_MBC: Tensor, y_MB: Tensor) -> Loss:
-        q_MBC = o_MBC.softmax(-1)
-        return cls(q_MBC.scatter_add(-1, y_MB[..., None], q_MBC.new_full((), -1.0).expand(*y_MB.shape, 1)), q_MBC)
 
 
 class Jacobian:
@@ -80,15 +65,18 @@ def joint_move(
     jacobian: Jacobian, o_MBC: Tensor, y_MB: Tensor, shifted: PerConstraint, penalties: Penalties
 ) -> PerConstraint:
     """The shifted residuals at the minimum, given those, Jacobian and outputs where the model is linearised."""
+    q_MBC = o_MBC.softmax(-1)
+    g_MBC = q_MBC.scatter_add(-1, y_MB[..., None], q_MBC.new_full((), -1.0).expand(*y_MB.shape, 1))
     solve = solve_small if len(o_MBC) == 1 else solve_by_passes
-    return solve(jacobian, Loss.of(o_MBC, y_MB), shifted, penalties)
+    return solve(jacobian, g_MBC, q_MBC, shifted, penalties)
 
 
-def solve_small(jacobian: Jacobian, loss: Loss, shifted: PerConstraint, penalties: Penalties) -> PerConstraint:
-    """The move by a C x C system for each sequence, where the head reads the last step alone."""
-    N, B, H = shifted.a_NBH.shape
-    C = loss.g_MBC.shape[2]
-    unit_CC = torch.eye(C, dtype=loss.g_MBC.dtype, device=loss.g_MBC.device)
+def solve_small(
+    jacobian: Jacobian, g_MBC: Tensor, q_MBC: Tensor, shifted: PerConstraint, penalties: Penalties
+) -> PerConstraint:
+    """The move by a C x C system for each sequence, where the head reads the last step alone: S = diag(q) - q q'."""
+    (N, B, H), C = shifted.a_NBH.shape, g_MBC.shape[2]
+    unit_CC = torch.eye(C, dtype=g_MBC.dtype, device=g_MBC.device)
     Ja, Js = (
         block_NCBH.permute(2, 1, 0, 3).reshape(B, C, N * H)
         for block_NCBH in jacobian.transposed_times(unit_CC[None, :, None].expand(1, C, B, C))
@@ -96,19 +84,20 @@ def solve_small(jacobian: Jacobian, loss: Loss, shifted: PerConstraint, penaltie
     ra, rs = (r.transpose(0, 1).reshape(B, N * H, 1) for r in (shifted.a_NBH, shifted.s_NBH))
     R_BCC = unit_CC / penalties.p3 + Ja @ Ja.mT / penalties.p1 + Js @ Js.mT / penalties.p2
     e_BC = (Ja @ ra + Js @ rs)[..., 0] + shifted.o_MBC[0]
-    q_BC, g_BC = loss.q_MBC[0], loss.g_MBC[0]
-    S_BCC = torch.diag_embed(q_BC) - q_BC[:, :, None] * q_BC[:, None, :]
-    y_BC = torch.linalg.solve(unit_CC + S_BCC @ R_BCC, g_BC - (S_BCC @ e_BC[..., None])[..., 0])
+    S_BCC = torch.diag_embed(q_MBC[0]) - q_MBC[0, :, :, None] * q_MBC[0, :, None]
+    y_BC = torch.linalg.solve(unit_CC + S_BCC @ R_BCC, g_MBC[0] - (S_BCC @ e_BC[..., None])[..., 0])
     a, s = ((y_BC[:, None] @ block)[:, 0].view(B, N, H).transpose(0, 1) for block in (Ja, Js))
     return PerConstraint(a / -penalties.p1, s / -penalties.p2, (y_BC / -penalties.p3)[None])
 
 
-def solve_by_passes(jacobian: Jacobian, loss: Loss, shifted: PerConstraint, penalties: Penalties) -> PerConstraint:
+def solve_by_passes(
+    jacobian: Jacobian, g_MBC: Tensor, q_MBC: Tensor, shifted: PerConstraint, penalties: Penalties
+) -> PerConstraint:
     """The move by conjugate gradients, each sequence's own: y = g + E v, (1 + E' R E) v = -E' (J r^ + R g), S = E E'.
 
     E is diag(root) times a projection, with root = sqrt(q).
     """
-    root_MBC = loss.q_MBC.sqrt()
+    root_MBC = q_MBC.sqrt()
 
     def project(v_MBC: Tensor) -> Tensor:
         return v_MBC - root_MBC * (root_MBC * v_MBC).sum(-1, keepdim=True)
@@ -120,7 +109,7 @@ def solve_by_passes(jacobian: Jacobian, loss: Loss, shifted: PerConstraint, pena
     def dot(v_MBC: Tensor, w_MBC: Tensor) -> Tensor:
         return (v_MBC * w_MBC).sum((0, 2), keepdim=True)
 
-    y_MBC = loss.g_MBC
+    y_MBC = g_MBC
     left_MBC = project(root_MBC * (jacobian.times(residuals(y_MBC)) - jacobian.times(shifted)))
     step_MBC, square = left_MBC, dot(left_MBC, left_MBC)
     enough, tiny = TOLERANCE**2 * square, torch.finfo(square.dtype).tiny

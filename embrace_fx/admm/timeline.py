@@ -25,12 +25,11 @@ def save_timeline(
 ) -> None:
     """Draws all ranks' recordings to a file of rank 0's, in the format that its suffix names. Collective.
 
-    Args:
-        in_step: whether iterations are common to the ranks.
+    Where ranks are not in step, windows are as long as the slowest rank's mean iteration.
     """
     if not in_step:
-        longest_s = max(communicator.gather(_window_s(recording), float))
-        recording = by_time(recording, longest_s)
+        mean_s = (recording.marks[-1][2] - recording.marks[0][2]) / (recording.window + 1)
+        recording = by_time(recording, max(communicator.gather(mean_s, float)))
     timeline = gather_timeline(communicator, recording, STEPS)
     if communicator.rank == 0:
         viz.save(path, timeline=timeline)
@@ -38,20 +37,14 @@ def save_timeline(
 
 def by_time(recording: Recording, window_s: float) -> Recording:
     """The same marks in windows of equal length since the first mark, whatever iterations they belong to."""
-    start_s = recording.marks[0][2]
+    start_s, end_s = recording.marks[0][2], recording.marks[-1][2]
 
     def window(at_s: float) -> int:
         return int((at_s - start_s) / window_s)
 
-    end_s = recording.marks[-1][2]
     return Recording(
         [(name, window(at_s), at_s) for name, _, at_s in recording.marks],
         [(launch, window(start), start, end) for launch, _, start, end in recording.waits],
         [replace(each, window=window(each.started_s)) for each in recording.transfers],
         window(end_s),
     )
-
-
-def _window_s(recording: Recording) -> float:
-    """Mean length of an iteration."""
-    return (recording.marks[-1][2] - recording.marks[0][2]) / (recording.window + 1)

@@ -30,13 +30,11 @@ Mark = Callable[[OperationId], None]
 def iterate(
     state: State, data: Data, batch_size: int, consensus: Consensus | None = None, mark: Mark = lambda operation: None
 ) -> Sums:
-    """Brings a rank's weights, multipliers and Gram matrices an epoch forward, in place.
+    """Brings a rank's weights, from the agreed ones, its multipliers and Gram matrices an epoch forward, in place.
 
-    Args:
-        mark: told of each part of a batch when it is done.
-
-    Returns: what the moves left over, summed over the epoch's batches.
+    Tells `mark` of each part done. Returns: what the moves left over, summed over the epoch's batches.
     """
+    state.weights = state.agreed
     generator = torch.Generator().manual_seed(state.seed + state.iteration)
     order_B = torch.randperm(data.sequences, generator=generator).to(data.x_NBI.device)
     with torch.no_grad():

@@ -33,12 +33,7 @@ class Grams:
 
 @dataclass(frozen=True)
 class Consensus:
-    """What pulls a rank's weights to the others': g/2 |theta - (z - u)|^2 per sequence of a batch.
-
-    Attributes:
-        target: z - u.
-        strength: g.
-    """
+    """What pulls a rank's weights to the others', to z - u: g/2 |theta - target|^2 per sequence of a batch."""
 
     target: Weights
     strength: float
@@ -52,20 +47,14 @@ def moved_weights(
     penalties: Penalties,
     consensus: Consensus | None = None,
 ) -> tuple[Weights, Grams]:
-    """The weights after a batch, and the running means.
-
-    Args:
-        forward: of `weights`, before any move.
-        shifted: r^ after the joint move.
-    """
+    """The weights after a batch, and the running means, given the forward pass before any move and r^ after it."""
+    targets = consensus.target.tensors() if consensus is not None else (None, None)
     matrices, running = [], []
     for matrix, gram, rows, r, p, target in (
-        (weights.cell_HF, grams.cell_FF, forward.cell_NBF, shifted.a_NBH, penalties.p1, "cell_HF"),
-        (weights.head_CG, grams.head_GG, forward.head_MBG, shifted.o_MBC, penalties.p3, "head_CG"),
+        (weights.cell_HF, grams.cell_FF, forward.cell_NBF, shifted.a_NBH, penalties.p1, targets[0]),
+        (weights.head_CG, grams.head_GG, forward.head_MBG, shifted.o_MBC, penalties.p3, targets[1]),
     ):
-        pull = None
-        if consensus is not None:
-            pull = getattr(consensus.target, target), consensus.strength / (p * len(rows))
+        pull = (target, consensus.strength / (p * len(rows))) if consensus and target is not None else None
         phi_RK = rows.flatten(0, 1)
         found = phi_RK.t() @ phi_RK / len(phi_RK)
         gram = found if gram is None else torch.lerp(found, gram, KEPT)
@@ -77,13 +66,7 @@ def moved_weights(
 def fitted(
     matrix: Tensor, gram: Tensor, phi_RK: Tensor, r: Tensor, damping: float, pull: tuple[Tensor, float] | None
 ) -> Tensor:
-    """The matrix at the minimum.
-
-    Args:
-        gram: Gb.
-        r: r^ in the rows of phi.
-        pull: a target, and how strongly the matrix is held to it beside a mean square of 1.
-    """
+    """The matrix at the minimum, given Gb, phi and r^ by rows; a pull is a target, and g beside a mean square of 1."""
     slope = phi_RK.t() @ r / len(r)
     diagonal = gram.diagonal()
     added = damping * (diagonal + FLOOR * diagonal.mean())

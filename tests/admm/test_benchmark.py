@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.admm import pixels
+from benchmarks.admm import pixels, seconds
 from benchmarks.admm.__main__ import Done, Key, train, tuned_rate, wanted
 from benchmarks.admm.methods import METHODS, OPTIMIZERS
 from benchmarks.admm.parallel import Outcome as ParallelOutcome
@@ -62,12 +62,20 @@ def test_the_page_of_all_pixels(tmp_path: Path) -> None:
     assert "| ADMM | 1 | " in (tmp_path / "admm-pixels.md").read_text(encoding="utf-8")
 
 
+def test_what_an_epoch_costs_is_measured_in_turns(tmp_path: Path) -> None:
+    found = {"sentiment": seconds.measure(sentiment(train=32, test=32), rounds=2)}
+    assert {len(times) for times in found["sentiment"].values()} == {2}
+    seconds.write(tmp_path, found, 2)
+    assert "| sentiment | " in (tmp_path / "admm-seconds.md").read_text(encoding="utf-8")
+
+
 def test_the_page_of_the_parallel_forms(tmp_path: Path) -> None:
     fast, slow = ParallelOutcome(0.9, 5.0, 60, "accuracy 0.9 was reached"), ParallelOutcome(0.9, 10.0, 20, None)
     rounds = [{"synchronous": slow, "asynchronous": fast}]
-    write_parallel(tmp_path, {1: fast, 2: slow}, rounds, 0.88, slower=5, iteration_ms=200.0)
+    write_parallel(tmp_path, {1: [0.9, 0.8], 2: [0.9, 0.9]}, rounds, 0.88, slower=5, iteration_ms=200.0)
     page = (tmp_path / "admm-parallel.md").read_text(encoding="utf-8")
     assert "| 1 | 10.0 (20) | 5.0 (60) (not reached) | 0.50 |" in page
+    assert "| 2 | 0.900 | 0.900, 0.900 | +5.0 |" in page
     assert json.loads((tmp_path / "admm-parallel.json").read_text(encoding="utf-8"))["rounds"][0][
         "asynchronous"
     ] == asdict(fast)

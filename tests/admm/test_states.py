@@ -13,7 +13,7 @@ from torch import Tensor
 from embrace_fx.admm import states
 from embrace_fx.admm.lagrangian import Penalties, lagrangian
 from embrace_fx.admm.model import Data, PerConstraint, run_forward
-from embrace_fx.admm.states import Jacobian, Loss, joint_move, solve_by_passes, solve_small
+from embrace_fx.admm.states import Jacobian, joint_move, solve_by_passes, solve_small
 from tests.admm import reference
 from tests.admm.problems import Problem, random_problem
 
@@ -68,9 +68,10 @@ def test_a_move_is_the_elimination_by_matrices_of_hidden_units(steps: int, heads
 def test_both_solvers_find_the_same_move() -> None:
     problem = random_problem(3, 6, 1)
     forward = run_forward(problem.weights, problem.data.x_NBI, 1)
-    jacobian, loss = Jacobian(problem.weights, forward.s_NBH), Loss.of(forward.o_MBC, problem.data.y_MB)
+    jacobian, q = Jacobian(problem.weights, forward.s_NBH), forward.o_MBC.softmax(-1)
+    g = q - torch.nn.functional.one_hot(problem.data.y_MB, q.shape[2])
     small, passes = (
-        solve(jacobian, loss, -problem.multipliers, problem.penalties) for solve in (solve_small, solve_by_passes)
+        solve(jacobian, g, q, -problem.multipliers, problem.penalties) for solve in (solve_small, solve_by_passes)
     )
     for value, other in zip(passes.tensors(), small.tensors(), strict=True):
         assert float((value - other).norm()) <= 0.02 * float(other.norm())

@@ -70,6 +70,7 @@ def test_ranks_compute_what_the_formulas_say() -> None:
     duals = [torch.zeros_like(z), torch.zeros_like(z)]
     for _ in range(3):
         for state, data, u in zip(states, shards, duals, strict=True):
+            state.agreed = start.unflat(z)
             iterate(state, data, 16, Consensus(start.unflat(z - u), 0.5))
             state.iteration += 1
         contributions = [state.weights.flat() + u for state, u in zip(states, duals, strict=True)]

@@ -218,7 +218,7 @@ def test_what_is_not_supported_is_refused_in_one_line(
 def test_options_that_make_no_sense_are_refused() -> None:
     rnn, head = modules(6, 8, 2)
     for make, message in (
-        (lambda: admm.Penalties(p2=0.0), re.escape("found {'p2': 0.0}")),
+        (lambda: admm.Penalties(p2=0.0), re.escape("p2=0.0")),
         (lambda: admm.Stopping(patience=0), "patience of at least 1"),
         (lambda: admm.Stopping(accuracy=90.0), "found 90.0"),
         (lambda: admm.train(rnn, head, weighed_words(4, 3, seed=0), iterations=-1), "found -1 and 16"),
