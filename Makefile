@@ -43,7 +43,7 @@ test-all: $(READY) ## run every test
 device: $(DEVICE)/.ready ## run the tests of a GPU on emulated ones, with jitter and slow streams; five gigabytes
 	device() { $(DEVICE)/bin/python -m tests.support.emulated_cuda "$$@"; }
 	device --devices 4 -m pytest -m '' tests/gpu
-	device --devices 1 --triton -m pytest -m '' tests/gpu/test_kernels.py
+	device --devices 1 --triton -m pytest -m '' tests/gpu/test_kernels.py -k test_case
 	for seed in 1 2 3; do
 	    device --devices 2 --jitter-us 400 --seed $$seed -m pytest -m '' tests/gpu -k 'memory or streams or nccl'
 	done

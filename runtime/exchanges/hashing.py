@@ -139,7 +139,7 @@ def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
     if ids.is_cuda and gpu.available():
         return gpu.hash_bitmap(ids.contiguous(), index_set.contiguous())
     bits = ids.new_zeros((-(-index_set.numel() // 8) * 8,), dtype=torch.uint8)
-    bits[torch.searchsorted(index_set, ids)] = 1
+    bits[torch.searchsorted(index_set, ids.contiguous())] = 1
     return (bits.view(-1, 8) << _bit_numbers(ids.device)).sum(dim=1, dtype=torch.uint8)
 
 
