@@ -41,6 +41,7 @@ def compile(
     dump_to: str | Path | None = None,
     offload_to: str | Path | None = None,
     device_mesh: DeviceMesh | None = None,
+    route: Literal["graph", "eager"] | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
@@ -86,6 +87,9 @@ def compile(
         offload_to: with a memory budget, for a model on the CPU: a directory in which saved values may lie, in a file,
             between forward and backward. None: nothing is offloaded. A model on a GPU offloads to its host's memory.
         device_mesh: as of DDP: a mesh of one dimension, in place of the process group.
+        route: None: the forward is captured as a graph; where no graph holds it, it runs as it is written, on replicas,
+            with gradients exchanged as the plan says (docs/from_ddp.md). "graph": a forward that no graph holds is an
+            error. "eager": nothing is captured.
 
     Raises:
         SetUpError: a ValueError and a RuntimeError: an option that does not exist; no trainable parameter; no compiler
@@ -94,7 +98,7 @@ def compile(
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
-    more = check_replicas, broadcast_buffers, forward_sync_buffers, dump_to, offload_to, device_mesh
+    more = check_replicas, broadcast_buffers, forward_sync_buffers, dump_to, offload_to, device_mesh, route
     options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, *more)
     optimizers = as_tuple(optimizer)
     if isinstance(model, CompiledModel) and model._is_as_asked(options, optimizers, process_group):

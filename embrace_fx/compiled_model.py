@@ -303,6 +303,19 @@ class CompiledModel(nn.Module, Joinable):
             state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
         return model.load_state_dict(state_dict, strict, assign)
 
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """Yields the model that was compiled with every table whole on every rank: call any part of it inside.
+
+        Collective, as FSDP's `summon_full_params`; what is written inside is kept. Programs are built anew where a
+        training step comes inside or after: use it between many steps, not around each.
+
+        Raises:
+            RuntimeError: a call waits for its backward, or the tables do not fit into memory; on every rank.
+        """
+        with self._session.planned.whole():
+            yield self._session.model
+
     # -- seeing --------------------------------------------------------------------------------------------------------
 
     @property

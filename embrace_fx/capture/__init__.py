@@ -1,7 +1,6 @@
 """Capture: a model and one batch -> a `TrainingGraph` of ATen ops. All use of torch's private capture API lives here.
 
-Two routes are tried, first Dynamo's, then the direct one (`routes.py`). Where neither can take the model,
-`CaptureError` names the user's line.
+Where no graph holds the model's forward, `CaptureError` names the user's line.
 
 Contract
     Nothing of the model runs: tensors are fake, so a model on the meta device or larger than memory can be captured.
@@ -14,7 +13,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,13 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
-from embrace_fx.capture.arguments import check_arguments, flatten_arguments, shares_memory
+from embrace_fx.capture.arguments import agree, check_arguments, flatten_arguments, shares_memory
 from embrace_fx.capture.effects import Replay
-from embrace_fx.capture.errors import CaptureError, RefusedError, explain, raised_by_forward, shortfall
+from embrace_fx.capture.errors import CaptureError, RefusedError, explained, raised_by_forward
 from embrace_fx.capture.kept_by_torch import forget_captures
 from embrace_fx.capture.read_values import Conditions
 from embrace_fx.capture.roles import with_roles
-from embrace_fx.capture.routes import Traced, private_copies, quiet_dynamo, trace_direct, trace_dynamo
+from embrace_fx.capture.routes import UNREAD, Traced, private_copies, quiet_dynamo, trace
 from embrace_fx.vocabulary.graph import BatchInput, Mutation, TrainingGraph
 
 
@@ -41,15 +40,15 @@ class Captured:
         graph: forward and backward, or the forward alone where `train` is false.
         result_spec: how the model's results unflatten.
         result_constants: results that are not tensors, by their index among the flattened results.
-        route: "dynamo" or "direct".
+        route: "graph" or "eager".
         replay: what the forward does besides returning results; its results follow from the graph's. Tensors that it
             reads from objects follow the batch's flattened arguments.
-        shortfall: why the first route did not take the model; empty where it did.
         guard: Python expression over the batch's tensors, from torch's shape guards; None: any shapes.
         guarded: indices, among the flattened arguments, of the tensors that `guard` calls t0, t1, ...
         fakes: those tensors as the graph was traced with them; none where there is nothing to guard.
         conditions: what of the model, of globals and of closures must be as it was.
         written: indices, among the flattened arguments, of the tensors that the forward writes.
+        constants: arguments that are no tensors and that the forward reads, by index among the flattened ones.
     """
 
     graph: TrainingGraph
@@ -60,9 +59,9 @@ class Captured:
     guarded: tuple[int, ...]
     fakes: tuple[Tensor, ...]
     conditions: Conditions
-    shortfall: str = ""
     replay: Replay | None = None
     written: tuple[int, ...] = ()
+    constants: Mapping[int, Any] = field(default_factory=dict)
 
     def guarded_again(self) -> Captured:
         """The same, with the guards that have been added since: compiling a graph adds some."""
@@ -79,7 +78,9 @@ class Captured:
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether the graph is valid for a batch with these flattened arguments (types and dtypes checked before)."""
-        if not self.conditions.hold() or (self.written and shares_memory(self.written, leaves)):
+        if not all(agree(leaves[k], value) for k, value in self.constants.items()) or not self.conditions.hold():
+            return False
+        if self.written and shares_memory(self.written, leaves):
             return False
         if self.guard is None:
             return True
@@ -103,29 +104,26 @@ def capture(
         dynamic: (index among the flattened arguments, dimension) pairs whose size may vary from batch to batch.
 
     Raises:
-        CaptureError: neither route can take the model; the message names the user's line and both reasons.
+        CaptureError: no graph holds the forward; the message names the user's line.
     """
     if train:
         _refuse_backward_hooks(model)
     check_arguments(flatten_arguments(args, kwargs)[0], type(model).__name__)
     forget_captures()
     given = pytree.tree_leaves((args, kwargs))
-    args, kwargs = private_copies(args, kwargs, dynamic)
-    failures: list[tuple[str, Exception]] = []
-    for route, trace in (("dynamo", trace_dynamo), ("direct", trace_direct)):
-        try:
-            with torch.set_grad_enabled(train), quiet_dynamo():
-                traced = trace(model, args, kwargs)
-            captured = _captured(model, traced, pytree.tree_leaves((args, kwargs)))
-            _refuse_shared_memory(captured.written, given, type(model).__name__)
-            return replace(captured, shortfall=shortfall(failures))
-        except RefusedError:
-            raise
-        except Exception as error:
-            failures.append((route, error))
-    found = CaptureError(explain(model, failures))
-    found.raised = raised_by_forward(model, failures)
-    raise found from failures[0][1]
+    own_args, own_kwargs = private_copies(args, kwargs, dynamic)
+    try:
+        with torch.set_grad_enabled(train), quiet_dynamo():
+            leaves = pytree.tree_leaves((own_args, own_kwargs))
+            captured = _captured(model, trace(model, own_args, own_kwargs), leaves)
+            if any(value is UNREAD for value in captured.result_constants.values()):  # what it returns, it reads
+                captured = _captured(model, trace(model, own_args, own_kwargs, reads_all=True), leaves)
+        _refuse_shared_memory(captured.written, given, type(model).__name__)
+    except RefusedError:
+        raise
+    except Exception as error:
+        raise explained(model, error, raised_by_forward(model, args, kwargs, error)) from error
+    return captured
 
 
 def _refuse_backward_hooks(model: nn.Module) -> None:
@@ -146,17 +144,18 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
 def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captured:
     if traced.replay is not None:
         leaves = [*leaves, *traced.replay.read_states()]
-    joint = with_roles(traced.joint, model, traced.names, leaves)
+    joint = with_roles(traced.joint, model, leaves)
     _refuse_fake_constants(joint.module)
     guarded, fakes = _guarded(traced.fake_mode, joint.batch, leaves)
     guard = _guard(fakes) if fakes else None
     graph = TrainingGraph(joint.module)
-    found = Captured(graph, traced.out_spec, joint.constants, traced.route, guard, guarded, fakes, traced.conditions)
+    found = Captured(graph, traced.out_spec, joint.constants, "graph", guard, guarded, fakes, traced.conditions)
     inputs = [
         role.of.index for _, role in graph.outputs() if isinstance(role, Mutation) and isinstance(role.of, BatchInput)
     ]
     of_arguments = len(leaves) - (0 if traced.replay is None else len(traced.replay.states))
-    return replace(found, replay=traced.replay, written=tuple(k for k in inputs if k < of_arguments))
+    written = tuple(k for k in inputs if k < of_arguments)
+    return replace(found, replay=traced.replay, written=written, constants=traced.constants)
 
 
 def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: str) -> None:

@@ -7,6 +7,7 @@ Pytree knows containers. A class whose objects have tensors in their attributes 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import types
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -84,6 +85,19 @@ def check_arguments(leaves: list[Any], kind: str) -> None:
                 f"expected arguments of tensors, numbers and texts, in containers or in objects with attributes, in a "
                 f"call of {kind}, found a {type(leaf).__name__}, whose tensors are in slots. Pass the tensors."
             )
+
+
+def check_read(leaves: Sequence[Any], kind: str) -> None:
+    """Raises where the forward reads an argument of a kind that no graph takes.
+
+    Args:
+        leaves: those that it reads.
+        kind: of the model.
+
+    Raises:
+        RefusedError: naming it.
+    """
+    for leaf in leaves:
         if not isinstance(leaf, _TAKEN):
             raise RefusedError(
                 f"expected arguments of tensors, numbers and texts, in containers or in objects with attributes, in a "
@@ -119,3 +133,45 @@ def _end(of: Tensor) -> int:
 
 def _spoken(leaf: Any) -> str:
     return f"the class {leaf.__name__}" if isinstance(leaf, type) else f"a {type(leaf).__name__}"
+
+
+def constants_read(
+    function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any], guards: Collection[str]
+) -> dict[int, Any]:
+    """The arguments that are no tensors and that a forward reads, by index among the flattened ones.
+
+    Args:
+        function: the forward, unbound.
+        guards: the names of what Dynamo has guarded: it looks at nothing that the forward does not read. "L[": at all.
+    """
+    code, given = function.__code__, pytree.tree_leaves((args, kwargs))
+    every = {k: leaf for k, leaf in enumerate(given) if not isinstance(leaf, Tensor)}
+    taken = code.co_varnames[1 if code.co_argcount else 0 : code.co_argcount]
+    more = code.co_varnames[code.co_argcount + code.co_kwonlyargcount] if code.co_flags & inspect.CO_VARARGS else ""
+    named = {*taken, *code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]}
+    rest = (
+        code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(more)]
+        if code.co_flags & inspect.CO_VARKEYWORDS
+        else ""
+    )
+    roots = [f"L[{name!r}]" for name in taken[: len(args)]]
+    roots += [f"L[{more!r}][{k}]" for k in range(len(args) - len(roots))] if code.co_argcount else []
+    if len(roots) < len(args):
+        return every
+    roots += [f"L[{name!r}]" if name in named else f"L[{rest!r}][{name!r}]" for name in kwargs]
+    try:
+        paths = [pytree.tree_flatten_with_path(value)[0] for value in (*args, *kwargs.values())]
+    except Exception:  # of an object of the user's, whose parts have no names
+        return every
+    names = [f"{root}{pytree.keystr(path)}" for root, found in zip(roots, paths, strict=True) for path, _ in found]
+    return {k: leaf for k, leaf in every.items() if any(guard == "L[" or names[k] in guard for guard in guards)}
+
+
+def agree(one: Any, other: Any) -> bool:
+    """Whether two arguments that are no tensors are one for a graph: of one kind, and equal."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError):  # of what has no one answer, as arrays
+        return False

@@ -25,7 +25,6 @@ from torch import Tensor, fx
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import CollectiveFunctionRewriteVariable, UserFunctionVariable
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from embrace_fx.capture.errors import CaptureError
 from embrace_fx.vocabulary.ops import USERS_LAUNCHES, op_name
@@ -236,21 +235,6 @@ def collectives_traced() -> Iterator[None]:
         yield
     finally:
         kind.can_rewrite, kind.create = can_rewrite, create  # type: ignore[method-assign]
-
-
-class NothingIsSent(TorchDispatchMode):
-    """While a forward is traced as Python runs it: a collective would run, on this rank alone, and for once.
-
-    Raises:
-        CaptureError: at the first one that torch does not trace.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace == "c10d":
-            raise CaptureError(f"the forward communicates by {func._schema.name}, which has no place in a graph")
-        return func(*args, **(kwargs or {}))
 
 
 def check_collectives(graph: fx.Graph) -> None:

@@ -25,7 +25,7 @@ from torch._dynamo.source import GlobalSource, TempLocalSource
 from embrace_fx.capture.errors import RefusedError
 from embrace_fx.capture.guards import OF_PROGRAMS
 from embrace_fx.capture.printing import put_off
-from embrace_fx.capture.read_values import ReadValues
+from embrace_fx.capture.read_values import ReadValues, spoken
 
 _NO_CONSTANT = object()
 
@@ -118,14 +118,10 @@ def read_and_set(effects: Effects, guards: Mapping[str, Any]) -> dict[str, tuple
         guards: what Dynamo has guarded by value, and those values.
     """
     return {
-        _spoken(name): (guards[name], value)
+        spoken(name): (guards[name], value)
         for name, value in effects.attributes.items()
         if name in guards and value is not _NO_CONSTANT and value != guards[name]
     }
-
-
-def _spoken(name: str) -> str:
-    return name.replace("L['self']", "self").replace("._modules['", ".").replace("']", "")
 
 
 @dataclass(frozen=True)

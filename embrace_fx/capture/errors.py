@@ -1,17 +1,23 @@
-"""What is said of a model that cannot be captured: the user's line, and what each route found."""
+"""What is said of a model that no graph holds: the user's line, and what Dynamo found there."""
 
 from __future__ import annotations
 
+import ast
+import builtins
 import inspect
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchRuntimeError
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CaptureError(RuntimeError):
@@ -19,72 +25,125 @@ class CaptureError(RuntimeError):
 
     Attributes:
         raised: what the forward itself raises, by a line of the user's; None: it is captured as far as it goes.
+        reason: the user's line and what of it is in the way, in a line.
     """
 
     raised: Exception | None = None
 
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or _of_message(message)
+
+
+def _of_message(message: str) -> str:
+    """The line of an error's message that tells what was found."""
+    found = " ".join(message.split()).partition("found ")[2] or message
+    return found.partition(". ")[0]
+
 
 class RefusedError(CaptureError):
-    """The model's forward does what no graph can do at each call; another route would leave it out silently."""
+    """The model's forward does what no graph can do at each call."""
 
 
-def explain(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> str:
-    """A `CaptureError`'s message.
+def explained(model: nn.Module, error: Exception, raised: Exception | None) -> CaptureError:
+    """What is said of a capture that has failed.
 
     Args:
-        failures: (route, what it raised), in the order tried.
+        error: what it raised.
+        raised: what the forward itself raises on the batch; None: it runs.
     """
-    where = next((line for _, e in failures if (line := _user_line(e))), f"{type(model).__name__}.forward")
-    reasons = "\n".join(f"  {route}: {type(e).__name__}: {_first_lines(e)}" for route, e in failures)
-    if (sent := next((name for _, e in failures if (name := _collective(e))), None)) is not None:
-        return (
-            f"expected collectives that a graph can hold, in {type(model).__name__}, at {where}, found "
-            f"torch.distributed.{sent}() ({reasons.splitlines()[0].strip()}). Use all_reduce, "
-            "broadcast, all_gather, reduce_scatter, all_to_all_single or "
-            "those of torch.distributed.nn, without async_op, or communicate in the training loop."
+    kind, where = type(model).__name__, _user_line(error) or f"{type(model).__name__}.forward"
+    found = f"{type(error).__name__}: {_first_lines(error)}"
+    if raised is not None:
+        told = CaptureError(
+            f"expected a batch that the forward takes, in {kind}, at {_user_line(raised) or where}, found that the "
+            f"forward fails on it: {type(raised).__name__}: {_first_lines(raised)}. Call the model with the arguments, "
+            "names, shapes, types and devices that it expects; the plain model tells whether it takes them."
         )
-    if (skipped := next((name for _, e in failures if (name := _skipped(e)) in _UNSIZED), None)) is not None:
-        return (
-            f"expected a forward whose sizes depend on no values, in {type(model).__name__}, at {where}, found "
-            f"{skipped}(). {_UNSIZED[skipped]}"
+        told.reason = ""  # it runs no better as it is written
+        if _is_of_users_code(model, raised):
+            told.raised = raised
+        return told
+    if (sent := _collective(error)) is not None:
+        return CaptureError(
+            f"expected collectives that a graph can hold, in {kind}, at {where}, found torch.distributed.{sent}() "
+            f"({found}). Use all_reduce, broadcast, all_gather, reduce_scatter, all_to_all_single or those of "
+            "torch.distributed.nn, without async_op, or communicate in the training loop.",
+            f"{where} calls torch.distributed.{sent}()",
         )
-    if (own := next((e for route, e in failures if route == "direct" and _is_of_forward(e)), None)) is not None:
-        return (
-            f"expected a batch that the forward takes, in {type(model).__name__}, at {_user_line(own) or where}, found "
-            f"that the forward fails on it while it is traced: {type(own).__name__}: {_first_lines(own)}. Call the "
-            "model with the arguments, names, shapes, types and devices that it expects; the plain model tells "
-            "whether it takes them.\n"
-            f"Found:\n{reasons}"
+    if (skipped := _skipped(error)) in _UNSIZED:
+        return CaptureError(
+            f"expected a forward whose sizes depend on no values, in {kind}, at {where}, found {skipped}(). "
+            f"{_UNSIZED[skipped]}",
+            f"{where} calls {skipped}()",
         )
-    return (
-        f"expected a forward that can be captured as one graph, in {type(model).__name__}, at "
-        f"{where}.\nFound:\n{reasons}\n"
-        "Rewrite that line so that it does not depend on tensor values (no `.item()`, no `if tensor:`, no "
-        "data-dependent shapes), or move it out of the model into the training loop."
+    return CaptureError(
+        f"expected a forward that can be captured as one graph, in {kind}, at {where}, found {found}. Rewrite that "
+        "line so that it does not depend on tensor values (no `.item()`, no `if tensor:`, no data-dependent shapes), "
+        "move it out of the model into the training loop, or leave out route='graph': the forward then runs as it is "
+        "written.",
+        f"{where}: {f'calls {skipped}()' if skipped else _in_short(error)}",
     )
 
 
-def raised_by_forward(model: nn.Module, failures: Sequence[tuple[str, Exception]]) -> Exception | None:
-    """What a line of the user's raises, on any batch like this one: with the plain model it would be the same."""
-    own = getattr(sys.modules.get(type(model).__module__), "__file__", None)
-    for route, error in failures:
-        if route == "direct" and _is_of_forward(error):
-            raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-            if raised_in == own or _is_of_user(raised_in):
-                return error
+def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+    """What the forward itself raises on a batch, where a failed capture looks like it; None where it raises nothing.
+
+    The forward runs once, without gradients: buffers and random numbers are as they were, and nothing is sent.
+    """
+    of_forward = isinstance(error, TorchRuntimeError | TypeError | AttributeError | KeyError)
+    leaves = [*pytree.tree_leaves((args, kwargs)), *model.parameters()]
+    fake = any(isinstance(leaf, FakeTensor) or (isinstance(leaf, Tensor) and leaf.is_meta) for leaf in leaves)
+    if not (of_forward or "Observed exception" in str(error)):
+        return None
+    if fake:  # there is nothing to run it on
+        return error if of_forward else _observed(error)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), _NothingIsSent():  # type: ignore[no-untyped-call]
+            model(*args, **kwargs)
+    except _Sends:
+        return None
+    except Exception as raised:
+        return raised
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
     return None
 
 
-def shortfall(failures: Sequence[tuple[str, Exception]]) -> str:
-    """In one line, why routes did not take a model that a later one has taken; empty where the first one did."""
-    return "; ".join(f"{_user_line(error) or 'forward'}: {_first_lines(error)}" for _, error in failures)
+def _observed(error: Exception) -> Exception | None:
+    """The exception of Python's own kinds that Dynamo has seen the forward raise."""
+    found = re.search(r"raised exception (\w+)(\(.*\))", str(error))
+    kind = getattr(builtins, found[1], None) if found is not None else None
+    try:
+        given = ast.literal_eval(found[2] if found[2] == "()" else f"{found[2][:-1]},)") if found is not None else ()
+    except (SyntaxError, ValueError):
+        given = ()
+    return kind(*given) if isinstance(kind, type) and issubclass(kind, Exception) else None
 
 
-def _is_of_forward(error: Exception) -> bool:
-    """Whether a forward would raise this in eager mode too: what tracing alone raises speaks of its fake tensors."""
-    spoken = str(error).lower()
-    of_tracing = "fake" in spoken or "subclass" in spoken or "symbolic" in spoken or "data-dependent" in spoken
-    return type(error).__module__ == "builtins" and not isinstance(error, AssertionError) and not of_tracing
+def _is_of_users_code(model: nn.Module, raised: Exception) -> bool:
+    """Whether a line of the user's raises it: loops may wait for it."""
+    frames = traceback.extract_tb(raised.__traceback__)
+    own = getattr(sys.modules.get(type(model).__module__), "__file__", None)
+    return not frames or frames[-1].filename == own or _is_of_user(frames[-1].filename)
+
+
+class _Sends(Exception):
+    """The forward sends something, which one rank must not do alone."""
+
+
+class _NothingIsSent(TorchDispatchMode):
+    """Ends a forward at its first collective."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if "c10d" in func.namespace:
+            raise _Sends
+        return func(*args, **(kwargs or {}))
 
 
 _UNSIZED = {
@@ -94,13 +153,19 @@ _UNSIZED = {
     ),
     "pad_packed_sequence": "Return the packed data, or the last states.",
 }
-"""Functions of torch.nn.utils.rnn that no route takes, and what to do instead."""
+"""Functions of torch.nn.utils.rnn that no graph takes, and what to do instead."""
 
 
-def _skipped(error: Exception) -> str | None:
-    """The function that Dynamo does not look into, where that is why it has given up."""
+def _skipped(error: Exception) -> str:
+    """The function that Dynamo does not look into, where that is why it has given up; "" where it is not."""
     found = re.search(r"marked that the function `(\w+)`", str(error))
-    return None if found is None else found[1]
+    return "" if found is None else found[1]
+
+
+def _in_short(error: Exception) -> str:
+    """The first line of an error."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return "its sizes depend on values" if line.startswith(("Consider annotating", "Could not")) else line.rstrip(".")
 
 
 def _collective(error: Exception) -> str | None:
@@ -111,7 +176,7 @@ def _collective(error: Exception) -> str | None:
 
 
 def _user_line(error: Exception) -> str | None:
-    """The last line of the user's code: Dynamo prints it, the direct route has it in the traceback."""
+    """The last line of the user's code: Dynamo prints it, other errors have it in the traceback."""
     printed = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(error).partition("from user code")[2])
     frames = printed or [(f.filename, str(f.lineno), f.name) for f in traceback.extract_tb(error.__traceback__)]
     own = [f for f in frames if _is_of_user(f[0])]

@@ -68,17 +68,21 @@ class DynamoGuards:
             values=ReadValues.of(others, self.values.scope),
         )
 
+    def changed(self) -> tuple[str, Any, Any] | None:
+        return self.values.changed()
+
     def unchanged(self) -> Conditions:
         return self if self.hold() else self.values.unchanged()
 
 
 def name_of_model(model: nn.Module) -> str:
     """How Dynamo calls the model, among the locals of its forward."""
-    code = _traced(model).__code__
+    code = traced_function(model).__code__
     return f"L[{code.co_varnames[0]!r}]" if code.co_argcount else "L['args'][0]"  # decorated: the first of `*args`
 
 
-def _traced(model: nn.Module) -> types.FunctionType:
+def traced_function(model: nn.Module) -> types.FunctionType:
+    """The function that Dynamo reads, unbound."""
     found: types.FunctionType = torch._dynamo.convert_frame.get_traced_fn(model)[0]
     return found
 
@@ -87,7 +91,7 @@ def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> DynamoGuards:
     """What Dynamo has guarded besides arguments, parameters, buffers and modes, while it made a graph of a model."""
     flatten: Any = gm._dynamo_bytecode_flatten
     output = flatten.out.graph_capture_output.output_graph
-    function, itself = _traced(model), name_of_model(model)
+    function, itself = traced_function(model), name_of_model(model)
     code = function.__code__
     first = code.co_varnames[0] if code.co_argcount else "args"
     frame = {first: model} if code.co_argcount else {first: (model,)}

@@ -1,12 +1,11 @@
-"""A model as tracing needs it: parameters registered once, results as trees of tensors."""
+"""A model as tracing needs it: results as trees of tensors."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
@@ -68,39 +67,3 @@ def _run_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], state
         inputs[position] = state
     with fx.traceback.preserve_node_meta():
         return tuple(fx.Interpreter(module).run(*inputs, enable_io_processing=False))
-
-
-class Untied(nn.Module):
-    """A model with every parameter and buffer registered once, whatever the number of its names.
-
-    Attributes:
-        assigned: the name of a buffer or parameter in whose place the forward puts another; None: there is none.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._call = [model]  # in a list: not a submodule, whose parameters would be registered twice
-        self._own_names: dict[int, str] = {}
-        self.names: dict[str, str] = {}
-        self._aliases: list[tuple[str, str]] = []
-        self.assigned: str | None = None
-        for prefix, module in model.named_modules():  # each once: what its parameters are is written there once
-            for name, parameter in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
-                self._register(name, parameter, nn.Module.register_parameter)
-            for name, buffer in module.named_buffers(prefix, recurse=False, remove_duplicate=False):
-                self._register(name, buffer, nn.Module.register_buffer)
-
-    def _register(self, fqn: str, value: Any, register: Callable[..., None]) -> None:
-        if id(value) not in self._own_names:
-            own = fqn.replace(".", "__")
-            self._own_names[id(value)] = own
-            self.names[own] = fqn
-            register(self, own, value)
-        self._aliases.append((fqn, self._own_names[id(value)]))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        named = {fqn: getattr(self, own) for fqn, own in self._aliases}
-        given = dict(named)
-        results = torch.func.functional_call(self._call[0], named, args, kwargs, tie_weights=False)
-        self.assigned = next((fqn for fqn, value in named.items() if value is not given[fqn]), None)
-        return results

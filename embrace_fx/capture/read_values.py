@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor, fx, nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
-_CONTAINERS = (list, tuple, dict, set, frozenset)
-_OF_EVERY_MODULE = frozenset(dir(nn.Module()))
 _OF_CLASS = re.compile(r"dict\(type\((L\['self'\].*)\)\.__dict__\)\['(\w+)'\]")
 """How Dynamo writes an attribute that the class has; the instance may get one of its own later."""
 
@@ -32,6 +29,9 @@ class Conditions(Protocol):
 
     def unchanged(self) -> Conditions:
         """Without what has changed since: the forward itself writes it, or its tracing did."""
+
+    def changed(self) -> tuple[str, Any, Any] | None:
+        """A value that is not what it was: its name, the value at the capture, and now."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,6 @@ class ReadValues:
     def of(names: Iterable[str], scope: Mapping[str, Any]) -> ReadValues:
         """Of the expressions, those whose values can be compared."""
         return ReadValues._of(names, dict(scope), _comparable)
-
-    @staticmethod
-    def of_modules(model: nn.Module) -> ReadValues:
-        """All attributes and hooks of all modules: for a trace that does not tell which of them it reads.
-
-        Functions and objects are compared by identity, containers by what they hold.
-        """
-        modules = list(model.modules())
-        names = [f"H(M[{k}])" for k in range(len(modules))]
-        for k, module in enumerate(modules):
-            for key in _attributes(module):
-                name = f"getattr(M[{k}], {key!r})"
-                names.append(f"S({name})" if isinstance(getattr(module, key, None), _CONTAINERS) else name)
-        return ReadValues._of(names, {"M": modules, "S": _contents, "H": _hooks}, lambda value: True)
 
     @staticmethod
     def _of(names: Iterable[str], scope: dict[str, Any], is_kept: Callable[[Any], bool]) -> ReadValues:
@@ -93,6 +79,15 @@ class ReadValues:
         values = dict(zip(now.names, now.values, strict=True))
         same = {n: v for n, v in zip(self.names, self.values, strict=True) if n in values and _same(v, values[n])}
         return ReadValues(tuple(same), _tuple_of(same), self.scope, tuple(same.values()))
+
+    def changed(self) -> tuple[str, Any, Any] | None:
+        """The first one that is not what it was."""
+        now = ReadValues._of(self.names, self.scope, lambda value: True)
+        values = dict(zip(now.names, now.values, strict=True))
+        for name, value in zip(self.names, self.values, strict=True):
+            if name in values and not _same(value, values[name]):
+                return spoken(name), value, values[name]
+        return None
 
     def hold(self) -> bool:
         """Whether all of them are what they were."""
@@ -144,35 +139,14 @@ class NumbersOfTensors:
         """Whether none has been written since."""
         return all(each._version == version for each, version in zip(self.tensors, self.versions, strict=True))
 
+    def changed(self) -> tuple[str, Any, Any] | None:
+        return None
+
     def unchanged(self) -> NumbersOfTensors:
         """Without those that have been written since."""
         return NumbersOfTensors.of(
             each for each, version in zip(self.tensors, self.versions, strict=True) if each._version == version
         )
-
-
-class NotesNumbers(torch.overrides.TorchFunctionMode):
-    """Notes the tensors whose numbers Python reads: real ones, those that a trace has no values of left out.
-
-    Attributes:
-        found: them.
-    """
-
-    def __init__(self, is_real: Callable[[Tensor], bool]) -> None:
-        super().__init__()
-        self.found: list[Tensor] = []
-        self._is_real = is_real
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if getattr(func, "__name__", "") in _AS_NUMBERS and isinstance(args[0], Tensor) and self._is_real(args[0]):
-            self.found.append(args[0])
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -184,6 +158,9 @@ class Both:
 
     def hold(self) -> bool:
         return self.first.hold() and self.second.hold()
+
+    def changed(self) -> tuple[str, Any, Any] | None:
+        return self.first.changed() or self.second.changed()
 
     def unchanged(self) -> Conditions:
         return Both(self.first.unchanged(), self.second.unchanged())
@@ -200,6 +177,11 @@ def _of_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
     return whole if hasattr(type(found), "__set__") else f"{instance}.{name}"
 
 
+def spoken(name: str) -> str:
+    """An expression of a model's own, as a user writes it."""
+    return name.replace("L['self']", "self").replace("._modules['", ".").replace("']", "")
+
+
 def _tuple_of(names: Iterable[str]) -> types.CodeType:
     return compile("(" + "".join(f"{name}, " for name in names) + ")", "<values read>", "eval")
 
@@ -208,35 +190,6 @@ def _comparable(value: Any) -> bool:
     return isinstance(value, (*_PLAIN, np.ndarray)) or (
         isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
     )
-
-
-def _contents(value: Any, depth: int = 4) -> Any:
-    """A container as a tuple of what it holds; anything else as itself."""
-    if depth == 0 or not isinstance(value, _CONTAINERS):
-        return value
-    items = [*value, *value.values()] if isinstance(value, dict) else value
-    return tuple([_contents(item, depth - 1) for item in items])
-
-
-def _hooks(module: nn.Module) -> tuple[Any, ...]:
-    return (
-        *module._forward_pre_hooks.values(),
-        *module._forward_hooks.values(),
-        *module._backward_pre_hooks.values(),
-        *module._backward_hooks.values(),
-        module.__dict__.get("forward"),
-    )
-
-
-def _attributes(module: nn.Module) -> list[str]:
-    """The names of a module's attributes, the numbers and texts of its classes included, that not every module has."""
-    of_classes = {
-        name
-        for kind in type(module).__mro__
-        for name, value in vars(kind).items()
-        if isinstance(value, _PLAIN) and not name.startswith("__")
-    }
-    return sorted(of_classes.union(vars(module)) - _OF_EVERY_MODULE)
 
 
 def _same(a: Any, b: Any) -> bool:

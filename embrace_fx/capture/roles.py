@@ -45,11 +45,10 @@ class Joint:
     batch: Mapping[int, fx.Node]
 
 
-def with_roles(joint: fx.GraphModule, model: nn.Module, names: Mapping[str, str], leaves: Sequence[Any]) -> Joint:
+def with_roles(joint: fx.GraphModule, model: nn.Module, leaves: Sequence[Any]) -> Joint:
     """Gives a traced graph's inputs and outputs their roles, and readable names; drops what nothing reads.
 
     Args:
-        names: the graph's names of parameters and buffers, where they are not the model's -> the model's.
         leaves: the flattened arguments.
 
     Raises:
@@ -66,13 +65,13 @@ def with_roles(joint: fx.GraphModule, model: nn.Module, names: Mapping[str, str]
         ):
             _drop_zero_tangent(module, node)
             continue
-        role = _input_role(node.meta["desc"], names, first_names)
+        role = _input_role(node.meta["desc"], first_names)
         node.meta["role"] = role
         if isinstance(role, BatchInput) and not isinstance(leaves[role.index], Tensor):
             module.graph.erase_node(node)  # a constant of the graph: other values lead to another capture
         elif isinstance(role, BatchInput):
             batch[role.index] = node
-    constants = _set_output_roles(module, names, first_names)
+    constants = _set_output_roles(module, first_names)
     _drop_identities(module)
     module.graph.eliminate_dead_code()
     _drop_unread_state(module)
@@ -124,12 +123,12 @@ def _flat_module(joint: fx.GraphModule) -> fx.GraphModule:
     return LateModule(joint, graph)
 
 
-def _input_role(desc: Any, names: Mapping[str, str], first_names: Mapping[str, str]) -> InputRole:
+def _input_role(desc: Any, first_names: Mapping[str, str]) -> InputRole:
     match desc:
         case aot.ParamAOTInput(target=target):
-            return Parameter(first_names[names.get(target, target)])
+            return Parameter(first_names[target])
         case aot.BufferAOTInput(target=target):
-            return Buffer(first_names[names.get(target, target)])
+            return Buffer(first_names[target])
         case aot.PlainAOTInput(idx=index):
             return BatchInput(index)
         case aot.TangentAOTInput(output=aot.PlainAOTOutput(idx=index)):
@@ -140,9 +139,7 @@ def _input_role(desc: Any, names: Mapping[str, str], first_names: Mapping[str, s
     )
 
 
-def _set_output_roles(
-    module: fx.GraphModule, names: Mapping[str, str], first_names: Mapping[str, str]
-) -> dict[int, Any]:
+def _set_output_roles(module: fx.GraphModule, first_names: Mapping[str, str]) -> dict[int, Any]:
     output = module.graph.output_node()
     values: list[fx.Node] = []
     roles: list[OutputRole] = []
@@ -155,11 +152,11 @@ def _set_output_roles(
             case aot.PlainAOTOutput(idx=index):
                 role = Result(index)
             case aot.InputMutationAOTOutput(mutated_input=mutated):
-                of = _input_role(mutated, names, first_names)
+                of = _input_role(mutated, first_names)
                 assert isinstance(of, Parameter | Buffer | BatchInput)
                 role = Mutation(of)
             case aot.GradAOTOutput(grad_of=grad_of):
-                source = _input_role(grad_of, names, first_names)
+                source = _input_role(grad_of, first_names)
                 assert isinstance(source, Parameter | Buffer | BatchInput)
                 if value is None or isinstance(source, Buffer):
                     continue

@@ -26,13 +26,15 @@ class Misfit:
     Attributes:
         late: parameters that it gives a gradient, and that the plan takes for unused or frozen.
         whole: tables that the plan shards, and that its forward does not read as shards can be read.
+        eager: why no graph holds the forward for it, in a line; "": one does.
     """
 
     late: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
+    eager: str = ""
 
     def __bool__(self) -> bool:
-        return bool(self.late or self.whole)
+        return bool(self.late or self.whole or self.eager)
 
 
 def misfit(plan: Plan, graph: TrainingGraph, hooked: Collection[str] = (), ignored: Collection[str] = ()) -> Misfit:

@@ -17,18 +17,23 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 
 @dataclass
 class Variant:
-    """A program and the batches it is valid for."""
+    """A program and the batches it is valid for.
+
+    Attributes:
+        reused: how many calls have found it after the one that it was captured for.
+    """
 
     captured: Captured
     analysed: TrainingGraph
     train: bool
     program: Program | None = None  # built when first needed under the plan in use
     accumulating: Program | None = None  # for backwards under no_sync, built when first needed
+    reused: int = 0
 
 
 @dataclass
 class Kind:
-    """Calls that differ in shapes alone: structure, dtypes, constants, training mode and autocast are the same.
+    """Calls that differ in shapes and constants alone: structure, dtypes, training mode and autocast are the same.
 
     Attributes:
         shapes: of the batches that were captured, by their tensors' positions.
@@ -56,19 +61,10 @@ class Kinds(dict[Any, Kind]):
 def kind_key(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
     """What calls of one kind have in common; `modes`: which modules train."""
     signature = tuple(
-        (leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else _constant(leaf)
+        (leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
         for leaf in leaves
     )
     autocast = tuple(
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     )
     return (spec, signature), train, modes, autocast
-
-
-def _constant(leaf: Any) -> Any:
-    """A non-tensor argument as part of the key; one that cannot be hashed is told apart by its text."""
-    try:
-        hash(leaf)
-    except TypeError:
-        return type(leaf), repr(leaf)
-    return type(leaf), leaf

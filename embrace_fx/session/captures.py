@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from embrace_fx.capture import Captured, capture
+from embrace_fx.capture.arguments import agree
 from embrace_fx.capture.errors import CaptureError, RefusedError
 from embrace_fx.runtime.tables.placement import whole_parameters
 from embrace_fx.session.calls import Kind
@@ -23,14 +23,13 @@ MOST_VALUES = 4
 """Of an attribute that a forward reads and sets: a switch has two. A counter never comes back to one, and each needs a
 capture."""
 
-_KNOWS_LESS = (
-    "expected a forward that Dynamo can read, in %s, found one that it cannot (%s): it was traced as Python ran it. "
-    "What it prints or logs, and what its hooks do besides computing, happened this once, with names in the place of "
-    "tensors' values. Attributes and hooks of its modules are looked at in each call; where it reads globals, "
-    "closures, the environment or the inside of objects, a change will not be noticed."
-)
 
-logger = logging.getLogger(__name__)
+MOST_UNUSED = {float: 3}
+"""Captures in a row of which none has served a second call, by the type of the value that differs: a float that is
+another one in each call is annealed, and comes back to none."""
+
+MOST_UNUSED_OF_OTHERS = 8
+"""Of other values: a task's number comes back once all tasks have had their turn."""
 
 
 class Captures:
@@ -39,7 +38,6 @@ class Captures:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self.count = 0
-        self._told = False
         self._values: dict[str, list[Any]] = {}  # of attributes that forwards read and set
 
     def capture(
@@ -56,6 +54,7 @@ class Captures:
                 f"forward(), found that {MAX_CAPTURES} captures do not suffice. Pad batches to a few lengths, pass "
                 "dynamic=True, or pass numbers that change, attributes of the model too, as tensors."
             )
+        self._check_repeats(kind, leaves)
         self.count += 1
         kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
         whole = {name: table.shape for name, table in self._setting.state.tables.items()}
@@ -63,10 +62,27 @@ class Captures:
         with whole_parameters(model, whole):
             captured = capture(model, args, kwargs, train=train, dynamic=dynamic)
         self._check_switches(captured)
-        if captured.shortfall and not self._told:
-            self._told = True
-            logger.warning(_KNOWS_LESS, type(model).__name__, captured.shortfall)
         return replace(captured, conditions=captured.conditions.unchanged())
+
+    def _check_repeats(self, kind: Kind, leaves: Sequence[Any]) -> None:
+        """Raises where a value that the forward reads is another one in each call.
+
+        Raises:
+            RefusedError: naming it.
+        """
+        found = _changed(kind.variants[-1].captured, leaves) if kind.variants else None
+        if found is None:
+            return
+        name, before, now = found
+        most = MOST_UNUSED.get(type(now), MOST_UNUSED_OF_OTHERS)
+        if len(kind.variants) >= most and not any(variant.reused for variant in kind.variants[-most:]):
+            raise RefusedError(
+                f"expected values that repeat from call to call, in {type(self._setting.model).__name__}, found that "
+                f"its forward reads {name}, which was {before!r} and is {now!r}: each of the last {most} captures has "
+                "served one call. Pass it as a tensor, keep it in a buffer, or leave out route='graph': the forward "
+                "then runs as it is written.",
+                f"the forward reads {name}, which keeps changing ({before!r}, {now!r})",
+            )
 
     def _check_switches(self, captured: Captured) -> None:
         """Raises where an attribute that the forward reads and sets has too many values for a graph of each.
@@ -85,6 +101,14 @@ class Captures:
                     f"a constant of the graph. Keep it in a tensor, register_buffer({attribute!r}, "
                     f"torch.tensor({values[0]!r})), or change it in the training loop."
                 )
+
+
+def _changed(captured: Captured, leaves: Sequence[Any]) -> tuple[str, Any, Any] | None:
+    """The first value that keeps a capture from a batch, by name, as it was and as it is; None where it is a shape."""
+    for k, value in captured.constants.items():
+        if not agree(leaves[k], value):
+            return f"argument {k} of its flattened ones", value, leaves[k]
+    return captured.conditions.changed()
 
 
 def _varying(kind: Kind, dynamic: bool | None) -> frozenset[tuple[int, int]]:

@@ -41,7 +41,7 @@ class ModelWatch:
 
     def note_parameters(self) -> None:
         """Takes the parameters as they are now for given: their tables have been placed, or loaded."""
-        self._held = [*chain.from_iterable(map(dict.values, self._parameters))]  # no other gets a freed one's address
+        self._held = [*chain.from_iterable(map(_values, self._parameters))]  # no other gets a freed one's address
         self._ids = [*map(id, self._held)]
         self._names = self._named()
 
@@ -64,9 +64,14 @@ class ModelWatch:
         """Whether there are other modules than before, or methods of other classes or of the model itself."""
         return self._now() != self._were or self._root() != self._root_was
 
+    def refusal(self) -> RuntimeError | None:
+        """What is wrong where there are other parameters than before; None where there are not."""
+        name = self.parameters_changed()
+        return None if name is None else RuntimeError(OTHER_PARAMETERS.format(name))
+
     def parameters_changed(self) -> str | None:
         """The name of a parameter that came, went or was replaced; None where all are those that were."""
-        if [*map(id, chain.from_iterable(map(dict.values, self._parameters)))] == self._ids and self._same_modules():
+        if [*map(id, chain.from_iterable(map(_values, self._parameters)))] == self._ids and self._same_modules():
             return None
         now = self._named()
         found = (name for name in {**self._names, **now} if self._names.get(name) != now.get(name))
@@ -76,7 +81,7 @@ class ModelWatch:
         return self._now() == self._were
 
     def _now(self) -> tuple[list[Any], list[Any]]:
-        return [*map(tuple, map(dict.values, self._children))], [kind.forward for kind in self._kinds]
+        return [*map(tuple, map(_values, self._children))], [kind.forward for kind in self._kinds]
 
     def _root(self) -> tuple[Any, ...]:
         """What the model's own call goes through; that of its modules, captures guard."""
@@ -86,3 +91,8 @@ class ModelWatch:
 
     def _named(self) -> dict[str, int]:
         return {name: id(each) for name, each in self._model.named_parameters(remove_duplicate=False)}
+
+
+def _values(named: Any) -> Any:
+    """What a module holds by name: TorchScript's modules hold it in a dict of their own."""
+    return named.values()

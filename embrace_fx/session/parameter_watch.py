@@ -30,6 +30,11 @@ class ParameterWatch:
         self._dtypes = [parameter.dtype for parameter in self._state.parameters()]
         self._look(self._now())
 
+    def refusal(self) -> RuntimeError | None:
+        """What is wrong where a dtype has changed; None where none has."""
+        name = self.converted()
+        return None if name is None else RuntimeError(CONVERTED.format(name))
+
     def converted(self) -> str | None:
         """Looks at them; returns the name of one whose dtype has changed, or None."""
         now = self._now()

@@ -5,6 +5,7 @@ What is built under a plan goes with it: programs, the flow between steps, the s
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Variant
 from embrace_fx.session.garbage import not_collecting
 from embrace_fx.session.programs import ProgramBuilder
+from embrace_fx.session.whole_tables import whole_tables
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage, tell
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -167,8 +169,11 @@ class PlanInUse:
             return
         self._place_anew(variant.analysed, new, findings)
 
-    def fit(self) -> None:
+    def fit(self) -> str:
         """Adds to the plan what some rank's batch needs besides, before the step that asks for it. Collective.
+
+        Returns:
+            Why the forward is to run as it is written from here on, on every rank; "" where graphs hold it.
 
         Raises:
             PeerFailure: this is no moment for it on some rank; on every rank, and nothing changed.
@@ -178,14 +183,24 @@ class PlanInUse:
         reason = "an earlier call's backward is still to come" if state.awaiting_backward else None
         if state.unreduced and any(name in state.tables for name in own.whole):
             reason = "gradients wait that were summed up under no_sync()"
-        told = tuple[tuple[str, ...], tuple[str, ...], str | None]
-        everyone = communicator.gather((own.late, own.whole, reason), told)
-        needed = [Misfit(late, whole) for late, whole, _ in everyone]
-        names = ", ".join(sorted({name for each in needed for name in (*each.late, *each.whole)}))
+        told = tuple[tuple[str, ...], tuple[str, ...], str, str | None]
+        everyone = communicator.gather((own.late, own.whole, own.eager, reason), told)
+        needed = [Misfit(late, whole, eager) for late, whole, eager, _ in everyone]
+        names = ", ".join(sorted({name for each in needed for name in (*each.late, *each.whole)})) or "parameters"
         if reasons := {rank: reason for rank, (*_, reason) in enumerate(everyone) if reason is not None}:
             raise PeerFailure({rank: _NO_MOMENT.format(names, reason) for rank, reason in reasons.items()})
+        if eager := next((each.eager for each in needed if each.eager), ""):
+            return eager
         self._whole |= {name for each in needed for name in each.whole}
         self.change(fitted(self._in_use(), needed))
+        return ""
+
+    def plan_for(self, variant: Variant, leaves: Sequence[Any]) -> None:
+        """Puts a plan in use that is made for another graph of the model. Collective."""
+        setting = self._setting
+        with stage("planning again", setting.communicator.rank):
+            findings = find(setting, variant.analysed, leaves, frozenset())
+        self._place_anew(variant.analysed, plan_on_links(setting, findings, self._in_use()), findings)
 
     def change(self, new: Plan) -> None:
         """Puts a plan in use that follows from the one in use. Collective."""
@@ -235,6 +250,10 @@ class PlanInUse:
             self._told_asked = True
             if self._setting.communicator.rank == 0:
                 tell(_ASKED)
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which every table is whole on every rank. Collective."""
+        return whole_tables(self._setting, self)
 
     def leave_model(self) -> None:
         """Puts all tables together, for another compiled model to begin with. Collective."""

@@ -15,6 +15,7 @@ from embrace_fx.capture.structured_trace import log_graph, log_text
 from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.held import Held, held
 from embrace_fx.passes.memory.budget import Memory
+from embrace_fx.passes.relax.buckets import ChunkBuckets
 from embrace_fx.passes.relax.order import OrderCompute
 from embrace_fx.passes.take_part import ExchangedParameter, TakePart
 from embrace_fx.planning.one_process import SoloSchedule
@@ -26,6 +27,7 @@ from embrace_fx.runtime.step.program import Program
 from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Variant
+from embrace_fx.session.gradient_graph import ROUTE as EAGER
 from embrace_fx.session.offloading import Offloading
 from embrace_fx.session.pipeline import Compiled, relaxing_passes, run_passes, training_passes
 from embrace_fx.session.step_graphs import StepGraphs
@@ -89,7 +91,7 @@ class ProgramBuilder:
         joint, compiled, failure = None, None, None
         try:
             joint = self._compile(variant.analysed, train=train, reduce=train)
-            compiled = self._relax(joint, variant.analysed) if train else joint
+            compiled = self._relax(joint, variant) if train else joint
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
         if first:
@@ -190,10 +192,14 @@ class ProgramBuilder:
                 found[name] = ExchangedParameter(decision.shape, parameter.dtype, parameter.device, padding)
         return found
 
-    def _relax(self, compiled: Compiled, analysed: TrainingGraph) -> Compiled:
-        """Lets communication run into the next step, as the schedule says."""
+    def _relax(self, compiled: Compiled, variant: Variant) -> Compiled:
+        """Lets communication run into the next step, as the schedule says; not into a forward that no graph holds,
+        which could read any parameter anywhere."""
         if not self._launches():
             return compiled
+        analysed = variant.analysed
+        if variant.captured.route == EAGER:
+            return run_passes(analysed, (ChunkBuckets(self._cuts.chunks),), compiled)
         passes = relaxing_passes(self._plan, self._setting.options.schedule, self._communicator.rank, self._cuts)
         return run_passes(analysed, (*passes, *self._ordering()), compiled)
 
@@ -289,6 +295,8 @@ class ProgramBuilder:
     def _assigned(self, variant: Variant) -> frozenset[str]:
         """The buffers that the forward assigns, beside those that its graph writes."""
         replay, state = variant.captured.replay, self._setting.state
+        if variant.captured.route == EAGER:  # which ones it writes, nobody knows
+            return frozenset(state.buffer_names())
         return frozenset() if replay is None else frozenset(state.buffers_in(replay.writes))
 
     def _region_compiler(self) -> RegionCompiler | None:

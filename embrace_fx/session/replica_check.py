@@ -8,7 +8,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,17 @@ from torch import Tensor
 from embrace_fx.runtime.ranks.checksums import checksum, checksum_of_text
 from embrace_fx.setup.agreement import settings_of
 from embrace_fx.setup.setting import Setting
+
+
+def have_replicas_compared(setting: Setting, synchronize: Callable[[], None]) -> None:
+    """Has the coming announcement compare them, where it is time.
+
+    Args:
+        synchronize: applies every update: ranks may have applied more or less of the last step.
+    """
+    if is_due(setting):
+        synchronize()
+        setting.announcements.checksums = checksums_of_replicas(setting)
 
 
 def is_due(setting: Setting) -> bool:

@@ -31,18 +31,19 @@ from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Kinds, Variant, kind_key
 from embrace_fx.session.captures import Captures
 from embrace_fx.session.comm_hooks import register_hook
+from embrace_fx.session.eager_calls import EagerCalls
 from embrace_fx.session.garbage import not_collecting
 from embrace_fx.session.idling import Idling, Joined
 from embrace_fx.session.lookahead import Lookahead
-from embrace_fx.session.model_watch import OTHER_PARAMETERS, ModelWatch
-from embrace_fx.session.parameter_watch import CONVERTED, ParameterWatch
+from embrace_fx.session.model_watch import ModelWatch
+from embrace_fx.session.parameter_watch import ParameterWatch
 from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.plain_calls import PlainCalls
 from embrace_fx.session.plan_in_use import PlanInUse
-from embrace_fx.session.replica_check import checksums_of_replicas, is_due
+from embrace_fx.session.replica_check import have_replicas_compared
 from embrace_fx.session.state_hooks import add_state_hooks, take_over
 from embrace_fx.session.views import Views
-from embrace_fx.setup.agreement import agree_on_first_call, agree_on_set_up, give_up
+from embrace_fx.setup.agreement import RunsEagerly, agree_on_first_call, agree_on_set_up, give_up, runs_eagerly_for
 from embrace_fx.setup.first_state import send_first_state
 from embrace_fx.setup.group import check_call, check_group, default_group, group_of_mesh
 from embrace_fx.setup.options import Options
@@ -91,9 +92,9 @@ class Session:
         self.planned = PlanInUse(
             self._setting, self._kinds, buffers, self.lookahead.warn_of_other_batch, self._note_places
         )
-        self.views = Views(self._setting, self.planned)
+        self._eager = EagerCalls(self._setting, self.planned, self._kinds)
+        self.views = Views(self._setting, self.planned, lambda: self._eager.reason)
         self.idling = Idling(self._setting, self.planned)
-        """What the user calls."""
 
     def _stepping(self) -> Stepping:
         """Listens to the optimizers of the model: those that were given, and whichever steps it."""
@@ -175,9 +176,11 @@ class Session:
             while True:
                 try:
                     return self._call(args, kwargs, leaves, spec)
+                except RunsEagerly as found:
+                    self._eager.take_over(found.reason)
                 except PlanDoesNotFit:
                     calls.count = count
-                    self.planned.fit()
+                    self._eager.fit()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec) -> Any:
         """Runs the model on a batch.
@@ -189,9 +192,11 @@ class Session:
         self.communicator.check_open()
         announcements.activity = self._activity(train)
         self._look_at_model()
-        kind = self._kinds[kind_key(self._modes(), leaves, spec, train)]
         if self.planned.plan is None and not train:
             return self._plainly.evaluate(args, kwargs)
+        if self._eager.reason:
+            return self._eager.call(args, kwargs, train, self._make_plan, self._check_replicas)
+        kind = self._kinds[kind_key(self._modes(), leaves, spec, train)]
         variant = self._variant(kind, leaves, args, kwargs, train)
         if announcements.asked_to_plan:
             self.planned.make_again(variant, leaves)
@@ -207,6 +212,15 @@ class Session:
             self.planned.observe()
         return variant.captured.results(results, args, kwargs)
 
+    def _make_plan(self, variant: Variant, leaves: Sequence[Any]) -> None:
+        """Makes the first plan, and tells of it. Collective."""
+        self.planned.make(variant.analysed, leaves)
+        self._watch.note_parameters()
+        self.planned.build(variant)
+        self.views.note_built()
+        if self.communicator.rank == 0:
+            tell("%s", self.views.summary())
+
     def _modes(self) -> tuple[bool, ...]:
         """Which modules train, and which parameters take gradients."""
         return (*self._watch.modes(), *self._parameters.trains)
@@ -215,10 +229,7 @@ class Session:
         return _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
 
     def _check_replicas(self) -> None:
-        """Has the coming announcement compare them, where it is time."""
-        if is_due(self._setting):
-            self.synchronize()  # ranks may have applied more or less of the last step
-            self.announcements.checksums = checksums_of_replicas(self._setting)
+        have_replicas_compared(self._setting, self.synchronize)
 
     def _look_at_model(self) -> None:
         """Refuses a model with other parameters than the plan's; one with other modules is captured anew.
@@ -226,12 +237,7 @@ class Session:
         Raises:
             PeerFailure: on every rank. Before there is a plan, CaptureError.
         """
-        changed = None
-        if name := self._watch.parameters_changed():
-            changed = RuntimeError(OTHER_PARAMETERS.format(name))
-        elif name := self._parameters.converted():
-            changed = RuntimeError(CONVERTED.format(name))
-        if changed is not None:
+        if changed := self._watch.refusal() or self._parameters.refusal():
             if self.planned.plan is None:  # the other ranks make no announcements yet
                 agree_on_first_call(self.announcements, changed)
             give_up(self.announcements, changed)
@@ -250,6 +256,7 @@ class Session:
         """A capture that is valid for a batch."""
         found = next((v for v in kind.variants if v.captured.accepts(leaves)), None)
         if found is not None:
+            found.reused += 1
             return found
         with not_collecting():
             return self._capture(kind, leaves, args, kwargs, train)
@@ -306,22 +313,24 @@ class Session:
                 analysed = analyse(captured)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
+        route = self.options.route if self.options.memory_budget is None else "graph"  # which no other route keeps
         if self.planned.plan is None:
             with stage("waiting for the other ranks to capture", rank):
-                agree_on_first_call(self.announcements, failure)
+                reason = agree_on_first_call(self.announcements, failure, route)
+            if reason:
+                raise RunsEagerly(reason)
+        elif reason := runs_eagerly_for(failure, route):
+            self.planned.fits(Misfit(eager=reason))
         elif failure is not None:
             give_up(self.announcements, failure)
         assert captured is not None
-        first = self.planned.plan is None
-        if first:
-            self.planned.make(analysed, captured.inputs(leaves))
-            self._watch.note_parameters()
         variant = Variant(captured, analysed, train)
         kind.variants.append(variant)
-        self.planned.build(variant)
-        self.views.note_built()
-        if first and rank == 0:
-            tell("%s", self.views.summary())
+        if self.planned.plan is None:
+            self._make_plan(variant, captured.inputs(leaves))
+        else:
+            self.planned.build(variant)
+            self.views.note_built()
         return variant
 
     # -- ranks that have run out of batches ----------------------------------------------------------------------------
@@ -371,6 +380,7 @@ class Session:
 
     def close(self) -> None:
         """Applies what is pending, and ends the threads and process groups behind the model."""
+        self._eager.forget()
         self.planned.close()
         self.state.settle_tables()
         self._kinds.clear()

@@ -167,7 +167,8 @@ class OwnPartsAreNoTables(_Hook):
             raise RuntimeError(
                 f"expected the compiled model in a call, found the {type(module).__name__} of the plain one, or of a "
                 f"copy, whose tables {', '.join(self.places)} hold this rank's part alone. Call the compiled model on "
-                "every rank, or load full_state_dict() into a model of its own, which any rank may call."
+                "every rank, or any part of it on every rank under `with model.whole():`, or load full_state_dict() "
+                "into a model of its own, which any rank may call."
             )
 
 

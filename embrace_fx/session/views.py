@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from embrace_fx.planning.background import background_of
 from embrace_fx.planning.scheduling import Scheduling
@@ -21,10 +21,15 @@ from embrace_fx.vocabulary.schedule import Schedule, Timeline
 
 
 class Views:
-    """Shows a user one model's plan, graphs, schedule and timeline."""
+    """Shows a user one model's plan, graphs, schedule and timeline.
 
-    def __init__(self, setting: Setting, planned: PlanInUse) -> None:
+    Args:
+        runs_eagerly: tells why no graph holds the forward; "": one does.
+    """
+
+    def __init__(self, setting: Setting, planned: PlanInUse, runs_eagerly: Callable[[], str]) -> None:
         self._setting = setting
+        self._runs_eagerly = runs_eagerly
         self._planned = planned
         self._timeline: Timeline | None = None
         self._records = False
@@ -46,6 +51,8 @@ class Views:
 
     def report(self) -> str:
         told, setting = str(self.plan) + told_of(self._setting.communicator), self._setting
+        if reason := self._runs_eagerly():
+            told += f"\n\nroute: eager, every table whole and no update behind the next forward; {reason}"
         held = self._planned.builder.held() if self._planned.builder is not None else None
         tables = setting.state.tables
         if tables:
@@ -115,7 +122,9 @@ class Views:
     @property
     def graphs_of_training(self) -> Graphs:
         """The graphs of the last training program; none before the first."""
-        return Graphs() if self._planned.builder is None else self._planned.builder.graphs
+        if self._planned.builder is None:
+            return Graphs()
+        return self._planned.builder.graphs.instead(self._runs_eagerly())
 
 
 _NOT_SCHEDULED = (

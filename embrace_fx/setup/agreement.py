@@ -27,6 +27,18 @@ class SetUpError(ValueError, RuntimeError):
     """What `compile` was given cannot be trained: a ValueError, and as DDP's constructor raises one, a RuntimeError."""
 
 
+class RunsEagerly(Exception):
+    """No graph holds the forward, on some rank: all ranks run it as it is written.
+
+    Args:
+        reason: why none does, in a line.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 def agree_on_set_up(
     communicator: Communicator,
     model: nn.Module,
@@ -253,22 +265,37 @@ def refuse_counts_of_ignored(model: nn.Module) -> None:
             )
 
 
-def agree_on_first_call(announcements: Announcements, failure: Exception | None) -> None:
+def agree_on_first_call(announcements: Announcements, failure: Exception | None, route: str | None = "graph") -> str:
     """Before there is a plan, and with it announcements: all ranks do the same, and none has failed to capture.
 
     Args:
         failure: why this rank could not capture its batch, or None.
+        route: the one that was asked for.
+
+    Returns:
+        Why the forward is to run as it is written, on every rank; "" where all have captured it.
 
     Raises:
         CaptureError: a rank could not; on every rank, but on one whose forward raises: there, what it raises.
     """
-    own = (announcements.activity, None if failure is None else failure_text(failure))
-    everyone = announcements.communicator.gather(own, tuple[int, str | None])
-    check_activities([activity for activity, _ in everyone])
-    for rank, (_, report) in enumerate(everyone):
-        if report is not None:
+    reason = runs_eagerly_for(failure, route)
+    own = (announcements.activity, None if failure is None else failure_text(failure), reason)
+    everyone = announcements.communicator.gather(own, tuple[int, str | None, str])
+    check_activities([activity for activity, *_ in everyone])
+    if all(report is None or reason for _, report, reason in everyone):
+        return next((reason for *_, reason in everyone if reason), "")
+    for rank, (_, report, reason) in enumerate(everyone):
+        if report is not None and not reason:
             text = report if len(everyone) == 1 else f"the capture failed on rank {rank}: {report}"
             raise _of_forward(failure) or CaptureError(text) from failure
+    return ""
+
+
+def runs_eagerly_for(failure: Exception | None, route: str | None) -> str:
+    """Why a forward that could not be captured is to run as it is written, in a line; "" where it is not."""
+    if route == "graph" or not isinstance(failure, CaptureError) or failure.raised is not None:
+        return ""
+    return failure.reason
 
 
 def agree_on_build(communicator: Communicator, failure: Exception | None) -> None:

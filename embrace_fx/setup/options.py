@@ -41,6 +41,7 @@ class Options:
     dump_to: str | Path | None = None
     offload_to: str | Path | None = None
     device_mesh: DeviceMesh | None = None
+    route: str | None = None
 
     @property
     def shares_buffers(self) -> bool:
@@ -71,6 +72,7 @@ class Options:
             "schedule": SCHEDULES,
             "row_updates": ("exact", "sweep", "replay", "lazy"),
             "backend": ("eager", "inductor"),
+            "route": (None, "graph", "eager"),
         }
         for name, values in allowed.items():
             found = getattr(self, name)

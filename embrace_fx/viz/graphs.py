@@ -24,7 +24,12 @@ class Graphs(Mapping[str, fx.GraphModule]):
         modules: in this order.
         phases: pass -> the phases after it, of the passes that leave phases.
         variants: phases of steps that differ from the steady one, by name; made when they are asked for.
+
+    Attributes:
+        reason: why these are the graphs of the gradients alone, as no graph holds the forward; "": one does.
     """
+
+    reason = ""
 
     def __init__(
         self,
@@ -46,7 +51,12 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return len(self._modules) + len(self._variants)
 
     def __repr__(self) -> str:
-        return f"Graphs({', '.join(self)})"
+        return f"Graphs({', '.join(self)}{f'; no graph of the forward: {self.reason}' if self.reason else ''})"
+
+    def instead(self, reason: str) -> Graphs:
+        """These, which stand in the place of the forward's, for a reason."""
+        self.reason = reason
+        return self
 
     def _repr_html_(self) -> str:
         return drawing.svg(self._last(), _WHAT_RUNS) if self else "no graph yet"

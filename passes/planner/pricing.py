@@ -26,7 +26,7 @@ from embrace_fx.passes.planner.shard_cost import (
     sweep_work,
     widest_useful,
 )
-from embrace_fx.vocabulary.graph import Table, TrainingGraph
+from embrace_fx.vocabulary.graph import FROM_GRADIENT, Table, TrainingGraph
 from embrace_fx.vocabulary.plan import CANDIDATES, EXCHANGES, Decision, Grid, check_grid
 
 CLEARLY = 0.8
@@ -247,6 +247,8 @@ def shard_blocker(table: Table) -> str | None:
     """Why a table's columns cannot be spread whatever the cost, or None."""
     kinds = {use.kind for use in table.uses}
     paddings = {use.padding_idx for use in table.uses}
+    if FROM_GRADIENT in kinds:
+        return "no graph holds the forward"
     if table.use != "sparse":
         return f"also read densely ({', '.join(table.dense_users[:2])}): its gradient has every row"
     if table.max_norm:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,6 +60,21 @@ def _tensors(program: Program, step: Step, leaves: Sequence[Any], train: bool) -
         return tensors
     with torch.no_grad():
         return tuple(step.forward())
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A backward that has begun.
+
+    Attributes:
+        gate: tells whether all ranks are in it; None: there are no others, or they are not waited for.
+        needed: values that what it owes the others is made of, should it fail.
+    """
+
+    gate: Gate | None
+    variant: BackwardVariant
+    phase: LoweredPhase
+    needed: Values
 
 
 class Step:
@@ -230,6 +246,14 @@ class Step:
         Raises:
             PeerFailure, FloatingPointError, RuntimeError: as `launch_flags` says, on every rank.
         """
+        return self._close(self._open(values), values, tangents, used, twice=twice)
+
+    def _open(self, values: Values) -> Opened:
+        """Begins a backward: tells the others of it, and opens its window.
+
+        Raises:
+            PeerFailure: a rank is not in this backward, where that is known at once; on every rank that is.
+        """
         program, flow = self.program, self.program.flow
         gate = self._enter(1 + program.communicator.progress.step - self._announced)
         variant = self._next_backward(values)
@@ -237,11 +261,18 @@ class Step:
         needed = backward.owed.begin(values)
         if flow is not None:
             flow.open_window(gate, backward.absent)
+        return Opened(gate, variant, backward, needed)
+
+    def _close(
+        self, opened: Opened, values: Values, tangents: Sequence[Tensor | None], used: Sequence[int], *, twice: bool
+    ) -> tuple[tuple[Any, ...], Sequence[OutputRole], tuple[int, ...]]:
+        """Runs what has been opened, to its end."""
+        flow, gate, backward = self.program.flow, opened.gate, opened.phase
         finish: Finish | None = None
         written, names = 0, ""
         outputs: tuple[Any, ...] = ()
         try:
-            self._begin_backward(variant, twice)
+            self._begin_backward(opened.variant, twice)
             written, names = self._written()
             if gate is None:  # on the host, what ranks tell each other is read at the end, and tells of failures too
                 finish = self._launch_flags(used, written)
@@ -250,7 +281,7 @@ class Step:
             pass
         except Exception as failure:
             if gate is not None and not is_of_ranks(failure):
-                self._fail_backward(backward, gate, needed, used, failure)
+                self._fail_backward(backward, gate, opened.needed, used, failure)
             raise
         if gate is not None:
             self._check_gate(gate)

@@ -93,4 +93,4 @@ def test_every_call_returns_an_object_of_its_own_that_takes_gradients() -> None:
 
 def test_tensors_in_slots_are_refused() -> None:
     with pytest.raises(CaptureError, match="Slotted"):
-        embrace_fx.compile(_Returns(Slotted))(torch.tensor([1, 2]))
+        embrace_fx.compile(_Returns(Slotted), route="graph")(torch.tensor([1, 2]))

@@ -194,7 +194,7 @@ class OfOneValue(Words):
 
 def told(model: nn.Module, *args: Any) -> str:
     with pytest.raises(embrace_fx.CaptureError) as caught:
-        embrace_fx.compile(model, strategy="alltoall")(*args)
+        embrace_fx.compile(model, strategy="alltoall", route="graph")(*args)
     return str(caught.value)
 
 

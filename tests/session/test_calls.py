@@ -39,22 +39,10 @@ def test_what_tells_calls_apart(other: Any) -> None:
     assert key(IDS, MASK) != other
 
 
-def test_constants_are_told_apart_by_value_and_type() -> None:
-    assert len({key(IDS, constant) for constant in (1, 2, 1.0, True, None, "1")}) == 6
-
-
-def test_a_constant_that_cannot_be_hashed_is_told_apart_by_its_text() -> None:
-    class Listed:
-        __hash__ = None  # type: ignore[assignment]
-
-        def __init__(self, *numbers: int) -> None:
-            self.numbers = numbers
-
-        def __repr__(self) -> str:
-            return f"Listed{self.numbers}"
-
-    assert key(IDS, Listed(1, 2)) == key(IDS, Listed(1, 2))
-    assert key(IDS, Listed(1, 2)) != key(IDS, Listed(1, 3))
+def test_constants_are_told_apart_by_type() -> None:
+    """Their values, each capture looks at by itself, as far as its forward reads them."""
+    assert key(IDS, 1) == key(IDS, 2)
+    assert len({key(IDS, constant) for constant in (1, 1.0, True, None, "1")}) == 5
 
 
 def test_autocast_tells_calls_apart() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
-from tests.support.cases import long_but
 from tests.support.ranks import run_ranks
 
 
@@ -41,14 +38,6 @@ class Tagger(nn.Module):
             hidden = hidden * hidden
         found: Tensor = self.out(hidden).square().mean()
         return found
-
-
-class DirectTagger(Tagger):
-    """Captured by the direct route."""
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        sys.stdout.flush()
-        return super().forward(ids_BT)
 
 
 class Negated(nn.Module):
@@ -109,29 +98,9 @@ def test_what_changes_is_computed_with(name: str) -> None:
     _check(Tagger(), CHANGES[name])
 
 
-@pytest.mark.parametrize(
-    "name",
-    long_but(("an object", "a hook", "a list of functions"), {k: (k,) for k in CHANGES if k != "the environment"}),
-)
-def test_what_changes_is_computed_with_on_the_direct_route(name: str) -> None:
-    _check(DirectTagger(), CHANGES[name])
-
-
 def test_a_class_whose_forward_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = nn.Linear.forward
     _check(Tagger(), lambda m: monkeypatch.setattr(nn.Linear, "forward", lambda self, x: -forward(self, x)))
-
-
-def test_the_route_that_knows_less_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "embrace_fx"):
-        compiled = embrace_fx.compile(DirectTagger())
-        for length in (3, 4, 5):
-            compiled(torch.zeros((2, length), dtype=torch.long))
-        embrace_fx.compile(Tagger())(torch.zeros((2, 3), dtype=torch.long))
-
-    (told,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert "test_model_changes.py" in told
-    assert "will not be noticed" in told
 
 
 def _other_parameters(rank: int, world_size: int) -> list[str]:

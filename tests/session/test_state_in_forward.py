@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from typing import Any
@@ -211,12 +212,26 @@ class Counting(Words):
 
 
 def _counting(rank: int, world_size: int) -> str:
-    compiled = embrace_fx.compile(Counting())
+    compiled = embrace_fx.compile(Counting(), route="graph")
     for _ in range(MOST_VALUES - 1):
         compiled(torch.zeros((2, 2), dtype=torch.long))
     with pytest.raises(CaptureError) as raised:
         compiled(torch.zeros((2, 2), dtype=torch.long))
     return str(raised.value)
+
+
+def _counts_on(rank: int, world_size: int) -> tuple[int, str]:
+    compiled = embrace_fx.compile(Counting())
+    for _ in range(2 * MOST_VALUES):
+        compiled(torch.zeros((2, 2), dtype=torch.long)).backward()
+    return compiled.module.count, compiled.report().rpartition("route: ")[2]  # type: ignore[return-value]
+
+
+def test_a_count_in_python_has_the_forward_run_as_it_is_written() -> None:
+    for count, route in run_ranks(2, _counts_on):
+        assert count == 2 * MOST_VALUES
+        assert route.startswith("eager")
+        assert "self.count" in route
 
 
 def test_a_count_in_python_is_refused_on_every_rank() -> None:
@@ -244,7 +259,7 @@ def test_a_hook_on_a_tensor_of_the_forward_changes_its_gradient() -> None:
 
 
 class Unread(Words):
-    """Captured by the direct route: what each subclass leaves behind."""
+    """No graph holds it: it runs as it is written, and each subclass leaves something behind."""
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         sys.stdout.flush()
@@ -287,17 +302,6 @@ class LeavesCount(Unread):
         self.seen += 1
 
 
-@pytest.mark.parametrize("make", [LeavesTensor, LeavesInList, LeavesBuffer, LeavesCount])
-def test_what_the_direct_route_cannot_repeat_is_refused(make: type[Unread]) -> None:
-    model = make()
-    before = {key: repr(value) for key, value in vars(model).items()}
-    with pytest.raises(CaptureError, match=f"in {make.__name__}, found that it also sets seen"):
-        embrace_fx.compile(model)(torch.zeros((2, 2), dtype=torch.long))
-    assert {k: repr(v) for k, v in vars(model).items() if "state_dict" not in k} == {
-        k: v for k, v in before.items() if "state_dict" not in k
-    }
-
-
 class LeavesLength(Unread):
     longest = 0
 
@@ -305,20 +309,34 @@ class LeavesLength(Unread):
         self.longest = max(self.longest, 5)
 
 
-def test_a_number_that_is_the_same_after_each_call_is_no_state() -> None:
-    model = LeavesLength()
+@pytest.mark.parametrize("make", [LeavesTensor, LeavesInList, LeavesBuffer, LeavesCount, LeavesLength])
+def test_what_a_forward_leaves_behind_is_there_after_each_call(make: type[Unread]) -> None:
+    torch.manual_seed(0)
+    model: Any = make()
+    plain, ids_BT = copy.deepcopy(model), torch.zeros((2, 2), dtype=torch.long)
     compiled = embrace_fx.compile(model)
-    for _ in range(2):
-        compiled(torch.zeros((2, 2), dtype=torch.long)).backward()
-    assert model.longest == 5
+    for _ in range(3):
+        compiled(ids_BT).backward()
+        plain(ids_BT).backward()
+    for key in ("seen", "longest"):
+        assert repr(getattr(model, key, None)) == repr(getattr(plain, key, None))
 
 
-def test_backward_hooks_of_modules_are_refused_and_training_goes_on() -> None:
+def test_backward_hooks_of_modules_are_refused_by_the_graph_route_and_training_goes_on() -> None:
     model = Queued()
-    compiled, ids_BT = embrace_fx.compile(model), torch.zeros((2, 2), dtype=torch.long)
+    compiled, ids_BT = embrace_fx.compile(model, route="graph"), torch.zeros((2, 2), dtype=torch.long)
     compiled(ids_BT).backward()
     hook = model.inner.register_full_backward_hook(lambda module, before, after: None)
     with pytest.raises(CaptureError, match="expected modules without backward hooks, in Queued, found one on inner"):
         compiled(ids_BT)
     hook.remove()
     compiled(ids_BT).backward()
+
+
+def test_backward_hooks_of_modules_run_in_each_backward() -> None:
+    model, seen = Queued(), list[str]()
+    model.inner.register_full_backward_hook(lambda module, before, after: seen.append("here"))
+    compiled, ids_BT = embrace_fx.compile(model), torch.zeros((2, 2), dtype=torch.long)
+    for _ in range(2):
+        compiled(ids_BT).backward()
+    assert seen == ["here", "here"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,20 +57,6 @@ def captured(forward: Callable[..., Any], *args: Any, train: bool = True, **kwar
 def plain(model: Model, ids: Tensor) -> Tensor:
     vectors: Tensor = model.linear(model.table(ids))
     return vectors
-
-
-def unread(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same forward with something in it that Dynamo cannot read."""
-
-    def flushing(model: Model, ids: Tensor) -> Any:
-        sys.stdout.flush()
-        return forward(model, ids)
-
-    return flushing
-
-
-ROUTES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {"dynamo": lambda f: f, "direct": unread}
-"""How a forward is changed so that the capture takes this route."""
 
 
 def inputs(found: Captured) -> set[Any]:

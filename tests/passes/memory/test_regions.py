@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -116,16 +115,6 @@ FORMS: dict[str, Callable[[Model, Tensor], Tensor]] = {
 }
 
 
-def unread(through: Callable[[Model, Tensor], Tensor]) -> Callable[[Model, Tensor], Tensor]:
-    """The same forward, which Dynamo cannot read: the direct route captures it."""
-
-    def printing(model: Model, ids: Tensor) -> Tensor:
-        sys.stdout.flush()
-        return through(model, ids)
-
-    return printing
-
-
 def gradients(model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
     torch.manual_seed(1)
     result = call(*args, **kwargs)
@@ -160,14 +149,9 @@ def assert_equal_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]
         assert torch.equal(found[name], gradient), name
 
 
-@pytest.mark.parametrize(
-    ("form", "route"),
-    [(form, "dynamo") for form in FORMS]
-    + [("reentrant", "direct"), ("nested", "direct")]
-    + [pytest.param(form, "direct", marks=pytest.mark.long) for form in FORMS if form not in ("reentrant", "nested")],
-)
-def test_gradients_are_those_of_eager_checkpointing_and_no_more_is_held(form: str, route: str) -> None:
-    model, compiled = pair(FORMS[form] if route == "dynamo" else unread(FORMS[form]))
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_those_of_eager_checkpointing_and_no_more_is_held(form: str) -> None:
+    model, compiled = pair(FORMS[form])
 
     assert_equal_gradients(gradients(compiled.module, compiled, IDS), gradients(model, model, IDS))
     saved, peak = memory(compiled.module, compiled, IDS)

@@ -185,7 +185,7 @@ def test_ids_that_cannot_be_computed_fail_at_their_turn_on_all_ranks(options: di
 
 
 def test_a_forward_that_cannot_be_captured_names_the_users_line() -> None:
-    model = embrace_fx.compile(words_model())
+    model = embrace_fx.compile(words_model(), route="graph")
     code = Words.forward.__code__
     line = f"{code.co_filename}:{code.co_firstlineno + 4} in forward"
 

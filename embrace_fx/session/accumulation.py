@@ -1,0 +1,197 @@
+"""Watches autograd accumulate gradients: where a backward begins, which gradients it leaves, where it ends or fails.
+
+Contract
+    A backward begins where autograd reaches a result of the model or accumulates a parameter's gradient, and ends with
+    the engine's last callback, once for all calls of the model that it goes through. Its gradients are taken out of
+    `.grad`, which is then as it was: what is delivered, the step delivers for all parameters together, or for none.
+    A callback that the engine drops without calling it belongs to a backward that has raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from embrace_fx.capture.result_objects import is_plain_object
+from embrace_fx.runtime.step.gradient_hooks import is_hooked
+from embrace_fx.session.gradient_step import GradientStep
+
+_NO_CALL = (
+    "expected a call of the compiled model before each backward, in backward(), found one that leaves gradients in its "
+    "parameters without: they would be this rank's own. Call the model through what compile() returned"
+)
+
+_RAISED = "expected every rank to finish its backward, found that this one's raised: its own error tells why"
+
+
+@dataclass
+class _Backward:
+    """A backward that is under way.
+
+    Attributes:
+        before: what `.grad` held of parameters that had one.
+        kept: those of them whose hooks are to find the sum in `.grad`.
+        reached: parameters whose gradients have been accumulated.
+    """
+
+    step: GradientStep
+    before: dict[str, Tensor] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
+    reached: set[str] = field(default_factory=set)
+
+
+class _End:
+    """The engine's last callback of a backward."""
+
+    def __init__(self, accumulation: Accumulation) -> None:
+        self._accumulation: Accumulation | None = accumulation
+
+    def __call__(self) -> None:
+        accumulation, self._accumulation = self._accumulation, None
+        assert accumulation is not None
+        accumulation.end()
+
+    def __del__(self) -> None:
+        if self._accumulation is not None:
+            self._accumulation.fail()
+
+
+class Accumulation:
+    """The gradients that autograd accumulates in one model's parameters.
+
+    Args:
+        look: told of a backward's gradients, by parameter, before they are exchanged.
+
+    Attributes:
+        parameters: those that are exchanged, by name.
+    """
+
+    def __init__(self, look: Callable[[Mapping[str, Tensor]], None]) -> None:
+        self._look = look
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._nodes: dict[str, tuple[nn.Parameter, Any]] = {}
+        self._handles: list[Any] = []
+        self._backward: _Backward | None = None
+        self._waiting: list[weakref.ref[GradientStep]] = []  # calls, whose backwards may come, in their order
+
+    def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Watches the nodes that accumulate the gradients of these parameters."""
+        if [*map(id, parameters.values())] == [*map(id, self.parameters.values())]:
+            return
+        self.forget()
+        self.parameters = dict(parameters)
+        itself = weakref.ref(self)  # what C++ holds, no collector sees: it must not keep this
+        for name, parameter in parameters.items():
+            with torch.enable_grad():
+                node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+            self._handles.append(node.register_hook(partial(_accumulated, itself, name)))
+            self._nodes[name] = (parameter, node)  # of which autograd keeps none for itself
+
+    def forget(self) -> None:
+        """Watches nothing any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._nodes.clear()
+        self.parameters = {}
+
+    def expect(self, step: GradientStep, results: Any) -> None:
+        """Expects the backward of a call that returns these results."""
+        self._waiting = [each for each in self._waiting if each() is not None] + [weakref.ref(step)]
+        leaves = [leaf for leaf in _tensors(results) if leaf.requires_grad and leaf.grad_fn is not None]
+        step.note_results(leaves)
+        itself = weakref.ref(self)
+        for node in {leaf.grad_fn for leaf in leaves}:
+            assert node is not None
+            node.register_prehook(partial(_reached, itself, step))
+
+    def begin(self, step: GradientStep | None) -> None:
+        """Begins a backward, of a call's results or, where they are hidden, of the last call's."""
+        if self._backward is not None or not self._is_of_parameters():
+            return
+        if step is None:
+            step = next((found for each in reversed(self._waiting) if (found := each()) is not None), None)
+        if step is None:
+            raise RuntimeError(_NO_CALL)
+        backward = self._backward = _Backward(step)
+        torch.autograd.Variable._execution_engine.queue_callback(_End(self))
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and is_hooked(parameter):
+                backward.before[name] = parameter.grad.clone()
+                backward.kept.add(name)
+            elif parameter.grad is not None:
+                backward.before[name], parameter.grad = parameter.grad, None
+        with torch.no_grad():
+            step.begin_backward()
+
+    def _is_of_parameters(self) -> bool:
+        """Whether the backward that runs accumulates a gradient of any parameter: `torch.autograd.grad` does not."""
+        try:
+            return any(torch._C._will_engine_execute_node(node) for _, node in self._nodes.values())
+        except RuntimeError:  # it is asked for the gradient of a parameter, to return it
+            return False
+
+    def accumulated(self, name: str) -> None:
+        """Takes note of a gradient in `.grad`."""
+        self.begin(None)
+        if self._backward is not None:
+            self._backward.reached.add(name)
+
+    def end(self) -> None:
+        """Exchanges the gradients of the backward, at its end. Collective."""
+        step, gradients = self._taken()
+        self._look(gradients)
+        step.exchange(gradients)
+
+    def fail(self) -> None:
+        """Tells the other ranks that the backward has raised. What they tell of theirs is for them to raise."""
+        if self._backward is None:
+            return
+        step, _ = self._taken()
+        with contextlib.suppress(Exception):
+            step.exchange({}, RuntimeError(_RAISED))
+
+    def _taken(self) -> tuple[GradientStep, dict[str, Tensor]]:
+        """The step of the backward, which ends, and its gradients; `.grad` is as it was."""
+        backward, self._backward = self._backward, None
+        assert backward is not None
+        gradients = {}
+        for name, parameter in self.parameters.items():
+            found, before = parameter.grad, backward.before.get(name)
+            parameter.grad = before
+            if found is not None and name in backward.reached:
+                found = found.detach() if found.layout == torch.strided else found.detach().to_dense()
+                gradients[name] = found - before if name in backward.kept and before is not None else found
+        return backward.step, gradients
+
+
+def _accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
+    if (accumulation := itself()) is not None:
+        accumulation.accumulated(name)
+
+
+def _reached(itself: weakref.ref[Accumulation], step: GradientStep, *_: Any) -> None:
+    if (accumulation := itself()) is not None:
+        accumulation.begin(step)
+
+
+def _tensors(results: Any) -> Sequence[Tensor]:
+    """The tensors among results, in containers and in objects."""
+    found: list[Tensor] = []
+    waiting, seen = [results], set[int]()
+    while waiting:
+        for leaf in pytree.tree_leaves(waiting.pop()):
+            if isinstance(leaf, Tensor):
+                found.append(leaf)
+            elif is_plain_object(leaf) and id(leaf) not in seen and not isinstance(leaf, nn.Module):
+                seen.add(id(leaf))
+                waiting.append(vars(leaf))
+    return found

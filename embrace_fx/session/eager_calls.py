@@ -1,0 +1,152 @@
+"""Calls under the eager route: the forward runs as it is written, on replicas, and gradients are exchanged."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embrace_fx.passes.take_part import idle_graph
+from embrace_fx.planning.replanning import SAMPLED_EVERY
+from embrace_fx.runtime.exchanges.blocks import block_bitmap
+from embrace_fx.runtime.ranks.failure import TOLD, failure_text, is_of_ranks
+from embrace_fx.session.accumulation import Accumulation
+from embrace_fx.session.calls import Kinds, Variant
+from embrace_fx.session.gradient_graph import captured_of, gradient_graph, lookup_tables
+from embrace_fx.session.gradient_step import GradientStep
+from embrace_fx.session.plan_in_use import PlanInUse
+from embrace_fx.setup.setting import Setting
+from embrace_fx.setup.telling import tell
+from embrace_fx.vocabulary.graph import TrainingGraph
+
+ASKED = "route='eager' was asked for"
+
+
+class EagerCalls:
+    """Runs one model's calls, once it is known that no graph holds its forward.
+
+    Attributes:
+        reason: why none does, in a line; empty: calls are captured.
+    """
+
+    def __init__(self, setting: Setting, planned: PlanInUse, kinds: Kinds) -> None:
+        self._tables: list[str] = []
+        self.reason = ASKED if setting.options.route == "eager" else ""
+        self._setting = setting
+        self._planned = planned
+        self._kinds = kinds
+        itself = weakref.ref(self)
+
+        def look(gradients: Mapping[str, Tensor]) -> None:
+            if (calls := itself()) is not None:
+                calls._look(gradients)
+
+        self._accumulation = Accumulation(look)
+        self._rows: dict[str, Tensor] = {}  # of tables, that gradients have had
+
+    def take_over(self, reason: str) -> None:
+        """Runs calls eagerly from here on."""
+        self.reason = reason
+        self._kinds.clear()
+        self._rows = {}
+        if self._setting.communicator.rank == 0:
+            tell("%s runs as it is written, on replicas: %s", type(self._setting.model).__name__, reason)
+
+    def fit(self) -> None:
+        """Has the plan fit some rank's batch; one that no graph holds has all ranks run eagerly. Collective."""
+        if reason := self._planned.fit():
+            self.take_over(reason)
+            variant = self.variant(train=True)
+            self._planned.plan_for(variant, self.rows(variant))
+
+    def call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        train: bool,
+        make_plan: Callable[[Variant, Sequence[Any]], None],
+        check_replicas: Callable[[], None],
+    ) -> Any:
+        """Runs the model on a batch, as it is written. Collective.
+
+        Args:
+            make_plan: makes the first plan.
+            check_replicas: has the coming announcement compare replicas, where it is time.
+
+        Raises:
+            PeerFailure: a rank cannot go on; on every rank.
+        """
+        planned, announcements, variant = self._planned, self._setting.announcements, self.variant(train=train)
+        rows = self.rows(variant)
+        if planned.plan is None:
+            make_plan(variant, rows)
+        if train and announcements.asked_to_plan:
+            planned.make_again(variant, rows)
+        planned.calls.count += train
+        if train:
+            check_replicas()
+        results = self._run(variant, args, kwargs, accumulates=train and not self._setting.state.synchronised)
+        if train:
+            planned.observe()
+        return results
+
+    def variant(self, *, train: bool) -> Variant:
+        """What stands for a captured call."""
+        trained = self._trained()
+        kind = self._kinds["eager", tuple(trained), train]
+        if not kind.variants:
+            graph = self._graph(trained) if train else idle_graph(*next(iter(trained.items())))
+            kind.variants.append(Variant(captured_of(graph), graph, train))
+        return kind.variants[0]
+
+    def rows(self, variant: Variant) -> list[Tensor]:
+        """Yields the rows of each table that a gradient has; every row, before the first one."""
+        tables = {table.parameter: table.num_rows for table in variant.analysed.tables}
+        return [self._rows[name] if name in self._rows else torch.arange(size) for name, size in tables.items()]
+
+    def _look(self, gradients: Mapping[str, Tensor]) -> None:
+        """Notes, every so many steps, which rows gradients have; after the first one, asks for a plan by them."""
+        if not self._tables or (self._rows and self._planned.calls.count % SAMPLED_EVERY):
+            return
+        self._setting.announcements.asks_to_plan |= not self._rows
+        for name in self._tables:
+            gradient = gradients.get(name)
+            self._rows[name] = torch.arange(0) if gradient is None else block_bitmap(gradient).nonzero().view(-1).cpu()
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """The parameters whose gradients are exchanged, by name."""
+        state = self._setting.state
+        named = ((name, parameter) for name, parameter in self._setting.model.named_parameters())
+        return {name: p for name, p in named if p.requires_grad and name not in state.ignored}
+
+    def _graph(self, trained: Mapping[str, nn.Parameter]) -> TrainingGraph:
+        self._tables = lookup_tables(self._setting.model, trained)
+        whole = {name: table.shape for name, table in self._setting.state.tables.items()}  # which they are to become
+        return gradient_graph(trained, self._tables, whole)
+
+    def forget(self) -> None:
+        """Leaves the model's parameters alone."""
+        self._accumulation.forget()
+
+    def _run(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulates: bool) -> Any:
+        """Announces a call, and runs the forward."""
+        setting, trained = self._setting, self._trained()
+        setting.state.hooked = frozenset()  # autograd calls the hooks of gradients
+        program = self._planned.build(variant, accumulates=accumulates)
+        step = GradientStep(program, tuple(trained), self.rows(variant) if variant.train else ())
+        step.announce()
+        try:
+            results = setting.model(*args, **kwargs)
+        except Exception as error:
+            if setting.communicator.world_size > 1 and not is_of_ranks(error):
+                setting.announcements.give_up(failure_text(error))
+                error.add_note(TOLD)
+            raise
+        if variant.train:
+            self._accumulation.watch(trained)
+            setting.state.awaiting_backward.add(step)
+            self._accumulation.expect(step, results)
+        return results

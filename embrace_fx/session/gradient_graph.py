@@ -1,0 +1,104 @@
+"""The graph of a model's gradients alone: what the eager route exchanges where the forward is no graph.
+
+Passes, planner, scheduler and runtime take it as any training graph: its backward begins with the gradients that
+autograd has accumulated, and its forward computes nothing.
+
+    def joint(p1, p2, rows_p1, gradient_p1, gradient_p2):
+        zero = aten.new_zeros(p1, [])
+        return (zero, gradient_p1, gradient_p2)
+
+`rows_p1` stands for the rows of a table that the gradient of an earlier step had: by them the planner prices exchanges.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from embrace_fx.capture import Captured
+from embrace_fx.vocabulary.graph import (
+    FROM_GRADIENT,
+    BatchInput,
+    Gradient,
+    InputRole,
+    OutputRole,
+    Parameter,
+    Result,
+    Table,
+    TableUse,
+    Tangent,
+    TrainingGraph,
+)
+
+ROUTE = "eager"
+
+
+def gradient_graph(
+    parameters: Mapping[str, Tensor], tables: Sequence[str], whole: Mapping[str, torch.Size] | None = None
+) -> TrainingGraph:
+    """The graph of the gradients of `parameters`; number k of them is the tangent with index k.
+
+    Args:
+        parameters: those that take gradients, by name, in the order in which the forward is taken to read them.
+        tables: those of them that lookups read; number k of them is the batch input with index k.
+        whole: the whole shapes of those that are in shards.
+    """
+    graph = fx.Graph()
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        shapes = {name: parameter.shape for name, parameter in parameters.items()} | dict(whole or {})
+        values = {n: torch.empty(shapes[n], dtype=p.dtype, device=p.device) for n, p in parameters.items()}
+        no_rows = torch.empty((0,), dtype=torch.int64)
+        nothing = next(iter(values.values())).new_zeros([])
+    read = {name: _placeholder(graph, name, Parameter(name), value) for name, value in values.items()}
+    rows = [_placeholder(graph, f"rows_{name}", BatchInput(k), no_rows) for k, name in enumerate(tables)]
+    numbered = enumerate(values.items())
+    gradients = {n: _placeholder(graph, f"gradient_{n}", Tangent(k), value) for k, (n, value) in numbered}
+    zero = graph.call_function(torch.ops.aten.new_zeros.default, (next(iter(read.values())), []))
+    zero.meta["val"] = nothing
+    roles: list[OutputRole] = [Result(len(values)), *(Gradient(Parameter(name)) for name in values)]
+    graph.output((zero, *gradients.values())).meta["roles"] = tuple(roles)
+    found = tuple(_table(name, values[name], node) for name, node in zip(tables, rows, strict=True))
+    behind = {name: frozenset({k}) for k, name in enumerate(values)}
+    return TrainingGraph(fx.GraphModule(nn.Module(), graph), found, results_behind=behind)
+
+
+def captured_of(graph: TrainingGraph) -> Captured:
+    """A graph of gradients in the place of a captured one. Every batch fits."""
+    return Captured(graph, pytree.tree_structure(()), {}, ROUTE, None, (), (), _Always())
+
+
+def lookup_tables(model: nn.Module, names: Collection[str]) -> list[str]:
+    """Those of the parameters that are weights of lookup layers."""
+    layers = (nn.Embedding, nn.EmbeddingBag)
+    weights = {id(module.weight) for module in model.modules() if isinstance(module, layers)}
+    return [name for name, parameter in model.named_parameters() if name in names and id(parameter) in weights]
+
+
+class _Always:
+    """Conditions of a capture that holds nothing of the forward."""
+
+    def hold(self) -> bool:
+        return True
+
+    def unchanged(self) -> _Always:
+        return self
+
+    def changed(self) -> None:
+        return None
+
+
+def _placeholder(graph: fx.Graph, name: str, role: InputRole, value: Tensor) -> fx.Node:
+    node = graph.placeholder(re.sub(r"\W|^(?=\d)", "_", name))
+    node.meta |= {"role": role, "val": value}
+    return node
+
+
+def _table(name: str, weight: Tensor, rows: fx.Node) -> Table:
+    use = TableUse("", (), rows.name, -1, FROM_GRADIENT, False, True, False, "")
+    return Table(name, weight.shape[0], weight.shape[1], weight.dtype, (use,), (), False)

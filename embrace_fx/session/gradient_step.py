@@ -1,0 +1,91 @@
+"""One call of a model under the eager route, as the runtime knows it: an announcement, and an exchange of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
+from embrace_fx.runtime.step.program import LoweredPhase, Program
+from embrace_fx.runtime.step.step import Opened, Step
+from embrace_fx.vocabulary.graph import Values
+from embrace_fx.vocabulary.step_variant import BackwardVariant
+
+
+class GradientStep(Step):
+    """A step whose forward and backward run outside of it.
+
+    Args:
+        program: of a graph of gradients.
+        names: the parameters of that graph, in its order.
+        rows: of tables, that an earlier gradient had.
+    """
+
+    def __init__(self, program: Program, names: Sequence[str], rows: Sequence[Tensor]) -> None:
+        super().__init__(program, rows, None)
+        self._names = tuple(names)
+        self._failure: Exception | None = None
+        self._opened: Opened | None = None
+
+    def announce(self) -> None:
+        """Stands for the head of a forward. Collective.
+
+        Raises:
+            PeerFailure: a rank cannot go on; on every rank.
+        """
+        with torch.no_grad(), autocast_is_in_the_graph():
+            self.forward()
+        self._results, self._read_again = [], []  # autograd looks after what its own backward reads
+
+    def note_results(self, results: Sequence[Any]) -> None:
+        """Takes the scalars among what the forward returns: each is to be finite."""
+        self._results = [each.detach() for each in results if isinstance(each, Tensor)]
+
+    def begin_backward(self) -> None:
+        """Tells the others that this rank is in its backward.
+
+        Raises:
+            PeerFailure: another one is not, where that is known at once.
+        """
+        self.program.state.awaiting_backward.discard(self)
+        self._opened = self._open({})
+        super()._begin_backward(BackwardVariant(), twice=False)
+
+    def exchange(self, gradients: Mapping[str, Tensor], failure: Exception | None = None) -> None:
+        """Delivers the means over ranks of what autograd has accumulated. Collective.
+
+        Args:
+            gradients: by parameter; of those that this rank's backward has reached.
+            failure: what has kept the backward from its end; None: nothing.
+
+        Raises:
+            PeerFailure: a rank has failed; on every rank.
+            FloatingPointError: a scalar result of any rank is not finite; on every rank.
+        """
+        program, opened = self.program, self._opened
+        assert opened is not None
+        self._opened, self._failure = None, failure
+        given = tuple(k for k, name in enumerate(self._names) if name in gradients)
+        used = program.used.words(given, program.state.unreduced)
+        tangents = [gradients.get(name) for name in self._names]
+        with torch.no_grad(), autocast_is_in_the_graph():
+            outputs, roles, counts = self._close(opened, {}, tangents, used, twice=False)
+            absent_here = program.used.absent(used) | program.used.left(given)
+            program.deliver(roles, outputs, program.used.absent(counts), absent_here, ())
+
+    def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
+        if self._failure is not None:
+            raise self._failure  # told to the others as any failure is
+
+    def _call_backward(
+        self, backward: LoweredPhase, values: Values, tangents: Sequence[Tensor | None]
+    ) -> tuple[Any, ...]:
+        state = self.program.state
+        dense = {
+            k: tangent if tangent is not None else torch.zeros_like(state.parameter(name))
+            for k, (name, tangent) in enumerate(zip(self._names, tangents, strict=True))
+        }
+        return backward.run(self._leaves, values, dense)

@@ -1,0 +1,85 @@
+"""Tables assembled for a time, as FSDP's `summon_full_params`: parts of the model may be called meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from embrace_fx.planning.fitting import Misfit, fitted
+from embrace_fx.setup.setting import Setting
+
+if TYPE_CHECKING:
+    from embrace_fx.session.plan_in_use import PlanInUse
+
+COPIES = 2
+"""Of a table, that a rank holds for a moment while its parts arrive: the whole, and what is received of it."""
+
+_WHOLE = "assembled under whole()"
+
+
+@contextlib.contextmanager
+def whole_tables(setting: Setting, planned: PlanInUse) -> Iterator[None]:
+    """Puts sharded tables, their state and gradients together on every rank, and in shards at the end. Collective.
+
+    Raises:
+        RuntimeError: a call still waits for its backward, or the tables do not fit into the memory of some rank; on
+            every rank, and nothing changed.
+    """
+    planned.parameters_may_change()
+    plan = planned.plan
+    if plan is None or not plan.sharded or setting.communicator.world_size == 1:
+        yield
+        return
+    refusals = setting.communicator.gather(_refusal(setting, plan.sharded), str)
+    _check_memory(setting, plan.sharded, refusals)
+    planned.change(fitted(plan, [Misfit((), plan.sharded)], _WHOLE))
+    try:
+        yield
+    finally:
+        planned.parameters_may_change()
+        planned.change(plan)
+
+
+def _refusal(setting: Setting, names: Sequence[str]) -> str:
+    """Why this rank cannot assemble its tables now; "" where it can."""
+    state = setting.state
+    if state.awaiting_backward or state.unreduced:
+        return "results of a call wait for their backward, or gradients that were summed up under no_sync()"
+    return ""
+
+
+def _check_memory(setting: Setting, names: Sequence[str], refusals: Sequence[str]) -> None:
+    """Raises where a rank refuses, or the memory of a host or device is too small."""
+    needed = COPIES * sum(_missing_bytes(setting, name) for name in names)
+    on_device = setting.state.parameter(names[0]).is_cuda
+    own = (needed, _free_bytes(on_device), f"{socket.gethostname()} {setting.communicator.rank if on_device else 0}")
+    everyone = setting.communicator.gather(own, tuple[int, int, str])
+    for rank, (refusal, (_, free, where)) in enumerate(zip(refusals, everyone, strict=True)):
+        wanted = sum(each for each, _, other in everyone if other == where)
+        if wanted > free:
+            refusal = refusal or f"{free / 2**20:,.0f} MiB free where {wanted / 2**20:,.0f} MiB are needed"
+        if refusal:
+            raise RuntimeError(
+                f"expected tables that can be assembled, under whole(), found on rank {rank}: {refusal}. Step and zero "
+                "the gradients first, or read tables one at a time by full_tensor(), or save full_state_dict()."
+            )
+
+
+def _missing_bytes(setting: Setting, name: str) -> int:
+    """What this rank lacks of a table, and of its state in optimizers."""
+    table, parameter = setting.state.tables[name], setting.state.parameter(name)
+    held = [o.state.get(parameter) or {} for o in setting.stepping.holders.optimizers if parameter in o.state]
+    copies = 1 + sum(torch.is_tensor(v) and v.dim() == 2 for each in held for v in each.values())
+    return copies * prod(table.shape) * parameter.element_size()
+
+
+def _free_bytes(on_device: bool) -> int:
+    if on_device:
+        return int(torch.cuda.mem_get_info()[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,65 @@
+"""Arguments that are no tensors: those that a forward reads are constants of its graph, others ride along."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import embrace_fx
+from embrace_fx.capture import capture
+from tests.support.captures import Model, model_of, plain
+from tests.support.graphs import IDS
+
+
+def reads_scale(model: Model, ids: Tensor, batch: Mapping[str, Any], *more: Any, scale: float = 1.0) -> Tensor:
+    found: Tensor = plain(model, ids).sum() * scale * batch["by"]
+    return found * more[0] if more else found
+
+
+def _leaves(*args: Any, **kwargs: Any) -> list[Any]:
+    leaves: list[Any] = torch.utils._pytree.tree_leaves((args, kwargs))
+    return leaves
+
+
+def test_what_is_read_decides_and_what_is_not_read_does_not() -> None:
+    batch = {"by": 2, "text": "one", "at": np.array([1]), "when": datetime.date(2020, 1, 1)}
+    found = capture(model_of(reads_scale), (IDS, batch), {"scale": 0.5}, train=True)
+
+    assert set(found.constants.values()) == {2, 0.5}
+    other = {"by": 2, "text": "another", "at": np.array([2, 3]), "when": None}
+    assert found.accepts(_leaves(IDS, other, scale=0.5))
+    assert not found.accepts(_leaves(IDS, other, scale=0.25))
+    assert not found.accepts(_leaves(IDS, {**other, "by": 3}, scale=0.5))
+
+
+def test_further_positional_arguments_are_read_by_their_places() -> None:
+    found = capture(model_of(reads_scale), (IDS, {"by": 1}, 3), {}, train=True)
+
+    assert list(found.constants.values()) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x, text: (plain(m, x), text),
+        lambda m, x, text: {"found": plain(m, x), "text": text},
+    ],
+)
+def test_what_is_returned_is_what_was_given(forward: Callable[..., Any]) -> None:
+    compiled = embrace_fx.compile(model_of(forward))
+    for text in ("one", "two"):
+        found = compiled(IDS, text)
+        assert text in (found.values() if isinstance(found, dict) else found)
+
+
+def test_texts_and_arrays_that_change_at_each_step_need_one_capture() -> None:
+    compiled = embrace_fx.compile(model_of(lambda m, x, batch: plain(m, x).sum()))
+    for step in range(6):
+        compiled(IDS, {"text": f"{step}", "at": np.arange(step), "step": step}).backward()
+    assert compiled._session._captures.count == 1

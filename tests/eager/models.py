@@ -1,0 +1,278 @@
+"""Models whose forward no graph holds, and their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+from torch.utils.checkpoint import checkpoint
+
+WORDS, WIDTH, KINDS = 60, 8, 3
+
+Batch = tuple[Any, ...]
+
+
+def drawn(step: int, rank: int, *shape: int, high: int = WORDS, of: int = 0) -> Tensor:
+    """Ids of a batch, other ones on each rank and at each step."""
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(1000 * step + 10 * rank + of))
+
+
+def labelled(step: int, rank: int) -> Batch:
+    return drawn(step, rank, 5, 4), drawn(step, rank, 5, high=KINDS, of=1)
+
+
+class Classifier(nn.Module):
+    """A table, and a head that sorts what `encode` makes of its rows into kinds."""
+
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(WORDS, WIDTH, sparse=sparse)
+        self.mid = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, KINDS)
+
+    def encode(self, ids: Tensor) -> Tensor:
+        return torch.tanh(self.mid(self.rows(ids).mean(1)))
+
+    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.encode(ids)), kinds)
+
+
+class Asserting(Classifier):
+    """Asserts on the values of its batch."""
+
+    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        assert (ids >= 0).all(), "ids below the table"
+        hidden = self.encode(ids)
+        if torch.isnan(hidden).any():
+            raise ValueError("nan in hidden states")
+        return F.cross_entropy(self.head(hidden), kinds)
+
+
+class Repeating(Classifier):
+    """Goes on as long as an id says: another number of rounds on each rank."""
+
+    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        hidden = self.rows(ids).mean(1)
+        left = ids[0, 0] % 4
+        while left >= 0:
+            hidden, left = torch.tanh(self.mid(hidden)), left - 1
+        return F.cross_entropy(self.head(hidden), kinds)
+
+
+class Experts(Classifier):
+    """Rows go to those experts that they choose; an expert that nobody chooses has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        hidden = self.rows(ids).flatten(0, 1)
+        weights, chosen = self.gate(hidden).softmax(-1).topk(1)
+        found = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            (at,) = torch.where(chosen[:, 0] == number)
+            if at.numel():
+                found = found.index_add(0, at, expert(hidden[at]) * weights[at])
+        return F.cross_entropy(self.head(found.view(*ids.shape, WIDTH).mean(1)), kinds)
+
+
+class Packing(nn.Module):
+    """Packs sequences by their lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.rnn, self.head = nn.Embedding(WORDS, WIDTH), nn.GRU(WIDTH, WIDTH), nn.Linear(WIDTH, KINDS)
+
+    def forward(self, ids: Tensor, lengths: Tensor, kinds: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.rows(ids.t()), lengths, enforce_sorted=False)
+        return F.cross_entropy(self.head(self.rnn(packed)[1][-1]), kinds)
+
+
+class Padding(Packing):
+    """Pads slices whose lengths are values."""
+
+    def forward(self, ids: Tensor, lengths: Tensor, kinds: Tensor) -> Tensor:
+        rows = self.rows(ids)
+        padded = pad_sequence([rows[k, :n] for k, n in enumerate(lengths.tolist())])
+        return F.cross_entropy(self.head(self.rnn(padded)[0].sum(0)), kinds)
+
+
+def with_lengths(step: int, rank: int) -> Batch:
+    return drawn(step, rank, 4, 6), 1 + drawn(step, rank, 4, high=6, of=2), drawn(step, rank, 4, high=KINDS, of=1)
+
+
+class Policy(Classifier):
+    """Computes with a distribution."""
+
+    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        chosen = torch.distributions.Categorical(logits=self.head(self.encode(ids)))
+        loss: Tensor = -chosen.log_prob(kinds).mean() - 0.01 * chosen.entropy().mean()
+        return loss
+
+
+class Gaussian(Classifier):
+    """Asks torch's loss whether its variance is positive."""
+
+    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        found = self.head(self.encode(ids))
+        return F.gaussian_nll_loss(found[:, 0], kinds.double(), F.softplus(found[:, 1]))
+
+
+class Adaptive(Classifier):
+    """An adaptive softmax, which sorts words into clusters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.soft = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, WORDS, [10, 30], div_value=2.0)
+
+    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        loss: Tensor = self.soft(self.encode(ids), ids[:, 0]).loss
+        return loss
+
+
+class Dropping(Classifier):
+    """Leaves layers out at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        hidden = self.encode(ids)
+        for layer in self.layers:
+            if torch.rand([]) > 0.4:
+                hidden = torch.tanh(layer(hidden))
+        return F.cross_entropy(self.head(hidden), kinds)
+
+
+class Recommender(nn.Module):
+    """Spreads the rows of two tables over a graph of users and items, by a sparse matrix."""
+
+    def __init__(self, users: int = 20) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(users, WIDTH), nn.Embedding(WORDS, WIDTH)
+        generator, size = torch.Generator().manual_seed(5), users + WORDS
+        user = torch.randint(users, (120,), generator=generator)
+        item = torch.randint(WORDS, (120,), generator=generator) + users
+        at = torch.stack([torch.cat([user, item]), torch.cat([item, user])])
+        self.graph = torch.sparse_coo_tensor(at, torch.full((240,), 0.1), (size, size)).coalesce()
+
+    def forward(self, user: Tensor, liked: Tensor, other: Tensor) -> Tensor:
+        spread = torch.sparse.mm(self.graph, torch.cat([self.users.weight, self.items.weight]))
+        of_users, of_items = spread.split([self.users.num_embeddings, WORDS])
+        scores = (of_users[user] * (of_items[other] - of_items[liked])).sum(1)
+        loss: Tensor = F.softplus(scores).mean() + 0.1 * self.users(user).square().mean()
+        return loss
+
+
+def clicks(step: int, rank: int) -> Batch:
+    return drawn(step, rank, 6, high=20), drawn(step, rank, 6, of=1), drawn(step, rank, 6, of=2)
+
+
+class Carrying(Classifier):
+    """Asserts on one part of its batch, and reads nothing of others: texts, an array, a number."""
+
+    def forward(self, batch: Mapping[str, Any]) -> Tensor:  # type: ignore[override]
+        if batch["ids"].lt(0).any():
+            raise ValueError("ids below the table")
+        return F.cross_entropy(self.head(self.encode(batch["ids"])), batch["kinds"])
+
+
+def carried(step: int, rank: int) -> Batch:
+    ids, kinds = labelled(step, rank)
+    more = {"text": f"sentence {step} of {rank}", "at": np.array([step, rank]), "score": step / 7}
+    return ({"ids": ids, "kinds": kinds, "more": more},)
+
+
+class Checkpointed(Asserting):
+    """Computes a part of it again in the backward, by a backward within the backward."""
+
+    def encode(self, ids: Tensor) -> Tensor:
+        hidden: Tensor = checkpoint(lambda rows: torch.tanh(self.mid(rows)).mean(1), self.rows(ids), use_reentrant=True)
+        return hidden
+
+
+class Tied(Asserting):
+    """Its table is its softmax, too."""
+
+    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        if (kinds < 0).any():
+            raise ValueError("kinds below the first")
+        return F.cross_entropy(self.encode(ids) @ self.rows.weight.t(), ids[:, 0])
+
+
+class Normalised(Asserting):
+    """Keeps running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def encode(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.norm(super().encode(ids))
+        return found
+
+
+class Forces(nn.Module):
+    """Yields an energy and, within its forward, the gradient of it by an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds, self.mid, self.out = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH + 3, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, kinds: Tensor, place: Tensor) -> Tensor:
+        place = place.detach().requires_grad_()
+        if (kinds < 0).any():
+            raise ValueError("kinds below the first")
+        energy = self.out(torch.tanh(self.mid(torch.cat([self.kinds(kinds), place], 1)))).sum()
+        (slope,) = torch.autograd.grad(energy, place, create_graph=True)
+        loss: Tensor = energy.square() + slope.square().sum()
+        return loss
+
+
+def placed(step: int, rank: int) -> Batch:
+    return drawn(step, rank, 5), torch.randn(5, 3, generator=torch.Generator().manual_seed(step * 7 + rank))
+
+
+def scripted() -> nn.Module:
+    """A layer of it is TorchScript's."""
+    model = Classifier()
+    model.add_module("mid", torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and its batch by step and rank."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int, int], Batch] = labelled
+
+
+CASES = {
+    "asserting": Case(Asserting),
+    "repeating": Case(Repeating),
+    "experts": Case(Experts),
+    "packing": Case(Packing, with_lengths),
+    "padding": Case(Padding, with_lengths),
+    "policy": Case(Policy),
+    "gaussian": Case(Gaussian),
+    "adaptive": Case(Adaptive),
+    "dropping": Case(Dropping),
+    "recommender": Case(Recommender, clicks),
+    "carrying": Case(Carrying, carried),
+    "checkpointed": Case(Checkpointed),
+    "tied": Case(Tied),
+    "normalised": Case(Normalised),
+    "forces": Case(Forces, placed),
+    "sparse": Case(lambda: Asserting(sparse=True)),
+    "scripted": Case(scripted),
+}

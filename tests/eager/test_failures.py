@@ -1,0 +1,125 @@
+"""A rank fails under the eager route: all ranks hear of it within seconds, nothing is applied, training goes on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import embrace_fx
+from tests.eager.models import Asserting, labelled
+from tests.support.ranks import run_ranks
+
+SOON_S = 20.0
+"""Far below the process group's timeout, on a machine that is busy."""
+
+
+class _Bad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ZeroDivisionError("in the backward")
+
+
+class Failing(Asserting):
+    """Fails where it is told to."""
+
+    where = ""
+
+    def forward(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        assert (ids >= 0).all()
+        hidden = self.encode(ids)
+        if self.where == "forward":
+            raise ZeroDivisionError("in the forward")
+        if self.where == "backward":
+            hidden = _Bad.apply(hidden)  # type: ignore[no-untyped-call]
+        loss = F.cross_entropy(self.head(hidden), kinds)
+        return loss * float("nan") if self.where == "loss" else loss
+
+
+def _failing(rank: int, world_size: int, where: str) -> tuple[str, float, list[Tensor]]:
+    torch.manual_seed(0)
+    model: Any = Failing()
+    compiled = embrace_fx.compile(model, route="eager")
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)
+    told, took_s = "", 0.0
+    for step in range(4):
+        optimizer.zero_grad()
+        model.where = where if (rank, step) == (1, 2) else ""
+        began = time.monotonic()
+        try:
+            compiled(*labelled(step, rank)).backward()
+        except Exception as error:
+            told, took_s = f"{type(error).__name__}: {error}", time.monotonic() - began
+            assert all(parameter.grad is None for parameter in model.parameters())
+            continue
+        optimizer.step()
+    return told, took_s, [parameter.detach() for parameter in model.parameters()]
+
+
+def _good(rank: int, world_size: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    compiled = embrace_fx.compile(Failing(), route="eager")
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)
+    for step in (0, 1, 3):
+        optimizer.zero_grad()
+        compiled(*labelled(step, rank)).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in compiled.module.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("where", "own", "other"),
+    [
+        ("forward", "ZeroDivisionError: in the forward", "PeerFailure: rank 1: ZeroDivisionError: in the forward"),
+        ("backward", "ZeroDivisionError: in the backward", "PeerFailure: rank 1: expected every rank to finish"),
+        ("loss", "FloatingPointError: expected a finite loss on every rank", "FloatingPointError: expected a finite"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The call before this one was given up:RuntimeWarning")
+def test_a_rank_that_fails_fails_all_ranks(where: str, own: str, other: str) -> None:
+    (first, first_s, parameters), (second, second_s, _) = run_ranks(2, _failing, where)
+    assert first.startswith(other), first
+    assert second.startswith(own), second
+    assert max(first_s, second_s) < SOON_S
+    for found, expected in zip(parameters, run_ranks(2, _good)[0], strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def _other_routes(rank: int, world_size: int) -> list[str]:
+    """On rank 1 the second batch leads where no graph follows."""
+    torch.manual_seed(0)
+    model = Turning()
+    compiled = embrace_fx.compile(model, strategy="alltoall")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    strategies = []
+    for step in range(4):
+        compiled(*labelled(step, rank), turns=rank == 1 and step >= 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        strategies.append(compiled.plan["rows.weight"].strategy)
+    return [*strategies, compiled.report().rpartition("route: ")[2]]
+
+
+class Turning(Asserting):
+    """Asserts on values where it is told to."""
+
+    def forward(self, ids: Tensor, kinds: Tensor, turns: bool = False) -> Tensor:
+        if turns and (ids < 0).any():
+            raise ValueError("ids below the table")
+        return F.cross_entropy(self.head(self.encode(ids)), kinds)
+
+
+def test_all_ranks_leave_the_graph_with_the_first_one_that_has_to() -> None:
+    for *strategies, route in run_ranks(2, _other_routes):
+        assert strategies[:2] == ["alltoall", "alltoall"]
+        assert strategies[2:] == ["allreduce", "allreduce"]
+        assert "test_failures.py" in route
+        assert "Data-dependent" in route

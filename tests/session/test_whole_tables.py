@@ -1,0 +1,76 @@
+"""Under `whole()` every rank holds every table, and parts of the model may be called; training goes on after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import embrace_fx
+from embrace_fx.session import whole_tables
+from tests.eager.models import Classifier, labelled
+from tests.support.ranks import run_ranks
+
+
+def _train(rank: int, world_size: int, looks: bool) -> tuple[list[Tensor], list[bool], list[str]]:
+    torch.manual_seed(0)
+    model: Any = Classifier()
+    compiled = embrace_fx.compile(model, strategy="alltoall")
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)
+    same, told = list[bool](), list[str]()
+    for step in range(4):
+        compiled(*labelled(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if looks and step == 1:
+            ids = labelled(9, 0)[0]
+            whole = compiled.full_state_dict()["rows.weight"]
+            with compiled.whole() as found:
+                same.append(torch.equal(found.rows(ids), whole[ids]))
+                same.append(torch.equal(found.rows.weight, whole))
+            with pytest.raises(RuntimeError) as of_part:
+                model.rows(ids)
+            with pytest.raises(RuntimeError) as between:
+                _whole_between(compiled, rank)
+            told = [str(of_part.value), str(between.value)]
+            optimizer.zero_grad()
+    return [embrace_fx.full_state_dict(compiled)[name] for name in model.state_dict()], same, told
+
+
+def _whole_between(compiled: embrace_fx.CompiledModel, rank: int) -> None:
+    loss = compiled(*labelled(7, rank))
+    try:
+        with compiled.whole():
+            pass
+    finally:
+        loss.backward()
+
+
+def test_parts_of_the_model_are_called_and_training_goes_on() -> None:
+    looked, plain = run_ranks(2, _train, True), run_ranks(2, _train, False)
+    for (found, same, told), (expected, _, _) in zip(looked, plain, strict=True):
+        assert same == [True, True]
+        assert "with model.whole():" in told[0]
+        assert "wait for their backward" in told[1]
+        for own, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, other)
+
+
+def _too_large(rank: int, world_size: int) -> str:
+    compiled = embrace_fx.compile(Classifier(), strategy="alltoall")
+    compiled(*labelled(0, rank)).backward()
+    compiled.zero_grad()
+    before, whole_tables._free_bytes = whole_tables._free_bytes, lambda on_device: 100
+    try:
+        with pytest.raises(RuntimeError, match=r"found on rank 0: 0 MiB free") as raised, compiled.whole():
+            pass
+    finally:
+        whole_tables._free_bytes = before
+    return str(raised.value)
+
+
+def test_tables_that_do_not_fit_are_refused_on_every_rank() -> None:
+    first, second = run_ranks(2, _too_large)
+    assert first == second
