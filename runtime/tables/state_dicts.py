@@ -7,7 +7,6 @@ columns alone, so that pickling it is refused; `whole_state` gives what one rank
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -22,9 +21,6 @@ from embrace_fx.runtime.tables.layouts import Place, by_columns, whole_table
 from embrace_fx.runtime.tables.part import REFUSAL, Part
 
 Watch = Callable[[], AbstractContextManager[None]]
-
-_STAGER = "torch.distributed.checkpoint._state_dict_stager"
-"""What copies a state dict for `torch.distributed.checkpoint.async_save`, which then writes shards as shards."""
 
 
 class TableShard(DTensor):
@@ -52,9 +48,7 @@ class TableShard(DTensor):
         self.__reduce_ex__(2)
 
     def data_ptr(self) -> int:
-        if sys._getframe(1).f_globals.get("__name__") != _STAGER:
-            self.__reduce_ex__(2)
-        return 0  # it asks whether there is memory of the tensor's own, and copies that of the local part
+        return 0  # no memory of its own: what stages it for an asynchronous save copies the local part
 
     def numpy(self, *_: Any, **__: Any) -> NoReturn:
         self.__reduce_ex__(2)
