@@ -107,7 +107,7 @@ class Accumulation:
         """Expects the backward of a call that returns these results."""
         self._waiting = [each for each in self._waiting if each() is not None] + [weakref.ref(step)]
         leaves = [leaf for leaf in _tensors(results) if leaf.requires_grad and leaf.grad_fn is not None]
-        step.note_results(leaves)
+        step.end_forward(leaves)
         itself = weakref.ref(self)
         for node in {leaf.grad_fn for leaf in leaves}:
             assert node is not None

@@ -12,6 +12,7 @@ from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
 from embrace_fx.runtime.step.program import LoweredPhase, Program
 from embrace_fx.runtime.step.step import Opened, Step
 from embrace_fx.vocabulary.graph import Values
+from embrace_fx.vocabulary.operation_id import START, WHOLE_BACKWARD, WHOLE_FORWARD
 from embrace_fx.vocabulary.step_variant import BackwardVariant
 
 
@@ -40,8 +41,13 @@ class GradientStep(Step):
             self.forward()
         self._results, self._read_again = [], []  # autograd looks after what its own backward reads
 
-    def note_results(self, results: Sequence[Any]) -> None:
-        """Takes the scalars among what the forward returns: each is to be finite."""
+    def end_forward(self, results: Sequence[Any]) -> None:
+        """Takes the scalars among what the forward returns, each of which is to be finite."""
+        flow, recorder = self.program.flow, self.program.recorder
+        if flow is not None:
+            flow.recorder.mark(START)
+        elif recorder is not None:
+            recorder.mark(WHOLE_FORWARD)
         self._results = [each.detach() for each in results if isinstance(each, Tensor)]
 
     def begin_backward(self) -> None:
@@ -51,6 +57,8 @@ class GradientStep(Step):
             PeerFailure: another one is not, where that is known at once.
         """
         self.program.state.awaiting_backward.discard(self)
+        if self.program.recorder is not None:
+            self.program.recorder.window()
         self._opened = self._open({})
         super()._begin_backward(BackwardVariant(), twice=False)
 
@@ -73,6 +81,8 @@ class GradientStep(Step):
         tangents = [gradients.get(name) for name in self._names]
         with torch.no_grad(), autocast_is_in_the_graph():
             outputs, roles, counts = self._close(opened, {}, tangents, used, twice=False)
+            if program.recorder is not None:
+                program.recorder.mark(WHOLE_BACKWARD)
             absent_here = program.used.absent(used) | program.used.left(given)
             program.deliver(roles, outputs, program.used.absent(counts), absent_here, ())
 

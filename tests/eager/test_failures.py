@@ -117,6 +117,15 @@ class Turning(Asserting):
         return F.cross_entropy(self.head(self.encode(ids)), kinds)
 
 
+def test_steps_are_recorded_and_the_graphs_say_why_they_are_not_of_the_forward() -> None:
+    compiled = embrace_fx.compile(Asserting(), route="eager")
+    with compiled.record():
+        for step in range(3):
+            compiled(*labelled(step, 0)).backward()
+    assert {span.operation.name for span in compiled.timeline.spans} >= {"forward", "backward"}
+    assert compiled.graphs.reason == "route='eager' was asked for"
+
+
 def test_all_ranks_leave_the_graph_with_the_first_one_that_has_to() -> None:
     for *strategies, route in run_ranks(2, _other_routes):
         assert strategies[:2] == ["alltoall", "alltoall"]
