@@ -140,6 +140,19 @@ class Part(Tensor):
         Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
         self.held.replace(value.held.memory())
 
+    def apply_(self, function: Callable[[Any], Any]) -> Part:
+        self.held.memory().apply_(function)
+        self.held.note_write()
+        return self
+
+    def map_(self, *given: Any) -> Part:
+        self._whole("map_()").map_(*given)
+        return self
+
+    def map2_(self, *given: Any) -> Part:
+        self._whole("map2_()").map2_(*given)
+        return self
+
     def numpy(self, *, force: bool = False) -> Any:
         return self._whole("numpy()").numpy(force=force)
 

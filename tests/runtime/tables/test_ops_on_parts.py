@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,10 +15,6 @@ from tests.support.ranks import run_ranks
 
 Deed = Callable[[Any], Any]
 KINDS = ("parameter", "gradient", "state")
-
-
-def _table() -> Tensor:
-    return torch.randn((6, 5), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
 def _ops() -> Iterator[tuple[str, Tensor, Deed]]:
@@ -60,34 +55,10 @@ def _call_method(name: str, args: tuple[Any, ...], tensor: Any) -> Any:
     return getattr(tensor, name)(*args)
 
 
-def _methods() -> Iterator[tuple[str, Tensor, Deed]]:
-    """(name, input, deed) of every method of a tensor, with arguments that some of them take."""
-    arguments: list[tuple[Any, ...]] = [(), (0,), (1,), (2.0,), (0, 1), (_table(),), (torch.tensor([1, 3]),)]
-    for name in dir(Tensor):
-        attribute = inspect.getattr_static(Tensor, name, None)
-        if name in _NOT_ASKED or name.startswith("__init") or not callable(getattr(Tensor, name)) or attribute is None:
-            continue
-        for k, given in enumerate(arguments):
-            yield f"Tensor.{name} {k}", _table(), partial(_call_method, name, given)
-
-
-_NOT_ASKED = frozenset(
-    {
-        *("__class__", "__new__", "__subclasshook__", "__getattribute__", "__setattr__", "__delattr__", "__dir__"),
-        *("__sizeof__", "__hash__", "__repr__", "__str__", "__format__", "__reduce__", "__reduce_ex__", "__getstate__"),
-        *("__setstate__", "__torch_function__", "__torch_dispatch__", "_make_wrapper_subclass", "_make_subclass"),
-        *("as_subclass", "_make_dtensor", "__deepcopy__", "register_hook", "backward", "_backward_hooks"),
-        *("register_post_accumulate_grad_hook", "retain_grad", "requires_grad_", "_use_count", "_view_func"),
-        *("_view_func_unsafe", "_rev_view_func_unsafe", "_fix_weakref", "_clear_non_serializable_cached_data"),
-    }
-)
-"""What Python asks of every object, of whose answers none is of the elements."""
-
-
-def _compared(rank: int, world_size: int, kind: str, list_deeds: str) -> dict[str, str]:
+def _compared(rank: int, world_size: int, kind: str) -> dict[str, str]:
     """What is wrong with answers, by deed."""
     parts, wrong, counts = Parts(), {}, {"answer": 0, "refused": 0}
-    for name, whole, deed in {"ops": _ops, "methods": _methods}[list_deeds]():
+    for name, whole, deed in _ops():
         torch.manual_seed(1)
         expected_kind, expected = asked(whole.clone, deed)
         torch.manual_seed(1)
@@ -108,7 +79,6 @@ _OF_NO_VALUES = frozenset({"empty_like", "new_empty", "new_empty_strided", "empt
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("deeds", ["ops", "methods"])
-def test_an_op_on_a_part_is_of_the_whole_or_refused(kind: str, deeds: str) -> None:
-    for wrong in run_ranks(2, _compared, kind, deeds):
+def test_an_op_on_a_part_is_of_the_whole_or_refused(kind: str) -> None:
+    for wrong in run_ranks(2, _compared, kind):
         assert not wrong
