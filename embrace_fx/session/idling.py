@@ -87,7 +87,7 @@ class Idling:
         activity = self.meet(JOINED)
         self._setting.announcements.activity = activity
         program = self._program(activity)
-        with torch.no_grad(), autocast_is_in_the_graph():
+        with torch.no_grad(), autocast_is_in_the_graph(), self._setting.state.pending.closed():
             step = Step(program, (), None)
             step.forward()
             if program.has_backward:

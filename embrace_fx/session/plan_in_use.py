@@ -6,9 +6,12 @@ What is built under a plan goes with it: programs, the flow between steps, the s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_links
@@ -19,6 +22,7 @@ from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift, TrainingCalls, 
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.runtime.step.program import Program
+from embrace_fx.runtime.tables.pending_parameters import Updates
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Variant
 from embrace_fx.session.garbage import not_collecting
@@ -240,12 +244,51 @@ class PlanInUse:
         if setting.communicator.rank == 0:
             tell("planned again %s", told)
 
-    def parameters_may_change(self) -> None:
-        """Brings parameters that are handed out up to date; nothing that was read from them ahead is used."""
-        state = self._setting.state
+    def updates(self) -> tuple[Updates, Updates]:
+        """What may be pending between calls: of dense parameters, and of tables."""
+        state, lock = self._setting.state, self._setting.state.pending.lock
+
+        def dense() -> Iterable[nn.Parameter]:
+            return () if self.flow is None else self.flow.buckets.stepped
+
+        def apply_dense() -> None:
+            if self.flow is not None:
+                self.flow.settle_buckets()
+
+        def tables() -> Iterable[nn.Parameter]:
+            under_way = self.flow is not None and self.flow.has_tables_under_way
+            return state.table_parameters() if under_way or state.has_resting_rows else ()
+
+        def joined() -> list[Tensor]:
+            exchanges = () if self.flow is None else self.flow.exchanges.values()
+            return [memory for exchange in exchanges for memory in exchange.table.joined]
+
+        of_tables = Updates(tables, self._tables_may_change, lock, joined)
+        return Updates(dense, apply_dense, lock), of_tables
+
+    def late_optimizers(self) -> list[Optimizer]:
+        """Those whose steps may still be to be applied."""
+        found = [table.optimizer for table in self._setting.state.tables.values() if table.optimizer is not None]
+        return found if self.flow is None else found + self.flow.buckets.optimizers
+
+    def synchronize(self) -> None:
+        """Applies every update that an optimizer has stepped; parameters may be written from now on."""
+        self._setting.state.pending.close()
+        self._apply()
+
+    def _apply(self) -> None:
         if self.flow is not None:
             self.flow.parameters_may_change()
-        state.settle_tables()
+        self._setting.state.settle_tables()
+
+    def parameters_may_change(self) -> None:
+        """Brings parameters that are handed out up to date; nothing that was read from them ahead is used."""
+        self._setting.state.pending.close()
+        self._tables_may_change()
+
+    def _tables_may_change(self) -> None:
+        self._apply()
+        state = self._setting.state
         if state.asked.often and state.tables and not self._told_asked:
             self._told_asked = True
             if self._setting.communicator.rank == 0:

@@ -93,6 +93,7 @@ class Session:
             self._setting, self._kinds, buffers, self.lookahead.warn_of_other_batch, self._note_places
         )
         self._eager = EagerCalls(self._setting, self.planned, self._kinds)
+        self.state.pending.watch(self.planned.updates(), self.planned.late_optimizers)
         self.views = Views(self._setting, self.planned, lambda: self._eager.reason)
         self.idling = Idling(self._setting, self.planned)
 
@@ -164,6 +165,10 @@ class Session:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._plainly.is_stateless():
             return self.model(*args, **kwargs)
+        with self.state.pending.closed():
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_first, rank = self.planned.plan is None, self.communicator.rank
         # What a first step is made of may be short each, and long together.
         with stage("preparing the first step", rank) if is_first else contextlib.nullcontext():
@@ -346,10 +351,7 @@ class Session:
 
     def synchronize(self) -> None:
         """Applies every update that an optimizer has stepped. Waits for nothing that other ranks are still to do."""
-        if self._flow is not None:
-            self._flow.settle()
-            self._flow.settle_rows()
-        self.state.settle_tables()
+        self.planned.synchronize()
 
     def parameters_were_loaded(self) -> None:
         """Takes over parameters that may stand in the place of those that were: `assign=True`."""

@@ -27,11 +27,6 @@ from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.own_step import hyperparameters, step_groups
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name
 
-WRITTEN = (
-    "expected parameters to be written only through the compiled model, between optimizer.step() and the next call, "
-    "found {} that was written before its pending update. Take it from model.parameters() or model.named_parameters() "
-    "at that moment, or call model.synchronize() before."
-)
 GONE = (
     "expected the compiled model to be there still, where a gradient of its last backward is read, found that it has "
     "gone while the gradient was on its way. Keep the model, or read the gradient before."
@@ -106,8 +101,8 @@ class _Bucket:
         self.flat = flat
         self.tickets = tickets
         self.updates: list[tuple[Optimizer, list[dict[str, Any]]]] = []
-        self.stepped: dict[nn.Parameter, int] = {}
-        """Parameters that `updates` covers, and their versions at the step."""
+        self.stepped: set[nn.Parameter] = set()
+        """Parameters that `updates` covers."""
         self.stand_ins: dict[nn.Parameter, TensorWeakRef] = {}
         """What was put into `.grad`, as long as someone holds it."""
 
@@ -189,6 +184,16 @@ class BucketUpdates:
         """Whether there are gradients that no optimizer has taken over."""
         return any(not bucket.updates for bucket in self._waiting.values())
 
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        """Parameters whose update is still to be applied."""
+        return [parameter for bucket in self._waiting.values() for parameter in bucket.stepped]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those whose update is still to be applied."""
+        return [optimizer for bucket in self._waiting.values() for optimizer, _ in bucket.updates]
+
     def forget_submitted(self) -> None:
         """Forgets chunks that a backward has submitted, which has been given up: they are no bucket's."""
         self._submitted.clear()
@@ -236,7 +241,8 @@ class BucketUpdates:
 
     def wanted(self, k: int, bucket: _Bucket) -> None:
         """Lands a gradient of a bucket, which someone uses."""
-        with self._launcher.hurrying():  # rows of a forward to come may stand before it
+        # Rows of a forward to come may stand before it; parameters of other buckets may have to wait still.
+        with self._launcher.hurrying(), torch._C.DisableTorchFunctionSubclass():
             if self._waiting.get(k) is not bucket:  # dropped since
                 bucket.arrived(self._land(bucket))
             elif bucket.updates:
@@ -284,7 +290,7 @@ class BucketUpdates:
         for k, of_bucket in groups.items():
             bucket = self._waiting[k]
             bucket.updates.append((optimizer, of_bucket))
-            bucket.stepped |= {p: p._version for group in of_bucket for p in group["params"]}
+            bucket.stepped |= {parameter for group in of_bucket for parameter in group["params"]}
 
     def release(self, optimizer: Optimizer) -> None:
         """Makes the gradients of an optimizer's parameters ordinary ones."""
@@ -303,18 +309,11 @@ class BucketUpdates:
         before = [parameter.grad for parameter in bucket.parameters]
         for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
             parameter.grad = gradient
-        self._check_unwritten(bucket)
         for optimizer, groups in bucket.updates:
             step_groups(optimizer, groups)
         for parameter, gradient, stood in zip(bucket.parameters, gradients, before, strict=True):
             # None after zero_grad, or without a gradient; or the user's own; else what was waited for
             parameter.grad = gradient if getattr(stood, "landed", None) is gradient else stood
-
-    def _check_unwritten(self, bucket: _Bucket) -> None:
-        """Raises where a parameter was written between an optimizer's step and the update that the step stands for."""
-        for parameter, version in bucket.stepped.items():
-            if parameter._version != version:
-                raise RuntimeError(WRITTEN.format(f"one of shape {tuple(parameter.shape)}"))
 
     def apply(self) -> None:
         """Applies every update that an optimizer has taken over."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from embrace_fx import cost
 from embrace_fx.runtime.flow.ahead import Ahead, AheadOfDevice, Coming, IdsProgram
-from embrace_fx.runtime.flow.bucket_updates import WRITTEN, BucketUpdates
+from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
 from embrace_fx.runtime.flow.forward_segments import ForwardSegments
 from embrace_fx.runtime.flow.head import announce, read
 from embrace_fx.runtime.flow.routing import Routing
@@ -101,7 +101,6 @@ class Flow:
         Raises:
             PeerFailure: a rank could not go on, on every rank.
         """
-        failure = self._look_for_writes()
         expected = self._expected()
         found = expected is not None and expected.is_batch(leaves) and expected.program is program
         values, bad = (
@@ -109,7 +108,7 @@ class Flow:
         )
         rows = program.rows_of_batch(values)
         coming = following.sizes() if following is not None and self.looks_ahead else None
-        everyone = announce(self.announcements, self.launcher, rows, coming, failure or bad, found=found)
+        everyone = announce(self.announcements, self.launcher, rows, coming, bad, found=found)
         self.announcements.note_rows(program.tables, everyone.rows)
         self._after_announcement()
         if everyone.overtook:
@@ -158,15 +157,6 @@ class Flow:
     def _begin_compute(self) -> None:
         self.recorder.mark(BETWEEN)
         self.segments.begin(START)
-
-    def _look_for_writes(self) -> str | None:
-        """What is wrong where a table was written behind the model's back; rows that left early are read anew."""
-        failure = None
-        for exchange in self.exchanges.values():
-            if exchange.was_written():
-                failure = failure or (WRITTEN.format(f"table {exchange.table.name}") if exchange.stepped else None)
-                exchange.early.stale = True
-        return failure
 
     def _land_waiting(self) -> None:
         """Waits for gradients that no step has taken: the order has them behind what this forward is to submit."""
@@ -281,6 +271,16 @@ class Flow:
         self.recorder.mark(EARLY)
 
     # -- between steps -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_tables_under_way(self) -> bool:
+        """Whether an update of a table is still to be applied, or rows have left ahead."""
+        return any(exchange.is_under_way for exchange in self.exchanges.values())
+
+    def settle_buckets(self) -> None:
+        """Applies updates of dense parameters, as `settle`."""
+        with self.launcher.hurrying():
+            self.buckets.apply()
 
     def settle(self) -> None:
         """Applies updates for a caller outside of a step: nothing that is still to be submitted holds it up."""

@@ -23,7 +23,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.flow.bucket_updates import WRITTEN
 from embrace_fx.runtime.flow.early_rows import EarlyRows
 from embrace_fx.runtime.flow.grid_parts import GridPart
 from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, Split
@@ -71,7 +70,6 @@ class RowExchange:
         self._split: Split | None = None  # of it and the next batch; None: all its rows are treated as prior
         self._delayed: list[Selection] | None = None  # the pieces of its delayed rows, once they have been found
         self.early = EarlyRows(table)
-        self._version = 0  # of the table, as of the last lookup ahead, step or update of its own
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -87,7 +85,6 @@ class RowExchange:
             split = self._split
             assert split is not None
             arriving.rows.append(self._send_rows(launch, split.following, split.early, dtype))
-            self.note_version()
             return
         if arriving.routing is None or arriving.routing.ids is not ids:  # nothing has left early, or for another batch
             self.apply_delayed()
@@ -127,17 +124,14 @@ class RowExchange:
 
     def _look_up(self, launch: OperationId, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the part, as they are; early ones as the step to come will leave them."""
-        if self.table.catch_up(ids):
-            self.note_version()
+        self.table.catch_up(ids)
         if launch.part != "early":
             return lookup_as(self.table.local, ids, dtype)
         return self.early.look_up(ids).to(dtype)
 
     def settle_rows(self) -> None:
         """Has all rows of the table take the steps they have skipped."""
-        if self.table.has_resting_rows:
-            self.table.settle()
-            self.note_version()
+        self.table.settle()
 
     def send_rows(self, launch: OperationId, columns: Tensor, counts: Counts) -> Ticket:
         """Launches the AlltoAll of looked-up columns (M, d)."""
@@ -225,15 +219,10 @@ class RowExchange:
         """Whether there is a gradient that a step has taken."""
         return any(gradient.options is not None for gradient in self._gradients)
 
-    def was_written(self) -> bool:
-        """Whether someone else has written the table since what is under way was looked up or stepped; told once."""
-        written = bool(self._arriving.rows or self.stepped) and self._version != self.table.version
-        self.note_version()
-        return written
-
-    def note_version(self) -> None:
-        """Takes the table as it is now for this exchange's own doing."""
-        self._version = self.table.version
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an update is still to be applied, or rows have left ahead."""
+        return bool(self._arriving.rows) or self.stepped
 
     @property
     def waiting(self) -> bool:
@@ -276,7 +265,6 @@ class RowExchange:
     def begin_step(self) -> None:
         """Applies what the last step has left: an optimizer is about to step."""
         self.apply_delayed()
-        self.early.stale |= self.was_written()
 
     def step(self) -> None:
         """Gives the gradient on its way the options of this moment: the optimizer has stepped."""
@@ -286,7 +274,6 @@ class RowExchange:
     def stepped_at_once(self, *, moved_all: bool) -> None:
         """Notes a step that has been taken; `moved_all`: of all rows, not just of those with a gradient."""
         self.early.stepped(moved_all=moved_all, under_way=bool(self._arriving.rows))
-        self.note_version()
 
     def update(self, launch: OperationId) -> None:
         """Applies a part of what a step has taken; with the last part, what the step does to all other rows.
@@ -298,7 +285,6 @@ class RowExchange:
                 if launch.part != "delayed":
                     self.materialise()
                 return
-            self._check_unwritten()
             mine = [part for part in gradient.parts if part.ticket.id == launch]
             gradient.parts = [part for part in gradient.parts if part.ticket.id != launch]
             arrived = [self._arrive(gradient, part) for part in mine]
@@ -308,7 +294,6 @@ class RowExchange:
             else:
                 for rows in arrived:
                     self.table.apply(*rows, gradient.options)
-            self.note_version()
 
     def apply_prior(self) -> None:
         """Applies whatever a step has taken but delayed parts: what no node of a program has applied."""
@@ -323,9 +308,7 @@ class RowExchange:
         stepped = [gradient for gradient in self._gradients if gradient.options is not None]
         for gradient in stepped:
             assert gradient.options is not None
-            self._check_unwritten()
             self.table.finish(self.arrive(gradient, gradient.parts), gradient.options)
-            self.note_version()
         self._gradients = [gradient for gradient in self._gradients if gradient.options is None]
 
     def materialise(self) -> None:
@@ -344,10 +327,6 @@ class RowExchange:
         """Forgets what was looked up early: parameters may have been written since."""
         self._arriving = Arriving()
         self.early.forget()
-
-    def _check_unwritten(self) -> None:
-        if self.was_written():
-            raise RuntimeError(WRITTEN.format(f"table {self.table.name}"))
 
     def arrive(self, gradient: StepGradient, parts: Sequence[Part]) -> list[RowsOfTable]:
         """The rows of parts of a gradient, once they are here."""

@@ -395,4 +395,5 @@ class _Run(torch.autograd.Function):
         anchor, _ = ctx.next_functions[0]  # not reached by `torch.autograd.grad` or `backward(inputs=...)`
         with torch.no_grad(), autocast_is_in_the_graph():
             wanted = torch._C._will_engine_execute_node(anchor)
-            return (None, None, *ctx.step.backward(tangents, for_parameters=wanted, twice=twice))
+            with ctx.step.program.state.pending.closed():
+                return (None, None, *ctx.step.backward(tangents, for_parameters=wanted, twice=twice))

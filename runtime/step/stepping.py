@@ -189,6 +189,7 @@ class Stepping:
 
     def _take(self, optimizer: Optimizer) -> None:
         """Sorts gradients: what torch's step takes, what is applied by rows, and what is left to the next forward."""
+        self._state.pending.close()
         step = self._steps[id(optimizer)] = _Step(_step_call())
         tables = self._own_tables(optimizer)
         replicas = self._own_replicas(optimizer)
@@ -316,6 +317,7 @@ class Stepping:
             stepped = [table for table in exchange.table.members if table in at_once]
             swept = any(table not in step.rows for table in stepped)
             exchange.stepped_at_once(moved_all=swept or any(t.moves_all(t.param_group()) for t in stepped))
+        self._state.pending.open()
 
     def _count_step(self, optimizer: Optimizer) -> None:
         """Ranks compare how many they have taken, of those that move anything."""
@@ -343,6 +345,7 @@ class Stepping:
     # -- state dicts ---------------------------------------------------------------------------------------------------
 
     def _settle(self, *_: Any) -> None:
+        self._state.pending.close()
         if self.flow is not None:
             self.flow.settle()
             self.flow.settle_rows()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ class Held:
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
         self._local: Tensor | None = local
         self._before = 0
+        self.on_use: Callable[[], None] | None = None
+        """Called before anyone reads or writes it, while an update of it is still to come."""
         self._keeps = keeps
 
     @property
@@ -27,6 +31,12 @@ class Held:
 
     def dense(self) -> Tensor:
         """This rank's part, to be read."""
+        if self.on_use is not None:
+            self.on_use()
+        return self.now()
+
+    def now(self) -> Tensor:
+        """This rank's part as it is, for who knows what is to come."""
         assert self._local is not None
         return self._local
 

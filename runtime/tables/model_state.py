@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from embrace_fx.runtime.tables.asked import Asked
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.layouts import Place
+from embrace_fx.runtime.tables.pending_parameters import PendingUpdates
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.table_part import local_part
 
@@ -36,6 +37,8 @@ class ModelState:
         self.tables: dict[str, RowTable] = {}
         self.asked = Asked()
         """How often the training loop asks for all parameters."""
+        self.pending = PendingUpdates()
+        """What is still to come of the parameters."""
         self.unreduced: set[str] = set()
         """Parameters whose `.grad` holds this rank's own sum, from backwards under `no_sync`."""
         self.hooked: frozenset[str] = frozenset()
@@ -67,6 +70,11 @@ class ModelState:
         named = ((name, self.parameter(name)) for name in self.names)
         return {name: tables[parameter] for name, parameter in named if parameter in tables}
 
+    @property
+    def has_resting_rows(self) -> bool:
+        """Whether any table has rows that have skipped a step."""
+        return any(table.has_resting_rows for table in self.tables.values())
+
     def settle_tables(self) -> None:
         """Has all rows of tables take the steps they have skipped: parameters are asked for. No update is pending."""
         for table in self.tables.values():
@@ -88,6 +96,10 @@ class ModelState:
     def parameters(self) -> Iterator[nn.Parameter]:
         """All of them, as the model holds them now, without a walk through its modules."""
         return (owner[key] for owner, key in self._parameters.values())
+
+    def table_parameters(self) -> Iterator[nn.Parameter]:
+        """Those of the tables."""
+        return (table.parameter for table in self.tables.values())
 
     def any_parameter(self) -> nn.Parameter | None:
         """One of them, where there is any: they are on one device."""

@@ -29,7 +29,6 @@ class RestingRows:
     def __init__(self) -> None:
         self._skipped: SkippedSteps | None = None
         self._taken: Tensor | None = None  # (V',) how many steps of the history each row has taken
-        self._version = 0  # of the part, as of the last write of its own
 
     @property
     def rest(self) -> bool:
@@ -62,31 +61,22 @@ class RestingRows:
         self.catch_up(local, state, ids)
         step_rows(optimizer, options, local, state, ids, rows)
         self._taken.index_fill_(0, ids, self._skipped.count + 1)
-        self._version = local._version
 
     def end(self, optimizer: Any, options: Mapping[str, Any], local: Tensor, state: MutableMapping[str, Any]) -> None:
         """All other rows have had no gradient in this step."""
         assert self._skipped is not None
         self._skipped.note(options, state)
         advance_counters(optimizer, options, local, state)
-        self._version = local._version
         if self._skipped.count == MOST_STEPS:
             self.settle(local, state)
 
     def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
-        """Has rows take what they have skipped; whether any row may have been written.
-
-        Raises:
-            RuntimeError: someone else has written the table since.
-        """
+        """Has rows take what they have skipped; whether any row may have been written."""
         if not self.rest:
             return False
         assert self._skipped is not None
         assert self._taken is not None
-        if local._version != self._version:
-            raise RuntimeError(WRITTEN_AT_REST)
         self._skipped.take(local, state, ids, self._taken)
-        self._version = local._version
         return True
 
     def settle(self, local: Tensor, state: Mapping[str, Any]) -> None:
@@ -97,11 +87,3 @@ class RestingRows:
         if self._taken is not None:
             self._taken.zero_()
         self._skipped = None
-
-
-WRITTEN_AT_REST = (
-    "expected a sharded table not to be written between two steps while rows of it rest, in the next use of the table, "
-    "found that it was: the steps these rows have skipped would be taken from other values. Write parameters that the "
-    "compiled model hands out (model.parameters(), model.module), or call model.synchronize() first, or pass "
-    "row_updates='sweep'."
-)

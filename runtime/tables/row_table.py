@@ -41,7 +41,7 @@ from embrace_fx.runtime.tables.part_state import PartState
 from embrace_fx.runtime.tables.resting import RestingRows
 from embrace_fx.runtime.tables.row_optimizers import row_optimizer
 from embrace_fx.runtime.tables.skipped_steps import form_of
-from embrace_fx.runtime.tables.table_part import TablePart, local_part
+from embrace_fx.runtime.tables.table_part import TablePart
 from embrace_fx.vocabulary.exactness import RowUpdates, row_update_blocker
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums
@@ -102,12 +102,18 @@ class RowTable:
     @property
     def local(self) -> Tensor:
         """This rank's part, (V', d)."""
-        return local_part(self.parameter)
+        parameter = self.parameter
+        return parameter.held.now() if isinstance(parameter, TablePart) else parameter.detach()
 
     def move(self, local: Tensor) -> None:
         """Puts other memory in the place of this rank's part, with the same values."""
-        assert isinstance(self.parameter, Part)
+        assert isinstance(self.parameter, TablePart)
         self.parameter.held.replace(local)
+
+    @property
+    def joined(self) -> tuple[Tensor, ...]:
+        """What holds its memory besides its parameter: nothing."""
+        return ()
 
     @property
     def shape(self) -> torch.Size:
@@ -118,11 +124,6 @@ class RowTable:
     def grid(self) -> Grid | None:
         """The grid on which it lies; None: by columns."""
         return self.place.grid
-
-    @property
-    def version(self) -> int:
-        """Counts what is written into this rank's part."""
-        return self.parameter.held.version if isinstance(self.parameter, Part) else self.parameter._version
 
     # -- the gradient --------------------------------------------------------------------------------------------------
 

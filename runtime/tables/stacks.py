@@ -55,9 +55,9 @@ class StackedTable:
         self.members[k].move(view)  # the same parameter to everyone who holds it
 
     @property
-    def version(self) -> int:
-        """Counts what is written into this rank's part."""
-        return sum(member.version for member in self.members) + self._weights.version
+    def joined(self) -> tuple[Tensor, ...]:
+        """What holds its memory besides the parameters."""
+        return () if self._weights.all is None else (self._weights.all,)
 
     @property
     def has_gradient(self) -> bool:
@@ -213,14 +213,8 @@ class _Joined:
 
     def __init__(self, bounds: Sequence[int]) -> None:
         self._bounds = bounds
-        self._all: Tensor | None = None
+        self.all: Tensor | None = None
         self._addresses: list[int] = []
-        self._before = 0
-
-    @property
-    def version(self) -> int:
-        """Counts what is written into the joined tensor itself, but by its being joined."""
-        return 0 if self._all is None else self._before + self._all._version
 
     def of(self, parts: Sequence[Tensor], move: Callable[[int, Tensor], None]) -> Tensor:
         """All rows of `parts`, (V', d).
@@ -228,12 +222,11 @@ class _Joined:
         Args:
             move: (number of a table, view of its rows): puts the view in the place of the table's part.
         """
-        if self._all is not None and [part.data_ptr() for part in parts] == self._addresses:
-            return self._all
+        if self.all is not None and [part.data_ptr() for part in parts] == self._addresses:
+            return self.all
         found = parts[0].new_empty((self._bounds[-1], *parts[0].shape[1:]))
         views = [found[first:last] for first, last in pairwise(self._bounds)]
         for k, (part, view) in enumerate(zip(parts, views, strict=True)):
             move(k, view.copy_(part))
-        self._before = self.version - found._version
-        self._all, self._addresses = found, [view.data_ptr() for view in views]
+        self.all, self._addresses = found, [view.data_ptr() for view in views]
         return found

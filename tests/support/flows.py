@@ -35,14 +35,11 @@ class Listening:
     def __init__(self) -> None:
         self.told: list[str] = []
         self.heard: list[tuple[str, OperationId]] = []
-        self.stepped = self.waiting = self.written = False
+        self.stepped = self.waiting = False
         self.usable = self.holds = self.splits = True
         self.stale = False
         self.early, self.table, self.name = self, self, "t"
         self.members = (self,)
-
-    def was_written(self) -> bool:
-        return self.written
 
     def hold(self, *, stepped: bool) -> bool:
         self.told.append("hold")

@@ -24,7 +24,7 @@ from embrace_fx import cost
 from tests.support.loops import LOOPS, WARNED, Loop
 from tests.support.ranks import reset_torch_state, run_ranks
 from tests.support.reference import assert_same
-from tests.support.sides import DIM, DTYPE, CompiledSide, Matching, Side, draw_batch, draw_batches
+from tests.support.sides import DIM, DTYPE, CompiledSide, Matching, Side, draw_batches
 from tests.support.state_loops import STATE_LOOPS
 from tests.support.training import SEED, whole_parameters
 
@@ -246,20 +246,3 @@ def test_two_optimizers_that_share_a_bucket_step_in_turn() -> None:
     for (expected, expected_norms), (found, norms) in run_ranks(2, _compare_turns):
         assert norms == pytest.approx(expected_norms, rel=1e-9)
         assert_same(found, expected, DTYPE)
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-def _write_held_parameters(rank: int, world_size: int) -> None:
-    side = CompiledSide(OPTIMIZERS["adagrad"])
-    held = side.plain.first.weight
-    side.update(draw_batch(0, rank))
-    with torch.no_grad():
-        held.clamp_(-0.1, 0.1)
-    with pytest.raises(RuntimeError, match=r"written only through the compiled model.*call model\.synchronize\(\)"):
-        side.update(draw_batch(1, rank))
-
-
-def test_a_parameter_held_and_written_before_its_update_is_refused() -> None:
-    run_ranks(2, _write_held_parameters)

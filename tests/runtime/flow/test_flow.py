@@ -156,15 +156,6 @@ def test_what_is_left_out_is_of_the_phase_itself() -> None:
     launcher.close()
 
 
-def test_a_table_that_was_written_while_a_step_waits_is_refused(steps: Steps) -> None:
-    steps.forward(steps.look_at(1))
-    steps.backward()
-    steps.table.written = steps.table.stepped = True
-
-    with pytest.raises(PeerFailure, match="table t"):
-        steps.forward(steps.look_at(2))
-
-
 def test_an_id_outside_the_table_is_refused_at_its_turn_and_not_before(steps: Steps) -> None:
     bad = steps.look_at(2, ROWS)
     assert bad.sizes() == [-1]

@@ -135,14 +135,6 @@ def test_a_row_is_caught_up_once_however_often_it_is_named() -> None:
     table.compare()
 
 
-def test_a_table_written_while_its_rows_rest_is_refused() -> None:
-    table = _Table(SKIPPED["adamw"], torch.float64)
-    table.step(1)
-    table.local.clamp_(-1, 1)
-    with pytest.raises(RuntimeError, match=r"not to be written .* while rows of it rest"):
-        table.resting.catch_up(table.local, table.state, torch.tensor([2]))
-
-
 @pytest.mark.parametrize(
     ("make", "form"),
     [

@@ -1,0 +1,327 @@
+"""Parameters an update of which is still to come, between calls, steps and backwards: whoever uses one finds it done.
+
+Contract
+    Between `closed()` blocks their class is one that torch asks before it calls a function of them: whoever reads or
+    writes one, by whichever reference, finds every update applied, and nothing that left ahead is used unseen. What
+    only asks for a shape, a dtype or `.grad` waits for nothing. So it is with `optimizer.state`.
+    A tensor that shares a parameter's memory (`.data`, `detach()`, a view, a NumPy array) can be used without a word
+    to the parameter. Where one is there when an update would begin to wait, the update is applied at that moment.
+    Memory that is reached by no tensor (a kept `data_ptr()`) is nobody's to see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.pending_state import PendingState
+
+_WITHOUT_VALUES = frozenset(
+    {
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_meta"),
+                *("is_sparse", "is_quantized", "is_leaf", "requires_grad", "grad_fn", "grad_dtype", "output_nr"),
+                *("_backward_hooks", "_post_accumulate_grad_hooks", "names"),
+            )
+            if hasattr(Tensor, name)
+        ),
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size),
+        *(Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex),
+        *(Tensor.get_device, Tensor.__len__, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+        *(torch.numel, torch.is_floating_point, torch.is_complex),
+        *(getattr(Tensor, name).__set__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks")),
+    }
+)
+"""Functions that look at no element of a tensor."""
+
+
+class PendingParameter(nn.Parameter):
+    """A parameter an update of which is on its way: any use applies it first. One class for each `Updates`.
+
+    Attributes:
+        plain: the class it is of at other times.
+        updates: those of it and of others.
+        lock: held while updates are applied, and gradients with them.
+    """
+
+    plain: ClassVar[type[nn.Parameter]]
+    updates: ClassVar[Updates]
+    lock: ClassVar[threading.RLock]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.plain(*args, **kwargs)  # `type(parameter)(data)`
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _WITHOUT_VALUES:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        for parameter in list(_pending_in((args, kwargs))):
+            _apply(parameter)
+        return func(*args, **kwargs)
+
+    # An optimizer that clears gradients asks each parameter for its own: as itself, at a third of a function's cost.
+
+    @property
+    def grad(self) -> Any:
+        kind = type(self)
+        with kind.lock:
+            known, self.__class__ = type(self), kind.plain  # type: ignore[assignment]  # another thread may have applied it
+            try:
+                return self.grad
+            finally:
+                self.__class__ = known
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        kind = type(self)
+        with kind.lock:
+            known, self.__class__ = type(self), kind.plain  # type: ignore[assignment]  # another thread may have applied it
+            try:
+                self.grad = gradient
+            finally:
+                self.__class__ = known
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _apply(self).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _apply(self).__reduce_ex__(protocol)
+
+
+class Updates:
+    """Those of some parameters, which are applied together.
+
+    Args:
+        parameters: yields those whose values are to come, or have been read ahead.
+        apply: applies every update, and has what left ahead looked at before it is used.
+        lock: of the model.
+        own: yields tensors of the model's own that share memory of parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        apply: Callable[[], None],
+        lock: threading.RLock,
+        own: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> None:
+        self._parameters = parameters
+        self._apply_now = apply
+        self._lock = lock
+        self._own = own
+        self.states_aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Has optimizers hold their own state, while it is written."""
+        self._kinds: dict[type[nn.Parameter], type[PendingParameter]] = {}
+        self._open: list[nn.Parameter] = []
+        self._held: list[Held] = []
+        self._applies = False
+        self._opener = 0  # the thread that goes on with training
+
+    def open(self) -> None:
+        """Has any use of a parameter apply what is pending, from now on; at once, if memory of one is shared."""
+        parameters = list(self._parameters())
+        if share_memory(parameters, self._own()):
+            self._apply()
+            return
+        self._opener = threading.get_ident()
+        for parameter in parameters:
+            if isinstance(parameter, PendingParameter):  # of another model, too
+                _apply(parameter)
+            self._open.append(parameter)
+            if isinstance(parameter, Part):  # every way to its memory leads by what holds it
+                self._held.append(parameter.held)
+                parameter.held.on_use = self.apply
+            else:
+                parameter.__class__ = self._kind(type(parameter))
+
+    def _apply(self) -> None:
+        """Applies what is pending, as at any other time: Dynamo asks parameters for values while it traces, too."""
+        tracing, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
+        try:
+            self._apply_now()
+        finally:
+            torch.compiler._is_compiling_flag = tracing
+
+    @contextlib.contextmanager
+    def _applying(self) -> Iterator[None]:
+        self._applies = True
+        try:
+            yield
+        finally:
+            self._applies = False
+
+    def _kind(self, plain: type[nn.Parameter]) -> type[PendingParameter]:
+        if plain not in self._kinds:
+            bases = (PendingParameter,) if plain is nn.Parameter else (PendingParameter, plain)
+            its_own = {"plain": plain, "updates": self, "lock": self._lock, "__module__": __name__}
+            self._kinds[plain] = type(PendingParameter.__name__, bases, its_own)
+        return self._kinds[plain]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything is pending."""
+        return bool(self._open)
+
+    def close(self) -> None:
+        """Makes parameters what they were."""
+        with self._lock:
+            for parameter in self._open:
+                if isinstance(parameter, PendingParameter):
+                    parameter.__class__ = type(parameter).plain  # type: ignore[assignment]
+            for held in self._held:
+                held.on_use = None
+            self._open.clear()
+            self._held.clear()
+
+    def apply(self) -> None:
+        """Applies what is pending, for a user of a parameter."""
+        with self._lock:
+            if not self._open or self._applies:  # another thread has, or this one does
+                return
+            with self.states_aside(), self._applying():
+                if threading.get_ident() == self._opener:
+                    self.close()
+                    self._apply()
+                    return
+                # Training goes on meanwhile: it must find what it has to wait for, the gradients that it clears, too.
+                with torch._C.DisableTorchFunctionSubclass():
+                    self._apply()
+                self.close()
+
+
+class PendingUpdates:
+    """All of one model's.
+
+    Attributes:
+        lock: held while any is applied, or begins or ends to be pending.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._kinds: tuple[Updates, ...] = ()
+        self._optimizers: Callable[[], Iterable[Optimizer]] = tuple
+        self._states: list[PendingState] = []
+        self._inside = 0
+
+    def watch(self, kinds: tuple[Updates, ...], optimizers: Callable[[], Iterable[Optimizer]]) -> None:
+        """Watches parameters of these kinds, and the state of optimizers whose steps may be to be applied."""
+        self._kinds, self._optimizers = kinds, optimizers
+        for kind in kinds:
+            kind.states_aside = self._states_aside
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """Has parameters be what they are at other times, for who knows what is pending."""
+        self._inside += 1
+        self.close()
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            self.open()
+
+    def close(self) -> None:
+        """Begins such a time."""
+        with self.lock:
+            self._leave_states()
+            for kind in self._kinds:
+                kind.close()
+
+    def open(self) -> None:
+        """Ends it, where no `closed` goes on."""
+        if self._inside:
+            return
+        with self.lock:
+            self.close()
+            for kind in self._kinds:
+                kind.open()
+            self._take_states()
+
+    def _take_states(self) -> None:
+        if any(kind.is_open for kind in self._kinds):
+            self._states = [PendingState(optimizer, self._apply) for optimizer in set(self._optimizers())]
+
+    def _leave_states(self) -> None:
+        states, self._states = self._states, []
+        for state in states:
+            state.leave()
+
+    @contextlib.contextmanager
+    def _states_aside(self) -> Iterator[None]:
+        self._leave_states()
+        try:
+            yield
+        finally:
+            self._take_states()
+
+    def _apply(self) -> None:
+        with self.lock:
+            for kind in self._kinds:
+                kind.apply()
+            self._leave_states()
+
+
+def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bool:
+    """Whether memory of parameters can be read or written by other tensors than these, or by other processes."""
+    _, alone = _holders(torch.empty(0))  # the tensor, and what asking takes
+    known: Counter[int] = Counter()
+    holders: dict[int, int] = {}
+    for tensor in (*(p.held.now() if isinstance(p, Part) else p for p in parameters), *own):
+        address, holders[address] = _holders(tensor)
+        known[address] += 1
+    return any(holders[address] - alone >= count for address, count in known.items())
+
+
+def _holders(tensor: Tensor) -> tuple[int, int]:
+    """Tells a memory's address, and how many hold it, in C++ or as a storage in Python; of other processes', many."""
+    storage = tensor.untyped_storage()
+    address = storage._cdata
+    if storage.device.type == "cpu" and storage.is_shared():
+        return address, _MANY
+    return address, torch._C._storage_Use_Count(address) + sys.getrefcount(storage)
+
+
+_MANY = 1 << 30
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a traced one would apply nothing
+def _apply(parameter: Any) -> Any:
+    """Applies what is pending; returns the parameter, which is an ordinary one then."""
+    kind = type(parameter)
+    if issubclass(kind, PendingParameter):  # no other thread has been asked before
+        kind.updates.apply()
+    return parameter
+
+
+def _pending_in(value: Any) -> Iterator[PendingParameter]:
+    if isinstance(value, PendingParameter):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _pending_in(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _pending_in(each)
