@@ -2,8 +2,9 @@
 
 Rules
     A table can lie in shards under every *element-wise* optimizer, whose update of an element depends on that element
-    alone: the owner of a shard takes the optimizer's own step over all of its rows (a sweep). Others (LAMB, Muon,
-    LBFGS) keep tables whole.
+    alone: the owner of a shard takes the optimizer's own step over all of its rows (a sweep). That is a promise: of
+    torch's own classes, and of a class that makes it by `element_wise = True`. Others keep tables whole; no trial could
+    show that a class never clips, skips or adapts by what it finds in all elements.
     "exact": the optimizer's own semantics. Where rows without gradient, and their state, stand still of their own
     accord (SGD without momentum and weight decay, Adagrad without weight decay, SparseAdam), only rows with gradient
     are updated.
@@ -24,10 +25,8 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import (
     ASGD,
-    LBFGS,
     SGD,
     Adadelta,
-    Adafactor,
     Adagrad,
     Adam,
     Adamax,
@@ -57,23 +56,23 @@ ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
 """torch's optimizers whose update of an element depends on that element alone, whatever their options."""
 
 
-def is_element_wise(kind: type[Optimizer]) -> bool | None:
-    """Whether an optimizer's update of an element depends on that element alone; None: it is not known.
+def is_element_wise(kind: type[Optimizer]) -> bool:
+    """Whether a class promises that its update of an element depends on that element alone.
 
-    A class of one's own says so by an attribute `element_wise`, true or false, of that class itself: a class derived
-    from it may do anything.
+    A class of one's own does so by an attribute `element_wise` of that class itself: a class derived from it may do
+    anything.
     """
-    if kind in ELEMENT_WISE:
-        return True
-    if kind in (LBFGS, Adafactor):
-        return False
-    declared = vars(kind).get("element_wise")
-    return None if declared is None else bool(declared)
+    return kind in ELEMENT_WISE or bool(vars(kind).get("element_wise"))
 
 
 def not_element_wise(kind: type[Optimizer]) -> str:
     """Why tables stay whole under such a class."""
-    return f"{kind.__name__} is not element-wise: it needs whole tables"
+    if kind.__module__.startswith("torch.optim.") or "element_wise" in vars(kind):
+        return f"{kind.__name__} is not element-wise: it needs whole tables"
+    return (
+        f"{kind.__name__} does not promise to be element-wise, so tables stay whole; where its update of an element "
+        f"depends on that element alone, {kind.__name__}.element_wise = True shards them"
+    )
 
 
 _ADAM = frozenset(

@@ -30,11 +30,11 @@ from torch.optim.optimizer import (
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.holders import Holders
+from embrace_fx.runtime.tables.holders import Holders, steps_shards
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.vocabulary.exactness import ELEMENT_WISE, is_element_wise, not_element_wise
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE, not_element_wise
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 Hook = Callable[..., Any]
@@ -160,8 +160,7 @@ class Stepping:
         self._restore(optimizer, raised=True)  # if the last one did
         found: tuple[Any, ...] | None = None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        group = optimizer.param_groups[0]
-        if closure is not None and self.holders.is_element_wise(optimizer, group):
+        if closure is not None and steps_shards(type(optimizer)):
             # Evaluated here and not by the class's step: the gradients it makes must be there before.
             loss = self._mean_loss(closure)()
             found = (args[0], lambda: loss), {}
@@ -233,25 +232,25 @@ class Stepping:
         """The sharded tables that an optimizer is about to step, which are its from now on."""
         by_parameter = {table.parameter: table for table in self._state.tables.values()}
         held = [
-            (by_parameter[parameter], group)
+            by_parameter[parameter]
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter in by_parameter
         ]
-        whole = [table.name for table, group in held if not self.holders.is_element_wise(optimizer, group)]
+        whole = [] if steps_shards(type(optimizer)) else [table.name for table in held]
         if whole:
             self._make_whole(whole, not_element_wise(type(optimizer)))
-        elif cut := [table.name for table, _ in held if type(optimizer) is RowWiseAdagrad and table.grid is not None]:
+        elif cut := [table.name for table in held if type(optimizer) is RowWiseAdagrad and table.grid is not None]:
             self._make_whole(cut, "RowWiseAdagrad steps shards by columns, not on a grid")
             whole = cut
-        for table, _ in held:
+        for table in held:
             if table.optimizer is not optimizer:
                 for exchange in self._exchanges([table]):
                     exchange.begin_step()  # what another one has stepped is applied as its step
                 if table.optimizer is not None:
                     table.settle()
                 table.optimizer = optimizer
-        return [table for table, _ in held if table.name not in whole]
+        return [table for table in held if table.name not in whole]
 
     def _own_replicas(self, optimizer: Optimizer) -> list[DenseTable]:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -262,7 +261,7 @@ class Stepping:
 
     def _may_wait(self, optimizer: Optimizer) -> bool:
         """Whether torch's own step does nothing that an update in the next forward could not do."""
-        if self.flow is None or is_element_wise(type(optimizer)) is not True:
+        if self.flow is None or type(optimizer) not in ELEMENT_WISE:  # others may write into their groups as they step
             return False
         if optimizer.__dict__.get("found_inf") is not None:  # a GradScaler leaves unscaling and skipping to the step
             return False

@@ -9,13 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
-from embrace_fx.runtime.tables.own_step import shown_element_wise
 from embrace_fx.runtime.tables.skipped_steps import skipping
 from embrace_fx.vocabulary.exactness import RowUpdates, is_element_wise, not_element_wise, row_update_blocker
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
-
-Flags = tuple[tuple[str, bool | str | None], ...]
-"""The options of a param group that choose between ways to step."""
 
 
 class Holders:
@@ -23,7 +19,6 @@ class Holders:
 
     def __init__(self) -> None:
         self._known: list[weakref.ref[Optimizer]] = []
-        self._shown: dict[tuple[type[Optimizer], Flags], bool] = {}  # whether they are element-wise
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -46,21 +41,9 @@ class Holders:
             if any(p is parameter for p in group["params"])
         ]
 
-    def is_element_wise(self, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-        """Whether an update depends on its element alone: known, declared, or shown the first time it is asked of a
-        class under the group's flags. Or on its row, where what is to be known of that is added up over ranks."""
-        kind = type(optimizer)
-        known = True if kind is RowWiseAdagrad else is_element_wise(kind)
-        if known is not None:
-            return known
-        asked = kind, _flags(group)
-        if asked not in self._shown:
-            self._shown[asked] = shown_element_wise(optimizer, group)
-        return self._shown[asked]
-
     def needs_whole(self, parameter: Tensor) -> str | None:
         """Why a table cannot be stepped in shards by an optimizer that is known to hold it, or None."""
-        refusing = (type(each) for each, group in self.of(parameter) if not self.is_element_wise(each, group))
+        refusing = (type(each) for each, _ in self.of(parameter) if not steps_shards(type(each)))
         kind = next(refusing, None)
         return None if kind is None else not_element_wise(kind)
 
@@ -90,5 +73,6 @@ class Holders:
         return type(optimizer) is SparseAdam or (row_updates == "lazy" and known)
 
 
-def _flags(group: Mapping[str, Any]) -> Flags:
-    return tuple((name, value) for name, value in group.items() if value is None or isinstance(value, bool | str))
+def steps_shards(kind: type[Optimizer]) -> bool:
+    """Whether a class steps an element by itself, or a row, where what is to be known of it is added up over ranks."""
+    return kind is RowWiseAdagrad or is_element_wise(kind)

@@ -42,7 +42,7 @@ from embrace_fx.runtime.tables.resting import RestingRows
 from embrace_fx.runtime.tables.row_optimizers import row_optimizer
 from embrace_fx.runtime.tables.skipped_steps import form_of
 from embrace_fx.runtime.tables.table_part import TablePart
-from embrace_fx.vocabulary.exactness import RowUpdates, row_update_blocker
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE, RowUpdates, row_update_blocker
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums
 
@@ -331,8 +331,9 @@ class RowTable:
         """Rows of the table (K, d) as the next step will leave them, if it gives them no gradient; and that step."""
         self.catch_up(ids)
         rows = self.local.index_select(0, ids)
-        if self.optimizer is None:
+        if type(self.optimizer) not in ELEMENT_WISE:  # of another one's step a trial could leave something behind
             return rows, Supposed(None, {})
+        assert self.optimizer is not None
         state = rows_of_state(self.state, ids, self.local.shape[0])
         return rows, suppose(self.optimizer, self.param_group(), rows, state)
 

@@ -23,6 +23,7 @@ from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.own_step import is_of_rows, rows_of_state, step_rows
 from embrace_fx.runtime.tables.row_optimizers import row_optimizer
 from embrace_fx.runtime.tables.row_table import Options, RowTable, Supposed, suppose, sweep
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE
 from embrace_fx.vocabulary.plan import Stack
 
 
@@ -187,7 +188,7 @@ class StackedTable:
         """Rows of the stack as the next step will leave them, as `RowTable.coming`."""
         self.catch_up(ids)
         rows = self.local.index_select(0, ids)
-        if any(member.optimizer is None for member in self.members) or not self.steps_as_one():
+        if any(type(member.optimizer) not in ELEMENT_WISE for member in self.members) or not self.steps_as_one():
             return rows, Supposed(None, {})
         state = rows_of_state(self._joined_state(), ids, self.shape[0])
         return rows, suppose(self.holder, self.members[0].param_group(), rows, state)

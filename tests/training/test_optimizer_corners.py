@@ -115,6 +115,8 @@ class Raising(AdamW):
 class Editing(AdamW):
     """Changes gradients, and has its base step."""
 
+    element_wise = True
+
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:

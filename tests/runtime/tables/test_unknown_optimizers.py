@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer, RAdam
 
 import embrace_fx
-from embrace_fx.runtime.tables.holders import Holders
+from embrace_fx.runtime.tables.holders import steps_shards
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.training import whole_parameters
@@ -20,7 +20,13 @@ from tests.support.words import Batch, words_batch, words_model
 
 
 class OwnSGD(SGD):
-    """May do anything, as far as its name goes; what it does is element-wise."""
+    """May do anything, as far as its name goes."""
+
+
+class Promised(SGD):
+    """Does what its base does, and says so."""
+
+    element_wise = True
 
 
 class Trusting(Optimizer):
@@ -51,7 +57,8 @@ def _line_search(parameters: Any) -> Optimizer:
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
-    "OwnSGD": (partial(OwnSGD, lr=0.1, momentum=0.9), "alltoall"),
+    "OwnSGD": (partial(OwnSGD, lr=0.1, momentum=0.9), "allreduce"),
+    "Promised": (partial(Promised, lr=0.1, momentum=0.9), "alltoall"),
     "RAdam": (partial(RAdam, lr=0.1, eps=1e-3), "alltoall"),
     "Trusting": (Trusting, "allreduce"),
     "LBFGS": (_line_search, "allreduce"),
@@ -99,7 +106,14 @@ def _train(rank: int, world_size: int, name: str, told: Told) -> tuple[str, str,
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("OwnSGD", "before"), ("RAdam", "given"), ("Trusting", "after"), ("Trusting", "given"), ("LBFGS", "after")],
+    [
+        ("OwnSGD", "before"),
+        ("Promised", "before"),
+        ("RAdam", "given"),
+        ("Trusting", "after"),
+        ("Trusting", "given"),
+        ("LBFGS", "after"),
+    ],
 )
 def test_tables_are_sharded_where_an_optimizer_is_element_wise_and_whole_where_it_is_not(name: str, told: Told) -> None:
     make, wanted = OPTIMIZERS[name]
@@ -111,7 +125,8 @@ def test_tables_are_sharded_where_an_optimizer_is_element_wise_and_whole_where_i
     for strategy, reason, parameters in run_ranks(2, _train, name, told):
         assert strategy == wanted
         if wanted == "allreduce":
-            assert reason == f"{name} is not element-wise: it needs whole tables"
+            assert reason.startswith(name)
+            assert ("element_wise = True" in reason) is (name != "LBFGS")
         assert_same(parameters, expected, torch.float64)
 
 
@@ -119,7 +134,8 @@ def test_tables_are_sharded_where_an_optimizer_is_element_wise_and_whole_where_i
     ("make", "expected"),
     [
         (partial(SGD, lr=0.1), True),
-        (partial(OwnSGD, lr=0.0, momentum=0.9), True),
+        (partial(OwnSGD, lr=0.1, momentum=0.9), False),
+        (partial(Promised, lr=0.1, momentum=0.9), True),
         (Trusting, False),
         (Declared, True),
         (_line_search, False),
@@ -127,36 +143,9 @@ def test_tables_are_sharded_where_an_optimizer_is_element_wise_and_whole_where_i
         (torch.optim.Muon, False),
     ],
 )
-def test_what_is_element_wise_is_known_declared_or_shown(make: Callable[[Any], Optimizer], expected: bool) -> None:
+def test_what_is_element_wise_is_known_or_promised(make: Callable[[Any], Optimizer], expected: bool) -> None:
     optimizer = make([nn.Parameter(torch.ones(3, 4))])
-    before = optimizer.state_dict()
-
-    assert Holders().is_element_wise(optimizer, optimizer.param_groups[0]) is expected
-    assert optimizer.state_dict() == before
-
-
-class Choosing(Trusting):
-    """Divides by the norm where it is told to."""
-
-    def __init__(self, params: Any) -> None:
-        Optimizer.__init__(self, params, {"lr": 0.1, "by_norm": False})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.sub_(group["lr"] * parameter.grad / (parameter.grad.norm() if group["by_norm"] else 1.0))
-
-
-def test_a_class_is_tried_out_under_the_flags_of_each_group() -> None:
-    groups = [{"params": [nn.Parameter(torch.ones(3, 4))], "by_norm": by_norm} for by_norm in (False, True, False)]
-    optimizer = Choosing(groups)
-    holders = Holders()
-
-    found = [holders.is_element_wise(optimizer, group) for group in optimizer.param_groups]
-    assert found == [True, False, True]
-    optimizer.param_groups[0]["by_norm"] = True
-    assert not holders.is_element_wise(optimizer, optimizer.param_groups[0])
+    assert steps_shards(type(optimizer)) is expected
 
 
 def _mean_loss(rank: int, world_size: int) -> tuple[float, float]:
@@ -185,7 +174,7 @@ def _two_backwards_under_way(rank: int, world_size: int) -> str:
     optimizer = Trusting(plain.parameters())
     losses = [model(*words_batch(step, rank)) for step in range(2)]
     losses[0].backward()
-    with pytest.raises(RuntimeError, match=r"expected an element-wise optimizer.*Trusting is not element-wise") as told:
+    with pytest.raises(RuntimeError, match=r"expected an element-wise optimizer.*Trusting does not promise") as told:
         optimizer.step()
     losses[1].backward()
     adam = Adam(plain.parameters())
