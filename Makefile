@@ -52,9 +52,10 @@ device: $(DEVICE)/.ready ## run the tests of a GPU on emulated ones, with jitter
 	done
 
 .PHONY: lint
-lint: $(READY) ## check code and format (ruff)
+lint: $(READY) ## check code and format (ruff), and how docstrings begin
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.support.docstrings
 
 # mypy reads the installed wheel, as it does at a user's: only there are passes/ and runtime/ parts of embrace_fx. The
 # links keep the source tree's own embrace_fx/ off the search path, and error messages keep the paths one edits.

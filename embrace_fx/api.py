@@ -108,7 +108,7 @@ def compile(
 
 
 class HasState(Protocol):
-    """What has a state dict: a module, an optimizer."""
+    """Anything with a state dict: a module, an optimizer."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -188,12 +188,12 @@ class CompiledModel(nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What `torch.distributed.algorithms.Join` calls on a rank that has run out of batches."""
+        """The hook that `torch.distributed.algorithms.Join` calls on a rank that has run out of batches."""
         return self._session.join_hook(divides_by_all=kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
-        """Where `Join` counts ranks."""
+        """The device on which `Join` counts ranks."""
         return next(self._session.model.parameters()).device
 
     @property
@@ -344,7 +344,7 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def timeline(self) -> DrawnTimeline:
-        """What ran when under the last `record()`, on all ranks; `.save(path)` draws it beside the prediction."""
+        """The spans of all ranks under the last `record()`; `.save(path)` draws them beside the prediction."""
         views = self._session.views
         return drawn(views.timeline, views.schedule, background=views.background)
 

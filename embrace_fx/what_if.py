@@ -171,7 +171,7 @@ class _Measured:
 
 @dataclass(frozen=True)
 class _OfTable:
-    """What all ranks' batches read of a table.
+    """The rows that all ranks' batches read of a table.
 
     Attributes:
         rows: by rank; of ranks without a batch of their own, the mean.
@@ -184,7 +184,7 @@ class _OfTable:
 
 
 def _read_of(table: Table, measured: Sequence[_Measured], ranks: int) -> _OfTable | None:
-    """What the batches read of a table; None where that could not be told of all of them."""
+    """Counts the rows that batches read of a table; None where not all of them could tell."""
     reads = [each.reads[table.parameter] for each in measured if table.parameter in each.reads]
     if len(reads) < len(measured):
         return None

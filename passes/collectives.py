@@ -44,7 +44,7 @@ USERS = "forward's own"
 
 @dataclass(frozen=True)
 class _Ends:
-    """Where values leave a module, and where they are read again.
+    """Names the places where values leave a module, and where later modules read them.
 
     Attributes:
         roles: of the outputs that each node is.
@@ -137,7 +137,9 @@ def _collective(launch: fx.Node, ends: _Ends) -> Collective:
 
 
 def _users_collective(launch: fx.Node) -> Collective:
-    """Of those, the order must be the same: each rank may have a group, and sizes, of its own."""
+    """Describes a collective of the user's forward: ranks must agree on its order, each may have a group and sizes of
+    its own.
+    """
     return Collective(USERS, op_name(launch), "", (), (), str(launch.meta["val"].dtype), None)
 
 

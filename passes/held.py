@@ -54,7 +54,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Held:
-    """What a step holds.
+    """The memory that a step holds, node by node.
 
     Attributes:
         nodes: of forward and backward, in the order in which they run.
@@ -81,7 +81,7 @@ class Held:
 
     @property
     def saved(self) -> list[Storage]:
-        """What the forward leaves to the backward, in the forward's order."""
+        """The storages that the forward leaves to the backward, in the forward's order."""
         return [s for s in self.storages if s.born < self.backward and s.first_backward is not None]
 
     @property
@@ -217,7 +217,7 @@ def _sizes(node: fx.Node, expected: ExpectedSizes) -> list[int]:
 
 
 def _scratch(nodes: Sequence[fx.Node], expected: ExpectedSizes) -> list[Storage]:
-    """What ops make for themselves, where it is known: it dies with the op that makes it, and has no name."""
+    """Finds what ops make for themselves, where it is known: such memory dies with its op, and has no name."""
     sizes = ((k, node, scratch_bytes(node, expected)) for k, node in enumerate(nodes))
     return [Storage(node, size, k, k, k, known=_is_known(node)) for k, node, size in sizes if size]
 
@@ -258,7 +258,7 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _places(source: fx.Node, expected: ExpectedSizes) -> dict[int, int]:
-    """Of a node with several results: the number of each that has memory -> its place among those."""
+    """Numbers the results of a node that have memory: a result's number -> its place among those."""
     with_memory = (k for k, size in enumerate(_sizes(source, expected)) if size)
     return {k: place for place, k in enumerate(with_memory)}
 

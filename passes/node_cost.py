@@ -34,7 +34,7 @@ _COMPUTES = frozenset({"mm", "addmm", "bmm", "baddbmm", "conv", "rnn", "lstm", "
 
 
 def estimate(compute: cost.Compute, expected: ExpectedSizes = NOTHING_EXPECTED) -> NodeMs:
-    """What nodes are estimated to take where compute is so fast; each is estimated once.
+    """Makes an estimator of nodes for a processor of this speed; it estimates each node once.
 
     Args:
         expected: what stands for sizes that only the data knows.
@@ -62,7 +62,7 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
 
 
 def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
-    """What a node multiplies and adds; 0 where torch's counter does not know its op."""
+    """Counts a node's multiplications and additions; 0 where torch's counter does not know its op."""
     assert isinstance(node.target, torch._ops.OpOverload)
     formula = _formula(node)
     if formula is None:

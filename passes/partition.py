@@ -68,7 +68,7 @@ class Members:
 
 
 def members_of(graph: TrainingGraph) -> Members:
-    """Which node of a joint graph belongs to which phase."""
+    """Assigns each node of a joint graph to its phase."""
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     head = _ancestors(node for node in nodes if _is_ids_op(node))
     wanted = [n for n, role in graph.outputs() if n is not None and isinstance(role, Result | Mutation)]

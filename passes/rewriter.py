@@ -21,7 +21,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(frozen=True)
 class Derived:
-    """How a node's fake value came about: the op that was run, on which values, and what it yielded."""
+    """The origin of a node's fake value: the op that was run, the values it was run on, its result."""
 
     target: Any
     args: tuple[Any, ...]

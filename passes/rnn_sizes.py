@@ -19,7 +19,7 @@ _PAGE_BYTES = 4096
 
 
 def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
-    """Of the last result of a layer that oneDNN computes for a backward; None of other nodes."""
+    """Bytes of the last result of a layer that oneDNN computes for a backward; None of other nodes."""
     if op_name(node) != _LAYER or node.args[-2:] != ("mkldnn", True):
         return None
     input_TBI, output_TBH = node.all_input_nodes[0].meta["val"], node.meta["val"][0]
@@ -28,7 +28,7 @@ def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
 
 
 def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, itemsize: int) -> int:
-    """What oneDNN's LSTM saves for its backward, for one layer and direction: known to oneDNN alone.
+    """Bytes that oneDNN's LSTM saves for its backward, for one layer and direction: no graph shows their size.
 
     Gates, states by layer and by step with their gradients, cells, each from a page of its own; rows fill cache lines,
     one more where they would all meet in the same places of the cache. Found by trying out (torch 2.13, float32).
@@ -49,7 +49,9 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, own: int, items
 
 
 def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
-    """What the loop over time holds while a layer or its backward runs, next to arguments and results; 0 of others."""
+    """Bytes that the loop over time holds while a layer or its backward runs, beside arguments and results; 0 of other
+    nodes.
+    """
     name = op_name(node)
     if name not in (_LAYER, _BACKWARD):
         return 0

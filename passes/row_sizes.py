@@ -78,7 +78,7 @@ def _table(launch: fx.Node) -> str:
 
 
 def _on_a_row(count: int, launch: fx.Node) -> int:
-    """How many of so many rows one row of a launch's grid has: they go round it one by one."""
+    """Divides rows among the rows of a launch's grid, which take them in turn."""
     grid_rows = launch.args[5] if len(launch.args) > 5 else 1
     assert isinstance(grid_rows, int)
     return ceil(count / grid_rows)

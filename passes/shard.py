@@ -227,7 +227,7 @@ def _put_in_order(graph: TrainingGraph, tables: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class _Route:
-    """What a table's launches, lookup and sum of gradients read: of all ids, or of those that a grid sends here.
+    """The ids that a table's launches, lookup and sum of gradients read: all of them, or those that a grid sends here.
 
     Attributes:
         ids, counts: of `unpack_ids`, or of `route_grid`.
@@ -242,7 +242,7 @@ class _Route:
 
     @property
     def launched_on(self) -> tuple[int, ...]:
-        """What a launch says of the grid."""
+        """The arguments by which a launch tells its grid."""
         return () if self.order is None else (self.grid.rows,)
 
     def join(self, flat: fx.Node, embedding_dim: int) -> tuple[Any, ...]:

@@ -61,7 +61,7 @@ def cheapest_block(run: int, itemsize: int, cluster: Cluster) -> int:
 
 @dataclass(frozen=True)
 class Streaming:
-    """How `omnireduce` deals out the blocks of an aggregator.
+    """The way in which `omnireduce` deals out the blocks of an aggregator.
 
     Attributes:
         lanes: of an aggregator, each with one block at work.
@@ -76,7 +76,7 @@ class Streaming:
         return self.lanes * -math.expm1(-present / self.lanes)
 
     def streams(self, busy_lanes: float) -> int:
-        """Of an aggregator with so many lanes that have any block."""
+        """Streams of an aggregator, `busy_lanes` of whose lanes have any block."""
         return max(1, math.ceil(busy_lanes / self.slots))
 
 

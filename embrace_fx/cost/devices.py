@@ -48,12 +48,12 @@ class Device:
 
     @property
     def compute(self) -> Compute:
-        """How fast it computes."""
+        """The speed at which it computes."""
         return Compute(ATTAINED * self.flops_per_ms, ATTAINED * self.memory_bytes_per_ms, LAUNCH_MS)
 
     @property
     def handling(self) -> Handling:
-        """How fast it handles gradients. Its allocator keeps memory, so that new blocks cost nothing."""
+        """The speed at which it handles gradients. Its allocator keeps memory, so that new blocks cost nothing."""
         passed = ATTAINED * self.memory_bytes_per_ms
         return Handling(passed, passed, float("inf"), BYTES_OF_UNIT / passed, KERNELS_OF_ROUND * LAUNCH_MS)
 

@@ -54,7 +54,7 @@ UNITS_PER_LANE = 3
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one exchange will send, and what its ranks' processors do for it.
+    """The bytes that one exchange will send, and the work of its ranks' processors.
 
     Attributes:
         mean: what a rank sends, the mean over ranks.
@@ -81,7 +81,7 @@ def predict(
     slots: int | None = None,
     cluster: Cluster = Cluster(),
 ) -> Prediction:
-    """What a strategy of replicas sends.
+    """Predicts the bytes and the work of a strategy of replicas.
 
     Args:
         sparsity: in the strategy's own units; blocks of `omnireduce` (`embrace_fx.cost.sparsity.in_blocks`).

@@ -38,7 +38,7 @@ glibc's malloc keeps smaller ones (M_MMAP_THRESHOLD grows up to 32 MiB)."""
 
 @dataclass(frozen=True)
 class Link:
-    """What a collective reaches of a rank's connection.
+    """The rate that a collective reaches on a rank's connection, and its start-up.
 
     Start-up is mostly threads being woken, which goes on while bytes are on their way: of messages in a row, those that
     are large enough hide it. Without `least_ms` it is the alpha of the formulas above, whatever the size.
@@ -55,7 +55,7 @@ class Link:
 
     @property
     def start_up_ms(self) -> float:
-        """Of a message of no bytes."""
+        """Milliseconds of a message of no bytes."""
         return max(self.latency_ms, self.least_ms)
 
     def transfer_ms(self, sent_bytes: float, messages: int) -> float:
@@ -65,7 +65,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Handling:
-    """How fast a rank's processor handles gradients while all ranks do: where they share cores, each gets less.
+    """The speed at which a rank's processor handles gradients while all ranks do: sharing cores slows each.
 
     Defaults are one core of a server CPU of its own (`python -m benchmarks.exchanges.handling`). What a processor does
     for the network is not here, but in what a collective reaches.
@@ -92,7 +92,7 @@ class Handling:
 
 @dataclass(frozen=True)
 class Compute:
-    """How fast a rank computes its model, until that has been measured.
+    """The speed at which a rank computes its model, until it has been measured.
 
     Attributes:
         flops_per_ms: floating-point operations of matrix products.
@@ -105,7 +105,7 @@ class Compute:
     launch_ms: float = 0.0
 
     def time_ms(self, flops: float, moved_bytes: float) -> float:
-        """Of one operation that multiplies and moves."""
+        """Milliseconds of one operation that multiplies and moves."""
         return self.launch_ms + flops / self.flops_per_ms + moved_bytes / self.moved_bytes_per_ms
 
 
@@ -116,7 +116,7 @@ steps; until then only their proportions matter."""
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank's processor does in an exchange, one thing after the other, while nothing of it is sent.
+    """The work of a rank's processor in an exchange, one thing after the other, while nothing of it is sent.
 
     Attributes:
         scanned_bytes, passed_bytes, claimed_bytes, units, rounds: as `Handling` has their rates; of n passes over the
@@ -201,7 +201,8 @@ class Cluster:
                 raise ValueError(f"expected a positive bandwidth and no negative latency, in Cluster, found {link}.")
 
     def link(self, collective: Collective | None = None) -> Link:
-        """What a collective reaches; of none in particular, or one that is not listed, the cluster's own figures.
+        """The link as a collective reaches it. None, and collectives that are not listed, get the cluster's own
+        figures.
 
         Messages that are not listed reach what an AlltoAll does.
         """
@@ -256,7 +257,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one rank sends per step to keep one tensor consistent."""
+    """The bytes that one rank sends per step to keep one tensor consistent."""
 
     sent_bytes: int
     messages: int

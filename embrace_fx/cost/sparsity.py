@@ -26,7 +26,7 @@ NEIGHBOURHOODS = 8
 
 @dataclass(frozen=True)
 class Sparsity:
-    """How sparse one tensor's gradients are on all ranks, in units of one size.
+    """The sparsity of one tensor's gradients on all ranks, in units of one size.
 
     Attributes:
         num_units: V, present or not.
@@ -66,7 +66,7 @@ class Sparsity:
 
     @property
     def density(self) -> float:
-        """Of a rank's gradient, the mean."""
+        """The share of units that a rank's gradient has, the mean over ranks."""
         return self.mean_units / max(self.num_units, 1)
 
     def densification(self, ranks: int) -> float:
@@ -144,7 +144,7 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
     draws = ids.numel() / len(ids_by_batch)
 
     def present(ranks: int) -> tuple[Tensor, float]:
-        """How probably any of so many ranks has each of `units`, and how probably each of those lacking."""
+        """Probabilities that any of so many ranks has each of `units`, and each of those lacking."""
         return 1 - (1 - often) ** (draws * ranks), 1 - math.pow(1 - new / max(lacking, 1), draws * ranks)
 
     def union(ranks: int) -> float:
@@ -231,12 +231,12 @@ def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
 
 
 def even_ranges(num_units: int, ranges: int) -> list[int]:
-    """Where each of N even ranges of consecutive units begins."""
+    """The first unit of each of N even ranges of consecutive units."""
     return [index * num_units // ranges for index in range(ranges)]
 
 
 def range_index(ids: Tensor, num_units: int, ranges: int) -> Tensor:
-    """Which of N even ranges each id lies in."""
+    """The number of the even range, of N, that each id lies in."""
     starts = torch.tensor(even_ranges(num_units, ranges)[1:], dtype=torch.int64, device=ids.device)
     return torch.bucketize(ids, starts, right=True)
 

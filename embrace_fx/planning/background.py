@@ -26,7 +26,7 @@ _COLLECTIVE: dict[str, Collective] = {
 
 
 def background_of(plan: Plan, schedule: Schedule) -> Background:
-    """What stands around the schedule of a plan."""
+    """Gathers what a picture shows around the schedule of a plan."""
     if plan.world_size == 1:
         return Background(0.0, (), places_of(plan))
     steps = []
@@ -38,7 +38,9 @@ def background_of(plan: Plan, schedule: Schedule) -> Background:
 
 
 def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
-    """What a step under DDP waits for: tables' dense gradients, the first layer's, are ready when the backward ends."""
+    """Milliseconds that a step under DDP waits: tables' dense gradients, the first layer's, are ready as the backward
+    ends.
+    """
     tables, others = 0, 0
     for decision in plan:
         reduced = round(decision.ddp_bytes_per_step * plan.world_size / (2 * (plan.world_size - 1)))
@@ -76,7 +78,7 @@ def _links(plan: Plan, ranks: int) -> Cluster:
 
 
 def places_of(plan: Plan) -> tuple[TablePlace, ...]:
-    """Where each table lies, the largest first."""
+    """The place of each table, the largest first."""
     all_elements = sum(prod(decision.shape) for decision in plan)
     found = [
         TablePlace(

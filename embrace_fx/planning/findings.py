@@ -34,7 +34,7 @@ HOOKED = "the communication hook reduces whole gradients"
 
 @dataclass(frozen=True)
 class Findings:
-    """What a plan is decided on: rank 0's, of what every rank reported.
+    """All that a plan is decided on; rank 0 has it, made of the reports of every rank.
 
     Attributes:
         rows: table -> unique rows that each rank reads.
@@ -114,7 +114,7 @@ def plan_on_links(setting: Setting, findings: Findings | None, current: Plan | N
 
 
 def find(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], used: Collection[str]) -> Findings | None:
-    """What a batch is on all ranks, for rank 0. Collective.
+    """Gathers on rank 0 what a batch reads on all ranks. Collective.
 
     Args:
         used: parameters that earlier batches gave a gradient.
@@ -162,7 +162,7 @@ def _agree_on_plan(
 
 
 def _findings(setting: Setting, graph: TrainingGraph, everyone: list[_Report], used: Collection[str]) -> Findings:
-    """What follows from everything that the ranks reported."""
+    """Draws the findings from the reports of all ranks."""
     used = set(used).union(*(report.used for report in everyone))
     reads = [report.reads for report in everyone]
     rows = {name: tuple(own[name].rows if name in own else 0 for own in reads) for name in everyone[0].tables}
@@ -196,7 +196,7 @@ def facts_of(
     used: Collection[str],
     sharded: Mapping[str, torch.Size],
 ) -> tuple[ParameterFacts, ...]:
-    """What the planner needs to know of every parameter.
+    """The facts about every parameter that the planner needs.
 
     Args:
         holders: the optimizers, as far as they are known.
@@ -222,7 +222,7 @@ def facts_of(
 
 
 def _moving(holders: Holders, parameter: nn.Parameter, row_updates: RowUpdatesOption) -> Moving:
-    """How rows without gradient are to move; of an optimizer that is not known yet, as if it were an Adam."""
+    """The way in which rows without gradient are to move. An optimizer that is not known yet counts as an Adam."""
     if not holders.moves_all(parameter, semantics(row_updates)):
         return ""
     if row_updates in ("sweep", "replay"):
@@ -232,8 +232,9 @@ def _moving(holders: Holders, parameter: nn.Parameter, row_updates: RowUpdatesOp
 
 @dataclass(frozen=True)
 class _Reported:
-    """What one rank tells of a table: unique rows, those with a gradient unless they are too many, the ids that these
-    were found in, and how many rows a grid would have at home."""
+    """One rank's report of a table: unique rows, those with a gradient unless they are too many, the ids that these
+    were found in, and how many rows a grid would have at home.
+    """
 
     rows: int
     ids: Tensor | None
@@ -243,8 +244,9 @@ class _Reported:
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank tells of its batch: parameters with a gradient, tables, what cannot be read in shards, what is read
-    of each table; or why that could not be measured."""
+    """One rank's report of its batch: parameters with a gradient, tables, what cannot be read in shards, what is read
+    of each table; or why that could not be measured.
+    """
 
     used: tuple[str, ...]
     tables: tuple[str, ...]
@@ -269,7 +271,7 @@ def _narrow(ids: Tensor) -> Tensor:
 
 
 def _sparsity(table: Table, reported: Sequence[_Reported | None]) -> Sparsity | None:
-    """How a table's gradients lie on all ranks, where all of them told their ids."""
+    """The sparsity of a table's gradients on all ranks, if every rank told its ids."""
     told = [own for own in reported if own is not None]
     ids = [own.ids.to(torch.int64) for own in told if own.ids is not None]
     if len(ids) < len(reported):

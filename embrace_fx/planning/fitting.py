@@ -21,7 +21,7 @@ WHOLE = "a batch, or a gradient hook, needs it whole on some rank"
 
 @dataclass(frozen=True)
 class Misfit:
-    """What a plan lacks for a batch.
+    """The needs of a batch that a plan does not meet.
 
     Attributes:
         late: parameters that it gives a gradient, and that the plan takes for unused or frozen.
@@ -38,7 +38,7 @@ class Misfit:
 
 
 def misfit(plan: Plan, graph: TrainingGraph, hooked: Collection[str] = (), ignored: Collection[str] = ()) -> Misfit:
-    """What a plan lacks for a captured graph with its tables found; of an evaluation, what it reads.
+    """Compares a plan with a captured graph, its tables found; of an evaluation, with what it reads.
 
     Args:
         hooked: parameters with gradient hooks, which want dense gradients of this rank's own.

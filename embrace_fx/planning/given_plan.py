@@ -30,7 +30,7 @@ def repeated(setting: Setting, graph: TrainingGraph, plan: Plan) -> Plan:
 
 
 def _misfits(setting: Setting, graph: TrainingGraph, plan: Plan) -> Iterator[str]:
-    """What does not fit, in a few words each."""
+    """Lists each disagreement between plan and model in a few words."""
     if plan.world_size != setting.communicator.world_size:
         yield f"a plan for {plan.world_size} ranks on {setting.communicator.world_size}"
     used = used_parameters(graph)

@@ -16,7 +16,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def links_between(communicator: Communicator, sent_bytes: int, device: torch.device) -> Cluster | None:
-    """What every collective reaches; None where a step sends too little for it to matter. Collective.
+    """Measures the links of every collective; None where a step sends too little for it to matter. Collective.
 
     What an earlier run has probed between the same hosts is checked by two short measurements and taken where it still
     holds; else the links are probed anew. Rank 0's files alone are read and written.
@@ -41,7 +41,7 @@ def links_between(communicator: Communicator, sent_bytes: int, device: torch.dev
 
 
 def _own_part(device: torch.device) -> tuple[str, ...]:
-    """What the speed of a rank's links follows from, as far as it can be named."""
+    """The machine's properties that the speed of a rank's links follows from, as far as they can be named."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     interfaces = (os.environ.get(each, "") for each in _INTERFACES)
     return (platform.node(), device.type, name, str(torch.get_num_threads()), *interfaces)

@@ -24,7 +24,7 @@ from embrace_fx.vocabulary.schedule import Schedule
 
 @dataclass(frozen=True)
 class SoloSchedule:
-    """What one process shows of its steps.
+    """The schedule and graphs that one process shows of its steps.
 
     Attributes:
         schedule: backward, what comes between two calls, and forward, as estimated.
@@ -36,7 +36,7 @@ class SoloSchedule:
 
     @classmethod
     def of(cls, graph: TrainingGraph, name: str, compute: cost.Compute, device: torch.device) -> SoloSchedule:
-        """What a process shows of a training graph.
+        """Estimates the steps of a training graph on one process.
 
         Args:
             graph: in phases.

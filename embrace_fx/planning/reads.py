@@ -20,7 +20,7 @@ from embrace_fx.vocabulary.random_state import random_state_kept
 
 @dataclass(frozen=True)
 class Read:
-    """What one batch reads of one table.
+    """The rows that one batch reads of one table.
 
     Attributes:
         rows: unique rows, the padding row included: it travels between shards whether or not the batch holds it.
@@ -33,13 +33,13 @@ class Read:
     unique: Tensor
 
     def at_home(self, rank: int, ranks: int) -> dict[int, int]:
-        """How many of its rows a rank's own row of a grid has, by the grid's rows."""
+        """Counts the rows that lie in a rank's own row of a grid: rows of the grid -> rows of the table."""
         sizes = {each: Grid(each, ranks // each) for each in grid_rows(ranks)}
         return {each: int((self.unique % each == grid.place(rank)[0]).sum()) for each, grid in sizes.items()}
 
 
 def grid_rows(ranks: int) -> list[int]:
-    """How many rows a grid of so many ranks can have, beyond one."""
+    """The numbers of rows that a grid of so many ranks can have, beyond one."""
     return [each for each in range(2, ranks + 1) if ranks % each == 0]
 
 
@@ -49,7 +49,7 @@ def used_parameters(graph: TrainingGraph) -> set[str]:
 
 
 def reads_of(state: ModelState, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, Read]:
-    """What a batch reads, by table: the extracted id function, run on the batch itself."""
+    """Counts the rows that a batch reads, by table: it runs the extracted id function on the batch itself."""
     tables = [t for t in graph.tables if all(use.ids_from_batch for use in t.uses)]
     if not tables:
         return {}

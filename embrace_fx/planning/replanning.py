@@ -28,7 +28,7 @@ DRIFTED = 0.2
 
 @dataclass
 class TrainingCalls:
-    """How many calls there have been for training: counted by the session, read by what samples some of them."""
+    """A counter of calls for training: the session counts them, samplers of calls read it."""
 
     count: int = 0
 
@@ -89,7 +89,7 @@ def changes(old: Plan, new: Plan) -> tuple[str, ...]:
 
 
 def story(calls: int, old: Plan, new: Plan) -> str:
-    """What a new plan changes and why, in one line.
+    """Tells in one line what a new plan changes, and why.
 
     Args:
         calls: of the model, for training, so far.

@@ -57,7 +57,7 @@ ComputeInOrder = Callable[[tuple[str, ...]], TrainingGraph]
 
 @dataclass(frozen=True)
 class _Ordered:
-    """What rank 0 has found.
+    """The launch order that rank 0 has found, and the order of compute.
 
     Attributes:
         units: of the backward, in the order in which they are to be computed; none: as they stand.
@@ -134,7 +134,7 @@ class Scheduling:
         return self._flow
 
     def _exchanges(self, on_streams: bool) -> dict[int, Callable[[Tensor], InFlight]]:
-        """What starts the exchange of a bucket, for those that are not AllReduced. Collective.
+        """The functions that start the exchanges of those buckets that are not AllReduced. Collective.
 
         Args:
             on_streams: each runs to its end where it is launched, on the stream of its class.
@@ -224,7 +224,7 @@ class Scheduling:
         return self._compute_in_order is not None and self._setting.options.backend == "eager" and not copies
 
     def _expected_bytes(self) -> dict[OperationId, int]:
-        """What a rank sends in the launches whose bytes do not follow from their sizes."""
+        """Bytes that a rank sends in the launches whose bytes do not follow from their sizes."""
         plan = self._plan
         exchanged = {k: bucket[0] for k, bucket in enumerate(plan.buckets) if bucket[0] in plan.exchanged}
         return {chunk_id(k, 0): plan[name].sent_bytes_per_step for k, name in exchanged.items()}
@@ -268,7 +268,7 @@ def bucket_chunks(setting: Setting, plan: Plan, bucket: tuple[str, ...], cluster
 
 
 def _exchanged(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """What has an exchange of its own, sharded tables and stacks of them -> the tables that it serves."""
+    """The sharded tables and stacks that have an exchange of their own -> the tables that each serves."""
     stacked = {table: stack for stack in plan.stacks for table in stack.tables}
     found: dict[str, tuple[str, ...]] = {}
     for table in plan.sharded:
@@ -292,7 +292,7 @@ def _ids_bytes(plan: Plan, table: str) -> int:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a few steps took on one rank: medians.
+    """Medians of what a few steps took on one rank.
 
     Attributes:
         compute_ms: by compute operation.
@@ -329,6 +329,7 @@ def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
 
 
 def launches(schedule: Schedule, looks_ahead: bool) -> tuple[OperationId, ...]:
-    """What the launcher launches of a schedule: not the ids of a batch that is not looked ahead to, which the calling
-    thread gathers."""
+    """The launches of a schedule that the launcher issues. Ids of a batch that is not looked ahead to are not among
+    them: the calling thread gathers those.
+    """
     return tuple(launch for launch in schedule.launches if looks_ahead or launch != IDS)

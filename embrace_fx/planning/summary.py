@@ -63,7 +63,7 @@ def _names(names: list[str]) -> str:
 
 
 def _change(whole: list[Decision]) -> list[str]:
-    """How to shard what is whole, at the least cost: of a table that could be, by its name."""
+    """Advises on sharding what is whole, at the least cost; a table that could be sharded is named."""
     costs_ms = {
         decision.parameter: candidate.predicted_ms - decision.predicted_ms
         for decision in whole

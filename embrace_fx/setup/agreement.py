@@ -24,7 +24,9 @@ from embrace_fx.setup.shared_memory import refuse_shared_memory
 
 
 class SetUpError(ValueError, RuntimeError):
-    """What `compile` was given cannot be trained: a ValueError, and as DDP's constructor raises one, a RuntimeError."""
+    """Raised where `compile` cannot train what it was given: a ValueError, and as DDP's constructor raises one, a
+    RuntimeError.
+    """
 
 
 class RunsEagerly(Exception):
@@ -331,7 +333,7 @@ def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
 
 
 def _of_forward(failure: Exception | None) -> Exception | None:
-    """What the user's forward has raised, where that is why a capture has failed: loops may wait for it."""
+    """The exception of the user's forward, if a capture has failed by it: loops may wait for it."""
     raised = failure.raised if isinstance(failure, CaptureError) else None
     if raised is not None:
         raised.add_note(f"Raised by the forward while it was captured: {failure}")

@@ -26,7 +26,7 @@ VARIABLE = "EMBRACE_FX_CACHE"
 
 
 def cache_folder() -> Path | None:
-    """Where files lie; None: nothing is kept."""
+    """The folder of the files; None: nothing is kept."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(named).expanduser() if named else None
@@ -38,7 +38,7 @@ def cache_folder() -> Path | None:
 
 
 def recall(kind: type[T], *key: Any) -> T | None:
-    """What `keep` has left under a key; None: nothing, or nothing that can be read.
+    """Reads the value that `keep` has left under a key; None: there is none, or none that can be read.
 
     Args:
         key: what the value follows from, printable by `repr`; the versions of torch and embrace_fx count too.

@@ -115,6 +115,6 @@ def _refuse_distributed_autograd() -> None:
 
 
 def _ranks_told() -> int:
-    """How many ranks the launcher says there are; torchrun and most others set WORLD_SIZE."""
+    """The number of ranks that the launcher tells by WORLD_SIZE, as torchrun and most others do."""
     told = os.environ.get("WORLD_SIZE", "")
     return int(told) if told.isdecimal() else 1

@@ -58,8 +58,9 @@ class Options:
         return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
 
     def agreed(self) -> str:
-        """What must be the same on all ranks: of a plan what it says, not where it lies; not where dumps go, nor how
-        a rank sees the ranks; whether anything is offloaded, not where to."""
+        """The options that must be the same on all ranks, as text. Of a plan its contents count, not its file; folders
+        of dumps and copies, and a rank's own view of the ranks, do not.
+        """
         plan = self.given_plan
         offloads = None if self.offload_to is None else "somewhere"
         return repr(replace(self, plan=None, dump_to=None, offload_to=offloads, device_mesh=None)) + (
@@ -130,6 +131,6 @@ class Options:
 
 
 def as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
-    """What was given as an optimizer, or as several; whether it is any is checked with all ranks."""
+    """Puts an optimizer, or several, into a tuple; all ranks check together that they are optimizers."""
     given: Any = () if optimizer is None else optimizer
     return tuple(given) if isinstance(given, list | tuple) else (given,)

@@ -15,7 +15,7 @@ from embrace_fx.setup.options import Options
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is made for and applied to.
+    """The run that a plan is made for and applied to.
 
     Attributes:
         stepping: the optimizers that step the model, as far as they are known.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TablePlace:
-    """Which rank holds which part of a table.
+    """The parts of a table, by rank.
 
     Attributes:
         parts: of each rank, in words; a single one where all hold the same.

@@ -49,7 +49,7 @@ _SPELLED: dict[Kind, dict[Part, str]] = {
 
 @dataclass(frozen=True, order=True)
 class OperationId:
-    """What an operation is: its identity in graphs, schedules, launchers and recordings. Equal on all ranks.
+    """The identity of an operation in graphs, schedules, launchers and recordings. Equal on all ranks.
 
     Attributes:
         kind: what it does.
@@ -85,7 +85,7 @@ IDS = OperationId("ids", "ids", lane="ids")
 
 
 def bucket_name(bucket: int) -> str:
-    """What operations of a bucket are for."""
+    """The `what` of a bucket's operations: "bucket 0"."""
     return f"bucket {bucket}"
 
 

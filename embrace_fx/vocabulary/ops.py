@@ -163,7 +163,7 @@ define("embrace::stack_ids", "(Tensor[] ids, Tensor[] counts, int[] first_rows) 
 
 @register_fake("embrace::stack_ids")
 def _(ids: Sequence[Tensor], counts: Sequence[Tensor], first_rows: Sequence[int]) -> list[Tensor]:
-    """What all ranks read of several tables, as of one that has them below each other (`embrace_fx.plan.Stack`).
+    """Joins what all ranks read of several tables, as of one that has them below each other (`embrace_fx.plan.Stack`).
 
     Takes `ids` (R,) and `counts` (N,) of `unpack_ids` for each table, and the row of the stack in which it begins.
     Returns [ids of the stack (sum of R,), rank by rank and for each rank table by table; counts (N,) on the host].
@@ -191,7 +191,8 @@ define("embrace::route_grid", "(Tensor ids, Tensor counts, int rank, int grid_ro
 
 @register_fake("embrace::route_grid")
 def _(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int) -> list[Tensor]:
-    """Of a table on a grid of ranks (`embrace_fx.plan.Grid`): which rows are looked up here, and whose are read here.
+    """Routes the ids of a table on a grid of ranks (`embrace_fx.plan.Grid`): rows to look up here, rows that are read
+    here.
 
     Takes `ids` (R,) and `counts` (N,) of `unpack_ids`. Returns [rows of the own shard (M,), one for each of the ids
     that it has, in their order; counts (N, grid_rows) on the host, how many of a rank's ids each row of the grid has;
@@ -331,7 +332,7 @@ def _(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Of a contiguous tensor."""
+    """The strides of a contiguous tensor."""
     behind = accumulate((max(size, 1) for size in reversed(shape[1:])), operator.mul, initial=1)
     return list(behind)[: len(shape)][::-1]
 

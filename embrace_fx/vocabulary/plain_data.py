@@ -79,7 +79,9 @@ _hints = cache(get_type_hints)
 
 
 def _of_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Of the first of these types that takes it; what is wrong with it, the last one says."""
+    """Tries the types of a union in turn, and returns the first that takes the value; the last one reports what is
+    wrong.
+    """
     if value is None and NoneType in kinds:
         return None
     *others, last = (kind for kind in kinds if kind is not NoneType)

@@ -49,7 +49,7 @@ class Grid:
         return divmod(rank, self.columns)
 
     def own_rows(self, num_rows: int, rank: int) -> slice:
-        """Which rows of a table of `num_rows` a rank owns; row id is its row id // `rows`."""
+        """The rows of a table of `num_rows` that a rank owns; row id is its row id // `rows`."""
         return slice(self.place(rank)[0], num_rows, self.rows)
 
     def takes(self, num_rows: int) -> bool:
@@ -77,7 +77,7 @@ class Stack:
 
     @property
     def name(self) -> str:
-        """What launches and updates of the stack are called.
+        """The name of the stack in launches and updates.
 
         >>> Stack(("user.weight", "item.weight", "shop.weight"), (0, 10, 30)).name
         'user.weight and 2 more'
@@ -121,7 +121,7 @@ def _name(strategy: str, scheme: str, grid: Grid | None) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """How one parameter is kept consistent.
+    """The way in which one parameter is kept consistent.
 
     Attributes:
         parameter: its name in the user's model.
@@ -201,7 +201,7 @@ class Plan:
 
     @property
     def grids(self) -> dict[str, Grid]:
-        """Of `sharded`, those whose rows are spread too."""
+        """The grids of those sharded tables whose rows are spread too."""
         return {d.parameter: d.grid for d in self.decisions if d.grid is not None}
 
     @property
@@ -371,7 +371,7 @@ def _links_text(plan: Plan) -> str:
 
 
 def _handling_text(plan: Plan) -> str:
-    """What processors are taken to handle, in one line."""
+    """Tells in one line what processors are taken to handle."""
     rates = plan.links.handling
     searched, passed = (readable_bytes(each * 1e3) for each in (rates.scan_bytes_per_ms, rates.pass_bytes_per_ms))
     units, round_ms = f"{rates.unit_ms * 1e6:.0f} ns per unit", f"{rates.round_ms:.3f} ms per round"

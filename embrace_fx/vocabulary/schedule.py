@@ -204,7 +204,7 @@ class Diagnostics:
 
 @dataclass(frozen=True)
 class MemoryAt:
-    """What a rank holds from a moment on.
+    """The bytes that a rank holds from a moment on.
 
     Predicted: what forward and backward have made. Measured: by how much the memory in use (of a device's allocator, of
     the process) has grown since the first moment shown; less where it has become less.
@@ -217,7 +217,7 @@ class MemoryAt:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ran when on each rank: measured under `record()`, or predicted.
+    """Spans of time on each rank: measured under `record()`, or predicted.
 
     Attributes:
         spans: in no order that matters.

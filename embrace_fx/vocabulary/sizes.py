@@ -13,7 +13,7 @@ UNKNOWN_SIZE = 64
 
 @dataclass(frozen=True)
 class RowCounts:
-    """How many rows of a table a step reads, as ranks have agreed to expect: the same numbers on all of them.
+    """Row counts of a table that ranks have agreed to expect of a step: the same numbers on all of them.
 
     Attributes:
         own: unique rows that a rank reads, of the rank that reads the most.
@@ -27,7 +27,7 @@ class RowCounts:
 
     @classmethod
     def unknown(cls, num_rows: int, world_size: int) -> RowCounts:
-        """What stands for the rows of a table of which a plan says nothing."""
+        """Counts that stand in for a table of which a plan says nothing."""
         own = min(UNKNOWN_SIZE, num_rows)
         return cls(own, world_size * own, min(world_size * own, num_rows))
 

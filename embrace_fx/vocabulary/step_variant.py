@@ -76,7 +76,7 @@ StepVariant = ForwardVariant | BackwardVariant
 
 @dataclass(frozen=True)
 class Varied:
-    """Which phase of a graph is that of another variant than the steady one.
+    """The phase of a graph that belongs to another variant than the steady one.
 
     Attributes:
         variant: of it.

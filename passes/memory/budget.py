@@ -93,12 +93,14 @@ def _within(graph: TrainingGraph, before: Held, limit: int, costs: Costs) -> Tra
 
 
 def _counts(growing: Growing) -> list[int]:
-    """How many of a sequence's storages are given up at first: more may hold more, for what runs again is held, too."""
+    """Counts of storages to give up first, nine of them evenly spread. More may hold more: what runs again is held,
+    too.
+    """
     return sorted({1 + (len(growing) - 1) * part // 8 for part in range(9)})
 
 
 def _leanest(foresight: Foresight, sequences: Sequence[Growing], limit: int) -> list[Foreseen]:
-    """What holds the least of each sequence, the least first."""
+    """Foresees, of each sequence, the choice that holds the least; sorts them by what they hold."""
     foreseen = ([foresight.foresee(growing.first(n), limit) for n in _counts(growing)] for growing in sequences)
     return sorted((min(each, key=lambda f: f.peak_bytes) for each in foreseen), key=lambda f: f.peak_bytes)
 

@@ -193,7 +193,7 @@ class _Cuts:
         return _Piece(tuple(again), less, sum(self._node_ms(n) * TIMES.get(op_name(n), 0.0) for n in nodes))
 
     def _again(self, needed: Iterable[Storage], saved: set[int]) -> list[Storage]:
-        """What is computed again so that what is needed is there."""
+        """Finds the storages to compute again so that all of `needed` are there."""
         found: dict[int, Storage] = {}
         waiting = list(needed)
         while waiting:

@@ -34,7 +34,7 @@ NEVER = -1
 
 @dataclass(frozen=True)
 class Choice:
-    """What to do with a step's saved values.
+    """A decision about each of a step's saved values: save it, copy it out, or compute it again.
 
     Attributes:
         segment: for each node of the forward, the segment that computes it again, or `NEVER`.
@@ -148,7 +148,7 @@ class _Cut:
         return found
 
     def _place(self, share: float, around: float) -> int:
-        """Where about a share of all has been saved."""
+        """Finds a position by which about a share of all bytes has been saved, and few values cross."""
         total = self._saved[-1]
         first = bisect_left(self._saved, (share - around) * total)
         last = bisect_right(self._saved, (share + around) * total, first)
@@ -189,13 +189,13 @@ def _knapsack_order(
 
 
 def _copied_ms(step: Numbered, storage: Storage, idle_ms: float) -> float:
-    """What copying a storage out and back takes where the link is idle so long in between."""
+    """Prices the copies of a storage out and back, the link being idle for `idle_ms` in between."""
     both_ms = 2 * step.copies.ms(storage.nbytes)
     return max(0.0, both_ms - idle_ms) + step.copies.share * both_ms
 
 
 def _again_ms(step: Numbered, storage: Storage, saved: Set[int], segment: Sequence[int], most_ms: float) -> float:
-    """What computing a storage again takes, from what is saved besides; more than `most_ms` is not counted on."""
+    """Adds up the time to compute a storage again from what is saved besides. It stops counting beyond `most_ms`."""
     total, seen, waiting = 0.0, set(), [step.position[storage.node]]
     if segment[waiting[0]] == NEVER:
         return inf
@@ -232,7 +232,7 @@ def _giving_up(step: Numbered, segment: Sequence[int], order: Sequence[Storage],
 
 
 def _read_across(step: Numbered, segment: Sequence[int]) -> set[int]:
-    """What a segment takes from another one: it runs again from there."""
+    """Finds the values that a segment reads from another one: it runs again from there."""
     return {
         value
         for node, own in enumerate(segment)

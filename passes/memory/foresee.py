@@ -39,7 +39,7 @@ class Foresight:
         self._viewed = _viewed_in_backward(step)
 
     def foresee(self, choice: Choice, limit: int) -> Foreseen:
-        """What a choice comes to.
+        """Simulates a choice, without rewriting the graph.
 
         Args:
             limit: what the step is to hold at most, bytes; copies out of memory are placed so.
@@ -77,7 +77,9 @@ class Foresight:
         return found
 
     def _places(self, choice: Choice, again: set[int]) -> tuple[list[int], dict[int, int]]:
-        """Where the step's own nodes come to stand, and one more, the end; where copies stand, in their order."""
+        """Positions of the step's own nodes under a choice, and one more, the end; positions of copies, in their
+        order.
+        """
         members: dict[int, list[int]] = {}
         begins: dict[int, int] = {}
         for node in sorted(again):
@@ -124,7 +126,7 @@ class Foresight:
         return list(accumulate(change[:end]))
 
     def _starts_ms(self, stands: Sequence[int], copies: Mapping[int, int]) -> list[float]:
-        """When each node begins, copies among them; one more: when the last ends."""
+        """The time at which each node begins, copies among them; one more: the end of the last."""
         ms = [0.0] * stands[-1]
         for node, position in (*enumerate(stands[:-1]), *copies.items()):
             ms[position] = self._step.ms[node]
@@ -133,7 +135,7 @@ class Foresight:
 
 @dataclass(frozen=True)
 class _Lives:
-    """How long storages live under a choice, by number.
+    """The lives of storages under a choice, by number.
 
     Attributes:
         dies: the position of the last reader of each original.

@@ -31,7 +31,7 @@ def memory_line(predicted: Timeline, found: Held, node_ms: NodeMs) -> tuple[Memo
 
 
 def _starts(spans: Sequence[Span], durations_ms: Sequence[float]) -> Iterator[float]:
-    """When nodes begin that run within spans, in as much of their time as they have of all nodes'."""
+    """The times at which nodes begin that run within spans: each takes its share of the spans' time."""
     total, offered = sum(durations_ms), sum(s.end_ms - s.start_ms for s in spans)
     if not spans:
         return
@@ -45,7 +45,7 @@ def _starts(spans: Sequence[Span], durations_ms: Sequence[float]) -> Iterator[fl
 
 
 def _changes(points: Sequence[MemoryAt]) -> Iterator[MemoryAt]:
-    """Those that differ from the one before."""
+    """Drops the points that equal the one before."""
     before = -1
     for point in points:
         if point.held_bytes != before:

@@ -52,7 +52,7 @@ class Numbered:
         self.makers: Sequence[int] = [self.position[storage.node] for storage in held.storages]
 
     def number(self, storage: Storage) -> int:
-        """Of a storage."""
+        """The number of a storage."""
         return self._numbers[id(storage)]
 
     def names(self, storage: Storage) -> list[int]:
@@ -61,9 +61,9 @@ class Numbered:
 
     @cached_property
     def starts_ms(self) -> list[float]:
-        """When each node begins; one more: when the last ends."""
+        """The time at which each node begins; one more: the end of the last."""
         return list(accumulate(self.ms, initial=0.0))
 
     def unread_ms(self, storage: Storage) -> float:
-        """How long a storage is not read between forward and backward."""
+        """Milliseconds from the last read of a storage in the forward to the first one in the backward."""
         return self.starts_ms[storage.first_backward or 0] - self.starts_ms[storage.last_forward + 1]

@@ -60,7 +60,7 @@ def _value_of(storage: Storage, backward: set[fx.Node]) -> fx.Node | None:
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
-    """What a node is a view of; None: it is none."""
+    """The node that a node is a view of; None: it is no view."""
     if node.op != "call_function":
         return None
     if node.target in SHARES_MEMORY:

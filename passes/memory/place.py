@@ -19,7 +19,7 @@ from embrace_fx.passes.held import Storage
 
 @dataclass(frozen=True)
 class CopyRate:
-    """How fast values are copied.
+    """The speed at which values are copied.
 
     Attributes:
         bytes_per_ms: one way; 0: nothing is.
@@ -55,7 +55,7 @@ class PlacedCopy:
 
     @property
     def back(self) -> int:
-        """Where its reload is awaited."""
+        """The position at which its reload is awaited."""
         assert self.storage.first_backward is not None
         return self.storage.first_backward
 
@@ -130,7 +130,7 @@ def _nearer(
 
 
 def _added_ms(copies: Sequence[PlacedCopy], starts_ms: Sequence[float], rate: CopyRate) -> float:
-    """What the program waits for, and what copying takes of the cores that it computes on."""
+    """Adds up the time that the program waits for copies, and the time that copying takes from its cores."""
     events: list[tuple[int, int, int]] = []  # position, what happens there, which copy
     for k, copy in enumerate(copies):
         events += [(copy.storage.born + 1, 0, k), (copy.left, 1, k), (copy.comes, 2, k), (copy.back, 3, k)]

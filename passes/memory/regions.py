@@ -84,7 +84,7 @@ def can_run_again(node: fx.Node, written: frozenset[object]) -> bool:
 
 
 def written_by(graph: TrainingGraph) -> frozenset[object]:
-    """What the forward writes."""
+    """The state that the forward writes."""
     return frozenset(role.of for _, role in graph.outputs() if isinstance(role, Mutation))
 
 
@@ -137,7 +137,7 @@ class _Copies:
         return paths
 
     def _level(self, value: fx.Node, reader: Path | None) -> int:
-        """Which copy of a value a reader within the regions `reader` reads; None: its own backward."""
+        """The level of the copy that a reader within the regions `reader` reads; None stands for the backward's own."""
         path = self._paths.get(value, ())
         shared = len(path)
         if reader is not None:

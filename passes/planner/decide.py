@@ -52,7 +52,7 @@ class _Choice:
     sparsely_read: bool = False
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """What was weighed, with what spoke against the others."""
+        """The candidates that were weighed, each with what spoke against it."""
         return tuple(
             Candidate(
                 each.strategy,
@@ -166,7 +166,7 @@ def _decision(
 
 
 def _rows(table: Table, by_rank: tuple[int, ...], pricing: Pricing) -> RowCounts | None:
-    """What steps are expected to read of a table; None where no rank can tell."""
+    """Predicts the rows of a table that steps read; None where no rank can tell."""
     if not any(by_rank):
         return None
     lies = pricing.sparsity.get(table.parameter)
@@ -203,7 +203,7 @@ def _travelling(
 
 
 def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
-    """What a step saves by shards that share start-ups; near ties, and what is in use, count as the faster one."""
+    """Prices what a step saves by shards that share start-ups; the strategy in use wins near ties."""
     whole_ms, sharded_ms = choice.chosen.sharing_ms, choice.priced["alltoall"].sharing_ms
     if in_use is None:
         return whole_ms - _near(choice.sparsely_read) * sharded_ms
@@ -236,7 +236,7 @@ def _of_dense(pricing: Pricing, fact: ParameterFacts, wanted: str | Grid) -> _Ch
 def _of_table(
     pricing: Pricing, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid
 ) -> _Choice:
-    """What is legal comes first, then what was asked for, then what is cheaper."""
+    """Chooses for a table: what is legal comes first, then what was asked for, then what is cheaper."""
     priced = pricing.of_table(table, fact, rows, wanted)
     sharded, allreduce = priced["alltoall"], priced["allreduce"]
     wanted = "alltoall" if isinstance(wanted, Grid) else wanted
@@ -282,7 +282,7 @@ def _of_table(
 
 
 def _whole_because(pricing: Pricing, sharded: Priced, allreduce: Priced, what: str) -> str:
-    """Why a table that could be sharded is whole."""
+    """Explains to the user that a table is whole although it could be sharded."""
     if pricing.world_size == 1:
         return f"densely read: {what}"
     return f"AllReduce adds {allreduce.added_ms:.3f} ms to a step, shards {sharded.added_ms:.3f} ms: {what}"
@@ -312,7 +312,7 @@ def _sparsely(pricing: Pricing, priced: Mapping[str, Priced]) -> str | None:
 
 
 def _slower(other: Priced, chosen: Priced) -> str:
-    """Why the time of one speaks for another."""
+    """Explains by their times that one candidate was chosen over another."""
     ratio = other.predicted_ms / max(chosen.predicted_ms, 1e-9)
     times = f"{ratio:.2f} times the time"
     if ratio > 1:

@@ -45,7 +45,7 @@ predicted to take less time."""
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """What the planner needs to know of a parameter beyond the graph."""
+    """Facts about a parameter that the graph does not hold, and the planner needs."""
 
     name: str
     shape: tuple[int, ...]
@@ -87,18 +87,18 @@ class Priced:
 
     @property
     def start_ups_ms(self) -> float:
-        """What it need not add where it shares them."""
+        """The start-ups that this exchange is spared where it shares them with others."""
         return self.predicted_ms - self.sharing_ms
 
     @property
     def added_ms(self) -> float:
-        """What it adds to a step: buckets there are in any case, other tables' shards there may not be."""
+        """Prices what this table adds to a step. Buckets exist under every plan; other sharded tables may not."""
         return self.predicted_ms if self.strategy == "alltoall" else self.sharing_ms
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """What prices depend on besides the parameter; `cluster` is `links` as one rank per machine, for times.
+    """All that prices depend on besides the parameter; `cluster` is `links` as one rank per machine, for times.
 
     Attributes:
         sparsity: table -> how its gradients lie on all ranks, in rows; of others it is assumed.
@@ -132,7 +132,7 @@ class Pricing:
         return replicas | {"alltoall": self._laid_out(table, fact, rows, wanted)}
 
     def of_dense(self, fact: ParameterFacts, strategies: Collection[str]) -> dict[str, Priced]:
-        """Of a parameter that no lookup reads, whose gradient counts as one without zeros."""
+        """Prices a parameter that no lookup reads; its gradient counts as one without zeros."""
         packed = cost.passes_over(fact.nbytes) + cost.claim(fact.nbytes)  # into its bucket
         return self._replicas(fact, _all_rows(fact, self.world_size), cost.Exchange(0, 0), packed, strategies)
 
@@ -206,7 +206,9 @@ class Pricing:
         return replace(priced, rests=rests)
 
     def _moving(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> tuple[bool, cost.Work]:
-        """Whether rows without gradient of a shard rest until they are read, and what moving them takes."""
+        """Decides between sweep and replay: (rows without gradient rest until they are read, the work of moving
+        them).
+        """
         if not fact.moving:
             return False, cost.Work()
         sweep = sweep_work(fact.nbytes, self.world_size)
@@ -231,7 +233,9 @@ class Pricing:
         return Priced(strategy, exchange, *times_ms, memory_bytes, scheme, blocker, grid)
 
     def _sparsity_of(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> Sparsity:
-        """Of a table's gradient in rows; dense where it is, or where ids are only known in the forward."""
+        """The sparsity of a table's gradient in rows. A table read densely, or by ids that only the forward knows,
+        counts as dense.
+        """
         if table.use != "sparse" or not rows or not all(use.ids_from_batch for use in table.uses):
             return _all_rows(fact, self.world_size)
         assumed = independent(table.num_rows, table.embedding_dim, fact.itemsize, rows)
@@ -244,7 +248,7 @@ class Pricing:
 
 
 def shard_blocker(table: Table) -> str | None:
-    """Why a table's columns cannot be spread whatever the cost, or None."""
+    """Names the reason for which a table's columns cannot be spread, whatever the cost; None: they can."""
     kinds = {use.kind for use in table.uses}
     paddings = {use.padding_idx for use in table.uses}
     if FROM_GRADIENT in kinds:
@@ -275,7 +279,7 @@ def _all_rows(fact: ParameterFacts, world_size: int) -> Sparsity:
 
 
 def upkeep_of_replicas(table: Table, rows_by_rank: tuple[int, ...], world_size: int) -> cost.Exchange:
-    """What one rank sends per step, beyond the gradient, so that the replicas of a whole table stay equal."""
+    """Counts what one rank sends per step, beyond the gradient, so that the replicas of a whole table stay equal."""
     upkeep = cost.Exchange(0, 0)
     if world_size == 1 or not rows_by_rank:
         return upkeep

@@ -92,7 +92,7 @@ def shard_work(
     grid: Grid | None = None,
     schedule: str = "2d",
 ) -> cost.Work:
-    """What a rank's processor does per step for a sharded table: the rank that reads most rows.
+    """Adds up the work of a rank's processor per step for a sharded table, at the rank that reads most rows.
 
     Own columns of all ranks' rows are looked up, its own rows joined; gradients split by columns, those of own columns
     cleared and added up, and these rows updated. Ids are sorted twice: in the union of what a rank reads, and in that
@@ -113,12 +113,12 @@ def shard_work(
 
 
 def sweep_work(nbytes: int, world_size: int) -> cost.Work:
-    """What a step does to rows without gradient where an optimizer moves all rows of a shard."""
+    """The work of a sweep: the optimizer moves all rows of a shard, with gradient or without."""
     return cost.passes_over((2 + UPDATE_PASSES) * nbytes / world_size)
 
 
 def replay_work(table: Table, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int) -> cost.Work:
-    """What rows do per step that take the steps they have skipped when they are read.
+    """The work per step of rows that take the steps they have skipped when they are next read.
 
     Every row skips about a step per step, and takes it later; but of one that has rested long, momentum has died away,
     and its steps need not be counted one by one.
@@ -129,7 +129,7 @@ def replay_work(table: Table, rows_by_rank: tuple[int, ...], itemsize: int, worl
 
 
 def replica_work(nbytes: int) -> cost.Work:
-    """What a rank's processor does per step for a whole table, whatever its exchange: its gradient has every row.
+    """The work of a rank's processor per step for a whole table, whatever its exchange: its gradient has every row.
 
     It is made, cleared, packed into its bucket, and the optimizer updates every row by it.
     """

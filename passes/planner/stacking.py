@@ -68,7 +68,7 @@ def _stack(tables: list[Table]) -> Stack:
 
 
 class _Order:
-    """Where in a captured graph tables are read, get their gradients, and where it computes."""
+    """The order, in a captured graph, of lookups, of the gradients of tables, and of compute."""
 
     def __init__(self, graph: TrainingGraph) -> None:
         self._graph = graph
@@ -86,7 +86,9 @@ class _Order:
         return min(self._position[use.lookup] for use in table.uses)
 
     def _gradient(self, table: Table) -> int:
-        """Where the gradient can be had: behind the last that computes for it; of a table without any, -1."""
+        """The position from which the gradient can be had, behind the last node that computes for it; -1 of a table
+        without any.
+        """
         nodes = [node for use in table.uses for name in use.backward if (node := self._nodes.get(name)) is not None]
         return max((self._had[node] for node in nodes), default=-1)
 

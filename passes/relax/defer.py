@@ -40,7 +40,7 @@ class DeferRows:
 
 @dataclass(frozen=True)
 class _Deferred:
-    """What is moved of a table, in its order, and the node that it is moved before."""
+    """The nodes of a table that move, in their order, and the reader that they move to."""
 
     nodes: list[fx.Node]
     reader: fx.Node

@@ -62,7 +62,7 @@ class OrderCompute:
 
 @dataclass(frozen=True)
 class BackwardUnits:
-    """Which units need each node of a backward.
+    """The units of a backward, and the units that need each of its nodes.
 
     Attributes:
         units: in the order in which the backward submits them.
@@ -121,7 +121,7 @@ class BackwardUnits:
 
 
 class _First:
-    """Which of a mask's units comes first."""
+    """Finds the first unit of a mask."""
 
     def __init__(self, places: Sequence[int]) -> None:
         self._places = places

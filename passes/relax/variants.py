@@ -65,7 +65,7 @@ class BackwardAs:
 
 
 def pass_of(variant: StepVariant) -> ForwardAs | BackwardAs:
-    """What makes a variant of a steady graph."""
+    """The pass that makes a variant of a steady graph."""
     return ForwardAs(variant) if isinstance(variant, ForwardVariant) else BackwardAs(variant)
 
 

@@ -119,7 +119,7 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
 
 
 def quick_ms(steps: StepGraph) -> float:
-    """What a step takes in the best policy's order, without a search."""
+    """Milliseconds of a step in the best policy's order, without a search."""
     machine = LinkMachine(steps)
     return min(machine.run(_queue(machine, key), WINDOWS).step_ms for key in POLICIES)
 
@@ -228,7 +228,7 @@ class _Queue:
         self._ends[first] = ready + self._machine.durations[first]
 
     def _ready(self, k: int) -> float | None:
-        """When its dependences end; None while one of them has no end yet."""
+        """The time at which the dependences of operation `k` end; None while one of them has no end yet."""
         ready = 0.0
         for distance, before in self._machine.dependences(k):
             if distance > len(self._finished):

@@ -27,7 +27,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a launch order leads to.
+    """The outcome of a launch order.
 
     Attributes:
         step_ms: from one window to the next, in the steady state.

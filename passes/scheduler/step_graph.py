@@ -37,7 +37,7 @@ from embrace_fx.vocabulary.submissions import awaited, is_submission
 
 @dataclass(frozen=True)
 class Sizes:
-    """What travels in a window, as far as the graph does not say it.
+    """Sizes of what travels in a window, as far as the graph does not say them.
 
     Attributes:
         sent: launch -> bytes one rank sends, where they have been measured or are otherwise known.
@@ -178,7 +178,7 @@ def build_alone(found: Sequence[Block]) -> StepGraph:
 
 
 def _up_to(node: fx.Node, block: Block) -> Block:
-    """What a block has computed up to a node that begins or awaits a copy; the block goes on behind it."""
+    """Ends a block at a node that begins or awaits a copy, and lets the rest of it begin anew behind the node."""
     ended = Block(compute_up_to(node), block.ms, _copies_taken(block))
     block.ms = 0.0
     if op_name(node) in (OFFLOAD, RELOAD):
@@ -276,7 +276,7 @@ def _pieces(found: Sequence[Block]) -> dict[str, int]:
 
 
 def _sent_bytes(node: fx.Node, launch: OperationId, sizes: Sizes, pieces: Mapping[str, int], world_size: int) -> int:
-    """What one rank sends, until it has been measured: half of a batch's rows are taken for early and for delayed."""
+    """Bytes that one rank sends. Until they are measured, half of a batch's rows count as early and half as delayed."""
     if launch == IDS:
         return sizes.ids_bytes * (world_size - 1)
     if launch.kind == "all_reduce":

@@ -90,7 +90,7 @@ class _Replay:
 
 
 def _call(node: fx.Node) -> tuple[Any, ...]:
-    """What a node calls and on what; a copy stands for what it is of."""
+    """A node's call, as text to compare; a copy stands for its original."""
     leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
     return str(node.target), str(spec), [_origin(leaf) if isinstance(leaf, fx.Node) else str(leaf) for leaf in leaves]
 

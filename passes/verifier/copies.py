@@ -78,8 +78,9 @@ def freed_values_unread(graph: TrainingGraph, captured: TrainingGraph) -> Iterat
 
 
 def within_memory_limit(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """What the step holds, with its copies where they stand, is never more than it may; of what has a size that is
-    known before the data is."""
+    """Refuses a step that, with its copies where they stand, holds more than its limit. Sizes that only the data knows
+    count as nothing.
+    """
     if graph.memory_limit is None:
         return
     found = held(graph)

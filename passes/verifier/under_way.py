@@ -58,7 +58,7 @@ def under_way_agrees(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[
 
 
 def ends(varied: Varied) -> tuple[Launches, Launches]:
-    """What is under way where the phase of a variant begins, and where it ends."""
+    """The launches under way where the phase of a variant begins, and those where it ends."""
     steady, variant = varied.steady, varied.variant
     prior = frozenset(each for each in steady if each.kind == "gradients")
     delayed = frozenset(each for each in steady if each.part == "delayed")

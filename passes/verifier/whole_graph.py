@@ -57,7 +57,8 @@ def forward_kept(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viol
 
 
 def collectives_in_one_order(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """What is launched is the same on all ranks, and the phases launch what the joint graph does, group by group.
+    """Refuses launches that could differ between ranks, and phases that launch anything else than the joint graph,
+    group by group.
 
     A rank does not see the others' graphs here. What it can see: that nothing in a launch's identity depends on its
     own batch, that a group has one size, and that cutting the graph changed no group's order. That the identities are
@@ -88,7 +89,7 @@ def _output_roles(graph: TrainingGraph) -> Iterator[OutputRole]:
 
 
 def _gradients(graph: TrainingGraph) -> dict[str, Counter[str]]:
-    """How often each part of a parameter's gradient is yielded: "dense", "ids", "rows", "pending rows"."""
+    """Counts the parts of each parameter's gradient that are yielded: "dense", "ids", "rows", "pending rows"."""
     found: dict[str, Counter[str]] = {}
     for role in _output_roles(graph):
         match role:

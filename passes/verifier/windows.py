@@ -171,7 +171,7 @@ def _updates_behind(value: object) -> Iterator[OperationId]:
 
 
 def rows_joined(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """What a forward reads of a table is put together from all parts that were sent."""
+    """Refuses a forward that joins fewer parts of a table's rows than were sent."""
     sent = [launch for launch in _submitted(graph) if launch.kind == "lookups"] if _is_steady(graph) else []
     for node in graph.phases["forward"].graph.nodes if _is_steady(graph) else ():
         if op_name(node) != "embrace::join_rows":
@@ -309,7 +309,7 @@ INVARIANTS = (
 
 
 def blocked(graph: TrainingGraph, order: Sequence[OperationId]) -> str | None:
-    """Why the steps of a graph would stand still for ever under a launch order; None: they would not.
+    """Names the reason for which steps would stand still for ever under a launch order; None: they would not.
 
     Launches leave strictly in the order, window after window, each once it is submitted; the program stands still at an
     await until that launch has left. Two windows are walked through: the second meets what the first has left behind.

@@ -49,7 +49,7 @@ class Channel:
         return InFlight(flat, dist.all_reduce(flat, group=self._group, async_op=True))
 
     def all_to_all_equal(self, sent: Tensor) -> InFlight:
-        """What every rank sends to this one, rank after rank: as much from each, and little.
+        """Sends an equal, small part to every rank, and receives one from each, rank after rank.
 
         Args:
             sent: (N k,), the part for rank 0 first.
@@ -62,7 +62,7 @@ class Channel:
         return InFlight(received, dist.all_to_all_single(received, sent, group=self._group, async_op=True))
 
     def all_to_all(self, sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> InFlight:
-        """What every rank sends to this one, rank after rank, in single messages.
+        """Sends a part to every rank, and receives one from each, rank after rank, in single messages.
 
         Args:
             sent: (sum of send_sizes,), the part for rank 0 first.

@@ -40,7 +40,7 @@ MEAN_PARTS: dict[str, Callable[[RowSet, Channel, ExchangeOptions], Steps[list[Ro
 
 @dataclass(frozen=True)
 class ExchangeKind:
-    """How one parameter's gradient is exchanged, equal on all ranks.
+    """The kind of exchange of one parameter's gradient, equal on all ranks.
 
     Attributes:
         rows: size of the gradient's first dimension, whose indices have an index of their own on the wire.

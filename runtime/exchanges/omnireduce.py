@@ -99,7 +99,7 @@ def mean_parts(blocks: RowSet, channel: Channel, options: ExchangeOptions) -> St
 
 
 class _Ranges:
-    """Which blocks are whose: (N, L) lanes, each with every L-th block of its aggregator's range.
+    """The owners of blocks: (N, L) lanes, each with every L-th block of its aggregator's range.
 
     A block's *place* in its lane takes fewer bytes than its number; the place after the last one stands for none.
     """
@@ -151,7 +151,7 @@ class _Queues:
 
 
 class _Aggregation:
-    """What a rank knows while blocks stream: as a sender its queues, as an aggregator what each rank has next.
+    """The state of a rank while blocks stream: as a sender its queues, as an aggregator the next block of each rank.
 
     Shapes: N ranks or aggregators, L lanes. `current` (N, L), the block at work of every lane of every aggregator, is
     the same on all ranks; `upcoming_of_ranks` (N, L), the next block of every rank in the own lanes, is not.

@@ -10,7 +10,7 @@ from embrace_fx.cost.links import Cluster
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """How a gradient is exchanged; each strategy reads what concerns it.
+    """Options of exchanges; each strategy reads those that concern it.
 
     Attributes:
         unit: what has an index of its own in a dense gradient, for all but `allreduce` and `omnireduce`: a row (an

@@ -34,7 +34,7 @@ class Strategy:
         return predict(self.name, sparsity, scheme=options.scheme, slots=options.slots, cluster=options.cluster)
 
     def profile(self, by_rank: Sequence[Gradient], options: ExchangeOptions) -> Prediction:
-        """What exchanging these gradients costs, one per rank."""
+        """Prices the exchange of these gradients, one per rank."""
         units = [self.units(gradient, options) for gradient in by_rank]
         first = units[0]
         sparsity = measure([u.ids for u in units], first.num_rows, first.width, first.rows.itemsize)

@@ -99,7 +99,7 @@ def split_selected_columns(rows: Tensor, selected: Tensor, group_size: int) -> T
 
 
 def column_widths(embedding_dim: int, group_size: int) -> list[int]:
-    """How many columns each rank owns."""
+    """The number of columns that each rank owns."""
     bounds = (own_columns(embedding_dim, group_size, rank) for rank in range(group_size))
     return [last - first for first, last in bounds]
 

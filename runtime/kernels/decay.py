@@ -148,7 +148,7 @@ def _rows_of_block(shard: Tensor) -> int:
 
 
 def _leap(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History, moments: Moments) -> Tensor:
-    """Likewise of rows (K,), no two the same, that have taken `taken` (K,) steps: all of their steps at once.
+    """Lets rows (K,), no two the same, that have taken `taken` (K,) steps take all of their missing steps at once.
 
     Returns:
         (L,) places of the rows that it leaves as they are, whose weights would not be right to the last bit.
@@ -166,7 +166,7 @@ def _leap(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history
 def _leap_block(
     shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History, moments: Moments
 ) -> Tensor | None:
-    """Which rows are done (K,); None: all of them."""
+    """Moves a block of rows; returns a mask (K,) of those that are done; None: all of them."""
     coefficients, dtype = history.coefficients, shard.dtype
     exp_avg, exp_avg_sq, greatest = averages
     weight, first, second = (each.index_select(0, ids) for each in (shard, exp_avg, exp_avg_sq))
@@ -199,7 +199,7 @@ def _leap_block(
 
 
 def _decay(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History) -> None:
-    """Likewise of rows (K,), no two the same, that have taken `taken` (K,) steps, in order."""
+    """Lets rows (K,), no two the same, that have taken `taken` (K,) steps take their missing steps in order."""
     coefficients, until = history.coefficients, history.steps
     exp_avg, exp_avg_sq, max_exp_avg_sq = averages
     weight, first, second = (each.index_select(0, ids) for each in (shard, exp_avg, exp_avg_sq))

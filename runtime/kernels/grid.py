@@ -67,7 +67,7 @@ def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], gri
 
 
 def _pieces(positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
-    """Where each row's chunks are among the flat value's, which is seen as (U * C, w): (U, C)."""
+    """Places (U, C) of each row's chunks in the flat value, seen as (U * C, w)."""
     device = positions.device
     sizes = torch.tensor(own, device=device)
     of_row = sizes.repeat_interleave(sizes, output_size=positions.numel())

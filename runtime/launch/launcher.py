@@ -69,7 +69,9 @@ class _Window:
 
 
 class _State:
-    """What the thread and its users share, under one lock. The thread must not hold the launcher itself alive."""
+    """The state that the thread and its users share, under one lock. The thread must not hold the launcher itself
+    alive.
+    """
 
     def __init__(self, recorder: Recorder, channel: Mapping[Lane, str]) -> None:
         self.recorder = recorder
@@ -88,7 +90,7 @@ class _State:
     # -- everything below is called with the lock held
 
     def next(self) -> Ticket | None:
-        """What is to be launched now, or None."""
+        """The ticket to launch now, or None."""
         standing_still = time.perf_counter() - self.moved_s > STANDSTILL_S
         if standing_still:
             for each in self.in_flight:
@@ -120,7 +122,7 @@ class _State:
         return None
 
     def until_late_s(self) -> float:
-        """How much longer the last launch may be on its way and not be late: no longer where nobody knows."""
+        """Seconds that the last launch may still take without being late; 0 where nobody knows."""
         if not self.in_flight:
             return math.inf
         last = self.in_flight[-1]

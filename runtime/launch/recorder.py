@@ -100,7 +100,7 @@ class ComputeSpan:
 
 
 def compute_spans(recording: Recording) -> list[ComputeSpan]:
-    """What the marks say was computed, less the time spent waiting."""
+    """Turns marks into spans of compute, less the time spent waiting."""
     spans: list[ComputeSpan] = []
     waits = sorted((start, end) for *_, start, end in recording.waits)
     for (_, _, started), (operation, window, ended) in pairwise(recording.marks):
@@ -171,7 +171,7 @@ class Recorder:
         return self.recording
 
     def stop(self) -> Recording:
-        """What was recorded, in seconds. The same object: what `start` returned is what `stop` returns."""
+        """Ends the recording; returns it in seconds, the same object that `start` returned."""
         assert self.recording is not None
         recording, self.recording = self.recording, None
         self.clock.stop()

@@ -143,7 +143,7 @@ def _cuda_streams(device: torch.device) -> CudaStreams:
 
 
 def first_true(mask: Tensor) -> Tensor:
-    """Where a mask (R,) is true, in order, and behind that zeros: (R,) int64.
+    """Places at which a mask (R,) is true, in order, and behind them zeros: (R,) int64.
 
     What `nonzero` finds, without the host having to know how many there are.
     """

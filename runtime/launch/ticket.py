@@ -17,7 +17,7 @@ Launch = Callable[[], InFlight]
 
 
 class _Shared(Protocol):
-    """What a ticket knows of its launcher, under the lock `changed`."""
+    """The part of its launcher that a ticket sees, under the lock `changed`."""
 
     changed: threading.Condition
     error: BaseException | None
@@ -25,7 +25,7 @@ class _Shared(Protocol):
 
 
 class Dropped(Exception):
-    """What waits for a launch that does not leave: a rank has given up the backward that it is of."""
+    """Raised in waits for a launch that does not leave: a rank has given up the backward that it is of."""
 
 
 @dataclass

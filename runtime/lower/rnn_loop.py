@@ -79,7 +79,7 @@ class Walk:
         return row_TB.gather(0, mirrored_TB)[alive_TB].to(device)
 
     def _table(self) -> tuple[Tensor, Tensor]:
-        """Whether a sequence has a step, and which row that is (where it has one)."""
+        """Tells of each sequence and step whether there is one, and its row where there is."""
         sizes_T1 = torch.tensor(self.sizes).unsqueeze(1)
         sequence_B = torch.arange(self.sizes[0])
         return sizes_T1 > sequence_B, sizes_T1.cumsum(0) - sizes_T1 + sequence_B

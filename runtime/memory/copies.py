@@ -37,7 +37,7 @@ Measured = tuple[float, float]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a value lies in its storage."""
+    """The layout of a value in its storage."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -102,7 +102,7 @@ class Copies(ABC):
         return coming.stored.layout.over(coming.data)
 
     def measure(self, device: torch.device) -> Measured:
-        """How fast values are copied out and back, the slower of both."""
+        """Measures the speed of copies out and back, the slower of both."""
         start_ms = self._slower_ms(1, device)
         return PROBED_BYTES / max(self._slower_ms(PROBED_BYTES, device) - start_ms, 1e-3), start_ms
 

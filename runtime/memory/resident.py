@@ -43,7 +43,7 @@ def bytes_in_use(device: torch.device) -> int:
 
 @cache
 def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
-    """What glibc's malloc tells of itself; None: it is another one."""
+    """glibc's own count of malloc's memory; None: it is another malloc."""
     try:
         function = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):

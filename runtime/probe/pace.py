@@ -16,7 +16,7 @@ LONG_MS, TIMES = 10.0, 5
 
 
 def pace(device: torch.device, estimated: Compute, settle: Callable[[], None]) -> float:
-    """How many milliseconds of an estimate pass in one of this rank's.
+    """Compares this rank with an estimate: milliseconds of the estimate that pass in one of the rank's.
 
     The reference is one product of matrices and one pass over memory: models are a mixture of both.
 

@@ -92,14 +92,14 @@ _GROUPS: dict[Collective, str] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """What a rank sent in a collective, and the time it took."""
+    """The bytes that a rank sent in a collective, and the time it took."""
 
     sent: Exchange
     time_ms: float
 
 
 def probe(communicator: Communicator, device: torch.device = CPU) -> Cluster:
-    """What the network gives to each way to send, and the processors to what is handled, on this device.
+    """Measures the network by each way to send, and the processors by what they handle, on this device.
 
     Returns: `links` are what collectives reach in a row; figures of the cluster as a whole are those of one AllReduce
         alone. A single rank, which has no network, gets the default.
@@ -125,7 +125,7 @@ def probe(communicator: Communicator, device: torch.device = CPU) -> Cluster:
 
 
 def probe_handling(communicator: Communicator, device: torch.device = CPU) -> Handling:
-    """What this rank's processor handles while all ranks do; the mean over ranks. Collective."""
+    """Measures this rank's processor while all ranks handle gradients; returns the mean over ranks. Collective."""
     row_bytes = {width: rows * width * 4 for width, rows in HANDLED_ROWS.items()}
     runs = [scanning(device), claiming(device), *(handling_of(*each, device) for each in HANDLED_ROWS.items())]
     runs.append(handling_of(NARROW, 1, device))

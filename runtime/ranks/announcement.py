@@ -49,7 +49,7 @@ CHANGED_BUFFERS = -1
 
 
 class Mark(IntFlag):
-    """What a rank says of itself, each by one bit."""
+    """One bit each for what a rank says of itself."""
 
     FAILED = 1
     """It cannot take part in this step; why follows."""
@@ -73,7 +73,7 @@ _WENT_ON = "expected a backward of this call, found that it went on to another c
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What one rank announces.
+    """An announcement of one rank.
 
     Attributes:
         marks: what it says of itself.
@@ -107,7 +107,7 @@ class Announcement:
 
     @classmethod
     def decode(cls, numbers: Sequence[int], watched: int, sizes: int) -> Announcement:
-        """What `encode` has written.
+        """Reads what `encode` has written.
 
         Args:
             watched: how many tables are watched.
@@ -250,7 +250,9 @@ class Announcements:
         communicator.gather(failure, str | None)
 
     def meet(self, activity: int) -> list[int]:
-        """What every rank is about to do, `JOINED` where it has run out of batches. Collective, ahead of a step."""
+        """Exchanges what every rank is about to do, `JOINED` on one that has run out of batches. Collective, ahead of a
+        step.
+        """
         communicator = self.communicator
         communicator.check_open()
         own = torch.tensor([activity])
@@ -276,7 +278,7 @@ class Announcements:
         return [Announcement.decode(row, watched, sizes) for row in everyone.tolist()]
 
     def launch(self, own: Announcement) -> tuple[Tensor, Any]:
-        """What all ranks announce, (N, length), and what is to be waited for before."""
+        """Starts the exchange: (announcements of all ranks (N, length), the work to wait for before reading them)."""
         communicator = self.communicator
         # A step with the next batch's sizes in it has most to say.
         numbers = torch.tensor(own.encode(1 + 2 * self.tables), dtype=torch.int64)
@@ -291,11 +293,13 @@ class Announcements:
         self.reports(self._exchange(self.elsewhere(Mark.GAVE_UP)), failure)
 
     def elsewhere(self, mark: Mark, program: int = 0) -> Announcement:
-        """What this rank tells where others may announce a step."""
+        """An announcement of a rank that stands elsewhere while others may announce a step."""
         return Announcement(mark, self.activity, 0, 0, program, 0, (-1,) * len(self.watched), ())
 
     def reports(self, everyone: Sequence[Announcement], failure: str | None) -> dict[int, str]:
-        """What keeps ranks from going on as the others do. Collective where one of them says why."""
+        """Collects the reasons that keep ranks from going on as the others do. Collective where one of them says
+        why.
+        """
         found = {rank: _WENT_ON for rank, each in enumerate(everyone) if not each.marks & _ELSEWHERE}
         if any(each.marks & Mark.GAVE_UP for each in everyone):
             failures = self.communicator.gather(failure, str | None)
@@ -372,12 +376,12 @@ def check_steps(steps: Sequence[int]) -> None:
 
 
 def unreadable(error: Exception) -> str:
-    """What a rank reports of a batch whose ids cannot be computed."""
+    """The report of a rank that cannot compute its batch's ids."""
     return f"expected ids that can be computed from the batch, found {type(error).__name__}: {error}; look at the batch"
 
 
 def bad_id_report(ids: Tensor, table: str, num_rows: int) -> str | None:
-    """What a rank reports of an id outside a table; None where all are inside."""
+    """The report of an id outside a table; None where all are inside."""
     found = bad_id(ids, num_rows)
     if found is None:
         return None

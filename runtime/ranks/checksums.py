@@ -44,7 +44,7 @@ def digest_of(checksums: Mapping[str, int]) -> int:
 
 
 def diverged(by_rank: Sequence[Mapping[str, int]]) -> str:
-    """Which ranks hold what that differs: from most of them, or from the lowest rank where there is no majority.
+    """Names the ranks that hold something else: than most of them, or than the lowest rank where there is no majority.
 
     >>> diverged([{"a": 1, "b": 2}, {"a": 1, "b": 3}])
     "expected the same on every rank, found that b on rank 1 differs from rank 0's"

@@ -64,7 +64,7 @@ class PlanDoesNotFit(Exception):
 
 
 class DivergedReplicas(RuntimeError):
-    """What all ranks should hold alike differs; raised on every rank at the check, before the step that it precedes."""
+    """Raised on every rank, before the step, when a check finds that ranks differ in what all should hold alike."""
 
     def __init__(self, found: str) -> None:
         super().__init__(f"{found}, at a check of replicas. Load a checkpoint on every rank, and look at that machine.")
@@ -96,7 +96,7 @@ def failure_text(failure: Exception) -> str:
 
 
 class LaunchLog:
-    """How far this rank has come: what it has launched, in which step.
+    """The progress of this rank: what it has launched, in which step.
 
     Attributes:
         step: announcements begun.
@@ -123,7 +123,7 @@ class LaunchLog:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a living rank signs with: how far it has come, and the line in which its main thread stands."""
+    """The signature of a living rank: its progress, and the line in which its main thread stands."""
 
     launched: dict[str, int]
     launches: int

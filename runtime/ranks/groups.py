@@ -181,7 +181,7 @@ class Groups:
         return self._groups.get(name)
 
     def waiter(self, name: str) -> Waiter | None:
-        """Who waits for the messages of a class of the launcher, which is told of their end; None: another class's."""
+        """The waiter for the messages of a launcher's class, to be told of their end; None: another class's."""
         if name in LANE_GROUPS and name not in self._waiters:
             self._waiters[name] = Waiter()
         return self._waiters.get(name)
@@ -320,7 +320,7 @@ class Groups:
         return [_of_peer(kind, content, rank) for rank, content in enumerate(told)]
 
     def failures(self, failure: Exception | None) -> PeerFailure:
-        """What all ranks raise where some have failed: why, by rank. Collective.
+        """Gathers the failures of all ranks into the error that each of them raises. Collective.
 
         Args:
             failure: this rank's own.

@@ -41,7 +41,7 @@ _ELSEWHERE = (
 
 
 class LoneCalls:
-    """What the thread behind a rank looks at, a few times a second.
+    """The thread behind a rank that looks, a few times a second, for calls that other ranks do not come to.
 
     Args:
         store: of that thread alone.

@@ -34,7 +34,7 @@ class OtherGroup(ValueError, RuntimeError):
 
 @dataclass(frozen=True)
 class _Waiting:
-    """Where a rank waits.
+    """A rank's wait in a group.
 
     Attributes:
         group: its name, the same on all of its ranks.
@@ -152,7 +152,7 @@ class _Meeting:
         return _Waiting(found["group"], found["described"], tuple(found["ranks"]), found["arrival"], found["token"])
 
     def told(self) -> str:
-        """What another rank has found of this one's group; "" where none has, or the store is gone."""
+        """Reads what another rank has found of this one's group; "" where none has, or the store is gone."""
         with contextlib.suppress(RuntimeError):
             if self._store.check([self._note(self._token)]):
                 found: str = self._store.get(self._note(self._token)).decode()

@@ -29,7 +29,7 @@ from benchmarks.models.base import TableModel
 from benchmarks.network import Links, Reached
 from benchmarks.peers import SYSTEMS
 from benchmarks.peers.base import Task
-from tests.benchmarks.test_lab import options
+from tests.support.lab import options
 from tests.support.ranks import run_ranks
 
 EVERY_MODEL = pytest.mark.parametrize("model", MODELS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
@@ -31,6 +30,7 @@ from benchmarks.network import Links, network
 from benchmarks.peers import SYSTEMS
 from benchmarks.peers.base import Recorded
 from benchmarks.records import read_record
+from tests.support.lab import options
 
 RANKS = 2
 TINY = replace(
@@ -283,24 +283,6 @@ def test_blocks_come_by_rate_then_ranks_and_the_ablation_is_of_the_first() -> No
     assert set(full.systems(Block("lm", 4, 200.0, "together"))) == {*GROUPS["replicas"], *GROUPS["shards"]}
     measured = {system for each in (full, SETTINGS["strategies"]) for group in each.groups.values() for system in group}
     assert measured == set(SYSTEMS)
-
-
-def options(**given: object) -> argparse.Namespace:
-    names = (
-        "models",
-        "groups",
-        "systems",
-        "rounds",
-        "ranks",
-        "rates_mbit",
-        "slow",
-        "ratios",
-        "turn_ms",
-        "size",
-        "optimizer",
-        "timeout_s",
-    )
-    return argparse.Namespace(**{**dict.fromkeys(names), "setting": "full", **given})
 
 
 def test_options_that_do_not_exist_are_refused() -> None:

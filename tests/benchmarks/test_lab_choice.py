@@ -16,7 +16,7 @@ from benchmarks.lab.report import markdown
 from benchmarks.lab.results import as_data, results
 from benchmarks.lab.settings import FORCED, SETTINGS, Block
 from benchmarks.network import Links, Reached
-from tests.benchmarks.test_lab_report import measured
+from tests.support.lab import measured
 
 ZEN, SHARDED = {"tables.a": "zen, balanced", "bias": "allreduce"}, {"tables.a": "alltoall", "bias": "allreduce"}
 

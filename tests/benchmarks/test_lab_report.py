@@ -10,7 +10,6 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from benchmarks.lab.cell import Measured
 from benchmarks.lab.kept import Kept, Opened, Round
 from benchmarks.lab.plots import Group, grouped_bars, pictures, step_times
 from benchmarks.lab.report import markdown, write
@@ -20,12 +19,9 @@ from benchmarks.network import Links, Reached
 from benchmarks.peers.base import Recorded
 from benchmarks.records import read_record
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
+from tests.support.lab import measured
 
 RECTANGLE = "{http://www.w3.org/2000/svg}rect"
-
-
-def measured(step_ms: float, sent_bytes: float = 100.0) -> Measured:
-    return Measured(step_ms, (step_ms,), sent_bytes, 8.0, 2.0, 0.5, peak_bytes=300, start_bytes=200)
 
 
 def turn(*step_ms: float, run: str = "one") -> Round:

@@ -21,8 +21,8 @@ from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
 from embrace_fx.runtime.exchanges.options import ExchangeOptions
 from embrace_fx.runtime.exchanges.steps import run
 from embrace_fx.runtime.exchanges.strategies import STRATEGIES
-from tests.runtime.test_wire import sent_by_connection
 from tests.support.ranks import run_ranks
+from tests.support.wire import sent_by_connection
 
 V, D = 12_000, 24
 TOLERANCE = 0.04

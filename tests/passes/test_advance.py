@@ -17,24 +17,7 @@ from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Decision, Plan
 from embrace_fx.vocabulary.schedule import Cuts
 from tests.support.graphs import analysed
-
-WORDS, DIM, BATCH, LENGTH = 500, 32, 8, 16
-TABLES = ("words.weight", "output.weight")
-
-
-class LanguageModel(nn.Module):
-    """Both lookups stand at the head of the forward; the output table is read next to the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, DIM)
-        self.output = nn.Embedding(WORDS, DIM)
-        self.layers = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(12)))
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        words, outputs = self.words(ids), self.output(targets)
-        scores: Tensor = (self.layers(words) * outputs).sum(-1)
-        return scores.square().mean()
+from tests.support.language_models import BATCH, DIM, LENGTH, TABLES, WORDS, LanguageModel
 
 
 def relaxed() -> tuple[TrainingGraph, TrainingGraph]:

@@ -27,14 +27,15 @@ from embrace_fx.session.pipeline import run_passes
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
-from tests.runtime.launch.test_recorded_streams import on_paper
 from tests.support.cases import long_but
 from tests.support.golden import check_golden
 from tests.support.graphs import IDS, analysed, classifier, text
+from tests.support.lookups import Lookups, LookupsWorkload, ManyUsesWorkload
 from tests.support.models import MODELS, Batch, Workload
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.streams.stream_order import hazards
+from tests.support.streams.trainings import on_paper
 from tests.support.training import (
     SEED,
     Way,
@@ -43,7 +44,6 @@ from tests.support.training import (
     train_compiled,
     whole_parameters,
 )
-from tests.training.test_training_variants import Lookups, LookupsWorkload, ManyUsesWorkload
 
 DTYPE = torch.float64
 STEPS = 6

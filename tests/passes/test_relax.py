@@ -32,9 +32,9 @@ from embrace_fx.vocabulary.graph import (
 )
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.schedule import SCHEDULES, Cuts
-from tests.session.test_pipeline import OTHER, TABLE, many_uses, plan_of
 from tests.support.golden import check_golden
 from tests.support.graphs import IDS, analysed, classifier, tables_model, targets, text
+from tests.support.many_uses import OTHER, TABLE, many_uses, plan_of
 from tests.support.table_cases import plain
 
 DENSE = ("linear.bias", "linear.weight")

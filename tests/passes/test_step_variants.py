@@ -21,8 +21,8 @@ from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.step_variant import VARIANTS, Arrival, BackwardVariant, ForwardVariant, StepVariant
 from embrace_fx.vocabulary.submissions import awaited, is_submission
-from tests.passes.scheduler.test_step_graph import translator
 from tests.support.golden import check_golden
+from tests.support.translators import translator
 
 SPLIT = ("vertical", "2d")
 

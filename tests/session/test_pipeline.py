@@ -5,17 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.verifier.invariants import VerificationError
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.session.pipeline import run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.plan import Decision, Plan
 from tests.support.graphs import (
     IDS,
-    Tables,
     analysed,
     assert_equal_outputs,
     averaged,
@@ -25,10 +22,10 @@ from tests.support.graphs import (
     tables_model,
     targets,
 )
+from tests.support.many_uses import OTHER, TABLE, many_uses, plan_of
 from tests.support.ranks import run_ranks
 from tests.support.table_cases import plain
 
-TABLE, OTHER = "table.weight", "other.weight"
 NAMES = [
     "captured",
     "eager_dropout",
@@ -39,13 +36,6 @@ NAMES = [
     "recompute_regions",
     "recompute_cheap",
 ]
-
-
-def plan_of(
-    *sharded: str, world_size: int = 1, buckets: tuple[tuple[str, ...], ...] = (), renormed: tuple[str, ...] = ()
-) -> Plan:
-    decisions = tuple(Decision(name, (10, 4), True, "alltoall", "asked for", 0, 0, 0.0) for name in sharded)
-    return Plan(world_size, decisions, buckets, renormed)
 
 
 def test_a_snapshot_after_each_pass_and_the_phases_last() -> None:
@@ -108,11 +98,6 @@ def test_a_broken_pass_is_named() -> None:
 
     with pytest.raises(VerificationError, match=r"launches_and_waits_paired: .*; in pass DropsWaits"):
         run_passes(analysed(tables_model(plain), IDS), (shard, DropsWaits()))
-
-
-def many_uses(model: Tables, ids: Tensor) -> Tensor:
-    vectors: Tensor = model.linear(model.table(ids) * model.table((ids + 1) % 10)) + model.other(ids)
-    return vectors.sum() * model.vector.sum()
 
 
 def the_whole_pipeline(rank: int, world_size: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import networkx as nx
 import pytest
 
@@ -35,3 +38,25 @@ def test_the_page_lists_the_rooms_as_their_heads_describe_them() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
     assert table() in page, "docs/architecture.md: expected the output of `python -m tests.support.rooms`"
+
+
+def imported_tests(path: Path) -> list[str]:
+    """Names of test modules that a file imports from."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = [
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom | ast.Import)
+        for alias in node.names
+        for name in (alias.name, f"{getattr(node, 'module', None)}.{alias.name}")
+    ]
+    return [name for name in names if name.startswith("tests.") and ".test_" in name]
+
+
+def test_no_module_imports_from_a_test_module() -> None:
+    """What tests share is in `tests/support`."""
+    files = [path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)): names for path in files if (names := imported_tests(path))}
+
+    assert len(files) > 400
+    assert found == {}

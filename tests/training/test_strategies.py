@@ -19,11 +19,11 @@ from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.plan import EXCHANGES
 from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from tests.support.cases import long_but
+from tests.support.lookups import LookupsWorkload
 from tests.support.models import MODELS, Workload
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.reference import assert_same
 from tests.support.training import OPTIMIZERS, Trained, Way, expected_parameters, train_compiled
-from tests.training.test_training_variants import LookupsWorkload
 
 WORKLOADS = dict(MODELS)
 

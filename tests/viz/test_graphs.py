@@ -15,8 +15,8 @@ from embrace_fx.viz.graphs import PHASES, Graphs
 from embrace_fx.vocabulary.ops import LAUNCHES, SUBMISSIONS, op_name
 from embrace_fx.vocabulary.plan import Decision, Plan
 from embrace_fx.vocabulary.schedule import Cuts
-from tests.passes.test_advance import BATCH, DIM, LENGTH, TABLES, WORDS, LanguageModel
 from tests.support.graphs import analysed
+from tests.support.language_models import BATCH, DIM, LENGTH, TABLES, WORDS, LanguageModel
 
 
 @pytest.fixture(scope="module")

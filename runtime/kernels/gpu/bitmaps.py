@@ -150,5 +150,5 @@ def ids_of_bitmap(bitmap: Tensor, index_set: Tensor) -> Tensor:
 
 
 def hash_bitmap_bytes_moved(ids: int, index_set: int) -> int:
-    """Of either direction: the ids on one side, the bitmap on the other, the index set read."""
+    """Bytes that either direction moves: the ids on one side, the bitmap on the other, the index set read."""
     return 8 * ids + 8 * index_set + -(-index_set // 8)

@@ -141,5 +141,7 @@ def unpack_columns(flat: Tensor, out: Tensor, group_size: int, positions: Tensor
 
 
 def move_columns_bytes_moved(rows: int, columns: int, itemsize: int, selected: bool = False) -> int:
-    """Of `pack_columns` and `unpack_columns`: each row read once and written once, with its position if selected."""
+    """Bytes that `pack_columns` and `unpack_columns` move: each row read once and written once, with its position if
+    selected.
+    """
     return rows * (2 * columns * itemsize + 8 * selected)

@@ -44,7 +44,7 @@ def _sum_segments(
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Which rows are summed into which, to be known before the rows are there.
+    """A plan of sums, known before the rows are there: rows -> the row that they are added to.
 
     Attributes:
         ids: (K,) int64, sorted, no two the same: what each sum is of.

@@ -51,7 +51,9 @@ def tile_of(columns: int, itemsize: int, tensors: int = 1) -> Tile:
 
 @triton.jit
 def offsets(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Where a tile's elements lie in (count, width), where in the rows `ids` of a table, and which of them exist."""
+    """Offsets of a tile's elements in (count, width), those in the rows `ids` of a table, and a mask of elements that
+    exist.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < count)[:, None] & (column < width)[None, :]
@@ -60,7 +62,7 @@ def offsets(ids, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 def sum_type(dtype: torch.dtype) -> Any:
-    """What values of this type are added up in."""
+    """The type in which values of this type are added up."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 

@@ -22,15 +22,13 @@ from embrace_fx.passes.memory.regions import can_run_again, written_by
 from embrace_fx.passes.node_cost import estimate, node_ms
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session.pipeline import run_passes
-from tests.passes.memory.test_regions import (
+from tests.support.budgets import IDS, make, measured, plain
+from tests.support.checkpointed import (
     FORMS,
-    WORDS,
     Block,
-    Model,
     Normalised,
     Odd,
     Recurrent,
-    all_in_one,
     assert_equal_gradients,
     gradients,
 )
@@ -38,29 +36,6 @@ from tests.support.counted_memory import CountedMemory
 from tests.support.graphs import analysed
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.training import whole
-
-IDS = torch.randint(WORDS, (16, 24), generator=torch.Generator().manual_seed(0))
-
-
-def plain(model: Model, ids: Tensor) -> Tensor:
-    return all_in_one(model, model.table(ids))
-
-
-def make(blocks: Callable[[], nn.Module], through: Callable[..., Tensor] = plain) -> Model:
-    torch.manual_seed(0)
-    return Model(through, blocks)
-
-
-def measured(model: nn.Module, call: Callable[..., Tensor]) -> tuple[int, int]:
-    """Bytes saved, and the most at a time, of the second step."""
-    gradients(model, call, IDS)
-    with CountedMemory([*model.parameters(), *model.buffers(), IDS]) as counted:
-        loss = call(IDS)
-        saved = counted.held_bytes
-        loss.backward()
-    model.zero_grad()
-    return saved, counted.peak_bytes
-
 
 BLOCKS: Mapping[str, tuple[Callable[[], nn.Module], tuple[float, ...]]] = {
     "dropout and views": (Block, (0.7, 0.5)),

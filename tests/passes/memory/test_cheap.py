@@ -21,7 +21,7 @@ from embrace_fx.passes.memory import cheap
 from embrace_fx.passes.memory.cheap import AT_MOST, RecomputeCheap
 from embrace_fx.passes.node_cost import estimate
 from embrace_fx.session.pipeline import run_passes
-from tests.passes.memory.test_regions import FORMS, IDS, Block, Model, assert_equal_gradients, gradients
+from tests.support.checkpointed import FORMS, IDS, Block, Model, assert_equal_gradients, gradients
 from tests.support.graphs import analysed
 
 SLOW = Compute(1e4, 1e10)

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import embrace_fx
 from embrace_fx.viz.reading import read_trace
-from tests.passes.memory.test_budget import IDS, make
-from tests.passes.memory.test_regions import Block, gradients
+from tests.support.budgets import IDS, make
+from tests.support.checkpointed import Block, gradients
 
 
 def test_the_line_stands_above_schedule_and_timeline(tmp_path: Path) -> None:

@@ -32,15 +32,8 @@ from embrace_fx.session.pipeline import run_passes
 from embrace_fx.vocabulary.copy_ops import AWAIT_RELOAD, COPY_OPS, OFFLOAD, offload_id, reload_id
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
-from tests.passes.memory.test_budget import IDS, make, measured
-from tests.passes.memory.test_regions import (
-    Block,
-    Normalised,
-    Odd,
-    Recurrent,
-    assert_equal_gradients,
-    gradients,
-)
+from tests.support.budgets import IDS, make, measured
+from tests.support.checkpointed import Block, Normalised, Odd, Recurrent, assert_equal_gradients, gradients
 from tests.support.graphs import analysed
 from tests.support.ranks import run_ranks
 from tests.support.streams.recorded_streams import RecordedStreams

@@ -21,7 +21,7 @@ from embrace_fx.session.pipeline import run_passes
 from embrace_fx.vocabulary.copy_ops import OFFLOAD
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
-from tests.passes.memory.test_regions import IDS, WIDTH, WORDS, Normalised, Recurrent, doubled
+from tests.support.checkpointed import IDS, WIDTH, WORDS, Normalised, Recurrent, doubled
 from tests.support.graphs import Outputs, analysed, run_graph
 
 

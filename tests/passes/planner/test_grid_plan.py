@@ -15,10 +15,10 @@ import embrace_fx
 from embrace_fx.passes.planner.pricing import CLEARLY
 from embrace_fx.passes.planner.shard_cost import FEWEST_RANKS, USEFUL_COLUMNS
 from embrace_fx.vocabulary.plan import Grid
-from tests.runtime.test_wire import OneTableWorkload, assert_predicted, on_ranks
 from tests.support.cases import long_but
 from tests.support.models import Workload
 from tests.support.ranks import run_ranks
+from tests.support.wire import OneTableWorkload, assert_predicted, on_ranks
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import ParameterFacts
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
-from tests.runtime.tables.test_stacks import ROWS, Many
 from tests.support.graphs import analysed
+from tests.support.stacks import ROWS, Many
 
 DIM = 64
 FACTS = ParameterFacts("", (), 4, trainable=True, used=True, row_update_blocker=None, updated_by_rows=False)

@@ -16,7 +16,7 @@ from embrace_fx.vocabulary.graph import TrainingGraph, copy_module
 from embrace_fx.vocabulary.operation_id import IDS, OperationId, chunk_id, gradients_id, rows_id
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.schedule import SCHEDULES
-from tests.passes.scheduler.test_step_graph import TABLES, steps_of_translator, translator
+from tests.support.translators import TABLES, steps_of_translator, translator
 
 embrace = torch.ops.embrace
 FIRST = TABLES[0]

@@ -30,24 +30,8 @@ from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradien
 from embrace_fx.runtime.exchanges.options import ExchangeOptions
 from embrace_fx.runtime.exchanges.steps import run, run_all
 from embrace_fx.runtime.exchanges.strategies import STRATEGIES
+from tests.support.exchange_cases import DTYPES, PATTERNS, VARIANTS, D, V, bernoulli
 from tests.support.ranks import RankError, run_ranks
-
-V, D = 45, 6
-DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-
-VARIANTS: dict[str, tuple[str, ExchangeOptions]] = {
-    "allreduce": ("allreduce", ExchangeOptions()),
-    "allgather": ("allgather", ExchangeOptions()),
-    "allgather_elements": ("allgather", ExchangeOptions(unit="element")),
-    "omnireduce": ("omnireduce", ExchangeOptions()),
-    "omnireduce_many_rounds": ("omnireduce", ExchangeOptions(block_size=2 * D, slots=2)),
-    "omnireduce_odd_blocks": ("omnireduce", ExchangeOptions(block_size=7, slots=5)),
-    "zen": ("zen", ExchangeOptions(seed=-1)),
-    "zen_elements": ("zen", ExchangeOptions(unit="element")),
-    "zen_hierarchical": ("zen", ExchangeOptions(scheme="hierarchical")),
-    "ps": ("ps", ExchangeOptions()),
-    "ps_elements": ("ps", ExchangeOptions(unit="element")),
-}
 
 IN_PLACE = {
     "allgather": ExchangeKind(V, "allgather", ""),
@@ -57,32 +41,6 @@ IN_PLACE = {
     "ps": ExchangeKind(V, "ps", ""),
 }
 """Those of `VARIANTS` that a compiled model has: they write the mean where the gradient was."""
-
-
-def _bernoulli(density: float, *shape: int) -> Tensor:
-    return torch.rand(*shape) < density
-
-
-def _one_element(rank: int, world_size: int) -> Tensor:
-    mask = torch.zeros(V, D, dtype=torch.bool)
-    mask[0, 0] = rank == world_size - 1
-    return mask
-
-
-def _blocks(rank: int, world_size: int) -> Tensor:
-    return _bernoulli(0.3, V // 5, 1).repeat_interleave(5, dim=0).expand(V, D)
-
-
-PATTERNS: dict[str, Callable[[int, int], Tensor]] = {
-    "rows": lambda rank, world_size: _bernoulli(0.2, V, 1).expand(V, D),
-    "blocks": _blocks,
-    "elements": lambda rank, world_size: _bernoulli(0.05, V, D),
-    "zero": lambda rank, world_size: torch.zeros(V, D, dtype=torch.bool),
-    "dense": lambda rank, world_size: torch.ones(V, D, dtype=torch.bool),
-    "one_element": _one_element,
-    "density_by_rank": lambda rank, world_size: _bernoulli((0.9, 0.0, 0.02, 0.3)[rank], V, D),
-    "skewed": lambda rank, world_size: (_bernoulli(0.9, V, 1) & (torch.arange(V) < V // 8).view(V, 1)).expand(V, D),
-}
 
 
 Form = Literal["dense", "row set", "in place"]
@@ -118,7 +76,7 @@ def gradient_of(case: Case, rank: int, world_size: int) -> Gradient:
     if case.form != "row set":
         return dense
     # Some rows are present although they are zero, as a lookup without influence on the loss leaves them.
-    ids = (mask.any(dim=1) | _bernoulli(0.1, V)).nonzero().view(-1)
+    ids = (mask.any(dim=1) | bernoulli(0.1, V)).nonzero().view(-1)
     return RowSet(ids, dense[ids], V)
 
 
@@ -228,7 +186,7 @@ def test_every_case(world_size: int) -> None:
 def stream_all(rank: int, world_size: int) -> list[str]:
     """Lanes of more places than a byte tells; lanes in more streams than are in flight at once."""
     torch.manual_seed(rank)
-    gradient = torch.where(_bernoulli(0.1, 3000), torch.randint(1, 100, (3000,)).double(), 0)
+    gradient = torch.where(bernoulli(0.1, 3000), torch.randint(1, 100, (3000,)).double(), 0)
     expected = gradient.clone()
     dist.all_reduce(expected)
     expected /= world_size

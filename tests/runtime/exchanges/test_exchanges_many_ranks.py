@@ -20,7 +20,7 @@ from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
 from embrace_fx.runtime.exchanges.steps import Steps
 from embrace_fx.runtime.exchanges.strategies import STRATEGIES
 from embrace_fx.runtime.ranks.communicator import InFlight
-from tests.runtime.exchanges.test_exchanges import VARIANTS
+from tests.support.exchange_cases import VARIANTS
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch.optim import SGD
 
 import embrace_fx
 from embrace_fx.vocabulary.plan import Grid
-from tests.runtime.exchanges.test_exchanges import DTYPES, PATTERNS, D, V
+from tests.support.exchange_cases import DTYPES, PATTERNS, D, V
 from tests.support.ranks import run_ranks
 from tests.support.training import whole_parameters
 

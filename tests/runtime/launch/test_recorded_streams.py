@@ -6,10 +6,9 @@ The runtime that is recorded is the one that a GPU gets: only streams and events
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import embrace_fx
-from embrace_fx.runtime.launch import launcher, streams
-from embrace_fx.runtime.ranks import communicator
+from embrace_fx.runtime.launch import launcher
 from embrace_fx.vocabulary.operation_id import BETWEEN, END, OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT, SCHEDULES, ScheduleName
 from tests.support.cases import long_but
@@ -29,6 +27,7 @@ from tests.support.streams.recorded_streams import RecordedStreams
 from tests.support.streams.schedule_program import FLAGS, stream_program
 from tests.support.streams.stream_order import different_orders, hazards, verify_streams
 from tests.support.streams.stream_program import HostRead, Launch, Step, StreamProgram, WaitEvent
+from tests.support.streams.trainings import on_paper
 from tests.support.training import SEED, Way, make_optimizers, train_compiled, trained
 
 WARM_UP, RECORDED = 4, 3
@@ -60,51 +59,6 @@ class Recorded:
     launch_order: tuple[str, ...]
     host_waits: list[str]
     parameters: dict[str, Tensor]
-
-
-class Forgetful(RecordedStreams):
-    """Streams that are never told of tensors that they use."""
-
-    def keep(self, *tensors: Tensor) -> None:
-        """Forgets."""
-
-
-class Deaf(RecordedStreams):
-    """Streams that wait for nothing on one side.
-
-    Args:
-        side: "compute", or "classes" for all streams of communication.
-    """
-
-    def __init__(self, side: str) -> None:
-        super().__init__()
-        self._side = side
-
-    def wait(self, event: str) -> None:
-        if (self._stream == "compute") != (self._side == "compute"):
-            super().wait(event)
-
-
-STREAMS: dict[str, Callable[[], RecordedStreams]] = {
-    "sound": RecordedStreams,
-    "forgetful": Forgetful,
-    "deaf compute": functools.partial(Deaf, "compute"),
-    "deaf classes": functools.partial(Deaf, "classes"),
-}
-
-
-@contextmanager
-def on_paper(kind: str = "sound") -> Iterator[RecordedStreams]:
-    """Models made within run on recorded streams."""
-    before = streams.streams_of, launcher.STANDSTILL_S
-    recorded = STREAMS[kind]()
-    streams.streams_of = lambda device: recorded
-    launcher.STANDSTILL_S = 1e6  # here collectives do make the host wait, for ranks that are slower
-    try:
-        with patch.object(communicator, "backend_name", lambda group, device: "nccl"):  # an AlltoAll is one launch
-            yield recorded
-    finally:
-        streams.streams_of, launcher.STANDSTILL_S = before
 
 
 def records(rank: int, world_size: int, model: str, schedule: ScheduleName, kind: str = "sound") -> Recorded:

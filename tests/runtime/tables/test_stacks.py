@@ -23,26 +23,10 @@ from tests.support.graphs import analysed
 from tests.support.models import Batch, Workload
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.reference import assert_same
+from tests.support.stacks import ROWS, Many
 from tests.support.training import SEED, Way, expected_parameters, train_compiled, whole, whole_parameters
 
 DTYPE = torch.float64
-ROWS = (23, 4, 1, 31, 9)
-
-
-class Many(nn.Module):
-    """Five tables read at once, the first by two lookups, the second by bags; each has a weight of its own."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(rows, dim) for rows in ROWS)
-        self.tables[1] = nn.EmbeddingBag(ROWS[1], dim, mode="sum")
-        self.linear = nn.Linear(dim * (len(ROWS) + 1), 1)
-
-    def forward(self, ids_BT: Tensor, wanted_B: Tensor) -> Tensor:
-        rows = [table(ids_BT[:, k : k + 1]).flatten(1) for k, table in enumerate(self.tables)]
-        rows.append(self.tables[0](ids_BT[:, -1]))
-        loss: Tensor = (self.linear(torch.cat(rows, -1)).squeeze(-1).sigmoid() - wanted_B).square().sum()
-        return loss
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import pytest
 
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.vocabulary.schedule import IN_FLIGHT, SCHEDULES
-from tests.passes.scheduler.test_step_graph import steps_of_translator
 from tests.support.golden import check_golden
 from tests.support.streams.schedule_program import FLAGS, stream_program
 from tests.support.streams.stream_order import (
@@ -31,6 +30,7 @@ from tests.support.streams.stream_program import (
     WaitEvent,
     story,
 )
+from tests.support.translators import steps_of_translator
 
 
 def program(*steps: Step) -> StreamProgram:
