@@ -10,7 +10,7 @@ exit status is not zero where the losses differ. A single process without torchr
 without DDP.
 
 Both get the same plain model, so DDP reduces gradients as large as the tables. That is not the best DDP can do:
---sparse-ddp gives it tables made with `nn.Embedding(sparse=True)`. docs/demo.md has the results of both.
+--sparse-ddp gives it tables made with `nn.Embedding(sparse=True)`. docs/measurements.md has the results of both.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs the bodies of torch's DDP tests on both sides and writes what became of each: `python -m tests.conformance`.
 
-docs/conformance.md is the table; tests/conformance/verdicts.json, which the test compares with, is the same as data.
+`conformance.md` is the table; `verdicts.json`, which the test compares with, is the same as data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.conformance.outcomes import Bench
 
 HERE = Path(__file__).parent
 VERDICTS = HERE / "verdicts.json"
-TABLE = HERE.parent.parent / "docs" / "conformance.md"
+TABLE = HERE / "conformance.md"
 
 ORDER = ("passes", "refused", "fails", "hangs", "not applicable")
 

@@ -1,4 +1,4 @@
-"""torch's own DDP tests with embrace_fx.compile in DDP's place: what docs/conformance.md says of each still holds."""
+"""torch's own DDP tests with embrace_fx.compile in DDP's place: what `conformance.md` says of each still holds."""
 
 from __future__ import annotations
 

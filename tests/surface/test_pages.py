@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -16,34 +15,28 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from click.testing import CliRunner
 from torch import nn
 
 import embrace_fx
 from embrace_fx import cli
-from embrace_fx.runtime.exchanges.channel import Channel
-from embrace_fx.runtime.exchanges.options import ExchangeOptions
-from embrace_fx.runtime.exchanges.steps import run
-from embrace_fx.runtime.exchanges.strategies import STRATEGIES
 from embrace_fx.viz import save
 from tests.support import timelines
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-SCRIPTS = ("first-model", "reading", "recommender", "command-line")
-LONG_SCRIPTS = ("checkpoints", "from_torchrec", "hugging-face", "many-hosts")
-"""Pages whose snippets are programs."""
-FRAGMENTS = ("admm", "graphs", "index", "memory", "operations", "scheduling", "strategies")
-"""Pages whose snippets are parts of a program that the reader knows; `tests/training/test_from_ddp.py` has one more."""
+SCRIPTS = ("index", "reading", "command-line")
+LONG_SCRIPTS = ("checkpoints", "models")
+"""Pages with snippets that are programs: they import what they use."""
+FRAGMENTS = ("admm", "index", "memory", "operations", "reading", "scheduling", "strategies")
+"""Pages with parts of a program that the reader knows; `tests/training/test_from_ddp.py` has one more."""
 
 
-def snippets_of(page: str) -> list[str]:
+def snippets_of(page: str, *, programs: bool) -> list[str]:
     found = re.findall(
         r"^```python[^\n]*\n(.*?)^```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL | re.M
     )
-    assert found, page
-    return found
+    return [each for each in found if each.startswith(("import ", "from ")) == programs or page == "admm"]
 
 
 def test_the_site_is_built_without_warnings_and_its_links_lead_somewhere(tmp_path: Path) -> None:
@@ -68,6 +61,19 @@ def test_every_page_with_snippets_is_tried() -> None:
     assert with_snippets == {*SCRIPTS, *LONG_SCRIPTS, *FRAGMENTS, "from_ddp"}
 
 
+PAGES = (*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_the_files_and_folders_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(
+        r"`((?:embrace_fx|passes|runtime|tests|benchmarks|examples|docs)/[\w/.-]*)[`:]",
+        page.read_text(encoding="utf-8"),
+    )
+
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working folder of one process, whose `logging` is put back."""
@@ -82,9 +88,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("page", [*SCRIPTS, *(pytest.param(each, marks=pytest.mark.long) for each in LONG_SCRIPTS)])
 def test_what_a_page_shows_runs(page: str, here: Path) -> None:
-    if page == "hugging-face":
+    if page == "models":
         pytest.importorskip("transformers", reason="of the extra `test`")
-    for snippet in snippets_of(page):
+    for snippet in snippets_of(page, programs=True):
         # As a script of its own: modules are looked up by the classes that they define.
         exec(compile(snippet, f"{page}.md", "exec"), {"__name__": "__page__"})
 
@@ -126,12 +132,10 @@ def reader(*, compiled: bool) -> dict[str, Any]:
     "page", [pytest.param(each, marks=[pytest.mark.long] if each != "operations" else []) for each in FRAGMENTS]
 )
 def test_what_a_page_quotes_runs(page: str, here: Path) -> None:
-    for snippet in snippets_of(page):
+    snippets = snippets_of(page, programs=False)
+    assert snippets
+    for snippet in snippets:
         program = re.sub(r"^( +)\.\.\.$", r"\1step()", snippet, flags=re.M)
-        if "STRATEGIES" in program:
-            with alone() as known:
-                exec(compile(program, f"{page}.md", "exec"), known)
-            continue
         # Each compilation of a model is of a model of its own.
         parts = program.splitlines() if program.startswith("model = embrace_fx.compile") else [program]
         for part in parts:
@@ -139,17 +143,6 @@ def test_what_a_page_quotes_runs(page: str, here: Path) -> None:
             exec(compile(part, f"{page}.md", "exec"), known)
             if part is not program and part:
                 known["model"](torch.arange(48)).mean().backward()
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[dict[str, Any]]:
-    """What the exchange of a gradient takes as known, on one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        known = {"STRATEGIES": STRATEGIES, "Channel": Channel, "ExchangeOptions": ExchangeOptions, "run": run}
-        yield known | {"group": dist.group.WORLD, "gradient": torch.randn(8, 4)}
-    finally:
-        dist.destroy_process_group()
 
 
 def commands_of_the_page() -> list[str]:
