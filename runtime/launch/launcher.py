@@ -288,7 +288,9 @@ class Launcher:
 
     @property
     def in_turn(self) -> InTurn | None:
-        """What the communicator runs collectives of the calling thread in; None: nothing orders them, on the host."""
+        """The context in which the communicator runs collectives of the calling thread; None: nothing orders them, on
+        the host.
+        """
         return None
 
     @contextlib.contextmanager

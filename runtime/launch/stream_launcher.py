@@ -241,7 +241,7 @@ class StreamLauncher(Launcher):
 
     @property
     def in_turn(self) -> InTurn | None:
-        """What the communicator runs collectives of the calling thread in. It does not keep this alive."""
+        """The context in which the communicator runs collectives of the calling thread. It does not keep this alive."""
         return self._issuer.in_turn
 
     def catch_up(self) -> None:
