@@ -45,7 +45,7 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class Run:
-    """How long a training goes on, `monitored` data that its weights are judged on, and who is told."""
+    """The length of a training, the `monitored` data that its weights are judged on, and the callback that is told."""
 
     iterations: int
     batch_size: int
@@ -60,7 +60,7 @@ class Run:
 
 
 def pull_of(state: State, strength: float) -> Consensus:
-    """What holds a rank's weights to the agreed ones: z - u, with strength g."""
+    """The pull that holds a rank's weights to the agreed ones: z - u, with strength g."""
     return Consensus(state.agreed.unflat(state.agreed.flat() - state.duals.flat()), strength)
 
 

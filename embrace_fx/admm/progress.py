@@ -38,7 +38,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Sums:
-    """What figures are made of: sums over targets, sequences, constraints and ranks, each with the number summed."""
+    """Sums that figures are made of, over targets, sequences, constraints and ranks, each with the number summed."""
 
     loss: float = 0.0
     correct: float = 0.0
@@ -55,14 +55,14 @@ class Sums:
 
     @classmethod
     def of(cls, weights: Weights, data: Data) -> Sums:
-        """How well a model does, by a plain forward pass."""
+        """Judges a model by a plain forward pass."""
         o_MBC = run_forward(weights, data.x_NBI, len(data.y_MB)).o_MBC
         correct = (o_MBC.argmax(-1) == data.y_MB).sum()
         return cls(float(summed_loss(o_MBC, data.y_MB)), float(correct), float(data.y_MB.numel()))
 
     @classmethod
     def between(cls, weights: Weights, agreed: Weights) -> Sums:
-        """How far a rank's weights are from the agreed ones."""
+        """Measures the distance of a rank's weights from the agreed ones."""
         return cls(gap=float((weights.flat() - agreed.flat()).square().mean()), ranks=1.0)
 
     def __add__(self, other: Sums) -> Sums:
@@ -102,7 +102,7 @@ class Stopping:
         expect(fits, "an accuracy above 0, at most 1, in admm.Stopping()", str(self.accuracy), "Give a share.")
 
     def reason(self, progress: Progress, best: Best) -> str | None:
-        """Why training ends here; None: it goes on."""
+        """Names the reason for which training ends here; None: it goes on."""
         if not (math.isfinite(progress.loss) and math.isfinite(progress.lagrangian)):
             return f"the loss was not finite at iteration {progress.iteration}"
         if self.accuracy is not None and progress.accuracy >= self.accuracy:

@@ -27,7 +27,7 @@ PREACTIVATIONS, OUTPUTS, ROUNDS = 0.5, 0.3, 8
 
 @dataclass(frozen=True)
 class Own:
-    """What a rank brings along. Weights are judged on `monitored`; an asynchronous master does not train."""
+    """A rank's own part of a training. Weights are judged on `monitored`; an asynchronous master does not train."""
 
     weights: Weights
     data: Data

@@ -101,13 +101,13 @@ Sizes = tuple[tuple[int, ...], ...]
 
 
 def multiplier_sizes(weights: Weights, data: Data) -> Sizes:
-    """Of the constraints of a, s and o."""
+    """The sizes of the constraints of a, s and o."""
     states, outputs = (*data.x_NBI.shape[:2], len(weights.cell_HF)), (*data.y_MB.shape, len(weights.head_CG))
     return states, states, outputs
 
 
 def _description(weights: Weights, multipliers: Sizes, penalties: Penalties) -> dict[str, str]:
-    """What must be the same before and after a break."""
+    """The settings that must be the same before and after a break."""
     return {
         "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in weights.tensors()),
         "multipliers of": str(multipliers),

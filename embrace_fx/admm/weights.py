@@ -33,7 +33,7 @@ class Grams:
 
 @dataclass(frozen=True)
 class Consensus:
-    """What pulls a rank's weights to the others', to z - u: g/2 |theta - target|^2 per sequence of a batch."""
+    """The pull of a rank's weights to the others', to z - u: g/2 |theta - target|^2 per sequence of a batch."""
 
     target: Weights
     strength: float

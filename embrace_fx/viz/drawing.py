@@ -161,7 +161,7 @@ def _laid_out(text: str) -> str | None:
 
 
 def _style_of_layout() -> str:
-    """What the layout's own colours, which are those of the light scheme, become in the dark one."""
+    """Turns the layout's own colours, which are those of the light scheme, into those of the dark one."""
     whole = ".embrace-graphs"
     rules = [f"{whole}{{background:{DARK.page}}}{whole} .graph>polygon{{fill:{DARK.page};stroke:none}}"]
     rules.append(f"{whole} .graph>text{{fill:{DARK.text}}}{whole} .edge path{{stroke:{DARK.faint}}}")

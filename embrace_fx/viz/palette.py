@@ -111,10 +111,10 @@ DARK = Theme(
 
 
 def paint(operation: Operation) -> str:
-    """Which of `PAINTS` an operation has: the kind of a computation, the lane of everything else."""
+    """The key of an operation in `PAINTS`: the kind of a computation, the lane of everything else."""
     return operation.kind if operation.is_compute else operation.lane
 
 
 def lane_paint(lane: Lane) -> str:
-    """Which of `PAINTS` stands for a whole lane."""
+    """The key in `PAINTS` that stands for a whole lane."""
     return "backward" if lane == "compute" else lane

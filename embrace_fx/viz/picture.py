@@ -85,12 +85,12 @@ class Panel:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Those of which compute is shown: of the others there is only what was still, or already, on its way."""
+        """Windows of which compute is shown: of the others there is only what was still, or already, on its way."""
         return tuple(sorted({phase.window for phase in self.phases}))
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
-        """Those that something runs on, on any rank."""
+        """Lanes that something runs on, on any rank."""
         used = {span.operation.lane for span in self.timeline.spans}
         return tuple(lane for lane in LANES if lane in used)
 
@@ -109,12 +109,12 @@ class Panel:
         )
 
     def window_start_ms(self, window: int) -> float:
-        """When the first rank enters it."""
+        """The time at which the first rank enters a window."""
         return min(phase.start_ms for phase in self.phases if phase.window == window)
 
     @cached_property
     def origin_ms(self) -> float:
-        """When the first of the last two windows begins: 0 on the axis of a picture."""
+        """The begin of the first of the last two windows: 0 on the axis of a picture."""
         return self.window_start_ms(self.windows[-SHOWN_WINDOWS:][0])
 
     @cached_property
@@ -139,7 +139,7 @@ class Panel:
 
     @cached_property
     def critical_spans(self) -> tuple[Span, ...]:
-        """Of the critical path, on the first rank."""
+        """Spans of the critical path, on the first rank."""
         found = {(s.window, s.operation.name): s for s in self.timeline.spans if s.rank == self.ranks[0]}
         return tuple(found[key] for key in self.critical_path if key in found)
 
@@ -233,7 +233,7 @@ class Picture:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """Those of any panel."""
+        """Lanes of any panel."""
         return tuple(lane for lane in LANES if any(lane in panel.lanes for panel in self.panels))
 
     @property
@@ -266,7 +266,9 @@ def _ratio(measured: Figure | None, predicted: Figure | None) -> str:
 
 
 def labels(operation: Operation) -> tuple[str, ...]:
-    """What may be written on an operation, the best first: its name, or what it serves where there is little room."""
+    """Texts that may be written on an operation, the best first: its name, or what it serves where there is little
+    room.
+    """
     served = ", ".join(_of_stack(name) for name in operation.serves)
     return (operation.name, served, re.split(r"[. ](?!\+)", served)[-1])
 

@@ -138,7 +138,7 @@ def _panel(panel: Panel, axis: _Axis, top: float) -> _Part:
 
 
 def _memory(panel: Panel, rank: int, axis: _Axis, top: float) -> _Part:
-    """What a rank holds, as a line above its lanes; nothing where that is not known."""
+    """Draws the memory of a rank as a line above its lanes; nothing where it is not known."""
     points = [p for p in panel.timeline.memory if p.rank == rank]
     if not points:
         return _Part([], top)
