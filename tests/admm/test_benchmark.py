@@ -33,6 +33,10 @@ def test_tasks_say_something_to_learn() -> None:
     characters = text()
     assert characters.train[0].shape == (*characters.train[1].shape, characters.classes)
     assert (characters.train[0][:, 1:].argmax(-1) == characters.train[1][:, :-1]).all()  # the next one at every step
+
+
+def test_an_image_is_one_step_of_all_its_pixels() -> None:
+    pytest.importorskip("sklearn", reason="digits come with scikit-learn, of the extra `benchmarks`")
     images = pixels.task_of_pixels(train=20)
     assert images.train[0].shape == (20, 1, 64)
 
@@ -56,6 +60,7 @@ def test_rates_are_tuned_at_a_seed_that_is_not_judged(tmp_path: Path) -> None:
 
 
 def test_the_page_of_all_pixels(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="digits come with scikit-learn, of the extra `benchmarks`")
     torch.manual_seed(0)
     trainings = [asdict(pixels.train(pixels.task_of_pixels(train=20), "ADMM", 1.0, seed, 2)) for seed in (0, 1)]
     pixels.write(tmp_path, {"ADMM": {"best": 1.0, "tried": {}, "trainings": trainings}}, 2)
