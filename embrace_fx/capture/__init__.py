@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.arguments import agree, check_arguments, flatten_arguments, shares_memory
 from embrace_fx.capture.effects import Replay
-from embrace_fx.capture.errors import CaptureError, RefusedError, explained, raised_by_forward
+from embrace_fx.capture.errors import CaptureError, RefusedError, explained, line_of_branch, raised_by_forward
 from embrace_fx.capture.kept_by_torch import forget_captures
 from embrace_fx.capture.read_values import Conditions
 from embrace_fx.capture.roles import with_roles
@@ -203,9 +203,11 @@ def _guarded(
 
 def _guard(fakes: Sequence[Any]) -> types.CodeType | None:
     """Torch's own shape guards over all tensors of the batch, static sizes included."""
+    sizes = fakes[0].fake_mode.shape_env
     try:
-        text = fakes[0].fake_mode.shape_env.produce_guards_expression(fakes, ignore_static=False)
+        text = sizes.produce_guards_expression(fakes, ignore_static=False)
     except IndexError as error:  # torch looks for the size that a symbol stands for, and a value is no size
-        raise CaptureError("the path through the forward depends on the value of a tensor") from error
+        where = line_of_branch([str(guard.sloc) for guard in sizes.guards])
+        raise CaptureError("the path through the forward depends on the value of a tensor", where=where) from error
     text = re.sub(r"L\['t\d+'\]\.storage_offset\(\) == 0", "True", text or "")  # nothing in the graph depends on it
     return compile(text, "<shape guards>", "eval") if text else None

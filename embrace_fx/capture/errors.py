@@ -8,6 +8,7 @@ import inspect
 import re
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchRuntimeError
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,13 +28,15 @@ class CaptureError(RuntimeError):
     Attributes:
         raised: what the forward itself raises, by a line of the user's; None: it is captured as far as it goes.
         reason: the user's line and what of it is in the way, in a line.
+        where: the user's line, as "file:line in function"; "" where only a traceback may tell.
     """
 
     raised: Exception | None = None
 
-    def __init__(self, message: str, reason: str = "") -> None:
+    def __init__(self, message: str, reason: str = "", where: str = "") -> None:
         super().__init__(message)
         self.reason = reason or _of_message(message)
+        self.where = where
 
 
 def _of_message(message: str) -> str:
@@ -170,17 +174,46 @@ def _in_short(error: Exception) -> str:
 
 def _collective(error: Exception) -> str | None:
     """The function of torch.distributed, called by the forward, in which an error was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = (f.name for f in frames if f.filename in (dist.distributed_c10d.__file__, dist.nn.functional.__file__))
-    return next(own, None)
+    files = (dist.distributed_c10d.__file__, dist.nn.functional.__file__)
+    refused = re.match(r"torch\.distributed\.(\w+) ", str(error))
+    names = [name for file, _, name in _frames(error) if file in files] if refused is None else [refused[1]]
+    return names[0] if names else None
 
 
 def _user_line(error: Exception) -> str | None:
-    """The last line of the user's code: Dynamo prints it, other errors have it in the traceback."""
-    printed = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(error).partition("from user code")[2])
-    frames = printed or [(f.filename, str(f.lineno), f.name) for f in traceback.extract_tb(error.__traceback__)]
-    own = [f for f in frames if _is_of_user(f[0])]
+    """The last line of the user's code that an error comes from."""
+    if isinstance(error, CaptureError) and error.where:
+        return error.where
+    own = [frame for frame in _frames(error) if _is_of_user(frame[0])]
     return "{}:{} in {}".format(*own[-1]) if own else None
+
+
+def _frames(error: Exception) -> list[tuple[str, str, str]]:
+    """File, line and function of frames: as Dynamo prints them, as it was reading them, or of the traceback."""
+    if printed := re.findall(r'File "([^"]+)", line (\d+), in (\S+)', str(error).partition("from user code")[2]):
+        return printed
+    found = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        reader = frame.f_locals.get("self")
+        if isinstance(reader, InstructionTranslatorBase) and (line := (reader.f_code, reader.lineno)) not in found:
+            found.append(line)
+    if found:
+        return [(code.co_filename, str(line), code.co_name) for code, line in found]
+    return [(frame.filename, str(frame.lineno), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def line_of_branch(conditions: Sequence[str]) -> str:
+    """The user's line of the last of some conditions, as torch prints them: `if x.item() > 0:  # dir/file.py:29 in f`.
+
+    torch shortens the file's path. It is that of a module whose file ends so.
+    """
+    found = [match for each in conditions if (match := re.search(r"# (\S+):(\d+) in (\S+)", each)) is not None]
+    if not found:
+        return ""
+    shortened, line, name = found[-1].groups()
+    files = (getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))
+    file = next((file for file in files if file.endswith(f"/{shortened}")), shortened)
+    return f"{file}:{line} in {name}"
 
 
 def _is_of_user(file: str) -> bool:

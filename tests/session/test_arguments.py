@@ -188,8 +188,9 @@ class PacksItself(Words):
 
 class OfOneValue(Words):
     def forward(self, value: Any) -> Tensor:
-        found: Tensor = self.words(value.ids if isinstance(value, Slotted) else value.values()).mean()
-        return found
+        ids = value.ids if isinstance(value, Slotted) else value.values() if isinstance(value, Tensor) else None
+        found: Tensor = self.words(torch.zeros(2, dtype=torch.int64) if ids is None else ids).mean()
+        return found if value is Pair or callable(value) else -found
 
 
 def told(model: nn.Module, *args: Any) -> str:

@@ -324,8 +324,8 @@ def refuse_and_go_on(rank: int, world_size: int) -> tuple[list[str], bool, bool]
 
 def test_others_are_refused_on_every_rank_and_training_goes_on() -> None:
     for told, same, reason in run_ranks(2, refuse_and_go_on):
-        names = ("all_reduce", "barrier", "all_gather_object", "send", "all_reduce")
-        assert told[:3] + told[4:] == [f"torch.distributed.{each}()" for each in (*names[:3], names[4])]
+        assert told[:3] == [f"torch.distributed.{each}()" for each in ("all_reduce", "barrier", "all_gather_object")]
+        assert "function `<function not_read" in told[4]  # which is where Dynamo ends, before the collective
         assert told[3] in ("torch.distributed.send()", "torch.distributed.recv()")  # of the rank that tells first
         assert same
         assert reason

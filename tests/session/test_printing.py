@@ -102,18 +102,17 @@ class Separated(Words):
 
 
 @pytest.mark.parametrize("kind", [Separated, Region])
-def test_what_cannot_be_put_off_is_told_once_and_that_is_said(
-    kind: type[Words], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+def test_what_cannot_be_put_off_is_told_at_each_call_as_the_model_runs_as_it_is_written(
+    kind: type[Words], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compiled = embrace_fx.compile(kind())
-    with caplog.at_level(logging.WARNING, "embrace_fx"):
-        compiled(torch.zeros((2, 2), dtype=torch.long)).backward()
-        printed = capsys.readouterr().out
-        compiled(torch.zeros((2, 2), dtype=torch.long)).backward()
+    def told(make: Callable[[nn.Module], nn.Module]) -> list[str]:
+        torch.manual_seed(0)
+        model = make(kind())
+        for _ in range(2):
+            model(torch.zeros((2, 2), dtype=torch.long)).backward()
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("mean")]
 
-    assert printed.startswith("mean")
-    assert capsys.readouterr().out == ""
-    (said,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert "test_printing.py" in said
-    assert "What it prints or logs" in said
-    assert "happened this once, with names in the place of tensors' values" in said
+    assert told(embrace_fx.compile) == told(lambda model: model)
+    refused = embrace_fx.compile(kind(), route="graph")
+    with pytest.raises(embrace_fx.CaptureError, match="test_printing.py"):
+        refused(torch.zeros((2, 2), dtype=torch.long))

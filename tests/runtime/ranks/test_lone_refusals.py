@@ -139,7 +139,7 @@ def _state(model: Any, optimizer: Any) -> dict[str, Tensor]:
 
 def _both(rank: int, world_size: int, cause: str) -> Any:
     expected, _, _ = _trained(rank, DistributedDataParallel, cause)
-    return (*_trained(rank, lambda m: embrace_fx.compile(m, strategy="alltoall"), cause), expected)
+    return (*_trained(rank, lambda m: embrace_fx.compile(m, strategy="alltoall", route="graph"), cause), expected)
 
 
 @pytest.mark.parametrize("cause", long_but(("a branch by values", "create_graph"), {each: (each,) for each in CAUSES}))
