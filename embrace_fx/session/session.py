@@ -188,11 +188,7 @@ class Session:
                     self._eager.fit()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-        """Runs the model on a batch.
-
-        Raises:
-            PlanDoesNotFit: the plan must be changed first, on every rank.
-        """
+        """Runs the model on a batch; raises PlanDoesNotFit where the plan must be changed first, on every rank."""
         train, announcements = torch.is_grad_enabled(), self.announcements
         self.communicator.check_open()
         announcements.activity = self._activity(train)
@@ -252,8 +248,8 @@ class Session:
             self.state.refresh(self.model)
             self._parameters.note()
             self._kinds.clear()
-        if (plan := self.planned.plan) is not None and self.state.hooked:
-            self.planned.fits(Misfit((), tuple(sorted(self.state.hooked.intersection(plan.sharded)))))
+        if (plan := self.planned.plan) is not None and (hooked := self.state.hooked.intersection(plan.sharded)):
+            self.planned.fits(Misfit((), tuple(sorted(hooked))))
 
     def _variant(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool

@@ -2,9 +2,8 @@
 
 Contract
     Optimizers stay what they are; torch's own hooks tell of their steps. Before one, gradients that torch's step can
-    take as they are become plain tensors (a table's: all rows of this rank's part), and those that are applied by rows,
-    or later, are taken away, so that the step skips them. After it they are applied, or left to the next forward with
-    the options of this moment, and `.grad` is what it was.
+    take are left to it, and those that are applied by rows, or later, are taken away, so that the step skips them.
+    After it they are applied, or left to the next forward with the options of this moment, and `.grad` is what it was.
     State dicts of an optimizer show DTensors for sharded tables; whole tensors and DTensors can be loaded.
 """
 

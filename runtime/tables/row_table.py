@@ -1,14 +1,13 @@
 """Sharded tables: where a table's own part lives, where its gradient is found, and how an optimizer steps it.
 
-A table's parameter stays the object it was; its data become this rank's part, a plain tensor, so that whatever holds
-the parameter holds the part. State dicts show shards (`embrace_fx.runtime.tables.state_dicts`). On a single process it
-stays the user's own tensor. Row ids are those of the part, V' x d: the table's own by columns, id // rows on a grid.
+A table's parameter stays the object it was and becomes a part (`part.py`); on a single process it stays a plain tensor.
+Row ids are those of the part, V' x d: the table's own by columns, id // rows on a grid.
 
 Contract of a step
     `begin_step` keeps the options of its moment; `apply` then updates rows that are to be read next, by their
     gradients, and `finish` all others: by the gradients that are left, and, where the optimizer moves rows without
     any, those too.
-    Each row is updated once, as if the optimizer had stepped the whole table at once.
+    Each row is updated once, as if the optimizer had stepped the whole table.
 """
 
 from __future__ import annotations

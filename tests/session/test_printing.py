@@ -114,5 +114,5 @@ def test_what_cannot_be_put_off_is_told_at_each_call_as_the_model_runs_as_it_is_
 
     assert told(embrace_fx.compile) == told(lambda model: model)
     refused = embrace_fx.compile(kind(), route="graph")
-    with pytest.raises(embrace_fx.CaptureError, match="test_printing.py"):
+    with pytest.raises(embrace_fx.CaptureError, match=r"test_printing\.py"):
         refused(torch.zeros((2, 2), dtype=torch.long))
