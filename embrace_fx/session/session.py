@@ -248,8 +248,8 @@ class Session:
             self.state.refresh(self.model)
             self._parameters.note()
             self._kinds.clear()
-        if (plan := self.planned.plan) is not None and (hooked := self.state.hooked.intersection(plan.sharded)):
-            self.planned.fits(Misfit((), tuple(sorted(hooked))))
+        if (plan := self.planned.plan) is not None and self.state.hooked:
+            self.planned.fits(Misfit((), tuple(sorted(self.state.hooked.intersection(plan.sharded)))))
 
     def _variant(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool

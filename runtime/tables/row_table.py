@@ -5,8 +5,7 @@ Row ids are those of the part, V' x d: the table's own by columns, id // rows on
 
 Contract of a step
     `begin_step` keeps the options of its moment; `apply` then updates rows that are to be read next, by their
-    gradients, and `finish` all others: by the gradients that are left, and, where the optimizer moves rows without
-    any, those too.
+    gradients, and `finish` all others, with gradients and, where the optimizer moves those too, without.
     Each row is updated once, as if the optimizer had stepped the whole table.
 """
 
