@@ -228,6 +228,10 @@ class PlanInUse:
 
     def _place_anew(self, analysed: TrainingGraph, new: Plan, findings: Findings | None) -> None:
         """Puts another plan in use, between two steps. Collective."""
+        with self._setting.state.pending.closed():  # while parameters move, their updates are the flow's to apply
+            self._move(analysed, new, findings)
+
+    def _move(self, analysed: TrainingGraph, new: Plan, findings: Findings | None) -> None:
         old, setting = self._in_use(), self._setting
         if self.flow is not None:
             self.flow.close()
