@@ -103,7 +103,7 @@ class EagerCalls:
         return kind.variants[0]
 
     def rows(self, variant: Variant) -> list[Tensor]:
-        """Yields the rows of each table that a gradient has; every row, before the first one."""
+        """Returns the rows of each table that the last gradient had; before the first one, every row."""
         tables = {table.parameter: table.num_rows for table in variant.analysed.tables}
         return [self._rows[name] if name in self._rows else torch.arange(size) for name, size in tables.items()]
 
