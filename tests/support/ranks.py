@@ -153,10 +153,11 @@ def close_pool() -> None:
 
 
 def reset_torch_state() -> None:
-    """Makes a test independent of those before it: the seed, and the compile caches, whose entries are limited in
-    number per code object and would run out as more and more tests compile the same model.
+    """Makes a test independent of those before it: the seed, the default type, and the compile caches, whose entries
+    are limited in number per code object and would run out as more and more tests compile the same model.
     """
     torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
