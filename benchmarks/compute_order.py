@@ -24,15 +24,15 @@ from torch.utils import _pytree as pytree
 import embrace_fx
 from benchmarks.models import MODELS
 from embrace_fx import cost
-from embrace_fx.passes.held import backward_peak
 from embrace_fx.passes.node_cost import node_ms
-from embrace_fx.passes.relax.advance import AdvanceGradients
-from embrace_fx.passes.relax.order import BackwardUnits, OrderCompute
+from embrace_fx.passes.overlap.order import BackwardUnits, OrderCompute
+from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
 from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import Sizes, blocks, build
+from embrace_fx.passes.step_memory import backward_peak
 from embrace_fx.planning.scheduling import MAY_HOLD, cuts
-from embrace_fx.session.pipeline import Pass, relaxing_passes, run_passes, training_passes
+from embrace_fx.session.pipeline import Pass, overlap_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import BatchInput, Buffer, Parameter, Saved, Tangent, TrainingGraph, inputs_of
 from embrace_fx.vocabulary.schedule import StepGraph
 from embrace_fx.what_if import Forecast
@@ -109,9 +109,9 @@ def simulate(model: str, ratio: float, forecast: Forecast, measured: Mapping[str
     graph, setting = forecast._graph, forecast._setting
     tables = {table.parameter for table in graph.tables}
     cut = cuts(setting, forecast)
-    passes: list[Pass] = [*training_passes(forecast, tables, 0), *relaxing_passes(forecast, "2d", 0, cut)]
-    before = run_passes(graph, [each for each in passes if not isinstance(each, AdvanceGradients)])
-    advanced = run_passes(graph, (AdvanceGradients(),), before).graph
+    passes: list[Pass] = [*training_passes(forecast, tables, 0), *overlap_passes(forecast, "2d", 0, cut)]
+    before = run_passes(graph, [each for each in passes if not isinstance(each, SubmitGradientsEarly)])
+    advanced = run_passes(graph, (SubmitGradientsEarly(),), before).graph
 
     def steps(of: TrainingGraph) -> StepGraph:
         durations = {block.id: block.ms for block in blocks(of, ms)}

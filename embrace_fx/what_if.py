@@ -28,7 +28,7 @@ from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.stepping import Stepping
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.session.pipeline import analyse, relaxing_passes, run_passes, training_passes
+from embrace_fx.session.pipeline import analyse, overlap_passes, run_passes, training_passes
 from embrace_fx.setup.options import Optimizers, Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.viz import DrawnSchedule, drawn
@@ -80,7 +80,7 @@ class Forecast(Plan):
         tables = {table.parameter for table in self._graph.tables}
         compiled = run_passes(self._graph, training_passes(self, tables, 0))
         found = cuts(self._setting, self)
-        passes = relaxing_passes(self, self._setting.options.schedule, 0, found)
+        passes = overlap_passes(self, self._setting.options.schedule, 0, found)
         compiled = run_passes(self._graph, passes, compiled)
         schedule = Scheduling(self._setting, self, compiled.graph, found).schedule
         return drawn(schedule, background=lambda: background_of(self, schedule))

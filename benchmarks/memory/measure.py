@@ -88,7 +88,7 @@ class Training:
         if not isinstance(self._call, embrace_fx.CompiledModel):
             return {}
         builder: Any = self._call._session.planned.builder
-        held = builder.held()
+        held = builder.step_memory()
         return {
             "predicted_bytes": held.peak_bytes,
             "predicted_ms": self._call.schedule.diagnostics().step_ms,

@@ -14,10 +14,10 @@ from embrace_fx.capture import capture
 from embrace_fx.capture.meta_models import as_on_cpu
 from embrace_fx.cost.links import Compute
 from embrace_fx.passes.dropout import EagerDropout
-from embrace_fx.passes.held import held
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
 from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.planning.one_process import SoloSchedule
 from embrace_fx.session.pipeline import analyse, run_passes
 from embrace_fx.vocabulary.copy_ops import OFFLOAD
@@ -46,7 +46,7 @@ def under(graph: TrainingGraph, budget: float, compute: Compute, copies: CopyRat
         lean = Memory(budget, compute, copies)(graph)
     except ValueError as error:
         return {"error": str(error)}
-    found = held(lean)
+    found = step_memory(lean)
     return {
         "peak_bytes": found.peak_bytes,
         "time": step_ms(lean, compute) / step_ms(graph, compute),
@@ -71,7 +71,7 @@ def predicted(
 
     def largest() -> dict[str, Any]:
         """By a line through two batches."""
-        few, many = (held(graph(examples)).peak_bytes for examples in (own // 4, own))
+        few, many = (step_memory(graph(examples)).peak_bytes for examples in (own // 4, own))
         of_each = (many - few) / (own - own // 4)
         return {"peak_bytes": many, "examples": int(own + (device_bytes - many) / of_each)}
 

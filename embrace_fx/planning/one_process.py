@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 from embrace_fx import cost
-from embrace_fx.passes.held import held
 from embrace_fx.passes.memory.line import memory_line
 from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import Block, build_alone, cut_at_copies
+from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.memory.resident import bytes_in_use
@@ -58,6 +58,6 @@ class SoloSchedule:
         )
         on = streams.streams_of(device)
         found = schedule(steps, name)
-        line = memory_line(found.predicted, held(graph), node_ms)
+        line = memory_line(found.predicted, step_memory(graph), node_ms)
         recorder = Recorder(on.clock() if on is not None else None, partial(bytes_in_use, device))
         return cls(replace(found, predicted=replace(found.predicted, memory=line)), recorder)

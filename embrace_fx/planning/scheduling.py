@@ -15,13 +15,13 @@ from statistics import mean, median
 from torch import Tensor
 
 from embrace_fx import cost
-from embrace_fx.passes.held import backward_peak, held
 from embrace_fx.passes.memory.line import memory_line
 from embrace_fx.passes.node_cost import estimate
-from embrace_fx.passes.relax.order import BackwardUnits
+from embrace_fx.passes.overlap.order import BackwardUnits
 from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import Sizes, build, compute_durations
+from embrace_fx.passes.step_memory import backward_peak, step_memory
 from embrace_fx.passes.verifier.windows import check_launches
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import ExchangeKind, ExchangeThread, exchange_at_once
@@ -195,7 +195,7 @@ class Scheduling:
         # Nothing is on its way twice: a window never holds more than it sends.
         check_launches(self._graph, launches(agreed, self.looks_ahead), sent, sum(sent.values()))
         node_ms = estimate(self._cluster.compute, self._graph.expected)
-        line = memory_line(agreed.predicted, held(self._graph), node_ms)
+        line = memory_line(agreed.predicted, step_memory(self._graph), node_ms)
         return replace(agreed, predicted=replace(agreed.predicted, memory=line))
 
     def _search(self, profiled: Profile | None) -> _Ordered:

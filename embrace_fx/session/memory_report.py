@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from embrace_fx.passes.held import Held
+from embrace_fx.passes.step_memory import StepMemory
 from embrace_fx.runtime.tables.row_table import RowTable
 
 SAMPLES = 60
@@ -19,7 +19,7 @@ SAMPLES = 60
 _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
-def memory_report(held: Held, model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
+def memory_report(held: StepMemory, model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
     """Predicted bytes of a step on this rank: what is there all the time, what the step holds, and a line over time."""
     again = sum("again" in node.meta for node in held.nodes)
     state = [value for each in optimizers for value in pytree.tree_leaves(dict(each.state))]
@@ -46,7 +46,7 @@ def tables_report(tables: Mapping[str, RowTable], ranks: int) -> str:
     return "\n".join(["tables of this rank: predicted, then as they are", *(f"  {each}" for each in aligned)])
 
 
-def line(held: Held) -> str:
+def line(held: StepMemory) -> str:
     """What is held by time, as one line of text."""
     if not held.by_time or not held.peak_bytes:
         return ""

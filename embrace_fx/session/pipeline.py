@@ -14,14 +14,14 @@ from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.cheap import RecomputeCheap
 from embrace_fx.passes.memory.regions import RecomputeRegions
 from embrace_fx.passes.narrow import NarrowExchange
+from embrace_fx.passes.overlap.await_late import AwaitRowsLate
+from embrace_fx.passes.overlap.buckets import ChunkBuckets, UpdateBeforeRead
+from embrace_fx.passes.overlap.rows import SubmitRows
+from embrace_fx.passes.overlap.split import SplitRows
+from embrace_fx.passes.overlap.stacks import StackRows
+from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.reduce import ReduceGradients
-from embrace_fx.passes.relax.advance import AdvanceGradients
-from embrace_fx.passes.relax.buckets import ChunkBuckets, RelaxUpdates
-from embrace_fx.passes.relax.defer import DeferRows
-from embrace_fx.passes.relax.rows import RelaxRows
-from embrace_fx.passes.relax.split import SplitRows
-from embrace_fx.passes.relax.stacks import StackRows
 from embrace_fx.passes.replicas import GlobalFrequency
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.tables import FindTables
@@ -97,7 +97,7 @@ def training_passes(
     )
 
 
-def relaxing_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pass, ...]:
+def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pass, ...]:
     """What follows on `training_passes` where communication runs into the next step.
 
     Args:
@@ -107,15 +107,15 @@ def relaxing_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[P
     if schedule == "none":
         return ()
     vertical = (SplitRows(cuts.pieces),) if schedule in LOOKS_AHEAD else ()
-    horizontal = (RelaxUpdates(plan.buckets, cuts.chunks),) if schedule in INTO_FORWARD else ()
+    horizontal = (UpdateBeforeRead(plan.buckets, cuts.chunks),) if schedule in INTO_FORWARD else ()
     return (
-        RelaxRows(),  # rows and their gradients are submitted, awaited and applied
+        SubmitRows(),  # rows and their gradients are submitted, awaited and applied
         StackRows(plan.stacks, rank),  # stacked tables share one exchange
         *vertical,  # early and late rows, prior and delayed gradients
         ChunkBuckets(cuts.chunks),  # buckets travel in chunks
         *horizontal,  # buckets are updated where the next forward reads them
-        DeferRows(),  # rows are awaited where they are first computed with
-        AdvanceGradients(),  # row gradients leave as soon as they can be had
+        AwaitRowsLate(),  # rows are awaited where they are first computed with
+        SubmitGradientsEarly(),  # row gradients leave as soon as they can be had
     )
 
 

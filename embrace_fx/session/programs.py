@@ -13,10 +13,10 @@ from torch import fx
 
 from embrace_fx.capture.structured_trace import log_graph, log_text
 from embrace_fx.passes.collectives import sequence_hash
-from embrace_fx.passes.held import Held, held
 from embrace_fx.passes.memory.budget import Memory
-from embrace_fx.passes.relax.buckets import ChunkBuckets
-from embrace_fx.passes.relax.order import OrderCompute
+from embrace_fx.passes.overlap.buckets import ChunkBuckets
+from embrace_fx.passes.overlap.order import OrderCompute
+from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.passes.take_part import ExchangedParameter, TakePart
 from embrace_fx.planning.one_process import SoloSchedule
 from embrace_fx.planning.replanning import TrainingCalls
@@ -29,7 +29,7 @@ from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Variant
 from embrace_fx.session.gradient_graph import ROUTE as EAGER
 from embrace_fx.session.offloading import Offloading
-from embrace_fx.session.pipeline import Compiled, relaxing_passes, run_passes, training_passes
+from embrace_fx.session.pipeline import Compiled, overlap_passes, run_passes, training_passes
 from embrace_fx.session.step_graphs import StepGraphs
 from embrace_fx.setup.agreement import agree_on_build, give_up
 from embrace_fx.setup.setting import Setting
@@ -79,7 +79,7 @@ class ProgramBuilder:
         self._joint: TrainingGraph | None = None  # of the last training program
         self._built = False  # a training program has been
         self._units: tuple[str, ...] = ()  # of backwards, in the order in which they are computed; none: as they stand
-        self._relaxed: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()
+        self._overlapped: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()
 
     def build(self, variant: Variant) -> None:
         """Makes a variant's program. The first training program's is collective.
@@ -91,7 +91,7 @@ class ProgramBuilder:
         joint, compiled, failure = None, None, None
         try:
             joint = self._compile(variant.analysed, train=train, reduce=train)
-            compiled = self._relax(joint, variant) if train else joint
+            compiled = self._overlap(joint, variant) if train else joint
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
         if first:
@@ -113,7 +113,7 @@ class ProgramBuilder:
         of_steps = StepGraphs(compiled, variant.analysed) if train and self.flow is not None else None
         variant.program = self._program(joint, compiled, variant, of_steps, reduce=train)
         if of_steps is not None:
-            self._relaxed[variant.program] = of_steps
+            self._overlapped[variant.program] = of_steps
             self._show(compiled, of_steps)
         self._narrow(variant)
 
@@ -146,9 +146,9 @@ class ProgramBuilder:
         if self._shown is not None:
             self._show(self._shown, self._of_steps)
 
-    def held(self) -> Held | None:
+    def step_memory(self) -> StepMemory | None:
         """What a step of the last training program holds, as predicted; None before the first."""
-        return None if self._joint is None else held(self._joint)
+        return None if self._joint is None else step_memory(self._joint)
 
     def build_accumulating(self, variant: Variant) -> None:
         """Makes the program of the same graph with its dense gradients left as they are.
@@ -192,7 +192,7 @@ class ProgramBuilder:
                 found[name] = ExchangedParameter(decision.shape, parameter.dtype, parameter.device, padding)
         return found
 
-    def _relax(self, compiled: Compiled, variant: Variant) -> Compiled:
+    def _overlap(self, compiled: Compiled, variant: Variant) -> Compiled:
         """Lets communication run into the next step, as the schedule says; not into a forward that no graph holds,
         which could read any parameter anywhere."""
         if not self._launches():
@@ -200,7 +200,7 @@ class ProgramBuilder:
         analysed = variant.analysed
         if variant.captured.route == EAGER:
             return run_passes(analysed, (ChunkBuckets(self._cuts.chunks),), compiled)
-        passes = relaxing_passes(self._plan, self._setting.options.schedule, self._communicator.rank, self._cuts)
+        passes = overlap_passes(self._plan, self._setting.options.schedule, self._communicator.rank, self._cuts)
         return run_passes(analysed, (*passes, *self._ordering()), compiled)
 
     @cached_property
@@ -245,7 +245,7 @@ class ProgramBuilder:
             The graph of the program that was built last.
         """
         self._units = units
-        for program, of_steps in self._relaxed.items():
+        for program, of_steps in self._overlapped.items():
             of_steps.order(self._ordering())
             program.compute_as(of_steps.steady.graph)
             self._show(of_steps.steady, of_steps)

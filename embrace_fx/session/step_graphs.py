@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import fx
 
-from embrace_fx.passes.relax.variants import is_steady, pass_of
+from embrace_fx.passes.overlap.variants import is_steady, pass_of
 from embrace_fx.session.pipeline import Compiled, Pass, run_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.step_variant import VARIANTS, StepVariant

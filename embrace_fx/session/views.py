@@ -53,7 +53,7 @@ class Views:
         told, setting = str(self.plan) + told_of(self._setting.communicator), self._setting
         if reason := self._runs_eagerly():
             told += f"\n\nroute: eager, every table whole and no update behind the next forward; {reason}"
-        held = self._planned.builder.held() if self._planned.builder is not None else None
+        held = self._planned.builder.step_memory() if self._planned.builder is not None else None
         tables = setting.state.tables
         if tables:
             told += f"\n\n{tables_report(tables, setting.communicator.world_size)}"

@@ -32,7 +32,7 @@ def awaited(node: fx.Node) -> OperationId | None:
     return launch_of(node.all_input_nodes[0]) if op_name(node) == "_c10d_functional::wait_tensor" else None
 
 
-def is_relaxed(graph: TrainingGraph) -> bool:
+def overlaps_steps(graph: TrainingGraph) -> bool:
     """Whether steps of this graph leave communication to the next one."""
     handed_over = SUBMISSIONS | AWAITS
     return any(op_name(node) in handed_over for module in graph.phases.values() for node in module.graph.nodes)

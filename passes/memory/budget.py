@@ -17,7 +17,6 @@ from itertools import accumulate
 from math import inf
 
 from embrace_fx import cost
-from embrace_fx.passes.held import Held, held
 from embrace_fx.passes.memory.cheap import RecomputeCheap
 from embrace_fx.passes.memory.choose import NEVER, Choice, Growing, choices
 from embrace_fx.passes.memory.foresee import Foreseen, Foresight
@@ -26,6 +25,7 @@ from embrace_fx.passes.memory.offload import insert_copies, values_that_leave
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate, place
 from embrace_fx.passes.memory.regions import can_run_again, compute_again, written_by
 from embrace_fx.passes.node_cost import estimate
+from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.vocabulary.graph import TrainingGraph
 
 AIMS = 3
@@ -53,18 +53,18 @@ class Memory:
     copies: CopyRate = NO_COPIES
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        before = held(graph)
+        before = step_memory(graph)
         limit = int(self.budget * before.peak_bytes) if self.budget < 1 else int(self.budget)
         if before.backward == len(before.nodes):  # no backward: nothing is saved
             return graph
         free = RecomputeCheap(self.compute)(graph)
-        if held(free).peak_bytes <= limit:
+        if step_memory(free).peak_bytes <= limit:
             return replace(free, memory_limit=limit)
         costs = Costs(estimate(self.compute, graph.expected), self.copies)
         return replace(_within(graph, before, limit, costs), memory_limit=limit)
 
 
-def _within(graph: TrainingGraph, before: Held, limit: int, costs: Costs) -> TrainingGraph:
+def _within(graph: TrainingGraph, before: StepMemory, limit: int, costs: Costs) -> TrainingGraph:
     written = written_by(graph)
     step = Numbered(before, costs)
     foresight, sequences = Foresight(step), list(choices(step, lambda node: can_run_again(node, written)))
@@ -74,7 +74,7 @@ def _within(graph: TrainingGraph, before: Held, limit: int, costs: Costs) -> Tra
         if best is None:
             break
         result = apply(graph, before, best.choice, aim, costs)
-        over = held(result).peak_bytes - limit
+        over = step_memory(result).peak_bytes - limit
         if over <= 0:
             return result
         aim -= over
@@ -82,7 +82,7 @@ def _within(graph: TrainingGraph, before: Held, limit: int, costs: Costs) -> Tra
     for foreseen in _leanest(foresight, sequences, limit):
         if foreseen.peak_bytes < least:
             result = apply(graph, before, foreseen.choice, limit, costs)
-            least = min(least, held(result).peak_bytes)
+            least = min(least, step_memory(result).peak_bytes)
             if least <= limit:
                 return result
     raise ValueError(
@@ -157,7 +157,7 @@ class _Search:
         return foreseen
 
 
-def apply(graph: TrainingGraph, before: Held, choice: Choice, limit: int, costs: Costs) -> TrainingGraph:
+def apply(graph: TrainingGraph, before: StepMemory, choice: Choice, limit: int, costs: Costs) -> TrainingGraph:
     """A graph whose backward computes again, and reloads, what the choice says.
 
     Args:
@@ -180,7 +180,7 @@ def apply(graph: TrainingGraph, before: Held, choice: Choice, limit: int, costs:
 
 def _offload(graph: TrainingGraph, values: set[str], limit: int, costs: Costs) -> None:
     """Puts in the copies of values, by name, in place."""
-    found = held(graph)
+    found = step_memory(graph)
     output = graph.graph.output_node()
     for node in found.nodes:  # the order in which they run: what the backward reads stands behind what the forward does
         output.prepend(node)

@@ -22,10 +22,10 @@ import torch
 from torch import fx
 
 from embrace_fx import cost
-from embrace_fx.passes.held import Held, Storage, held
 from embrace_fx.passes.memory.offload import view_of
 from embrace_fx.passes.memory.regions import can_run_again, compute_again, written_by
 from embrace_fx.passes.node_cost import NodeMs, estimate
+from embrace_fx.passes.step_memory import StepMemory, Storage, step_memory
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
 
@@ -67,7 +67,7 @@ class RecomputeCheap:
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         if any("again" in node.meta for node in graph.graph.nodes):
             return graph
-        found = held(graph)
+        found = step_memory(graph)
         if found.backward == len(found.nodes):
             return graph
         chosen = _Cuts(graph, found, estimate(self.compute, graph.expected)).chosen()
@@ -81,7 +81,8 @@ class RecomputeCheap:
         compute_again(result)
         result.graph.lint()
         result.module.recompile()
-        return result if held(result).peak_bytes <= found.peak_bytes else graph  # what comes again may come at once
+        # What is computed again may be there at one time.
+        return result if step_memory(result).peak_bytes <= found.peak_bytes else graph
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class _Piece:
 class _Cuts:
     """The minimum cuts of one graph, part by part."""
 
-    def __init__(self, graph: TrainingGraph, found: Held, node_ms: NodeMs) -> None:
+    def __init__(self, graph: TrainingGraph, found: StepMemory, node_ms: NodeMs) -> None:
         self._held = found
         self._node_ms = node_ms
         self._written = written_by(graph)

@@ -18,9 +18,9 @@ from math import inf
 import numpy as np
 from torch import fx
 
-from embrace_fx.passes.held import Held, Storage
 from embrace_fx.passes.memory.numbered import Numbered
 from embrace_fx.passes.memory.offload import values_that_leave
+from embrace_fx.passes.step_memory import StepMemory, Storage
 
 SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Into how many pieces a forward is cut: all are tried."""
@@ -116,7 +116,7 @@ def _in_both_orders(
             yield _giving_up(step, segment, order, copied)
 
 
-def _candidates(held: Held) -> list[Storage]:
+def _candidates(held: StepMemory) -> list[Storage]:
     """Saved storages that are worth a decision: at least 1 % of the mean size."""
     saved = held.saved
     mean = held.saved_bytes / max(len(saved), 1)
@@ -126,7 +126,7 @@ def _candidates(held: Held) -> list[Storage]:
 class _Cut:
     """Cuts a forward into segments that save about as much each, where the least is in use."""
 
-    def __init__(self, held: Held, able: Sequence[bool]) -> None:
+    def __init__(self, held: StepMemory, able: Sequence[bool]) -> None:
         self._able = able
         crossing, saved = [0] * (len(able) + 2), [0] * len(able)
         for storage in held.storages:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from embrace_fx.passes.held import Held
 from embrace_fx.passes.node_cost import NodeMs
+from embrace_fx.passes.step_memory import StepMemory
 from embrace_fx.vocabulary.operation_id import BETWEEN
 from embrace_fx.vocabulary.schedule import MemoryAt, Span, Timeline
 
 
-def memory_line(predicted: Timeline, found: Held, node_ms: NodeMs) -> tuple[MemoryAt, ...]:
+def memory_line(predicted: Timeline, found: StepMemory, node_ms: NodeMs) -> tuple[MemoryAt, ...]:
     """The line of a prediction, of one rank.
 
     A backward's nodes run in the compute of its spans, one after the other, each as long as its share of all of them;

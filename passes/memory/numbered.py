@@ -9,9 +9,9 @@ from itertools import accumulate
 
 from torch import fx
 
-from embrace_fx.passes.held import Held, Storage
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
 from embrace_fx.passes.node_cost import NodeMs
+from embrace_fx.passes.step_memory import StepMemory, Storage
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Costs:
 
 
 class Numbered:
-    """A step: nodes are numbered in the order in which they run, storages as in `Held.storages`.
+    """A step: nodes are numbered in the order in which they run, storages as in `StepMemory.storages`.
 
     Attributes:
         ms: of each node.
@@ -37,7 +37,7 @@ class Numbered:
         makers: storage -> the node that makes it.
     """
 
-    def __init__(self, held: Held, costs: Costs) -> None:
+    def __init__(self, held: StepMemory, costs: Costs) -> None:
         self.held = held
         self.copies = costs.copies
         self.position: dict[fx.Node, int] = {node: k for k, node in enumerate(held.nodes)}

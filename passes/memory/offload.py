@@ -19,9 +19,9 @@ from torch import fx
 from torch._ops import OpOverload
 
 from embrace_fx.passes.collectives import aliased_inputs
-from embrace_fx.passes.held import Held, Storage
 from embrace_fx.passes.memory.place import CopyRate, PlacedCopy
 from embrace_fx.passes.rewriter import Rewriter
+from embrace_fx.passes.step_memory import StepMemory, Storage
 from embrace_fx.vocabulary import copy_ops
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.in_place import SHARES_MEMORY
@@ -34,7 +34,7 @@ embrace = torch.ops.embrace
 # ---- what can leave ----
 
 
-def values_that_leave(found: Held) -> dict[int, fx.Node]:
+def values_that_leave(found: StepMemory) -> dict[int, fx.Node]:
     """Storages (by `id`) that can be copied out and back -> the value that is all of what each holds.
 
     What a result or a launch lies in stays, and what nothing but compute's own ops have made.
@@ -107,7 +107,7 @@ def _is_dense(node: fx.Node) -> bool:
 # ---- copies put in ----
 
 
-def insert_copies(graph: TrainingGraph, found: Held, copies: Sequence[PlacedCopy], rate: CopyRate) -> None:
+def insert_copies(graph: TrainingGraph, found: StepMemory, copies: Sequence[PlacedCopy], rate: CopyRate) -> None:
     """Puts offloads and reloads into a joint graph, in place.
 
     Args:
@@ -117,7 +117,7 @@ def insert_copies(graph: TrainingGraph, found: Held, copies: Sequence[PlacedCopy
 
 
 class _Copies:
-    def __init__(self, graph: TrainingGraph, found: Held, rate: CopyRate) -> None:
+    def __init__(self, graph: TrainingGraph, found: StepMemory, rate: CopyRate) -> None:
         self._rewriter = Rewriter(graph.module)
         self._held = found
         self._rate = rate

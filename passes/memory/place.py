@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embrace_fx.passes.held import Storage
+from embrace_fx.passes.step_memory import Storage
 
 
 @dataclass(frozen=True)

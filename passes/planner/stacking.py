@@ -3,7 +3,7 @@
 Contract
     Tables of a stack lie by columns, are of one width, dtype and param group, have no padding row, and get gradients
     from the same results. Nothing is computed between their lookups, nor between the places at which their gradients
-    can be had (`passes/relax/advance.py` moves them there): none waits for another one longer than packing takes.
+    can be had (`passes/overlap/submit_early.py` moves them there): none waits longer for another than packing takes.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from embrace_fx.passes.node_cost import NodeMs
-from embrace_fx.passes.relax.order import BackwardUnits
+from embrace_fx.passes.overlap.order import BackwardUnits
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.link_bound import one_link_ms
 from embrace_fx.vocabulary.operation_id import compute_id

@@ -25,8 +25,8 @@ from typing import Any
 from torch import fx
 
 from embrace_fx import cost
-from embrace_fx.passes.held import nbytes
 from embrace_fx.passes.node_cost import NodeMs, estimate
+from embrace_fx.passes.step_memory import nbytes
 from embrace_fx.vocabulary.copy_ops import COPY_OPS, OFFLOAD, RELOAD, compute_up_to, offload_id
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import BETWEEN, COPIES, EARLY, END, IDS, START, OperationId, compute_id

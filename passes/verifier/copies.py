@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from torch import fx
 
 from embrace_fx.passes.collectives import running_modules
-from embrace_fx.passes.held import held
 from embrace_fx.passes.memory.offload import view_of
+from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, AWAIT_RELOAD, COPY_OPS, OFFLOAD, RELOAD
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
@@ -83,7 +83,7 @@ def within_memory_limit(graph: TrainingGraph, captured: TrainingGraph) -> Iterat
     """
     if graph.memory_limit is None:
         return
-    found = held(graph)
+    found = step_memory(graph)
     if found.known_peak_bytes > graph.memory_limit:
         node = found.nodes[list(found.by_time).index(found.peak_bytes)]
         remedy = "give up more, offload earlier, or reload later"

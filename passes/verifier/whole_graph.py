@@ -31,7 +31,7 @@ from embrace_fx.vocabulary.graph import (
     outputs_of,
 )
 from embrace_fx.vocabulary.ops import is_users_launch, op_name
-from embrace_fx.vocabulary.submissions import is_relaxed
+from embrace_fx.vocabulary.submissions import overlaps_steps
 
 
 def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
@@ -73,8 +73,8 @@ def collectives_in_one_order(graph: TrainingGraph, captured: TrainingGraph) -> I
                 remedy = "give all launches of a group the same group_size"
                 yield Violation(launch, f"{sizes[group]} ranks in group {group}", f"{size}", remedy)
     yield from _users_order(graph)
-    if not graph.phases or is_relaxed(graph):
-        return  # a relaxed order is the schedule's; `handed_over_once` sees that nothing was lost
+    if not graph.phases or overlaps_steps(graph):
+        return  # an overlapped order is the schedule's; `handed_over_once` sees that nothing was lost
     joint, run = (_by_group(collective_sequence(g)) for g in (TrainingGraph(graph.module), graph))
     for group in sorted(joint | run):
         if joint.get(group) != run.get(group):

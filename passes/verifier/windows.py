@@ -20,7 +20,7 @@ from embrace_fx.passes.verifier.violation import Violation
 from embrace_fx.vocabulary.graph import Parameter, PendingGradients, PendingRows, TrainingGraph, inputs_of, outputs_of
 from embrace_fx.vocabulary.operation_id import IDS, OperationId, bucket_name
 from embrace_fx.vocabulary.ops import AWAITS, SUBMISSIONS, launch_of, op_name
-from embrace_fx.vocabulary.submissions import awaited, is_relaxed, is_submission, submitted
+from embrace_fx.vocabulary.submissions import awaited, is_submission, overlaps_steps, submitted
 
 
 @dataclass
@@ -37,8 +37,8 @@ def window(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def _is_steady(graph: TrainingGraph) -> bool:
-    """Whether windows of a relaxed graph follow each other: one with a variant's phase stands between others."""
-    return graph.varied is None and is_relaxed(graph)
+    """Whether windows of an overlapped graph follow each other: one with a variant's phase stands between others."""
+    return graph.varied is None and overlaps_steps(graph)
 
 
 def _places(graph: TrainingGraph) -> dict[OperationId, _Places]:
@@ -66,11 +66,11 @@ def _crosses(launch: OperationId) -> bool:
 
 
 def handed_over_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """In a relaxed graph, each exchange of the joint graph is still there: as itself, or submitted, or awaited.
+    """In an overlapped graph, each exchange of the joint graph is still there: as itself, or submitted, or awaited.
 
     A stack's exchange is that of each of its tables. Early and delayed parts, and chunks but the first, come besides.
     """
-    if not is_relaxed(graph):
+    if not overlaps_steps(graph):
         return
     before = Counter(op_name(node) for node in graph.module.graph.nodes)
     after: Counter[str] = Counter()
@@ -96,14 +96,14 @@ _HANDED_OVER = {
     "embrace::submit_gradients": ("embrace::all_to_all_gradients",),
     "embrace::join_rows": ("embrace::all_to_all_rows",),
 }
-"""What stands for an exchange of the joint graph in a relaxed one."""
+"""What stands for an exchange of the joint graph in an overlapped one."""
 
 
 def launches_told(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
     """Every submission and every await has the id of its launch, and the text that is printed is that id's."""
-    for node in window(graph) if is_relaxed(graph) else ():
+    for node in window(graph) if overlaps_steps(graph) else ():
         if op_name(node) in SUBMISSIONS | AWAITS and str(launch_of(node)) != node.args[-1]:
-            remedy = "make the node with embrace_fx.passes.relax.launches.launch_node"
+            remedy = "make the node with embrace_fx.passes.overlap.launches.launch_node"
             yield Violation(node, f"the id of its launch, {launch_of(node)}", f"{node.args[-1]!r}", remedy)
 
 
@@ -210,7 +210,7 @@ def _submitted(graph: TrainingGraph) -> list[OperationId]:
 def chunks_cover(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
     """The chunks of a bucket are all of it, each element once."""
     chunks: dict[str, list[fx.Node]] = defaultdict(list)
-    for node in window(graph) if is_relaxed(graph) else ():
+    for node in window(graph) if overlaps_steps(graph) else ():
         if op_name(node) == "embrace::submit_chunk":
             chunks[_id(node).what].append(node)
     for bucket, nodes in chunks.items():
@@ -228,7 +228,7 @@ def chunks_cover(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Viol
 
 def chunks_unread_in_flight(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
     """Nobody reads a bucket between the submission of a chunk and its await; a bucket is handed over complete."""
-    if not is_relaxed(graph):
+    if not overlaps_steps(graph):
         return
     flying: dict[fx.Node, frozenset[OperationId]] = {}
     for node in graph.phases["backward"].graph.nodes:
@@ -251,7 +251,7 @@ def chunks_unread_in_flight(graph: TrainingGraph, captured: TrainingGraph) -> It
 
 def parameters_current(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
     """A parameter whose update is left to the next forward is read there after its update, which follows all chunks."""
-    if not is_relaxed(graph):
+    if not overlaps_steps(graph):
         return
     forward = graph.phases["forward"]
     parameters = {role.name: node for node, role in inputs_of(forward) if isinstance(role, Parameter)}

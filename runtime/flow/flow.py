@@ -247,7 +247,7 @@ class Flow:
         self.discard()
         self.launcher.open_window()
 
-    # -- the next batch, as nodes of a relaxed program call for it ---------------------------------------------------
+    # -- the next batch, as nodes of an overlapped program call for it -------------------------------------------------
 
     def submit_ids(self) -> None:
         """Submits the exchange of the next batch's ids."""

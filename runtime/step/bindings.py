@@ -143,7 +143,7 @@ class Bindings:
     def _in_flow(self, node: fx.Node) -> Callable[..., Any] | None:
         if self._calls is None:
             return None
-        found = _of_relaxed(self._calls, node) or _through_launcher(self._calls, node)
+        found = _of_overlapped(self._calls, node) or _through_launcher(self._calls, node)
         return found and _named(found, node.name)
 
     def _with_table_names(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -192,7 +192,7 @@ def _streams_alone(state: ModelState, communicator: Communicator) -> Streams | N
     return streams.streams_of(parameter.device)
 
 
-def _of_relaxed(calls: NodeCalls, node: fx.Node) -> Callable[..., Any] | None:
+def _of_overlapped(calls: NodeCalls, node: fx.Node) -> Callable[..., Any] | None:
     """What a node calls that leaves communication to the next step, or takes it over; None: it does neither."""
     launch = launch_of(node)
     match op_name(node):

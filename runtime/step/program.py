@@ -37,7 +37,7 @@ from embrace_fx.vocabulary.graph import (
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.step_variant import ForwardVariant, StepVariant
-from embrace_fx.vocabulary.submissions import is_relaxed, submitted
+from embrace_fx.vocabulary.submissions import overlaps_steps, submitted
 
 if TYPE_CHECKING:  # importing Inductor takes seconds, which only those who use it are to pay
     from embrace_fx.runtime.lower.inductor import RegionCompiler
@@ -67,7 +67,7 @@ class Program:
         tell_buffers, share_buffers: called before the announcement, and once every rank has announced this same
             program, before anything reads a buffer.
         check: says what is wrong with a flattened batch, which the step then announces to all ranks.
-        flow: launches the exchanges, and keeps what a relaxed graph leaves to the next step; None: they are
+        flow: launches the exchanges, and keeps what an overlapped graph leaves to the next step; None: they are
             launched on the spot.
         recorder: measures a step that no flow does.
         launched: what it launches, as a number that is the same where the same is launched.
@@ -80,7 +80,7 @@ class Program:
         unique, ids: the phases that the others follow on.
         has_backward: whether there is a backward; an evaluation has none.
         ids_program: the ids' phases as functions that can run ahead of their batch; None without a flow.
-        is_relaxed: whether the forward awaits what the step before has left to it.
+        overlaps_steps: whether the forward awaits what the step before has left to it.
         announces: whether the ids' exchange makes the announcement.
         synchronised: whether gradients are reduced.
         results: indices, among the flattened results, of those that the forward yields.
@@ -170,7 +170,7 @@ class Program:
 
     def _note_communication(self, graph: TrainingGraph) -> None:
         """What is announced, awaited, and the same a step earlier."""
-        self.is_relaxed = is_relaxed(graph)
+        self.overlaps_steps = overlaps_steps(graph)
         self._ids_are_pure = ids_are_pure(graph.phases["unique"], graph.phases["forward"])
         self.announces = any(op_name(node) == "embrace::all_gather_ids" for node in graph.phases["ids"].graph.nodes)
 
@@ -221,7 +221,7 @@ class Program:
 
     def ahead(self, leaves: Sequence[Any]) -> Ahead | None:
         """A batch to come, with the rows it reads; None where that cannot be known before its turn."""
-        if self.ids_program is None or not self.is_relaxed or not self._ids_are_pure:
+        if self.ids_program is None or not self.overlaps_steps or not self._ids_are_pure:
             return None
         with torch.no_grad(), autocast_is_in_the_graph():
             assert self.flow is not None

@@ -149,7 +149,7 @@ class Step:
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
         """The values of the ids' phases, and which forward follows on them."""
         program = self.program
-        if program.flow is not None and program.is_relaxed:
+        if program.flow is not None and program.overlaps_steps:
             assert program.ids_program is not None
             following, self._following = self._following, None
             return program.flow.begin_forward(

@@ -18,8 +18,8 @@ from torch.optim import SGD
 
 import embrace_fx
 from embrace_fx.passes.collectives import sequence_hash
+from embrace_fx.passes.overlap.rows import SubmitRows
 from embrace_fx.passes.partition import Partition
-from embrace_fx.passes.relax.rows import RelaxRows
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
@@ -80,12 +80,12 @@ def test_golden() -> None:
     graph = analysed(classifier(), IDS)
     passes = ShardTables(("words.weight",), (), 3, 4, {"words.weight": Grid(2, 2)}), Partition()
     sharded = run_passes(graph, passes).graph
-    relaxed = RelaxRows()(sharded)
-    verify(relaxed, after="RelaxRows", captured=sharded, previous=sharded)
+    overlapped = SubmitRows()(sharded)
+    verify(overlapped, after="SubmitRows", captured=sharded, previous=sharded)
 
     check_golden("grid_shard", text(sharded.module))
-    phases = (f"# {name}\n{text(relaxed.phases[name])}" for name in ("forward", "backward"))
-    check_golden("grid_relax", "\n".join(phases))
+    phases = (f"# {name}\n{text(overlapped.phases[name])}" for name in ("forward", "backward"))
+    check_golden("grid_overlap", "\n".join(phases))
 
 
 def test_ranks_of_a_grid_launch_the_same() -> None:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from embrace_fx.passes.held import backward_peak
-from embrace_fx.passes.relax.order import BackwardUnits, OrderCompute
+from embrace_fx.passes.overlap.order import BackwardUnits, OrderCompute
+from embrace_fx.passes.step_memory import backward_peak
 from embrace_fx.passes.verifier.invariants import verify
-from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
+from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Decision, Plan
@@ -47,41 +47,41 @@ SIZES = (DIM * DIM + DIM, 8 * DIM * DIM, 8 * DIM)
 
 
 @pytest.fixture(scope="module")
-def relaxed() -> TrainingGraph:
+def overlapped() -> TrainingGraph:
     decisions = tuple(Decision(t, (ROWS, DIM), True, "alltoall", "asked for", 1000, 0, 0.0) for t in TABLES)
     buckets = (*BUCKETS, ("norm.weight", "norm.bias"))
     plan = Plan(2, decisions, buckets)
     cuts = Cuts(tuple((size,) for size in (*SIZES, 2 * DIM)), tuple((table, 2) for table in TABLES))
     torch.manual_seed(0)
     captured = analysed(Tagger(), *(torch.randint(1, ROWS, (4, 5)) for _ in range(2)))
-    return run_passes(captured, (*training_passes(plan, TABLES, 0), *relaxing_passes(plan, "2d", 0, cuts))).graph
+    return run_passes(captured, (*training_passes(plan, TABLES, 0), *overlap_passes(plan, "2d", 0, cuts))).graph
 
 
 def units_of(graph: TrainingGraph) -> BackwardUnits:
     return BackwardUnits.of(graph.phases["backward"])
 
 
-def test_every_order_of_units_passes_the_verifier(relaxed: TrainingGraph) -> None:
-    units = units_of(relaxed).units
+def test_every_order_of_units_passes_the_verifier(overlapped: TrainingGraph) -> None:
+    units = units_of(overlapped).units
     assert set(units) == {*TABLES, *(f"bucket {k}" for k in range(4))}
     for order in list(permutations(units))[::60]:
-        found = OrderCompute(order)(relaxed)
-        verify(found, after="OrderCompute", captured=relaxed, previous=relaxed)
+        found = OrderCompute(order)(overlapped)
+        verify(found, after="OrderCompute", captured=overlapped, previous=overlapped)
         assert units_of(found).units == order
-        assert sorted(n.name for n in relaxed.phases["backward"].graph.nodes) == sorted(
+        assert sorted(n.name for n in overlapped.phases["backward"].graph.nodes) == sorted(
             n.name for n in found.phases["backward"].graph.nodes
         )
 
 
-def test_the_order_that_stands_changes_nothing(relaxed: TrainingGraph) -> None:
-    once = OrderCompute(units_of(relaxed).units)(relaxed)
-    assert OrderCompute(units_of(relaxed).units)(once) is once
-    assert OrderCompute(())(relaxed) is relaxed
+def test_the_order_that_stands_changes_nothing(overlapped: TrainingGraph) -> None:
+    once = OrderCompute(units_of(overlapped).units)(overlapped)
+    assert OrderCompute(units_of(overlapped).units)(once) is once
+    assert OrderCompute(())(overlapped) is overlapped
 
 
-def test_a_gradient_of_weights_waits_for_the_table_that_goes_ahead(relaxed: TrainingGraph) -> None:
+def test_a_gradient_of_weights_waits_for_the_table_that_goes_ahead(overlapped: TrainingGraph) -> None:
     """What the table's gradient hangs on goes ahead with it, what the weights alone need does not."""
-    found = OrderCompute(("words.weight",))(relaxed)
+    found = OrderCompute(("words.weight",))(overlapped)
     names = [op_name(node) for node in found.phases["backward"].graph.nodes]
     before = names[: names.index("embrace::submit_gradients")]
 
@@ -90,8 +90,8 @@ def test_a_gradient_of_weights_waits_for_the_table_that_goes_ahead(relaxed: Trai
     assert before.count("aten::mm") == 1  # of the output layer: the gradient of its input alone
 
 
-def test_the_head_stays_ahead_of_all(relaxed: TrainingGraph) -> None:
-    found = OrderCompute(tuple(reversed(units_of(relaxed).units)))(relaxed)
+def test_the_head_stays_ahead_of_all(overlapped: TrainingGraph) -> None:
+    found = OrderCompute(tuple(reversed(units_of(overlapped).units)))(overlapped)
     head = [op_name(n) for n in found.phases["backward"].graph.nodes if n.op == "call_function"][:7]
 
     assert set(head) == {"embrace::update_rows", "embrace::await_ids", "embrace::submit_rows"}
@@ -132,7 +132,7 @@ def test_random_draws_keep_their_order() -> None:
     plan = Plan(2, (), (("b.weight", "b.bias"), ("a.weight", "a.bias")))
     cuts = Cuts(((DIM * DIM + DIM,),) * 2, ())
     captured = analysed(Drawing(), torch.randn(4, DIM, requires_grad=True))
-    graph = run_passes(captured, (*training_passes(plan, (), 0), *relaxing_passes(plan, "horizontal", 0, cuts))).graph
+    graph = run_passes(captured, (*training_passes(plan, (), 0), *overlap_passes(plan, "horizontal", 0, cuts))).graph
     backward = graph.phases["backward"]
     found = OrderCompute(("bucket 1", "bucket 0"))(graph).phases["backward"]
 
@@ -185,8 +185,8 @@ def test_any_order_of_a_small_graph_is_legal_and_exact(drawn: tuple[fx.GraphModu
         assert backward_peak(nodes, [n for n in module.graph.nodes if n.op == "placeholder"]) >= 8
 
 
-def test_what_a_backward_holds_is_counted_in_the_order_that_is_asked_for(relaxed: TrainingGraph) -> None:
-    units, backward = units_of(relaxed), relaxed.phases["backward"]
+def test_what_a_backward_holds_is_counted_in_the_order_that_is_asked_for(overlapped: TrainingGraph) -> None:
+    units, backward = units_of(overlapped), overlapped.phases["backward"]
     saved = [node for node, role in inputs_of(backward) if isinstance(role, Saved)]
     peaks = {backward_peak(units.ordered(order), saved) for order in list(permutations(units.units))[::40]}
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from embrace_fx.passes.held import held
+from embrace_fx.passes.overlap.rows import SubmitRows
 from embrace_fx.passes.partition import Partition
-from embrace_fx.passes.relax.rows import RelaxRows
 from embrace_fx.passes.shard import ShardTables
+from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.sizes import UNKNOWN_SIZE, RowCounts, is_known
@@ -88,21 +88,21 @@ def test_every_size_that_only_the_data_knows_is_expected(grid: Grid | None) -> N
 
 
 def test_ranks_count_alike() -> None:
-    first, second = (held(sharded(rank)) for rank in range(2))
+    first, second = (step_memory(sharded(rank)) for rank in range(2))
 
     assert first.by_time == second.by_time
-    assert first.peak_bytes > held(sharded(rows={name: RowCounts(1, 2, 1) for name in TABLES})).peak_bytes
+    assert first.peak_bytes > step_memory(sharded(rows={name: RowCounts(1, 2, 1) for name in TABLES})).peak_bytes
 
 
 def test_what_is_proved_is_not_what_is_expected() -> None:
     many = {name: RowCounts(10**6, 10**6, 10**6) for name in TABLES}
 
-    few, more = (held(sharded(rows=rows)) for rows in (ROWS, many))
+    few, more = (step_memory(sharded(rows=rows)) for rows in (ROWS, many))
     assert few.known_peak_bytes == more.known_peak_bytes < few.peak_bytes < more.peak_bytes
 
 
 def test_later_passes_keep_what_is_expected() -> None:
-    graph = apply(sharded(), Partition(), RelaxRows())
+    graph = apply(sharded(), Partition(), SubmitRows())
 
     (rows,) = (node for node in graph.phases["forward"].graph.nodes if node.name == "table_table")
     assert tuple(map(graph.expected.number, tuple(rows.meta["val"].shape))) == (7, D)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from embrace_fx.passes.relax.launches import Phases
-from embrace_fx.passes.relax.variants import is_steady, pass_of
+from embrace_fx.passes.overlap.launches import Phases
+from embrace_fx.passes.overlap.variants import is_steady, pass_of
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.passes.verifier.under_way import under_way_agrees
 from embrace_fx.vocabulary.graph import TrainingGraph

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
-from embrace_fx.passes.relax.rows import RelaxRows
+from embrace_fx.passes.overlap.rows import SubmitRows
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Buffer,
@@ -196,9 +196,9 @@ def partitioned_graph() -> TrainingGraph:
     return TrainingGraph(joint.module, phases=phases)
 
 
-def relaxed_graph() -> TrainingGraph:
+def overlapped_graph() -> TrainingGraph:
     """`partitioned_graph`, its row gradient handed over to the launcher."""
-    return RelaxRows()(partitioned_graph())
+    return SubmitRows()(partitioned_graph())
 
 
 def dynamic_graph() -> TrainingGraph:

@@ -21,7 +21,7 @@ OPENED = ("passes", "runtime")
 
 
 def module_of(path: Path) -> str:
-    """The name that a source file is imported by: `passes/held.py` is `embrace_fx.passes.held`."""
+    """The name that a source file is imported by: `passes/step_memory.py` is `embrace_fx.passes.step_memory`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     if parts[0] in OPENED:
         parts = ("embrace_fx", *parts)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from embrace_fx import cost
 from embrace_fx.passes.scheduler.step_graph import Sizes, build, compute_durations
-from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
+from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.plan import Decision, Plan
@@ -53,7 +53,7 @@ def translator(name: str) -> tuple[TrainingGraph, Plan]:
     sent = 2 * BATCH * LENGTH * DIM * 4 * 3 // 4
     decisions = tuple(Decision(t, (WORDS, DIM), True, "alltoall", "asked for", sent, 0, 0.0) for t in TABLES)
     plan = Plan(4, decisions, tuple((f"blocks.{k}.weight", f"blocks.{k}.bias") for k in (2, 1, 0)))
-    passes = (*training_passes(plan, TABLES, 0), *relaxing_passes(plan, name, 0, CUTS))
+    passes = (*training_passes(plan, TABLES, 0), *overlap_passes(plan, name, 0, CUTS))
     return run_passes(captured(), passes).graph, plan
 
 

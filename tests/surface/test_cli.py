@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from embrace_fx import cli, doctor
+from embrace_fx import cli
+from embrace_fx.cli import examine
 from embrace_fx.viz import save
 from embrace_fx.viz.reading import read_trace
 from tests.support import timelines
@@ -113,22 +114,22 @@ WELL = {"PATH": os.environ["PATH"], "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR
     ],
 )
 def test_the_doctor_finds_a_planted_fault(fault: dict[str, str], subject: str, state: str, found: str) -> None:
-    before = {finding.subject for finding in doctor.examine(WELL) if finding.to_do}
+    before = {finding.subject for finding in examine.examine(WELL) if finding.to_do}
 
-    (finding,) = [each for each in doctor.examine(WELL | fault) if each.to_do and each.subject not in before]
+    (finding,) = [each for each in examine.examine(WELL | fault) if each.to_do and each.subject not in before]
 
     assert (finding.subject, finding.state) == (subject, state)
     assert finding.found.startswith(found)
 
 
 def test_the_doctor_finds_half_a_launch_and_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.launch({"WORLD_SIZE": "2"}).found == "WORLD_SIZE without RANK, MASTER_ADDR, MASTER_PORT"
+    assert examine.launch({"WORLD_SIZE": "2"}).found == "WORLD_SIZE without RANK, MASTER_ADDR, MASTER_PORT"
     monkeypatch.setattr("torch.__version__", "2.9.1+cpu")
-    assert doctor.versions({}).state == "fails"
+    assert examine.versions({}).state == "fails"
 
 
 def test_the_doctor_on_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*doctor.LAUNCH_VARIABLES, "GLOO_SOCKET_IFNAME", "CXX"):
+    for name in (*examine.LAUNCH_VARIABLES, "GLOO_SOCKET_IFNAME", "CXX"):
         monkeypatch.delenv(name, raising=False)
 
     printed = run("doctor")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.rooms import ROOT, rooms, sentence_of, table
 
-MOST_ROOMS, MOST_ARROWS = 17, 60
+MOST_ROOMS, MOST_ARROWS = 15, 60
 
 
 def test_the_first_level_can_be_kept_in_the_head() -> None:

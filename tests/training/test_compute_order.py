@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embrace_fx.passes.relax.order import BackwardUnits
+from embrace_fx.passes.overlap.order import BackwardUnits
 from embrace_fx.passes.scheduler.compute_order import reordered
 from embrace_fx.passes.scheduler.launch_order import schedule as launch_schedule
 from embrace_fx.planning import scheduling

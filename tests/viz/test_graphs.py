@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from embrace_fx.passes.relax.order import OrderCompute
-from embrace_fx.session.pipeline import Compiled, relaxing_passes, run_passes, training_passes
+from embrace_fx.passes.overlap.order import OrderCompute
+from embrace_fx.session.pipeline import Compiled, overlap_passes, run_passes, training_passes
 from embrace_fx.viz.drawing import fold
 from embrace_fx.viz.graphs import PHASES, Graphs
 from embrace_fx.vocabulary.ops import LAUNCHES, SUBMISSIONS, op_name
@@ -26,7 +26,7 @@ def compiled() -> Compiled:
     plan = Plan(2, decisions, buckets)
     cuts = Cuts(((DIM * (DIM + 1),),) * 12, tuple((table, 2) for table in TABLES))
     captured = analysed(LanguageModel(), *(torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)))
-    passes = (*training_passes(plan, TABLES, 0), *relaxing_passes(plan, "2d", 0, cuts))
+    passes = (*training_passes(plan, TABLES, 0), *overlap_passes(plan, "2d", 0, cuts))
     return run_passes(captured, (*passes, OrderCompute(("words.weight",))))
 
 
@@ -47,7 +47,7 @@ def test_what_a_pass_has_changed_as_a_diff(graphs: Graphs) -> None:
 
 
 def test_passes_over_phases_are_compared_by_phases(graphs: Graphs) -> None:
-    found = graphs.diff("advance_gradients", "order_compute")
+    found = graphs.diff("submit_gradients_early", "order_compute")
 
     assert "submit_gradients" in found
     assert "+" in graphs.diff("shard_tables", "order_compute")

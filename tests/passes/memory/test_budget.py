@@ -13,13 +13,13 @@ from torch import Tensor, nn
 import embrace_fx
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
-from embrace_fx.passes.held import held
 from embrace_fx.passes.memory.budget import Memory, apply
 from embrace_fx.passes.memory.choose import choices
 from embrace_fx.passes.memory.foresee import Foresight
 from embrace_fx.passes.memory.numbered import Costs, Numbered
 from embrace_fx.passes.memory.regions import can_run_again, written_by
 from embrace_fx.passes.node_cost import estimate, node_ms
+from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session.pipeline import run_passes
 from tests.support.budgets import IDS, make, measured, plain
@@ -52,7 +52,7 @@ def test_the_same_bits_within_the_budget(name: str) -> None:
     blocks, budgets = BLOCKS[name]
     model = make(blocks)
     expected = gradients(model, model, IDS)
-    everything = held(run_passes(analysed(make(blocks), IDS), (EagerDropout(),)).graph)
+    everything = step_memory(run_passes(analysed(make(blocks), IDS), (EagerDropout(),)).graph)
 
     for budget in budgets:
         compiled = embrace_fx.compile(make(blocks), memory_budget=budget)
@@ -72,7 +72,7 @@ def test_what_is_predicted_is_what_is_held(form: str, blocks: Callable[[], nn.Mo
 
     saved, peak = measured(compiled.module, compiled)
 
-    predicted: Any = compiled._session.planned.builder.held()  # type: ignore[union-attr]
+    predicted: Any = compiled._session.planned.builder.step_memory()  # type: ignore[union-attr]
     states = sum(node.name.endswith("_state") for node in predicted.nodes) * 5056  # no op makes them
     assert predicted.peak_bytes == pytest.approx(peak + states, rel=0.05)
     assert predicted.saved_bytes == pytest.approx(saved + states, rel=0.05)
@@ -81,7 +81,7 @@ def test_what_is_predicted_is_what_is_held(form: str, blocks: Callable[[], nn.Mo
 @pytest.mark.parametrize("blocks", [Normalised, *(pytest.param(each, marks=pytest.mark.long) for each in (Block, Odd))])
 def test_what_is_foreseen_of_a_choice_is_what_its_graph_holds(blocks: Callable[[], nn.Module]) -> None:
     graph = run_passes(analysed(make(blocks), IDS), (EagerDropout(),)).graph
-    before, written = held(graph), written_by(graph)
+    before, written = step_memory(graph), written_by(graph)
     costs = Costs(estimate(CORE))
     step = Numbered(before, costs)
     foresight = Foresight(step)
@@ -89,7 +89,7 @@ def test_what_is_foreseen_of_a_choice_is_what_its_graph_holds(blocks: Callable[[
     for growing in choices(step, lambda node: can_run_again(node, written)):
         for count in (1, len(growing) // 2, len(growing)):
             choice = growing.first(count)
-            foreseen, found = foresight.foresee(choice, 0), held(apply(graph, before, choice, 0, costs))
+            foreseen, found = foresight.foresee(choice, 0), step_memory(apply(graph, before, choice, 0, costs))
             assert foreseen.peak_bytes == pytest.approx(found.peak_bytes, abs=before.peak_bytes * 0.01 + 12 * 5056)
 
 
@@ -142,7 +142,7 @@ def test_what_a_loop_over_time_computes_with_counts(cell: str, steps: int) -> No
     with CountedMemory([*model.parameters(), ids]) as counted:
         gradients(model, compiled, ids)
 
-    predicted: Any = compiled._session.planned.builder.held()  # type: ignore[union-attr]
+    predicted: Any = compiled._session.planned.builder.step_memory()  # type: ignore[union-attr]
     assert predicted.peak_bytes == pytest.approx(counted.peak_bytes, rel=0.05)
 
 
@@ -160,9 +160,9 @@ def test_rows_that_the_batch_reads_count() -> None:
 
     assert_equal_gradients(found, expected)
     builder: Any = compiled._session.planned.builder
-    assert any("again" in node.meta for node in builder.held().nodes)
+    assert any("again" in node.meta for node in builder.step_memory().nodes)
     assert counted.peak_bytes <= builder._joint.memory_limit
-    assert counted.peak_bytes == pytest.approx(builder.held().peak_bytes, rel=1e-3)
+    assert counted.peak_bytes == pytest.approx(builder.step_memory().peak_bytes, rel=1e-3)
 
 
 def decided(rank: int, world_size: int) -> tuple[str, int, list[str]]:
@@ -171,7 +171,7 @@ def decided(rank: int, world_size: int) -> tuple[str, int, list[str]]:
     compiled = embrace_fx.compile(model, strategy=SHARDED, memory_budget=0.8)
     compiled(*batch).backward()
     assert compiled.plan is not None
-    found: Any = compiled._session.planned.builder.held()  # type: ignore[union-attr]
+    found: Any = compiled._session.planned.builder.step_memory()  # type: ignore[union-attr]
     return str(compiled.plan.rows), found.peak_bytes, [node.name for node in found.nodes if "again" in node.meta]
 
 
@@ -186,7 +186,7 @@ def test_less_memory_costs_more_time_and_no_budget_changes_nothing() -> None:
     graph = run_passes(analysed(make(Block), IDS), (EagerDropout(),)).graph
     assert Memory(1e12, CORE)(graph).module is graph.module
 
-    times = [sum(node_ms(n, CORE) for n in held(Memory(b, CORE)(graph)).nodes) for b in (0.99, 0.8, 0.6, 0.5)]
+    times = [sum(node_ms(n, CORE) for n in step_memory(Memory(b, CORE)(graph)).nodes) for b in (0.99, 0.8, 0.6, 0.5)]
 
     assert times == sorted(times)
 

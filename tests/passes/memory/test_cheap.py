@@ -16,10 +16,10 @@ from torch.nn import functional as F
 import embrace_fx
 from embrace_fx.cost.links import CORE, Compute
 from embrace_fx.passes.dropout import EagerDropout
-from embrace_fx.passes.held import held
 from embrace_fx.passes.memory import cheap
 from embrace_fx.passes.memory.cheap import AT_MOST, RecomputeCheap
 from embrace_fx.passes.node_cost import estimate
+from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.session.pipeline import run_passes
 from tests.support.checkpointed import FORMS, IDS, Block, Model, assert_equal_gradients, gradients
 from tests.support.graphs import analysed
@@ -69,16 +69,16 @@ def test_the_same_bits_and_less_saved(activation: Callable[[Tensor], Tensor]) ->
         assert_equal_gradients(gradients(compiled.module, compiled, WORDS), gradients(model, model, WORDS))
 
     assert "_again" in str(compiled.graphs["backward"].graph)
-    assert held(RecomputeCheap(CORE)(plain)).saved_bytes < held(plain).saved_bytes
-    assert held(RecomputeCheap(SLOW)(plain)).saved_bytes <= 0.85 * held(plain).saved_bytes
-    assert held(RecomputeCheap(CORE)(plain)).peak_bytes <= held(plain).peak_bytes
+    assert step_memory(RecomputeCheap(CORE)(plain)).saved_bytes < step_memory(plain).saved_bytes
+    assert step_memory(RecomputeCheap(SLOW)(plain)).saved_bytes <= 0.85 * step_memory(plain).saved_bytes
+    assert step_memory(RecomputeCheap(CORE)(plain)).peak_bytes <= step_memory(plain).peak_bytes
 
 
 def test_what_would_hold_more_at_a_time_is_left_as_it_is() -> None:
     """All that a mask is made of comes again at once, where the backward holds the most already."""
     plain = run_passes(analysed(FeedForward(masked), WORDS), (EagerDropout(),)).graph
 
-    assert held(RecomputeCheap(CORE)(plain)).peak_bytes <= held(plain).peak_bytes
+    assert step_memory(RecomputeCheap(CORE)(plain)).peak_bytes <= step_memory(plain).peak_bytes
 
 
 def test_nothing_is_read_in_the_backward_that_may_have_been_written_meanwhile() -> None:
@@ -113,7 +113,7 @@ def test_no_more_time_than_allowed() -> None:
 
     lean = RecomputeCheap(CORE)(plain)
 
-    step_ms, lean_ms = (sum(map(node_ms, held(each).nodes)) for each in (plain, lean))
+    step_ms, lean_ms = (sum(map(node_ms, step_memory(each).nodes)) for each in (plain, lean))
     assert lean_ms <= (1 + AT_MOST) * step_ms
 
 

@@ -19,7 +19,7 @@ def test_the_line_stands_above_schedule_and_timeline(tmp_path: Path) -> None:
         for _ in range(3):
             gradients(compiled.module, compiled, IDS)
 
-    found: Any = compiled._session.planned.builder.held()  # type: ignore[union-attr]
+    found: Any = compiled._session.planned.builder.step_memory()  # type: ignore[union-attr]
     predicted = compiled.schedule.predicted
     assert max(point.held_bytes for point in predicted.memory) == found.peak_bytes
     assert [p.at_ms for p in predicted.memory] == sorted(p.at_ms for p in predicted.memory)

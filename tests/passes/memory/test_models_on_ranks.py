@@ -56,7 +56,8 @@ def _trains(
         optimizer.zero_grad()
     builder: Any = compiled._session.planned.builder
     limit = builder._joint.memory_limit
-    predicted = builder.held().peak_bytes  # of the scheduled graph: what only the data knows is as the plan expects it
+    # Of the scheduled graph: what only the data knows is as the plan expects it.
+    predicted = builder.step_memory().peak_bytes
     assert limit is None or predicted <= limit * BESIDE[world_size], (predicted, counted.peak_bytes, limit)
     if world_size > 1 and name != TIED:
         assert compiled._session.state.tables.keys() == tables.keys()

@@ -21,10 +21,10 @@ import embrace_fx
 import embrace_fx.passes.memory.budget as budget_pass
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
-from embrace_fx.passes.held import Storage, held
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.place import CopyRate, place
 from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.step_memory import Storage, step_memory
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.runtime.memory.copies import FileCopies, PinnedCopies
 from embrace_fx.runtime.ranks.failure import PeerFailure
@@ -68,7 +68,7 @@ def test_the_same_bits_within_the_budget(
 ) -> None:
     model = make(blocks)
     expected = gradients(model, model, IDS)
-    everything = held(run_passes(analysed(make(blocks), IDS), (EagerDropout(),)).graph)
+    everything = step_memory(run_passes(analysed(make(blocks), IDS), (EagerDropout(),)).graph)
 
     for budget in budgets:
         compiled = embrace_fx.compile(make(blocks), memory_budget=budget, offload_to=tmp_path)
@@ -272,8 +272,8 @@ def test_a_graph_that_holds_more_than_it_may_is_refused() -> None:
 def test_phases_are_proved_as_the_joint_graph_is() -> None:
     graph = run_passes(offloading(), (Partition(),)).graph
 
-    assert held(graph).peak_bytes <= (graph.memory_limit or 0)
-    assert held(graph).peak_bytes == held(offloading()).peak_bytes
+    assert step_memory(graph).peak_bytes <= (graph.memory_limit or 0)
+    assert step_memory(graph).peak_bytes == step_memory(offloading()).peak_bytes
 
 
 # ---- places, by properties ----

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
-from embrace_fx.passes.held import held
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.memory.place import NO_COPIES, CopyRate
 from embrace_fx.passes.partition import Partition
+from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.session.pipeline import run_passes
 from embrace_fx.vocabulary.copy_ops import OFFLOAD
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -138,7 +138,7 @@ def assert_no_bit_differs(parts: Sequence[str], budgets: Sequence[float], copies
 
         found = run(graph, model)
 
-        assert held(graph).peak_bytes <= (graph.memory_limit or 0)
+        assert step_memory(graph).peak_bytes <= (graph.memory_limit or 0)
         assert found.keys() == expected.keys()
         assert [role for role, value in expected.items() if not torch.equal(found[role], value)] == []
         graphs.append(graph)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from embrace_fx.passes.relax.order import BackwardUnits
+from embrace_fx.passes.overlap.order import BackwardUnits
 from embrace_fx.passes.scheduler import compute_order, link_bound
 from embrace_fx.passes.scheduler.compute_order import LEAST_GAIN, Atoms, reordered, search
 from embrace_fx.passes.scheduler.launch_order import schedule

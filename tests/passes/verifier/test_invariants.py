@@ -33,8 +33,8 @@ from tests.support.hand_built_graphs import (
     d,
     dense_graph,
     dynamic_graph,
+    overlapped_graph,
     partitioned_graph,
-    relaxed_graph,
     table_graph,
     two_tables_graph,
     widen_z,
@@ -50,7 +50,7 @@ LEGAL = {
     "sharded table": table_graph,
     "two tables": two_tables_graph,
     "partitioned": partitioned_graph,
-    "relaxed": relaxed_graph,
+    "overlapped": overlapped_graph,
     "symbolic sizes, constants": dynamic_graph,
 }
 
@@ -282,8 +282,8 @@ BROKEN: dict[str, dict[str, tuple[Callable[[], TrainingGraph], Break]]] = {
         "a launch lost in partition": (partitioned_graph, launch_lost_in_partition),
     },
     "handed_over_once": {
-        "a row gradient that is not submitted": (relaxed_graph, lost_row_gradient),
-        "rows awaited twice": (relaxed_graph, rows_awaited_twice),
+        "a row gradient that is not submitted": (overlapped_graph, lost_row_gradient),
+        "rows awaited twice": (overlapped_graph, rows_awaited_twice),
     },
 }
 

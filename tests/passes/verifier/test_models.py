@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Adagrad
 
 import embrace_fx
-from embrace_fx.passes.relax.variants import is_steady
+from embrace_fx.passes.overlap.variants import is_steady
 from embrace_fx.planning.scheduling import cuts
-from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
+from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.session.step_graphs import StepGraphs
 from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
 from embrace_fx.vocabulary.step_variant import VARIANTS
@@ -59,7 +59,7 @@ def test_all_that_a_model_runs_is_sound(model: str, schedule: ScheduleName) -> N
     graph, found = planned._graph, cuts(planned._setting, planned)
 
     compiled = run_passes(graph, training_passes(planned, {table.parameter for table in graph.tables}, 0))
-    compiled = run_passes(graph, relaxing_passes(planned, schedule, 0, found), compiled)
+    compiled = run_passes(graph, overlap_passes(planned, schedule, 0, found), compiled)
 
     cut = schedule in ("vertical", "2d") and bool(planned.sharded)
     assert is_steady(compiled.graph) == cut

@@ -53,7 +53,7 @@ def bound(flow: Flow | None = None, table: Listening | None = None) -> Bound:
 
 
 @pytest.fixture
-def relaxed() -> Iterator[Bound]:
+def overlapped() -> Iterator[Bound]:
     """Under a flow."""
     table = Listening()
     flow = listening_flow(table, lambda: None)
@@ -92,25 +92,25 @@ ROWS, COUNTS = torch.tensor([1, 2]), torch.tensor([2])
     ],
 )  # fmt: skip
 def test_a_node_calls_its_tables_exchange_with_its_own_launch(
-    relaxed: Bound, phase: str, target: Any, launch: OperationId, args: tuple[Any, ...], told: str
+    overlapped: Bound, phase: str, target: Any, launch: OperationId, args: tuple[Any, ...], told: str
 ) -> None:
-    relaxed.call(phase, node(target, launch), *args)
+    overlapped.call(phase, node(target, launch), *args)
 
-    assert relaxed.table.heard == [(told, launch)]
-
-
-def test_an_update_passes_on_the_value_that_it_orders(relaxed: Bound) -> None:
-    assert relaxed.call("forward", node(embrace.update_rows.default, PRIOR), ROWS, "t", "t prior") is ROWS
+    assert overlapped.table.heard == [(told, launch)]
 
 
-def test_the_next_batchs_ids_are_the_flows(relaxed: Bound, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert relaxed.flow is not None
+def test_an_update_passes_on_the_value_that_it_orders(overlapped: Bound) -> None:
+    assert overlapped.call("forward", node(embrace.update_rows.default, PRIOR), ROWS, "t", "t prior") is ROWS
+
+
+def test_the_next_batchs_ids_are_the_flows(overlapped: Bound, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert overlapped.flow is not None
     told: list[str] = []
-    monkeypatch.setattr(relaxed.flow, "submit_ids", lambda: told.append("submitted"))
-    monkeypatch.setattr(relaxed.flow, "await_ids", lambda: told.append("awaited"))
+    monkeypatch.setattr(overlapped.flow, "submit_ids", lambda: told.append("submitted"))
+    monkeypatch.setattr(overlapped.flow, "await_ids", lambda: told.append("awaited"))
 
-    relaxed.call("forward", node(embrace.submit_ids.default, IDS), [ROWS], "ids")
-    relaxed.call("backward", node(embrace.await_ids.default, IDS), [ROWS], "ids")
+    overlapped.call("forward", node(embrace.submit_ids.default, IDS), [ROWS], "ids")
+    overlapped.call("backward", node(embrace.await_ids.default, IDS), [ROWS], "ids")
 
     assert told == ["submitted", "awaited"]
 

@@ -12,8 +12,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
-from embrace_fx.passes.held import backward_peak
 from embrace_fx.passes.rnn_sizes import lstm_workspace_bytes
+from embrace_fx.passes.step_memory import backward_peak
 
 embrace = torch.ops.embrace
 

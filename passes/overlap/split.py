@@ -26,7 +26,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from embrace_fx.passes.relax.launches import Phases, by_table, launch_node, nodes_of, rename, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, by_table, launch_node, nodes_of, rename, rewrite_phases
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, OperationId, gradients_id, rows_id

@@ -23,8 +23,8 @@ from itertools import pairwise
 
 from torch import fx
 
-from embrace_fx.passes.relax.advance import may_move
-from embrace_fx.passes.relax.launches import Phases, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, rewrite_phases
+from embrace_fx.passes.overlap.submit_early import may_move
 from embrace_fx.passes.rewriter import first_after_placeholders
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import launch_of, op_name

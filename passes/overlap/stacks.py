@@ -1,6 +1,6 @@
 """A stack's tables share their nodes: one update, one submission and one await of rows, one submission of gradients.
 
-    rewrite, two tables in a stack, after `RelaxRows`:
+    rewrite, two tables in a stack, after `SubmitRows`:
         ids        ids, counts = stack_ids([ids1, ids2], [counts1, counts2], first_rows)
         forward    updated = update_rows(shard1, stack, "stack gradients")
                    submit_rows(updated, ids, counts, stack, "stack rows")
@@ -20,7 +20,7 @@ from functools import reduce
 import torch
 from torch import fx
 
-from embrace_fx.passes.relax.launches import Phases, by_table, drop_unread_saved, launch_node, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, by_table, drop_unread_saved, launch_node, rewrite_phases
 from embrace_fx.passes.rewriter import Rewriter, latest
 from embrace_fx.vocabulary.graph import PendingRows, Saved, TrainingGraph, outputs_of, set_outputs
 from embrace_fx.vocabulary.operation_id import gradients_id, rows_id

@@ -33,7 +33,7 @@ from functools import partial
 import torch
 from torch import fx
 
-from embrace_fx.passes.relax.launches import Phases, drop_unread, drop_unread_saved, launch_node, nodes_of
+from embrace_fx.passes.overlap.launches import Phases, drop_unread, drop_unread_saved, launch_node, nodes_of
 from embrace_fx.passes.rewriter import Rewriter
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import IDS, OperationId

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from embrace_fx.passes.node_cost import computes
-from embrace_fx.passes.relax.advance import AdvanceGradients
-from embrace_fx.passes.relax.defer import DeferRows
-from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
+from embrace_fx.passes.overlap.await_late import AwaitRowsLate
+from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
+from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.plan import Decision, Plan
@@ -46,17 +46,17 @@ class LooksUpFirst(nn.Module):
         return scores.square().mean()
 
 
-def relaxed(read_at_once: bool = False) -> tuple[TrainingGraph, TrainingGraph]:
-    """The graph before `DeferRows`, and after it; verified."""
+def overlapped(read_at_once: bool = False) -> tuple[TrainingGraph, TrainingGraph]:
+    """The graph before `AwaitRowsLate`, and after it; verified."""
     decisions = tuple(Decision(t, (WORDS, DIM), True, "alltoall", "asked for", 1000, 0, 0.0) for t in TABLES)
     buckets = tuple((f"layers.{k}.weight", f"layers.{k}.bias") for k in reversed(range(LAYERS)))
     plan = Plan(2, decisions, buckets)
     cuts = Cuts(((DIM * (DIM + 1),),) * LAYERS, tuple((table, 2) for table in TABLES))
-    *passes, deferring, last = (*training_passes(plan, TABLES, 0), *relaxing_passes(plan, "2d", 0, cuts))
-    assert (deferring, last) == (DeferRows(), AdvanceGradients())
+    *passes, moving, last = (*training_passes(plan, TABLES, 0), *overlap_passes(plan, "2d", 0, cuts))
+    assert (moving, last) == (AwaitRowsLate(), SubmitGradientsEarly())
     captured = analysed(LooksUpFirst(read_at_once), *(torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)))
     before = run_passes(captured, passes).graph
-    return before, run_passes(captured, (*passes, deferring)).graph if not read_at_once else DeferRows()(before)
+    return before, run_passes(captured, (*passes, moving)).graph if not read_at_once else AwaitRowsLate()(before)
 
 
 def products_before(graph: TrainingGraph, table: str) -> int:
@@ -72,14 +72,14 @@ def awaits(node: fx.Node, table: str) -> bool:
 
 
 def test_the_output_tables_rows_are_awaited_behind_the_last_layer() -> None:
-    before, after = relaxed()
+    before, after = overlapped()
 
     assert [products_before(before, table) for table in TABLES] == [0, 0]
     assert [products_before(after, table) for table in TABLES] == [0, LAYERS]
 
 
 def test_nothing_else_moves() -> None:
-    before, after = ([*graph.phases["forward"].graph.nodes] for graph in relaxed())
+    before, after = ([*graph.phases["forward"].graph.nodes] for graph in overlapped())
 
     assert sorted(texts(before)) == sorted(texts(after))
     place = {node.name: k for k, node in enumerate(before)}
@@ -103,7 +103,7 @@ def texts(nodes: Iterable[fx.Node]) -> list[str]:
 
 
 def test_rows_that_are_read_at_once_stay() -> None:
-    before, after = relaxed(read_at_once=True)
+    before, after = overlapped(read_at_once=True)
 
     assert after is before
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from embrace_fx.passes.held import held
-from embrace_fx.passes.relax.launches import Phases, nodes_of, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, nodes_of, rewrite_phases
 from embrace_fx.passes.rewriter import first_after_placeholders
+from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import OperationId
@@ -29,13 +29,13 @@ from embrace_fx.vocabulary.ops import AWAITS, LAUNCHES, LOCAL_OF_FLOW, SUBMISSIO
 
 
 @dataclass(frozen=True)
-class AdvanceGradients:
+class SubmitGradientsEarly:
     """Moves row gradients to where their inputs are complete."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        advanced = rewrite_phases(graph, _rewrite)
+        moved_up = rewrite_phases(graph, _rewrite)
         limit = graph.memory_limit
-        return graph if limit is not None and held(advanced).known_peak_bytes > limit else advanced
+        return graph if limit is not None and step_memory(moved_up).known_peak_bytes > limit else moved_up
 
 
 def _rewrite(phases: Phases) -> None:
@@ -45,10 +45,10 @@ def _rewrite(phases: Phases) -> None:
         launch: OperationId = node.meta["launch"]
         by_table.setdefault(launch.what, []).append(node)
     for submissions in by_table.values():
-        _advance(backward.graph, submissions)
+        _move_up(backward.graph, submissions)
 
 
-def _advance(graph: fx.Graph, submissions: list[fx.Node]) -> None:
+def _move_up(graph: fx.Graph, submissions: list[fx.Node]) -> None:
     """Moves the submissions of one gradient, with what is computed for them alone."""
     moved = made_for(submissions)
     position = {node: k for k, node in enumerate(graph.nodes)}

@@ -21,25 +21,25 @@ import torch
 from torch import fx
 
 from embrace_fx.passes.node_cost import computes
-from embrace_fx.passes.relax.advance import may_move
-from embrace_fx.passes.relax.launches import Phases, nodes_of, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, nodes_of, rewrite_phases
+from embrace_fx.passes.overlap.submit_early import may_move
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import op_name
 
 
 @dataclass(frozen=True)
-class DeferRows:
+class AwaitRowsLate:
     """Moves awaits of rows to where the rows are read."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        if "forward" not in graph.phases or not any(_deferred(graph.phases["forward"])):
+        if "forward" not in graph.phases or not any(_awaits_to_move(graph.phases["forward"])):
             return graph
         return rewrite_phases(graph, _rewrite)
 
 
 @dataclass(frozen=True)
-class _Deferred:
+class _Moved:
     """The nodes of a table that move, in their order, and the reader that they move to."""
 
     nodes: list[fx.Node]
@@ -47,12 +47,12 @@ class _Deferred:
 
 
 def _rewrite(phases: Phases) -> None:
-    for each in list(_deferred(phases["forward"])):
+    for each in list(_awaits_to_move(phases["forward"])):
         for node in each.nodes:
             each.reader.prepend(node)
 
 
-def _deferred(forward: fx.GraphModule) -> Iterator[_Deferred]:
+def _awaits_to_move(forward: fx.GraphModule) -> Iterator[_Moved]:
     position = {node: k for k, node in enumerate(forward.graph.nodes)}
     computing = [k for node, k in position.items() if computes(node)]
     by_table: dict[str, list[fx.Node]] = {}
@@ -65,7 +65,7 @@ def _deferred(forward: fx.GraphModule) -> Iterator[_Deferred]:
         if readers:
             reader, first = min(readers, key=position.__getitem__), min(position[node] for node in moved)
             if any(first < k < position[reader] for k in computing):
-                yield _Deferred(sorted(moved, key=position.__getitem__), reader)
+                yield _Moved(sorted(moved, key=position.__getitem__), reader)
 
 
 def _made_of(awaits: list[fx.Node]) -> set[fx.Node]:

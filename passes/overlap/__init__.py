@@ -1,12 +1,12 @@
 """Communication that runs from one step into the next, as nodes of the phases (EmbRace, ICPP 2022, section 4).
 
-    RelaxRows         a table's rows and gradients are submitted and awaited, and updated before they are read again
+    SubmitRows         a table's rows and gradients are submitted and awaited, and updated before they are read again
     StackRows         the tables of a stack share their nodes
     SplitRows         rows: early and late; gradients: prior and delayed, in pieces (vertical scheduling)
     ChunkBuckets      a bucket travels in chunks
-    RelaxUpdates      a bucket is updated where the next forward first reads it (horizontal scheduling)
-    DeferRows         rows are awaited where the forward first computes with them
-    AdvanceGradients  row gradients leave as soon as what they are made of is there
+    UpdateBeforeRead      a bucket is updated where the next forward first reads it (horizontal scheduling)
+    AwaitRowsLate         rows are awaited where the forward first computes with them
+    SubmitGradientsEarly  row gradients leave as soon as what they are made of is there
 
 Contract
     Same nodes otherwise, same values: a parameter is read after its last update, a row after its last one. All work on

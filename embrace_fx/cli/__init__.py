@@ -132,7 +132,7 @@ def doctor() -> None:
     """
     import torch.distributed as dist  # noqa: PLC0415
 
-    from embrace_fx.doctor import Finding, examine, probe_links  # noqa: PLC0415
+    from embrace_fx.cli.examine import Finding, examine, probe_links  # noqa: PLC0415
 
     findings = examine(os.environ)
     fails = any(finding.state == "fails" for finding in findings)
@@ -167,7 +167,7 @@ def bench(factory: str, steps: int) -> None:
 
     torchrun --nproc-per-node 2 -m embrace_fx.cli bench module:function
     """
-    from embrace_fx.side_by_side import compare  # noqa: PLC0415
+    from embrace_fx.cli.side_by_side import compare  # noqa: PLC0415
 
     if "RANK" not in os.environ:
         command = f"torchrun --standalone --nproc-per-node 2 -m embrace_fx.cli bench {factory}"
@@ -214,7 +214,3 @@ def told_plainly() -> Iterator[None]:
         yield
     except (ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
-
-
-if __name__ == "__main__":
-    main()

@@ -7,10 +7,10 @@ from torch import Tensor, fx, nn
 
 from embrace_fx import cost
 from embrace_fx.passes.node_cost import estimate
+from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly, made_for
 from embrace_fx.passes.planner.stacking import Stackable, plan_stacks
-from embrace_fx.passes.relax.advance import AdvanceGradients, made_for
 from embrace_fx.passes.scheduler.step_graph import blocks
-from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
+from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import compute_id
 from embrace_fx.vocabulary.ops import op_name
@@ -20,17 +20,17 @@ from tests.support.graphs import analysed
 from tests.support.language_models import BATCH, DIM, LENGTH, TABLES, WORDS, LanguageModel
 
 
-def relaxed() -> tuple[TrainingGraph, TrainingGraph]:
-    """The graph before `AdvanceGradients`, and after it."""
+def overlapped() -> tuple[TrainingGraph, TrainingGraph]:
+    """The graph before `SubmitGradientsEarly`, and after it."""
     decisions = tuple(Decision(t, (WORDS, DIM), True, "alltoall", "asked for", 1000, 0, 0.0) for t in TABLES)
     buckets = tuple((f"layers.{k}.weight", f"layers.{k}.bias") for k in range(11, -1, -1))
     plan = Plan(2, decisions, buckets)
     cuts = Cuts(((DIM * (DIM + 1),),) * 12, tuple((table, 2) for table in TABLES))
-    *passes, last = (*training_passes(plan, TABLES, 0), *relaxing_passes(plan, "2d", 0, cuts))
-    assert last == AdvanceGradients()
+    *passes, last = (*training_passes(plan, TABLES, 0), *overlap_passes(plan, "2d", 0, cuts))
+    assert last == SubmitGradientsEarly()
     captured = analysed(LanguageModel(), *(torch.randint(WORDS, (BATCH, LENGTH)) for _ in range(2)))
     before = run_passes(captured, passes).graph
-    return before, AdvanceGradients()(before)
+    return before, SubmitGradientsEarly()(before)
 
 
 def share_of_backward(graph: TrainingGraph, table: str) -> float:
@@ -41,7 +41,7 @@ def share_of_backward(graph: TrainingGraph, table: str) -> float:
 
 
 def test_the_output_tables_gradient_leaves_in_the_first_tenth_of_the_backward() -> None:
-    before, after = relaxed()
+    before, after = overlapped()
 
     assert share_of_backward(before, "output.weight") > 0.9
     assert share_of_backward(after, "output.weight") < 0.1
@@ -49,7 +49,7 @@ def test_the_output_tables_gradient_leaves_in_the_first_tenth_of_the_backward() 
 
 
 def test_nothing_else_moves() -> None:
-    before, after = relaxed()
+    before, after = overlapped()
     first, second = (graph.phases["backward"].graph.nodes for graph in (before, after))
 
     assert sorted(node.name for node in first) == sorted(node.name for node in second)
@@ -82,7 +82,7 @@ class Sum(nn.Module):
 def test_nothing_moves_before_the_head() -> None:
     decision = Decision("table.weight", (WORDS, DIM), True, "alltoall", "asked for", 1000, 0, 0.0)
     plan = Plan(2, (decision,), ())
-    passes = relaxing_passes(plan, "2d", 0, Cuts((), (("table.weight", 1),)))
+    passes = overlap_passes(plan, "2d", 0, Cuts((), (("table.weight", 1),)))
     captured = analysed(Sum(), torch.randint(WORDS, (BATCH, LENGTH)))
 
     graph = run_passes(captured, (*training_passes(plan, ("table.weight",), 0), *passes)).graph  # verified

@@ -7,7 +7,7 @@ rewrite, `ChunkBuckets`:
                m1, m2 = unpack_bucket(there1, [p1, p2])
 A sparse exchange (`exchange_gradient_`) is one chunk.
 
-rewrite, `RelaxUpdates`, which follows on it:
+rewrite, `UpdateBeforeRead`, which follows on it:
     backward   there1 = ...; m1, m2 = unpack_bucket(there1, [p1, p2])
     forward    ... p1 ... p2 ...
 ->  backward   hand_over(sent1, k)
@@ -25,8 +25,8 @@ from itertools import accumulate
 import torch
 from torch import fx
 
+from embrace_fx.passes.overlap.launches import Phases, erase_chain, launch_node, nodes_of, rewrite_phases
 from embrace_fx.passes.reduce import ALL_REDUCE, EXCHANGE
-from embrace_fx.passes.relax.launches import Phases, erase_chain, launch_node, nodes_of, rewrite_phases
 from embrace_fx.passes.rewriter import Rewriter, first_user
 from embrace_fx.vocabulary.graph import (
     Gradient,
@@ -98,7 +98,7 @@ def _chunk(rewriter: Rewriter, launch: fx.Node, bucket: int, chunks: Sequence[in
 
 
 @dataclass(frozen=True)
-class RelaxUpdates:
+class UpdateBeforeRead:
     """Lets the updates of dense parameters run into the next forward.
 
     Attributes:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import fx
 
-from embrace_fx.passes.relax.advance import AdvanceGradients
-from embrace_fx.passes.relax.buckets import ChunkBuckets, RelaxUpdates
-from embrace_fx.passes.relax.defer import DeferRows
-from embrace_fx.passes.relax.rows import RelaxRows
-from embrace_fx.passes.relax.split import SplitRows
-from embrace_fx.passes.relax.stacks import StackRows
+from embrace_fx.passes.overlap.await_late import AwaitRowsLate
+from embrace_fx.passes.overlap.buckets import ChunkBuckets, UpdateBeforeRead
+from embrace_fx.passes.overlap.rows import SubmitRows
+from embrace_fx.passes.overlap.split import SplitRows
+from embrace_fx.passes.overlap.stacks import StackRows
+from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
 from embrace_fx.passes.verifier.invariants import verify
-from embrace_fx.session.pipeline import relaxing_passes, run_passes, training_passes
+from embrace_fx.session.pipeline import overlap_passes, run_passes, training_passes
 from embrace_fx.vocabulary.graph import (
     Gradient,
     GradientOfRows,
@@ -48,7 +48,7 @@ def partitioned(
     return run_passes(analysed(model, IDS), training_passes(plan, {TABLE, OTHER}, 0, reduce=reduce)).graph
 
 
-def relaxed(
+def overlapped(
     graph: TrainingGraph,
     buckets: tuple[tuple[str, ...], ...],
     schedule: str,
@@ -60,7 +60,7 @@ def relaxed(
     sizes = [sum(parameters[name].numel() for name in bucket) for bucket in buckets]
     cuts = Cuts(tuple((size - size // 2, size // 2) for size in sizes), tuple((table, pieces) for table in tables))
     result = graph
-    for each in relaxing_passes(plan_of(world_size=2, buckets=buckets), schedule, 0, cuts):
+    for each in overlap_passes(plan_of(world_size=2, buckets=buckets), schedule, 0, cuts):
         before, result = result, each(result)
         verify(result, after=type(each).__name__, captured=graph, previous=before)
     return result
@@ -77,28 +77,28 @@ def test_golden(schedule: str) -> None:
     plan = plan_of("words.weight", world_size=2, buckets=buckets)
     graph = run_passes(analysed(classifier(), IDS), training_passes(plan, {"words.weight"}, 0)).graph
 
-    result = relaxed(graph, buckets, schedule, tables=("words.weight",))
+    result = overlapped(graph, buckets, schedule, tables=("words.weight",))
 
     phases = (f"# {name}\n{text(result.phases[name])}" for name in ("forward", "backward"))
-    check_golden(f"relax_{schedule}", "\n".join(phases))
+    check_golden(f"overlap_{schedule}", "\n".join(phases))
 
 
 def test_a_graph_without_a_backward_is_left_alone() -> None:
     graph = partitioned(TABLE, buckets=())
     graph = TrainingGraph(graph.module, graph.tables, {n: graph.phases[n] for n in ("unique", "ids", "forward")})
 
-    for each in relaxing_passes(plan_of(TABLE, buckets=()), "2d", 0, Cuts((), ((TABLE, 1),))):
+    for each in overlap_passes(plan_of(TABLE, buckets=()), "2d", 0, Cuts((), ((TABLE, 1),))):
         assert each(graph) is graph
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_which_schedule_relaxes_what(schedule: str) -> None:
+def test_which_schedule_overlaps_what(schedule: str) -> None:
     cuts = Cuts(((10,),), ((TABLE, 3),))
-    passes = relaxing_passes(plan_of(TABLE, buckets=(DENSE,)), schedule, 0, cuts)
+    passes = overlap_passes(plan_of(TABLE, buckets=(DENSE,)), schedule, 0, cuts)
 
-    rows, chunks = [RelaxRows(), StackRows((), 0)], ChunkBuckets(cuts.chunks)
-    split, updates = SplitRows(cuts.pieces), RelaxUpdates((DENSE,), cuts.chunks)
-    moved = [DeferRows(), AdvanceGradients()]
+    rows, chunks = [SubmitRows(), StackRows((), 0)], ChunkBuckets(cuts.chunks)
+    split, updates = SplitRows(cuts.pieces), UpdateBeforeRead((DENSE,), cuts.chunks)
+    moved = [AwaitRowsLate(), SubmitGradientsEarly()]
     expected = {
         "none": [],
         "horizontal": [*rows, chunks, updates, *moved],
@@ -123,7 +123,7 @@ def test_rows_are_submitted_and_awaited() -> None:
     buckets = (("vector", *DENSE),)
     graph = partitioned(TABLE, OTHER, buckets=buckets)
 
-    result = relaxed(graph, buckets, "vertical")
+    result = overlapped(graph, buckets, "vertical")
     forward, backward = result.phases["forward"], result.phases["backward"]
 
     assert not ops(result, "forward", "all_to_all", "lookup", "wait_tensor")
@@ -148,7 +148,7 @@ def test_each_bucket_is_submitted_and_awaited_once() -> None:
     buckets = (("vector",), DENSE, (OTHER,))
     graph = partitioned(TABLE, buckets=buckets)
 
-    result = relaxed(graph, buckets, "horizontal")
+    result = overlapped(graph, buckets, "horizontal")
 
     chunks = [f"bucket {k} [{i}]" for k in range(3) for i in range(2)]
     assert launched(result.phases["backward"], "submit_chunk") == chunks
@@ -166,7 +166,7 @@ def test_each_bucket_is_submitted_and_awaited_once() -> None:
 
 def test_a_parameter_is_awaited_just_before_its_first_reader() -> None:
     buckets = (("vector",), DENSE, (OTHER,))
-    result = relaxed(partitioned(TABLE, buckets=buckets), buckets, "horizontal")
+    result = overlapped(partitioned(TABLE, buckets=buckets), buckets, "horizontal")
     forward = result.phases["forward"]
 
     position = {node: k for k, node in enumerate(forward.graph.nodes)}
@@ -188,7 +188,7 @@ def test_what_stays_as_it_was() -> None:
     graph = partitioned(TABLE, OTHER, buckets=buckets)
     before = {name: text(module) for name, module in graph.phases.items()}
 
-    result = relaxed(graph, buckets, "horizontal")
+    result = overlapped(graph, buckets, "horizontal")
 
     assert {name: text(module) for name, module in graph.phases.items()} == before  # a pass changes copies
     assert result.module is graph.module
@@ -199,16 +199,16 @@ def test_what_stays_as_it_was() -> None:
     assert results == [Result(0)]
 
 
-def test_without_tables_and_buckets_nothing_is_relaxed() -> None:
+def test_without_tables_and_buckets_nothing_is_overlapped() -> None:
     graph = partitioned(buckets=(), forward=plain)
 
-    result = relaxed(graph, (), "horizontal")
+    result = overlapped(graph, (), "horizontal")
 
     assert {name: text(m) for name, m in result.phases.items()} == {n: text(m) for n, m in graph.phases.items()}
 
 
 def test_an_unread_table_is_no_input_of_the_backward() -> None:
-    result = relaxed(partitioned(TABLE, OTHER, buckets=(("vector", *DENSE),)), (("vector", *DENSE),), "2d")
+    result = overlapped(partitioned(TABLE, OTHER, buckets=(("vector", *DENSE),)), (("vector", *DENSE),), "2d")
 
     for module in result.phases.values():
         assert all(node.users for node, role in inputs_of(module) if isinstance(role, Parameter | Shard))

@@ -53,7 +53,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Held:
+class StepMemory:
     """The memory that a step holds, node by node.
 
     Attributes:
@@ -89,7 +89,7 @@ class Held:
         return sum(storage.nbytes for storage in self.saved)
 
 
-def held(graph: TrainingGraph) -> Held:
+def step_memory(graph: TrainingGraph) -> StepMemory:
     """The memory of a step, as its phases run it; of a graph that is not cut yet, as they will."""
     in_order, outputs, saved = _phases(graph) if graph.phases else _phases_to_be(graph)
     nodes = [node for phase in in_order for node in phase]
@@ -97,7 +97,7 @@ def held(graph: TrainingGraph) -> Held:
     memory = _memory(nodes, backward, outputs, saved, graph.expected)
     storages = list({id(storage): storage for node in nodes for storage in memory[node]}.values())
     storages += _scratch(nodes, graph.expected)
-    return Held(nodes, backward, storages, _by_time(storages, len(nodes)), memory)
+    return StepMemory(nodes, backward, storages, _by_time(storages, len(nodes)), memory)
 
 
 def _by_time(storages: Sequence[Storage], count: int) -> list[int]:

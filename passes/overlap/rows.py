@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from embrace_fx.passes.narrow import JOINS
-from embrace_fx.passes.relax.launches import Phases, erase_chain, launch_node, nodes_of, rewrite_phases
+from embrace_fx.passes.overlap.launches import Phases, erase_chain, launch_node, nodes_of, rewrite_phases
 from embrace_fx.passes.rewriter import Rewriter, first_after_placeholders
 from embrace_fx.passes.shard import short_name
 from embrace_fx.vocabulary.graph import (
@@ -40,11 +40,11 @@ embrace = torch.ops.embrace
 
 
 @dataclass(frozen=True)
-class RelaxRows:
+class SubmitRows:
     """Lets the updates of sharded tables, and their rows, run from one step into the next."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        return rewrite_phases(graph, _relax)
+        return rewrite_phases(graph, _overlap)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Route:
     saved: list[str]
 
 
-def _relax(phases: Phases) -> None:
+def _overlap(phases: Phases) -> None:
     forward, backward = phases["forward"], phases["backward"]
     routes: dict[str, _Route] = {}  # by the name of the ids that `coalesce` reads
     head = first_after_placeholders(forward.graph).prev  # the last node before what is to come first
