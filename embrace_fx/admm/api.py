@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from embrace_fx.admm.asynchronous import MASTER, Asynchronous, Master, open_lines, work
 from embrace_fx.admm.consensus import OnIteration, Run, train_in_step
 from embrace_fx.admm.lagrangian import Penalties
-from embrace_fx.admm.model import expect, write_weights
+from embrace_fx.admm.model import write_weights
 from embrace_fx.admm.progress import Stopping
-from embrace_fx.admm.setup import Own, Parallel, begin, check_patience, group_of, read_own, together
+from embrace_fx.admm.setup import Asked, Own, Parallel, begin, group_of, read_own, together
 from embrace_fx.admm.state import State
 from embrace_fx.admm.timeline import save_timeline
 from embrace_fx.runtime.launch.recorder import Recorder
@@ -51,70 +51,47 @@ def train(
         iterations: at which training ends; of a resumed one, those before it included. The master's, each an update
             of the agreed weights, where ranks are asynchronous.
         batch_size: sequences that move together, in an order that torch's global generator seeds.
-        penalties: `Penalties()` if None.
+        penalties, stopping: `Penalties()` and `Stopping()` if None.
         rescale: makes the initial weights as large as the method likes them (`start`). False: to train on from what is
             trained already.
-        stopping: `Stopping()` if None.
         validation: data to judge weights on, as `data`; the training data itself if None.
-        state: a state to resume from. In a single process and among synchronous ranks what follows is the same to the
-            bit as without a break.
-        parallel: how the ranks of `process_group` train together. None: this process trains alone.
-        process_group: the default group if None.
+        state: a state to resume from, to the same bits as without a break but for asynchronous ranks.
+        parallel, process_group: how ranks train together, of the default group if None. Without: this process alone.
         on_iteration: called with an iteration's figures.
         timeline: a file to draw all ranks' doings to, by rank 0: .svg, .html or .json.
 
-    Returns: the state after the last iteration. `state.best` is what the modules hold, `state.stopped` says why
-        training ended early.
+    Returns: the state after the last iteration: `state.best` is in the modules, `state.stopped` is why it ended early.
 
     Raises:
         ValueError: for what is not supported; in a parallel training `PeerFailure`, on every rank.
         DeadRank: a rank is gone, by its name.
         LateRank: an asynchronous worker does not arrive within the master's patience.
     """
-    penalties, stopping = penalties or Penalties(), stopping or Stopping()
+    asked = Asked(iterations, batch_size, rescale, penalties or Penalties(), stopping or Stopping(), parallel)
     communicator = Communicator(group_of(parallel, process_group))
-    in_step = not isinstance(parallel, Asynchronous)
-    trains = in_step or communicator.rank != MASTER
 
     def prepare() -> Own:
-        wanted = "no less than 0 iterations, of batches of at least 1, in admm.train()"
-        expect(iterations >= 0 and batch_size >= 1, wanted, f"{iterations} and {batch_size}", "Raise them.")
-        check_patience(communicator, parallel)
-        own = read_own(rnn, head, data, validation, trains)
+        asked.check(communicator.timeout())
+        own = read_own(rnn, head, data, validation, asked.in_step or communicator.rank != MASTER)
         if state is not None:
-            state.check_fits(own.weights, own.data if trains else None, penalties)
+            state.check_fits(own.weights, own.data if own.trains else None, asked.penalties)
         return own
 
-    def asked(own: Own) -> dict[str, str]:
-        return {
-            "iterations": str(iterations),
-            "batch_size": str(batch_size),
-            "rescale": str(rescale),
-            "penalties": str(penalties),
-            "stopping": str(stopping),
-            "parallel": str(parallel),
-            "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in own.weights.tensors()),
-            "a class for": "the last step" if len(own.data.y_MB) == 1 else "every step",
-            "a timeline": str(timeline is not None),
-            "a state": str(state is not None and (not in_step or state.iteration)),
-        }
-
-    own = together(communicator, prepare, asked)
-    state = state if state is not None else begin(communicator, own, penalties, rescale=rescale)
-    run = Run(iterations, batch_size, stopping, own.monitored, on_iteration, Recorder())
+    own = together(communicator, prepare, lambda own: asked.told(own, draws=timeline is not None, state=state))
+    state = state if state is not None else begin(communicator, own, asked.penalties, rescale=rescale)
+    run = Run(iterations, batch_size, asked.stopping, own.monitored, on_iteration, Recorder())
     recording = run.recorder.start() if timeline is not None else None
     _train(state, own, run, communicator, parallel)
     write_weights(state.best.weights, rnn, head)
     if timeline is not None and recording is not None:
-        save_timeline(timeline, communicator, run.recorder.stop(), in_step=in_step)
+        save_timeline(timeline, communicator, run.recorder.stop(), in_step=asked.in_step)
     return state
 
 
 def _train(state: State, own: Own, run: Run, communicator: Communicator, parallel: Parallel) -> None:
     """The iterations of this rank, in its part."""
     if not isinstance(parallel, Asynchronous):
-        strength = parallel.strength if parallel is not None else 0.0
-        train_in_step(state, own.data, run, communicator, strength)
+        train_in_step(state, own.data, run, communicator, parallel.strength if parallel is not None else 0.0)
         return
     lines = open_lines(communicator, own.weights.flat())
     if own.trains:

@@ -169,9 +169,8 @@ def read_data(data: tuple[Tensor, Tensor], weights: Weights, *, batch_first: boo
     expect(fits and targets.dtype == torch.int64, wanted, found, "Make them so.")
     classes, lowest, highest = len(weights.head_CG), int(targets.min()), int(targets.max())
     wanted = f"targets from 0 to {classes - 1}, as the head has {classes} outputs, {where}"
-    expect(
-        0 <= lowest <= highest < classes, wanted, f"{lowest} to {highest}", "Give the head an output for each class."
-    )
+    fits, found = 0 <= lowest <= highest < classes, f"{lowest} to {highest}"
+    expect(fits, wanted, found, "Give the head an output for each class.")
     expect(bool(inputs.isfinite().all()), f"finite inputs, {where}", "inf or nan", "Clean the data.")
     targets = targets.to(inputs.device)
     y_MB = targets[None] if targets.dim() == 1 else targets.t() if batch_first else targets

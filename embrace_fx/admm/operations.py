@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from embrace_fx.vocabulary.operation_id import OperationId
 
+# late: of a batch as a whole, so that it is shown by its name alone
 COMPUTE = FORWARD, STATES, WEIGHTS, DUALS, MEAN, FIGURES = (
-    OperationId(
-        "forward", "forward pass", "late"
-    ),  # late: of a batch as a whole, so that it is shown by its name alone
+    OperationId("forward", "forward pass", "late"),
     OperationId("backward", "states", "late"),
     *(OperationId("update", name, "late") for name in ("weights", "duals", "mean of weights", "figures")),
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -14,7 +15,7 @@ from embrace_fx.admm.asynchronous import Asynchronous
 from embrace_fx.admm.consensus import Synchronous, add_over_ranks
 from embrace_fx.admm.lagrangian import Penalties
 from embrace_fx.admm.model import Data, Weights, expect, read_data, read_weights, run_forward
-from embrace_fx.admm.progress import Best, Sums
+from embrace_fx.admm.progress import Best, Stopping, Sums
 from embrace_fx.admm.state import State
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure
@@ -33,6 +34,41 @@ class Own:
     data: Data
     monitored: Data
     trains: bool
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call of `train` asks for, which must be alike on all ranks."""
+
+    iterations: int
+    batch_size: int
+    rescale: bool
+    penalties: Penalties
+    stopping: Stopping
+    parallel: Parallel
+
+    @property
+    def in_step(self) -> bool:
+        return not isinstance(self.parallel, Asynchronous)
+
+    def check(self, timeout: timedelta | None) -> None:
+        """Raises ValueError for what makes no sense, with messages that time out after `timeout`."""
+        fits, found = self.iterations >= 0 and self.batch_size >= 1, f"{self.iterations} and {self.batch_size}"
+        expect(fits, "no less than 0 iterations, of batches of at least 1, in admm.train()", found, "Raise them.")
+        if isinstance(self.parallel, Asynchronous) and timeout is not None:  # else it ends with no name to blame
+            limit_s = timeout.total_seconds()
+            fits, found = self.parallel.patience_s <= limit_s / 2, f"{self.parallel.patience_s:g}"
+            wanted = f"a patience_s of at most half the process group's timeout, {limit_s:g} s, in admm.Asynchronous()"
+            expect(fits, wanted, found, "Lower it, or raise the timeout of init_process_group().")
+
+    def told(self, own: Own, *, draws: bool, state: State | None) -> dict[str, str]:
+        """What ranks compare, by name, that of their own data and state included."""
+        return {each.name: str(getattr(self, each.name)) for each in fields(self)} | {
+            "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in own.weights.tensors()),
+            "a class for": "the last step" if len(own.data.y_MB) == 1 else "every step",
+            "a timeline": str(draws),
+            "a state": str(state is not None and (not self.in_step or state.iteration)),
+        }
 
 
 def group_of(parallel: Parallel, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -58,16 +94,6 @@ def group_of(parallel: Parallel, process_group: dist.ProcessGroup | None) -> dis
         "Start more ranks, or lower arrivals.",
     )
     return group
-
-
-def check_patience(communicator: Communicator, parallel: Parallel) -> None:
-    """Raises ValueError where messages would time out, with no name to blame, before the master's patience ends."""
-    timeout = communicator.timeout()
-    if isinstance(parallel, Asynchronous) and timeout is not None:
-        limit_s = timeout.total_seconds()
-        wanted = f"a patience_s of at most half the process group's timeout, {limit_s:g} s, in admm.Asynchronous()"
-        remedy = "Lower it, or raise the timeout of init_process_group()."
-        expect(parallel.patience_s <= limit_s / 2, wanted, f"{parallel.patience_s:g}", remedy)
 
 
 def read_own(

@@ -84,10 +84,13 @@ def joint_move(
     return PerConstraint(*(torch.stack(each, 1) for each in zip(*(f.tensors() for f in found), strict=True)))
 
 
-def eliminate(weights: Weights, data: Data, shifted: PerConstraint, penalties: Penalties) -> PerConstraint:
+def eliminate(
+    weights: Weights, data: Data, shifted: PerConstraint, penalties: Penalties, costs: list[Tensor] | None = None
+) -> PerConstraint:
     """New shifted residuals from a forward pass, by dynamic programming over states: matrices of H x H at every step.
 
-    P and q of the cost that is still to come, P/2 ds^2 - q ds, made smaller by what each residual can take over.
+    P and q of the cost that is still to come, P/2 ds^2 - q ds, made smaller by what each residual can take over. Each P
+    is added to `costs`.
     """
     U, W, b, V, c = split(weights, data.x_NBI.shape[2])
     p1, p2, p3 = penalties.p1, penalties.p2, penalties.p3
@@ -113,6 +116,8 @@ def eliminate(weights: Weights, data: Data, shifted: PerConstraint, penalties: P
                 kept_head = Ho, g
             else:
                 kept_head = None
+            if costs is not None:
+                costs.append(P)
             D = 1 - states[n].square()
             # ds = D da + rs: the pull on ds after rs has taken its part, then on da after ra has.
             K2 = torch.linalg.inv(P + p2 * unit)

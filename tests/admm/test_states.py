@@ -65,6 +65,18 @@ def test_a_move_is_the_elimination_by_matrices_of_hidden_units(steps: int, heads
     assert_close(moved(problem), wanted)
 
 
+def test_the_elimination_has_a_rank_of_less_than_the_classes_where_the_head_reads_the_last_step() -> None:
+    """Softmax's curvature has C - 1 directions, and no step adds one: so a system of C x C is all there is to solve."""
+    ranks = []
+    for heads in (1, 9):
+        problem, costs = random_problem(4, 9, heads, scale=0.7), list[Tensor]()
+        reference.eliminate(problem.weights, problem.data, -problem.multipliers, problem.penalties, costs)
+        ranks.append({int(torch.linalg.matrix_rank(P, atol=1e-12, rtol=0.0)) for P in costs})
+    classes, hidden = len(problem.weights.head_CG), len(problem.weights.cell_HF)
+    assert ranks[0] == {classes - 1}
+    assert max(ranks[1]) == hidden > classes
+
+
 def test_both_solvers_find_the_same_move() -> None:
     problem = random_problem(3, 6, 1)
     forward = run_forward(problem.weights, problem.data.x_NBI, 1)
