@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 import tempfile
 import webbrowser
@@ -19,6 +20,7 @@ import click
 from embrace_fx.cost.links import Cluster
 
 if TYPE_CHECKING:
+    from embrace_fx.vocabulary.plan import Plan
     from embrace_fx.what_if import Forecast
 
 FACTORY = "a function without arguments that returns (model, batch) or (model, batch, optimizer)"
@@ -36,6 +38,8 @@ def main() -> None:
 @click.option(
     "--cluster", type=click.Path(exists=True, dir_okay=False), help="JSON of embrace_fx.Cluster; without: 25 Gb/s"
 )
+@click.option("--bandwidth", help="in place of a cluster file: of the links, as in 25Gb/s or 3GB/s")
+@click.option("--device", help="in place of a cluster file: what computes, as embrace_fx.cost knows it: h100")
 @click.option(
     "--schedule", default="2d", show_default=True, type=click.Choice(["2d", "horizontal", "vertical", "none"])
 )
@@ -46,7 +50,14 @@ def main() -> None:
     "--output", type=click.Path(dir_okay=False), multiple=True, help="a file: .txt, .json, or .html, .svg, .dot"
 )
 def plan(
-    factory: str, world_size: int, cluster: str | None, schedule: Any, row_updates: Any, output: tuple[str, ...]
+    factory: str,
+    world_size: int,
+    cluster: str | None,
+    bandwidth: str | None,
+    device: str | None,
+    schedule: Any,
+    row_updates: Any,
+    output: tuple[str, ...],
 ) -> None:
     """What embrace_fx would decide for FACTORY's model on any cluster: no ranks and no network are needed.
 
@@ -55,7 +66,9 @@ def plan(
     import embrace_fx  # noqa: PLC0415  (`--help` needs no torch)
 
     model, batch, optimizer = made_by(factory)
-    links = Cluster() if cluster is None else read_cluster(Path(cluster))
+    if cluster is not None and (bandwidth or device):
+        raise click.UsageError("expected --cluster, or --bandwidth and --device in place of it, found both")
+    links = as_named(bandwidth, device) if cluster is None else read_cluster(Path(cluster))
     with told_plainly():
         forecast = embrace_fx.plan(
             model,
@@ -84,20 +97,31 @@ def write(forecast: Forecast, text: str, path: Path) -> None:
     if path.suffix == ".txt":
         path.write_text(text, encoding="utf-8")
     elif path.suffix == ".json":
-        found: dict[str, Any] = {"plan": forecast.to_dict(), "sent_bytes_per_step": forecast.sent_bytes_per_step}
-        if forecast.world_size > 1:
-            found["schedule"] = asdict(forecast.schedule.diagnostics())
-            found["launch_order"] = forecast.schedule.launch_order
-        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        _write_json(forecast, path)
     else:
         forecast.schedule.save(path)  # refuses other suffixes, and names those that there are
+
+
+def _write_json(forecast: Forecast, path: Path) -> None:
+    """The schedule as a trace, which `show` and Perfetto open, with the plan in it; of one rank, the plan alone."""
+    if forecast.world_size == 1:
+        forecast.save(path)
+        return
+    forecast.schedule.save(path)
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found |= {"plan": forecast.to_dict(), "sent_bytes_per_step": forecast.sent_bytes_per_step}
+    found |= {
+        "schedule": asdict(forecast.schedule.diagnostics()),
+        "launch_order": forecast.schedule.launch_order,
+    }
+    path.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 @main.command()
 @click.argument("saved", type=click.Path(exists=True, dir_okay=False))
 @click.option("--output", type=click.Path(dir_okay=False), help="draw it there: .html or .svg; else it is opened")
 def show(saved: str, output: str | None) -> None:
-    """Opens a saved schedule or timeline in a browser, or converts one saved as .json."""
+    """Opens a saved schedule or timeline in a browser, converts one saved as .json, or prints a saved plan."""
     source = Path(saved)
     if source.suffix != ".json":
         if output is not None:
@@ -108,6 +132,9 @@ def show(saved: str, output: str | None) -> None:
     from embrace_fx.viz.reading import read_trace  # noqa: PLC0415
 
     with told_plainly():
+        if (planned := plan_in(source)) is not None:
+            click.echo(str(planned))
+            return
         schedule, timeline = read_trace(source)
         # Not beside the file: a page that was saved there knows more than one made from a .json.
         target = Path(output or Path(tempfile.mkdtemp(prefix="embrace-fx-"), f"{source.stem}.html"))
@@ -117,6 +144,16 @@ def show(saved: str, output: str | None) -> None:
     click.echo(f"wrote {target}")
     if output is None:
         _open(target)
+
+
+def plan_in(source: Path) -> Plan | None:
+    """The plan that a .json holds, as `plan.save(path)` and `plan --output` write it; None: it holds something else."""
+    from embrace_fx.vocabulary.plan import Plan  # noqa: PLC0415
+
+    try:
+        return Plan.load(source)
+    except ValueError:
+        return None
 
 
 def _open(page: Path) -> None:
@@ -192,6 +229,34 @@ def made_by(factory: str) -> tuple[Any, Any, Any]:
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise click.UsageError(f"expected {FACTORY}; {factory} returned {type(made).__name__}")
     return made if len(made) == 3 else (*made, None)
+
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT])(b|bit|B)(?:/s|ps)", re.IGNORECASE)
+
+
+def as_named(bandwidth: str | None, device: str | None) -> Cluster:
+    """A cluster of links and devices as they are called; what is not named is `Cluster`'s own.
+
+    >>> as_named("25Gb/s", None) == Cluster()
+    True
+    >>> as_named("3 GB/s", "h100").compute.launch_ms
+    0.005
+    """
+    from embrace_fx.cost.devices import DEVICES  # noqa: PLC0415
+
+    rate = Cluster().bandwidth_bytes_per_ms
+    if bandwidth is not None:
+        found = _RATE.fullmatch(bandwidth.strip())
+        if found is None or not float(found[1]):
+            raise click.UsageError(f"expected a rate such as 25Gb/s or 3GB/s, in --bandwidth, found {bandwidth!r}")
+        power = "KMGT".index(found[2].upper()) + 1
+        rate = float(found[1]) * 1000**power / (1 if found[3] == "B" else 8) / 1000
+    if device is None:
+        return Cluster(bandwidth_bytes_per_ms=rate)
+    known = {name.lower(): each for name, each in DEVICES.items()}
+    if device.lower() not in known:
+        raise click.UsageError(f"expected one of {', '.join(DEVICES)}, in --device, found {device!r}")
+    return known[device.lower()].cluster(rate)
 
 
 def read_cluster(path: Path) -> Cluster:

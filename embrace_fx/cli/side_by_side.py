@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from statistics import median
@@ -67,15 +68,24 @@ def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | Non
         optimizer = optimizer or _sgd(model)
         compiled = embrace_fx.compile(model, optimizer=optimizer)
         own = Contender(compiled, optimizer, batch)
-        for each in (ddp, own):
+        turns = -(-steps // STEPS_PER_TURN)
+        for name, each in (("DDP", ddp), ("embrace_fx", own)):
+            _progress(f"{name}: {WARM_UP_STEPS} steps to warm up")
             each.train(WARM_UP_STEPS)
-        for turn in range(-(-steps // STEPS_PER_TURN)):
+        for turn in range(turns):
+            _progress(f"turn {turn + 1} of {turns}, {STEPS_PER_TURN} steps of each")
             for each in (ddp, own) if turn % 2 == 0 else (own, ddp):
                 each.turn(STEPS_PER_TURN)
         compiled.synchronize()
         return _told(ddp, own, compiled)
     finally:
         dist.destroy_process_group()
+
+
+def _progress(what: str) -> None:
+    """A line of rank 0 on stderr: what stdout is given stays what was asked for."""
+    if dist.get_rank() == 0:
+        print(f"bench: {what}", file=sys.stderr, flush=True)
 
 
 def loss_of(results: Any) -> Tensor:

@@ -74,8 +74,9 @@ class Origin:
         return RuntimeError(
             f"expected of {self} what a rank can tell of its own part or add up with the others (element-wise, by "
             f"rows, norm, sum, mean, max, min, any, all), found {asked}: this rank has only its part. Call "
-            ".full_tensor() of it on every rank for the whole tensor, model.full_state_dict() for all of them, or keep "
-            f"the table whole: strategy={{{self.name!r}: 'allreduce'}}."
+            ".full_tensor() of it on every rank for the whole tensor, model.full_state_dict() for all of them, run or "
+            "export what needs whole tables `with model.whole():`, or keep the table whole: "
+            f"strategy={{{self.name!r}: 'allreduce'}}."
         )
 
 

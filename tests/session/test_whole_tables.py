@@ -75,3 +75,25 @@ def _too_large(rank: int, world_size: int) -> str:
 def test_tables_that_do_not_fit_are_refused_on_every_rank() -> None:
     first, second = run_ranks(2, _too_large)
     assert first == second
+
+
+def _exported(rank: int, world_size: int) -> tuple[list[tuple[int, ...]], str]:
+    model: Any = Classifier()
+    compiled = embrace_fx.compile(model, strategy="alltoall")
+    batch = labelled(0, rank)
+    compiled(*batch).backward()
+    compiled.zero_grad()
+    with pytest.raises(RuntimeError) as raised:
+        torch.export.export(model, batch)
+    with compiled.whole() as plain:
+        exported = torch.export.export(plain, batch)
+        torch.testing.assert_close(exported.module()(*batch), plain(*batch))
+    return [tuple(value.shape) for value in exported.state_dict.values()], str(raised.value)
+
+
+@pytest.mark.long
+def test_a_model_is_exported_whole_or_not_at_all() -> None:
+    for shapes, refused in run_ranks(2, _exported):
+        assert shapes == [tuple(value.shape) for value in Classifier().state_dict().values()]
+        assert "rows.weight" in refused
+        assert "`with model.whole():`" in refused

@@ -69,8 +69,24 @@ def test_a_plan_in_every_form_and_its_pictures_converted(folder: Path) -> None:
     assert found["plan"]["decisions"][0]["strategy"] == "alltoall"
     assert found["plan"]["links"]["bandwidth_bytes_per_ms"] == 1e4
     assert found["schedule"]["step_ms"] > 0
+    assert "wrote again.svg" in run("show", "plan.json", "--output", "again.svg")
     assert "table.weight" in (folder / "plan.html").read_text()
     assert (folder / "plan.svg").read_text().startswith("<svg")
+
+
+def test_links_and_devices_are_named_in_place_of_a_file(folder: Path) -> None:
+    named = ("--bandwidth", "80Mb/s", "--device", "h100")
+    assert "wrote plan.json" in run("plan", "made_here:make", *named, "--output", "plan.json")
+    links = json.loads((folder / "plan.json").read_text())["plan"]["links"]
+    assert links["bandwidth_bytes_per_ms"] == 1e4
+    assert links["compute"]["launch_ms"] == 0.005
+    for wrong in (("--bandwidth", "25"), ("--bandwidth", "0Gb/s"), ("--device", "h1")):
+        assert f"found {wrong[1]!r}" in run("plan", "made_here:make", *wrong, status=2)
+
+
+def test_a_saved_plan_is_shown(folder: Path) -> None:
+    run("plan", "made_here:make", "--world-size", "1", "--output", "plan.json")
+    assert "embrace_fx plan, 1 rank(s)" in run("show", "plan.json")
 
 
 def test_a_trace_becomes_a_page_with_the_same_figures(folder: Path) -> None:
