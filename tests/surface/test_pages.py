@@ -25,18 +25,28 @@ from tests.support import timelines
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-SCRIPTS = ("index", "reading", "command-line")
-LONG_SCRIPTS = ("checkpoints", "models")
-"""Pages with snippets that are programs: they import what they use."""
+LONG_PROGRAMS = ("ask.py", "bags.py", "bert.py", "recommender.py", "save.py")
+"""Titles of snippets that take seconds; a snippet that begins with an import is a program."""
 FRAGMENTS = ("admm", "index", "memory", "operations", "reading", "scheduling", "strategies")
 """Pages with parts of a program that the reader knows; `tests/training/test_from_ddp.py` has one more."""
 
 
-def snippets_of(page: str, *, programs: bool) -> list[str]:
-    found = re.findall(
-        r"^```python[^\n]*\n(.*?)^```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL | re.M
-    )
-    return [each for each in found if each.startswith(("import ", "from ")) == programs or page == "admm"]
+def snippets() -> list[tuple[str, str, str]]:
+    """(page, title, text) of every block of Python; the title is empty where a block has none."""
+    block = re.compile(r'^```python(?: title="(.*?)")?\n(.*?)^```', re.DOTALL | re.M)
+    pages = sorted(DOCS.glob("*.md"))
+    return [(page.stem, *found) for page in pages for found in block.findall(page.read_text(encoding="utf-8"))]
+
+
+def is_program(page: str, text: str) -> bool:
+    return page != "admm" and text.startswith(("import ", "from "))
+
+
+PROGRAMS = [
+    pytest.param(page, text, id=title or page, marks=[pytest.mark.long] if title in LONG_PROGRAMS else [])
+    for page, title, text in snippets()
+    if is_program(page, text)
+]
 
 
 def test_the_site_is_built_without_warnings_and_its_links_lead_somewhere(tmp_path: Path) -> None:
@@ -50,15 +60,16 @@ def test_the_site_is_built_without_warnings_and_its_links_lead_somewhere(tmp_pat
     assert "WARNING" not in done.stderr
     pages = {path.stem for path in DOCS.glob("*.md")}
     assert {path.stem for path in (tmp_path / "site").glob("*.html")} == pages | {"404"}
-    reference = (tmp_path / "site" / "reference.html").read_text(encoding="utf-8")
+    reference = (tmp_path / "site" / "errors.html").read_text(encoding="utf-8")
     assert "dense gradients are reduced and applied until" in re.sub(r"\s+", " ", reference)
     assert not re.findall(r'(?:src|href)="https?://(?!squidfunk|www\.mkdocs)', reference)  # it opens without a network
 
 
 def test_every_page_with_snippets_is_tried() -> None:
-    with_snippets = {path.stem for path in DOCS.glob("*.md") if "```python" in path.read_text(encoding="utf-8")}
+    fragments = {page for page, _, text in snippets() if not is_program(page, text)}
 
-    assert with_snippets == {*SCRIPTS, *LONG_SCRIPTS, *FRAGMENTS, "from_ddp"}
+    assert fragments == {*FRAGMENTS, "from_ddp"}
+    assert set(LONG_PROGRAMS) < {title for page, title, text in snippets() if is_program(page, text)}
 
 
 PAGES = (*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
@@ -86,13 +97,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     logger.setLevel(level)
 
 
-@pytest.mark.parametrize("page", [*SCRIPTS, *(pytest.param(each, marks=pytest.mark.long) for each in LONG_SCRIPTS)])
-def test_what_a_page_shows_runs(page: str, here: Path) -> None:
-    if page == "models":
+@pytest.mark.parametrize(("page", "program"), PROGRAMS)
+def test_what_a_page_shows_runs(page: str, program: str, here: Path) -> None:
+    if "transformers" in program:
         pytest.importorskip("transformers", reason="of the extra `test`")
-    for snippet in snippets_of(page, programs=True):
-        # As a script of its own: modules are looked up by the classes that they define.
-        exec(compile(snippet, f"{page}.md", "exec"), {"__name__": "__page__"})
+    # As a script of its own: modules are looked up by the classes that they define.
+    exec(compile(program, f"{page}.md", "exec"), {"__name__": "__page__"})
 
 
 def reader(*, compiled: bool) -> dict[str, Any]:
@@ -132,9 +142,9 @@ def reader(*, compiled: bool) -> dict[str, Any]:
     "page", [pytest.param(each, marks=[pytest.mark.long] if each != "operations" else []) for each in FRAGMENTS]
 )
 def test_what_a_page_quotes_runs(page: str, here: Path) -> None:
-    snippets = snippets_of(page, programs=False)
-    assert snippets
-    for snippet in snippets:
+    fragments = [text for of, _, text in snippets() if of == page and not is_program(page, text)]
+    assert fragments
+    for snippet in fragments:
         program = re.sub(r"^( +)\.\.\.$", r"\1step()", snippet, flags=re.M)
         # Each compilation of a model is of a model of its own.
         parts = program.splitlines() if program.startswith("model = embrace_fx.compile") else [program]
@@ -146,13 +156,13 @@ def test_what_a_page_quotes_runs(page: str, here: Path) -> None:
 
 
 def commands_of_the_page() -> list[str]:
-    text = (DOCS / "command-line.md").read_text(encoding="utf-8")
+    text = (DOCS / "reading.md").read_text(encoding="utf-8")
     return re.findall(r"^\$ (.*)$", text, re.M)
 
 
 def with_files_of_the_page(folder: Path) -> None:
     """What the page's commands read: files that it shows, and a saved timeline."""
-    text = (DOCS / "command-line.md").read_text(encoding="utf-8")
+    text = (DOCS / "reading.md").read_text(encoding="utf-8")
     for name, content in re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', text, re.DOTALL | re.M):
         (folder / name).write_text(content, encoding="utf-8")
     schedule = timelines.schedule()
@@ -160,7 +170,7 @@ def with_files_of_the_page(folder: Path) -> None:
         save(folder / f"timeline.{suffix}", schedule=schedule, timeline=timelines.timeline(schedule))
 
 
-def test_the_command_line_page_has_every_command_and_they_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_has_every_command_and_they_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_files_of_the_page(here)
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
