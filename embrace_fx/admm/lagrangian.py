@@ -23,7 +23,7 @@ from embrace_fx.admm.model import PerConstraint, expect
 
 @dataclass(frozen=True)
 class Penalties:
-    """How dearly a move is paid for. The defaults were chosen on three tasks at once, by seeds that judge nothing.
+    """Prices of a move. The defaults were chosen on three tasks at once, by seeds that judge nothing.
 
     Attributes:
         p1, p2, p3: of the residuals of a, s and o, per sequence.

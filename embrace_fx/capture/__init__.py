@@ -68,11 +68,11 @@ class Captured:
         return replace(self, guard=_guard(self.fakes)) if self.fakes else self
 
     def inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """What the graph takes for a batch: its flattened arguments, and tensors read from objects."""
+        """Lists the graph's inputs for a batch: its flattened arguments, and tensors read from objects."""
         return leaves if self.replay is None else [*leaves, *self.replay.read_states()]
 
     def results(self, results: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the forward returns, from the graph's flattened results; does what the forward does besides."""
+        """Rebuilds the forward's results from the graph's flattened ones, and replays the forward's side effects."""
         own = pytree.tree_unflatten(results, self.result_spec)
         return own if self.replay is None else self.replay(own, args, kwargs)
 

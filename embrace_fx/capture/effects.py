@@ -32,7 +32,7 @@ _NO_CONSTANT = object()
 
 @dataclass
 class Effects:
-    """What Dynamo has found that a forward does besides returning results.
+    """Side effects of a forward, as Dynamo has found them.
 
     Attributes:
         objects: whose attributes or items it writes, as Dynamo names them.
@@ -184,7 +184,7 @@ def _found(name: str, scope: Mapping[str, Any]) -> Any:
 
 
 def state_inputs(graph: torch.fx.Graph, itself: str) -> dict[int, str]:
-    """Which placeholders of Dynamo's graph are tensors read from objects: position -> expression."""
+    """Finds placeholders of Dynamo's graph that are tensors read from objects: position -> expression."""
     sources = [node._dynamo_source.name for node in graph.nodes if node.op == "placeholder"]
     return {
         position: name.replace(itself, "L['self']")

@@ -50,7 +50,7 @@ class RefusedError(CaptureError):
 
 
 def explained(model: nn.Module, error: Exception, raised: Exception | None) -> CaptureError:
-    """What is said of a capture that has failed.
+    """Makes the error that tells the user of a failed capture.
 
     Args:
         error: what it raised.
@@ -91,7 +91,7 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
 
 
 def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-    """What the forward itself raises on a batch, where a failed capture looks like it; None where it raises nothing.
+    """Runs the forward to find the error that it raises by itself, where a failed capture looks like one; None: none.
 
     The forward runs once, without gradients: buffers and random numbers are as they were, and nothing is sent.
     """

@@ -76,7 +76,7 @@ class DynamoGuards:
 
 
 def name_of_model(model: nn.Module) -> str:
-    """How Dynamo calls the model, among the locals of its forward."""
+    """Returns Dynamo's name for the model, among the locals of its forward."""
     code = traced_function(model).__code__
     return f"L[{code.co_varnames[0]!r}]" if code.co_argcount else "L['args'][0]"  # decorated: the first of `*args`
 
@@ -88,7 +88,7 @@ def traced_function(model: nn.Module) -> types.FunctionType:
 
 
 def dynamo_guards(gm: fx.GraphModule, model: nn.Module) -> DynamoGuards:
-    """What Dynamo has guarded besides arguments, parameters, buffers and modes, while it made a graph of a model."""
+    """Collects Dynamo's guards of a traced model, besides those of arguments, parameters, buffers and modes."""
     flatten: Any = gm._dynamo_bytecode_flatten
     output = flatten.out.graph_capture_output.output_graph
     function, itself = traced_function(model), name_of_model(model)
@@ -141,7 +141,7 @@ class _Checks(CheckFunctionManager):
 
 
 def _value(builder: Any, guard: Any) -> object:
-    """What is guarded; None where the guard is on its absence."""
+    """Reads the guarded value; None: the guard is on its absence."""
     try:
         found: object = builder.get(guard.originating_source)
     except Exception:  # whatever reading what is not there raises
@@ -152,7 +152,7 @@ def _value(builder: Any, guard: Any) -> object:
 def _values(
     output: Any, function: types.FunctionType, model: nn.Module, itself: str, cells: Mapping[str, Any]
 ) -> ReadValues:
-    """Of what Dynamo has guarded, numbers and texts by value, and tensors by identity."""
+    """Collects the guarded values: numbers and texts by value, tensors by identity."""
     names = []
     for guard in output.guards:
         name = _OF_NUMPY.sub(r"\1", guard.name.replace(itself, "L['self']"))

@@ -79,7 +79,7 @@ def _cannot(function: Any) -> NoReturn:
 
 
 def _as_now(value: Any) -> Any:
-    """What is printed of a value: a list may be written before it is printed, its text may not."""
+    """Fixes the text that is printed of a value: a list may be written before it is printed, its text may not."""
     if isinstance(value, _AS_THEY_ARE):
         return value
     if isinstance(value, variables.ListVariable) and all(isinstance(each, _AS_THEY_ARE) for each in value.items):

@@ -22,7 +22,7 @@ _OF_CLASS = re.compile(r"dict\(type\((L\['self'\].*)\)\.__dict__\)\['(\w+)'\]")
 
 
 class Conditions(Protocol):
-    """What must hold for a captured graph to be the forward's."""
+    """Conditions under which a captured graph still is the forward's."""
 
     def hold(self) -> bool:
         """Whether all of it is what it was at the capture."""
@@ -52,7 +52,7 @@ class ReadValues:
 
     @staticmethod
     def of(names: Iterable[str], scope: Mapping[str, Any]) -> ReadValues:
-        """Of the expressions, those whose values can be compared."""
+        """Reads those of the expressions whose values can be compared."""
         return ReadValues._of(names, dict(scope), _comparable)
 
     @staticmethod
@@ -120,7 +120,7 @@ class NumbersOfTensors:
 
     @staticmethod
     def of_graph(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> NumbersOfTensors:
-        """Of Dynamo's graph, which has the reads as calls.
+        """Finds the tensors whose numbers Dynamo's graph reads by calls such as `.item()`.
 
         Args:
             constants: the tensors that some of its inputs stand for.
@@ -167,8 +167,8 @@ class Both:
 
 
 def _of_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
-    """What stands in a class, as its instance has it, which may have its own; but a property runs where it is read, and
-    may write (spectral normalisation moves its buffers)."""
+    """Turns an expression that reads a class into one that reads its instance, which may have a value of its own. It
+    leaves a property, which runs where it is read, and may write (spectral normalisation moves its buffers)."""
     whole, instance, name = match[0], match[1], match[2]
     try:
         found = inspect.getattr_static(eval(f"type({instance})", scope), name)

@@ -90,7 +90,7 @@ and at every look at a tensor."""
 
 @dataclass(frozen=True)
 class _Stack:
-    """What all layers of one recurrent network share."""
+    """Options that all layers of one recurrent network share."""
 
     cell: str
     kernel: str | None

@@ -36,7 +36,7 @@ from embrace_fx.capture.rnn_mode import WHOLE, KeepRnnWhole
 
 @dataclass
 class Traced:
-    """What tracing yields.
+    """A traced model: its graph, and all that a call needs beside it.
 
     Attributes:
         joint: forward and backward, or the forward alone, as AOTAutograd leaves it: inputs and outputs have
@@ -188,7 +188,7 @@ def _traced(model: nn.Module, read: _Read) -> Traced:
 
 
 def _numbers_read(graph: fx.Graph, itself: str, values: ReadValues) -> NumbersOfTensors:
-    """Of Dynamo's graph: its inputs are what the forward reads of the model and of globals, too."""
+    """Finds tensors whose numbers Dynamo's graph reads; its inputs include those of the model and of globals."""
     inputs, found = graph.find_nodes(op="placeholder"), dict(zip(values.names, values.values, strict=True))
     tensors = {inputs[k]: found.get(name) for k, name in state_inputs(graph, itself).items()}
     return NumbersOfTensors.of_graph(graph, {node: each for node, each in tensors.items() if isinstance(each, Tensor)})
@@ -196,7 +196,7 @@ def _numbers_read(graph: fx.Graph, itself: str, values: ReadValues) -> NumbersOf
 
 @dataclass
 class _Read:
-    """What Dynamo has found of a forward.
+    """A forward as Dynamo has read it.
 
     Attributes:
         gm: its graph.

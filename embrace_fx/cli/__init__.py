@@ -59,7 +59,7 @@ def plan(
     row_updates: Any,
     output: tuple[str, ...],
 ) -> None:
-    """What embrace_fx would decide for FACTORY's model on any cluster: no ranks and no network are needed.
+    """Predicts the plan and the step of FACTORY's model on any cluster, without ranks and without a network.
 
     FACTORY is module:function, a function without arguments that returns (model, batch) or (model, batch, optimizer).
     """
@@ -274,7 +274,7 @@ def read_cluster(path: Path) -> Cluster:
 
 @contextmanager
 def told_plainly() -> Iterator[None]:
-    """What was asked wrongly is told in a line, without a traceback."""
+    """Turns an error of the user's into one line, without a traceback."""
     try:
         yield
     except (ValueError, RuntimeError) as error:

@@ -27,7 +27,7 @@ OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found.
+    """The outcome of one check.
 
     Attributes:
         subject: what was looked at.
@@ -55,7 +55,7 @@ def versions(_: Environment) -> Finding:
 
 
 def backends(_: Environment) -> Finding:
-    """What can carry messages for the devices that there are."""
+    """Checks that gloo or NCCL can carry messages between the devices of this machine."""
     if not dist.is_available():
         return Finding("backends", "fails", "torch without torch.distributed", "install a build of torch that has it")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -71,7 +71,7 @@ def backends(_: Environment) -> Finding:
 
 
 def compiler(environment: Environment) -> Finding:
-    """What `backend="inductor"` calls on a CPU."""
+    """Checks for a C++ compiler, which `backend="inductor"` calls on a CPU."""
     asked = environment.get("CXX")
     for name in (asked,) if asked else ("g++", "c++", "clang++"):
         if path := shutil.which(name, path=environment.get("PATH")):
@@ -83,7 +83,7 @@ def compiler(environment: Environment) -> Finding:
 
 
 def triton(_: Environment) -> Finding:
-    """What kernels on a GPU are written in."""
+    """Checks for Triton, in which the kernels of a GPU are written."""
     there = util.find_spec("triton") is not None
     if not torch.cuda.is_available():
         return Finding("Triton", "works", "not needed without a CUDA device")
@@ -107,7 +107,7 @@ def launch(environment: Environment) -> Finding:
 
 
 def meeting_place(environment: Environment) -> Finding:
-    """Where the ranks meet has an address."""
+    """Checks that `MASTER_ADDR`, where ranks meet, can be resolved."""
     host = environment.get("MASTER_ADDR")
     if host is None:
         return Finding("meeting place", "works", "none is needed for a single process")
@@ -159,7 +159,7 @@ CHECKS: tuple[Callable[[Environment], Finding], ...] = (
 
 
 def examine(environment: Environment) -> list[Finding]:
-    """What every check finds, in order."""
+    """Runs every check, in order."""
     return [check(environment) for check in CHECKS]
 
 

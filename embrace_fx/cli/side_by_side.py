@@ -52,7 +52,7 @@ class Contender:
 
 
 def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | None]], steps: int) -> list[str]:
-    """What both took, in lines. Collective; starts the process group and ends it.
+    """Times both systems, and returns lines to print. Collective; starts the process group and ends it.
 
     Args:
         make: model, batch and optimizer, anew at each call; None: SGD.
@@ -89,7 +89,7 @@ def _progress(what: str) -> None:
 
 
 def loss_of(results: Any) -> Tensor:
-    """What is trained on: the result itself, its `loss`, or the first scalar in it."""
+    """Finds the loss in a model's results: the result itself, its `loss`, or the first scalar in it."""
     if isinstance(found := getattr(results, "loss", None), Tensor):
         return found
     scalars = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor) and leaf.dim() == 0]

@@ -294,7 +294,7 @@ def agree_on_first_call(announcements: Announcements, failure: Exception | None,
 
 
 def runs_eagerly_for(failure: Exception | None, route: str | None) -> str:
-    """Why a forward that could not be captured is to run as it is written, in a line; "" where it is not."""
+    """Tells why a forward that could not be captured runs as it is written; "": it does not."""
     if route == "graph" or not isinstance(failure, CaptureError) or failure.raised is not None:
         return ""
     return failure.reason

@@ -66,7 +66,7 @@ class Graphs(Mapping[str, fx.GraphModule]):
         return "\n".join(f"# {phase}\n{_readable(module)}" for phase, module in self._parts(name).items())
 
     def diff(self, first: str, second: str) -> str:
-        """What is different between two graphs, as a unified diff; nothing where they are the same.
+        """Compares two graphs as a unified diff, which is empty where they are the same.
 
         Raises:
             KeyError: there is no graph of that name.

@@ -16,7 +16,7 @@ from embrace_fx.vocabulary.schedule import Operation, Schedule, Span, StepGraph,
 
 
 def read_trace(path: str | os.PathLike[str]) -> tuple[Schedule | None, Timeline | None]:
-    """What was predicted and what was measured, as far as a saved `.json` has it.
+    """Reads prediction and measurement from a saved `.json`, as far as it has them.
 
     Raises:
         ValueError: there is no such file, or it is no trace of embrace_fx.

@@ -59,7 +59,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Where a time is; those outside are at the border. `start_ms` and `end_ms` are counted from `origin_ms`."""
+    """Maps a time to its x; times outside go to the border. `start_ms` and `end_ms` are counted from `origin_ms`."""
 
     origin_ms: float
     start_ms: float

@@ -66,7 +66,7 @@ def is_element_wise(kind: type[Optimizer]) -> bool:
 
 
 def not_element_wise(kind: type[Optimizer]) -> str:
-    """Why tables stay whole under such a class."""
+    """Tells the user why tables stay whole under an optimizer class."""
     if kind.__module__.startswith("torch.optim.") or "element_wise" in vars(kind):
         return f"{kind.__name__} is not element-wise: it needs whole tables"
     return (
@@ -134,7 +134,7 @@ def row_update_blocker(
     *,
     kind: type[Optimizer] | None = None,
 ) -> str | None:
-    """Why the tables of a param group cannot be updated by rows with the required semantics.
+    """Tells why the tables of a param group cannot be updated by rows with the required semantics.
 
     The answer can change while training, because schedulers write momentum, betas and weight decay too: asking again
     costs a few comparisons and reads no tensor.
