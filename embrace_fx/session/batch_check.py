@@ -20,7 +20,7 @@ from embrace_fx.vocabulary.plan import Plan
 def batch_check(
     setting: Setting, plan: Plan, graph: TrainingGraph, calls: TrainingCalls, *, train: bool
 ) -> Callable[[Sequence[Any]], str | None]:
-    """What looks at the ids of data-parallel tables, ahead of the announcement; it tells those of shards anyway.
+    """Makes the check of whole tables' ids, which runs ahead of the announcement. That one checks ids of shards.
 
     An id outside its table is a failure. Of tables that are watched, every few steps, the rows read are counted.
     """

@@ -22,7 +22,7 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 
 @dataclass(frozen=True)
 class ForwardBuffers:
-    """What one program does about buffers.
+    """Two calls by which one program shares buffers.
 
     Attributes:
         tell: called before the announcement, which says what this rank would share.
@@ -53,7 +53,7 @@ class BufferSharing:
     def of_forward(
         self, graph: TrainingGraph, assigned: frozenset[str], *, train: bool, reduce: bool
     ) -> ForwardBuffers:
-        """What a forward of the graph does.
+        """Makes the calls by which a forward of the graph shares buffers.
 
         Args:
             assigned: buffers in whose place the forward puts others.

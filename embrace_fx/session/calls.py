@@ -59,7 +59,7 @@ class Kinds(dict[Any, Kind]):
 
 
 def kind_key(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
-    """What calls of one kind have in common; `modes`: which modules train."""
+    """Makes the key that calls of one kind share; `modes`: which modules train."""
     signature = tuple(
         (leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
         for leaf in leaves

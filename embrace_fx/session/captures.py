@@ -112,7 +112,7 @@ def _changed(captured: Captured, leaves: Sequence[Any]) -> tuple[str, Any, Any] 
 
 
 def _varying(kind: Kind, dynamic: bool | None) -> frozenset[tuple[int, int]]:
-    """Which sizes of the last call may vary, (index among its arguments, dimension): all, none, or those that have.
+    """Finds the sizes of the last call that may vary, (index of argument, dimension): all, none, or those that have.
 
     Where any has, the first sizes may as well: a loader whose lengths vary ends in a batch that is short. A first size
     that is as large as one that has varied would be taken for the same by torch, and stays a number.

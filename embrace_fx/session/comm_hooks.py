@@ -63,7 +63,7 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
 
 
 def told_of(communicator: Communicator) -> str:
-    """What a report says of communication hooks."""
+    """Describes the communication hook, for a report."""
     if communicator.comm_hook is not None:
         return f"gradients are reduced by {communicator.comm_hook.name}, within the backward\n"
     if communicator.gradient_dtype is None:

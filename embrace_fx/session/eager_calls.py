@@ -94,7 +94,7 @@ class EagerCalls:
         return results
 
     def variant(self, *, train: bool) -> Variant:
-        """What stands for a captured call."""
+        """Returns the variant that stands for a captured call, and makes it at first."""
         trained = self._trained()
         kind = self._kinds["eager", tuple(trained), train]
         if not kind.variants:

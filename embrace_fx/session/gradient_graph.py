@@ -74,7 +74,7 @@ def captured_of(graph: TrainingGraph) -> Captured:
 
 
 def lookup_tables(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Those of the parameters that are weights of lookup layers."""
+    """Finds the parameters that are weights of lookup layers."""
     layers = (nn.Embedding, nn.EmbeddingBag)
     weights = {id(module.weight) for module in model.modules() if isinstance(module, layers)}
     return [name for name, parameter in model.named_parameters() if name in names and id(parameter) in weights]

@@ -130,7 +130,7 @@ class Idling:
 
 
 class Joined(JoinHook):
-    """What torch's `Join` calls on a rank that has run out of batches."""
+    """The hook that torch's `Join` calls on a rank that has run out of batches."""
 
     def __init__(self, idling: Idling, *, divides_by_all: bool) -> None:
         self._idling = idling

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 
 class Lookahead:
-    """What a training loop reads its batches through.
+    """Yields a training loop's batches, and reads the loader one batch ahead.
 
     Args:
         at_end: called when a loop has read its last batch and comes back for more, or is left: no batch is known then.

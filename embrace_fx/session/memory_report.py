@@ -36,7 +36,7 @@ def memory_report(held: StepMemory, model: nn.Module, optimizers: Sequence[Optim
 
 
 def tables_report(tables: Mapping[str, RowTable], ranks: int) -> str:
-    """What each sharded table takes of a rank's memory, predicted of any rank and measured of this one."""
+    """Prints the bytes of each sharded table, predicted for any rank and measured on this one."""
     rows: list[tuple[str, ...]] = [("", "parameters", "gradient", "state", "parameters", "gradient", "state")]
     for name, table in tables.items():
         numbers = (*table.predicted_bytes(ranks), *table.held_bytes())
@@ -47,7 +47,7 @@ def tables_report(tables: Mapping[str, RowTable], ranks: int) -> str:
 
 
 def line(held: StepMemory) -> str:
-    """What is held by time, as one line of text."""
+    """Draws the bytes held over a step as one line of text."""
     if not held.by_time or not held.peak_bytes:
         return ""
     width = min(SAMPLES, len(held.by_time))

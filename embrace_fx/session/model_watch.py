@@ -15,7 +15,7 @@ OTHER_PARAMETERS = (
 
 
 class ModelWatch:
-    """What programs take for given of a model, asked at each call.
+    """Checks at each call whether a model still is as its programs were built for.
 
     Which modules there are and what their methods are decides what the forward does; which parameters there are decides
     what is exchanged. What the forward reads besides, captures guard by themselves.
@@ -57,7 +57,7 @@ class ModelWatch:
         )
 
     def modes(self) -> tuple[bool, ...]:
-        """Which modules train."""
+        """Reads the training mode of every module."""
         return tuple([module.training for module in self._modules])
 
     def modules_changed(self) -> bool:
@@ -65,7 +65,7 @@ class ModelWatch:
         return self._now() != self._were or self._root() != self._root_was
 
     def refusal(self) -> RuntimeError | None:
-        """What is wrong where there are other parameters than before; None where there are not."""
+        """Makes the error for a model with other parameters than before; None: they are the same."""
         name = self.parameters_changed()
         return None if name is None else RuntimeError(OTHER_PARAMETERS.format(name))
 
@@ -84,7 +84,7 @@ class ModelWatch:
         return [*map(tuple, map(_values, self._children))], [kind.forward for kind in self._kinds]
 
     def _root(self) -> tuple[Any, ...]:
-        """What the model's own call goes through; that of its modules, captures guard."""
+        """Reads the model's own forward and hooks. Captures guard those of its modules."""
         root = self._model
         hooks = root._forward_pre_hooks, root._forward_hooks, root._backward_pre_hooks, root._backward_hooks
         return root.forward, *map(tuple, hooks)
@@ -94,5 +94,5 @@ class ModelWatch:
 
 
 def _values(named: Any) -> Any:
-    """What a module holds by name: TorchScript's modules hold it in a dict of their own."""
+    """Lists the values of a module's dict of members; TorchScript's modules have a dict of their own kind."""
     return named.values()

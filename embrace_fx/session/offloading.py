@@ -20,7 +20,7 @@ from embrace_fx.setup.setting import Setting
 
 @dataclass(frozen=True)
 class Offloading:
-    """What copies values out of a model's memory and back; None: nothing does.
+    """The copies out of a model's memory and back, and their rate; without copies nothing is offloaded.
 
     Attributes:
         rate: of the slowest rank, so that all decide alike.
@@ -31,7 +31,7 @@ class Offloading:
 
     @classmethod
     def of(cls, setting: Setting, compute: Compute) -> Offloading:
-        """What a setting asks for, measured. Collective where it asks for any.
+        """Makes the copies that a setting asks for, and measures their rate. Collective where it asks for any.
 
         Args:
             compute: what estimates of the step are made with. Only their proportions are right, and a copy's to them

@@ -31,7 +31,7 @@ class ParameterWatch:
         self._look(self._now())
 
     def refusal(self) -> RuntimeError | None:
-        """What is wrong where a dtype has changed; None where none has."""
+        """Makes the error for a parameter whose dtype has changed; None: none has."""
         name = self.converted()
         return None if name is None else RuntimeError(CONVERTED.format(name))
 

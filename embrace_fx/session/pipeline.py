@@ -49,7 +49,7 @@ class Compiled:
     ms: dict[str, float] = field(default_factory=dict)
 
     def times(self) -> str:
-        """What each pass took, a line each."""
+        """Prints the milliseconds of each pass, a line each."""
         return "\n".join(f"{ms:10.2f} ms  {name}" for name, ms in self.ms.items())
 
 
@@ -98,7 +98,7 @@ def training_passes(
 
 
 def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pass, ...]:
-    """What follows on `training_passes` where communication runs into the next step.
+    """Lists the passes behind `training_passes` that let communication run into the next step.
 
     Args:
         schedule: one of `embrace_fx.vocabulary.schedule.SCHEDULES`.

@@ -72,7 +72,7 @@ class PlanInUse:
 
     @property
     def flow(self) -> Flow | None:
-        """What runs from one step into the next; None before the first training program, and on one rank."""
+        """The communication between steps; None before the first training program, and on one rank."""
         return self._setting.stepping.flow
 
     def _in_use(self) -> Plan:
@@ -249,7 +249,7 @@ class PlanInUse:
             tell("planned again %s", told)
 
     def updates(self) -> tuple[Updates, Updates]:
-        """What may be pending between calls: of dense parameters, and of tables."""
+        """Makes the two kinds of pending updates between calls: of dense parameters, and of tables."""
         state, lock = self._setting.state, self._setting.state.pending.lock
 
         def dense() -> Iterable[nn.Parameter]:
@@ -271,7 +271,7 @@ class PlanInUse:
         return Updates(dense, apply_dense, lock), of_tables
 
     def late_optimizers(self) -> list[Optimizer]:
-        """Those whose steps may still be to be applied."""
+        """Lists the optimizers whose last step may still be pending."""
         found = [table.optimizer for table in self._setting.state.tables.values() if table.optimizer is not None]
         return found if self.flow is None else found + self.flow.buckets.optimizers
 
@@ -330,7 +330,7 @@ class PlanInUse:
 
 
 def _drift(plan: Plan, findings: Findings | None) -> Drift | None:
-    """What follows the plan's tables, where there are any to follow, on rank 0."""
+    """Makes rank 0's watch over the rows that batches read; None on other ranks, and where no table is watched."""
     return Drift(plan, findings) if findings is not None and plan.watched else None
 
 

@@ -119,18 +119,18 @@ class ProgramBuilder:
 
     @property
     def flow(self) -> Flow | None:
-        """What runs from one step into the next; None before the first training program, and on one rank."""
+        """The communication between steps; None before the first training program, and on one rank."""
         return self._setting.stepping.flow
 
     @property
     def schedule(self) -> Schedule | None:
-        """What is meant to run when; None before the first training program, and where nothing is scheduled."""
+        """The predicted schedule; None before the first training program, and where nothing is scheduled."""
         shown = self.scheduling or self.alone
         return None if shown is None else shown.schedule
 
     @property
     def recorder(self) -> Recorder | None:
-        """What measures the steps; None before the first training program, and where nothing is scheduled."""
+        """The recorder of the steps; None before the first training program, and where nothing is scheduled."""
         return self.flow.recorder if self.flow is not None else self.alone.recorder if self.alone is not None else None
 
     def _show(self, compiled: Compiled, of_steps: StepGraphs | None = None) -> None:
@@ -147,7 +147,7 @@ class ProgramBuilder:
             self._show(self._shown, self._of_steps)
 
     def step_memory(self) -> StepMemory | None:
-        """What a step of the last training program holds, as predicted; None before the first."""
+        """Predicts the memory that a step of the last training program holds; None before the first."""
         return None if self._joint is None else step_memory(self._joint)
 
     def build_accumulating(self, variant: Variant) -> None:
@@ -255,7 +255,7 @@ class ProgramBuilder:
         return self._joint
 
     def _launched(self, joint: Compiled, flow: Flow | None) -> int:
-        """What a program launches, as a number that ranks can compare; 0 where there is nobody to compare with."""
+        """Hashes a program's launches into a number that ranks can compare; 0 on a single rank."""
         if self._communicator.world_size == 1:
             return 0
         launched = sequence_hash(joint.graph, ordered=flow is None)

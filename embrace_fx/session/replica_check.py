@@ -37,7 +37,7 @@ def is_due(setting: Setting) -> bool:
 
 
 def checksums_of_replicas(setting: Setting) -> dict[str, int]:
-    """What every rank should have alike, in words -> its checksum. Reads every replica once."""
+    """Maps the name of each value that all ranks should have alike to its checksum. Reads every replica once."""
     found: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
     for what, value in _replicas(setting):

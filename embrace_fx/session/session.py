@@ -55,7 +55,7 @@ _TRAINING, _ACCUMULATING, _EVALUATING = range(3)
 
 
 class Session:
-    """What stands behind a `CompiledModel`."""
+    """Calls, programs and state behind one `CompiledModel`."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class Session:
             tell("%s", self.views.summary())
 
     def _modes(self) -> tuple[bool, ...]:
-        """Which modules train, and which parameters take gradients."""
+        """Reads which modules train, and which parameters take gradients."""
         return (*self._watch.modes(), *self._parameters.trains)
 
     def _activity(self, train: bool) -> int:
@@ -271,7 +271,7 @@ class Session:
         kwargs: dict[str, Any],
         train: bool,
     ) -> tuple[Variant, Program]:
-        """What a batch runs on."""
+        """Finds the variant and the program that a batch runs on, and compiles it at first."""
         accumulates = train and not self.synchronised
         compiles = variant.program is None or (accumulates and variant.accumulating is None)
         program = self.planned.build(variant, accumulates=accumulates)

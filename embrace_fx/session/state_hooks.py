@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Placed:
-    """Where the parts of a model's tables lie, as far as a model remembers it that no session trains any more.
+    """The places of a model's parts of tables, kept by the model once no session trains it any more.
 
     Attributes:
         group: the ranks that they are spread over.
@@ -91,7 +91,7 @@ class _Hook:
 
     @property
     def places(self) -> Mapping[str, Place]:
-        """Where the parts of sharded tables lie."""
+        """Maps each sharded table to the place of its parts."""
         return self._placed.places if self.session is None else self.session.state.places
 
     @property
@@ -101,7 +101,7 @@ class _Hook:
 
     @property
     def taken(self) -> str | None:
-        """Why the model cannot be compiled again, in words; None: it can."""
+        """Tells why the model cannot be compiled again; None: it can."""
         if self.places and self.trainer is None:
             return f"of whose tables {', '.join(self.places)} an earlier compile() has left each rank its part"
         return None

@@ -62,7 +62,7 @@ class Views:
         return told
 
     def summary(self) -> str:
-        """What was decided, in a line."""
+        """Sums up the plan in a line."""
         scheduling = self._scheduling()
         return summary(self.plan, scheduling.schedule.diagnostics().step_ms if scheduling is not None else None)
 
@@ -78,7 +78,7 @@ class Views:
         return found
 
     def background(self) -> Background:
-        """What stands around the schedule in a picture."""
+        """Gathers the facts that a picture shows around its schedule."""
         return background_of(self.plan, self.schedule)
 
     @property

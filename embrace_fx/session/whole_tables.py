@@ -47,7 +47,7 @@ def whole_tables(setting: Setting, planned: PlanInUse) -> Iterator[None]:
 
 
 def _refusal(setting: Setting, names: Sequence[str]) -> str:
-    """Why this rank cannot assemble its tables now; "" where it can."""
+    """Tells why this rank cannot assemble its tables now; "": it can."""
     state = setting.state
     if state.awaiting_backward or state.unreduced:
         return "results of a call wait for their backward, or gradients that were summed up under no_sync()"
@@ -72,7 +72,7 @@ def _check_memory(setting: Setting, names: Sequence[str], refusals: Sequence[str
 
 
 def _missing_bytes(setting: Setting, name: str) -> int:
-    """What this rank lacks of a table, and of its state in optimizers."""
+    """Counts the bytes of a table, and of its state in optimizers, that a rank needs to hold it whole."""
     table, parameter = setting.state.tables[name], setting.state.parameter(name)
     held = [o.state.get(parameter) or {} for o in setting.stepping.holders.optimizers if parameter in o.state]
     copies = 1 + sum(torch.is_tensor(v) and v.dim() == 2 for each in held for v in each.values())
