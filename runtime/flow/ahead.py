@@ -30,8 +30,7 @@ from embrace_fx.vocabulary.operation_id import IDS
 
 @dataclass(frozen=True)
 class TableRoute:
-    """Where a program keeps what the exchange of a table, or of a stack, needs: names among the values that its phases
-    save.
+    """Names of the saved values that the exchange of a table, or of a stack, needs.
 
     Attributes:
         parts: tables that it is made of, with the row in which each begins.

@@ -34,7 +34,7 @@ GONE = (
 
 
 class PendingGradient(Tensor):
-    """What `.grad` holds while a gradient is on its way: any use waits for it, and then uses the real one.
+    """Stands in `.grad` for a gradient in flight: any use waits for the gradient, and then uses the real one.
 
     So code that looks at gradients between backward and step (clipping, logging) works as on any model; what it looked
     at is from then on an ordinary gradient.
@@ -191,7 +191,7 @@ class BucketUpdates:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those whose update is still to be applied."""
+        """Lists the optimizers with an update of a bucket still to be applied."""
         return [optimizer for bucket in self._waiting.values() for optimizer, _ in bucket.updates]
 
     def forget_submitted(self) -> None:

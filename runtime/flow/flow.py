@@ -147,7 +147,7 @@ class Flow:
         return ahead
 
     def _arrives(self) -> Arrival:
-        """How the batch arrives whose forward begins."""
+        """Tells how the batch of this forward arrives, and forgets it."""
         cut, self._has_cut = self._has_cut, False
         if cut:
             return "cut"
@@ -183,7 +183,7 @@ class Flow:
         self.segments.end()
 
     def next_backward(self, program: IdsProgram, values: Values) -> BackwardVariant:
-        """Which backward comes next, on all ranks.
+        """Chooses the graph of the next backward, the same on all ranks.
 
         Args:
             values: those of the batch whose backward it is.

@@ -24,7 +24,7 @@ of turn, so that no rank's next ones may wait for them."""
 
 @dataclass(frozen=True)
 class Announced:
-    """What all ranks have told at the head of a forward.
+    """The announcements of all ranks at the head of a forward.
 
     Attributes:
         found: whether the batch is the one looked ahead to, on all of them.

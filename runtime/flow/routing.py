@@ -16,7 +16,7 @@ from embrace_fx.runtime.kernels import coalesce, gpu
 
 @dataclass(frozen=True)
 class Routing:
-    """Which rows of a table each rank reads for one batch: `ids` (R,) in rank order, `counts[r]` of them rank r's."""
+    """Rows of a table that each rank reads for one batch: `ids` (R,) in rank order, `counts[r]` of them rank r's."""
 
     ids: Tensor
     counts: tuple[int, ...]
@@ -32,7 +32,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class Merge:
-    """How rows of equal ids are summed, where that was found before they arrive.
+    """Sums rows of equal ids, by places found before the rows arrive.
 
     Attributes:
         ids: (K,) sorted and unique, without the padding row.
@@ -43,7 +43,7 @@ class Merge:
     places: Tensor
 
     def sum(self, flat: Tensor, columns: int, scale: float) -> tuple[Tensor, Tensor]:
-        """What `coalesce` yields, of flat (R * d,), without a size that the host would have to ask for."""
+        """Sums flat (R * d,) as `coalesce` does, without a size that the host would have to ask for."""
         rows = flat.view(self.places.numel(), columns)
         summed = rows.new_zeros((self.ids.numel() + 1, columns)).index_add_(0, self.places, rows, alpha=scale)
         return self.ids, summed[:-1]
@@ -88,7 +88,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Split:
-    """How this batch and the next one are cut (EmbRace, ICPP 2022, section 4.2).
+    """The rows of this batch and of the next one, cut by use (EmbRace, ICPP 2022, section 4.2).
 
     Attributes:
         following: the next batch's routing.
@@ -117,7 +117,7 @@ class RowSplitter:
         self._stamps = 0  # on CUDA: marks that differ from this number are not erased
 
     def among(self, ids: Tensor, others: Tensor) -> Tensor:
-        """Which of `ids` (R,) are among `others`: bool (R,)."""
+        """Marks those of `ids` (R,) that are among `others`: bool (R,)."""
         if ids.is_cuda and gpu.available():
             return self._stamped(ids, others)
         self._marks.index_fill_(0, others, True)

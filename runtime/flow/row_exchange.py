@@ -152,7 +152,7 @@ class RowExchange:
         )
 
     def _kept(self, counts: Counts) -> int:
-        """How many of the rows that this rank reads its own part has."""
+        """Counts the rows that this rank reads from its own part."""
         rank = self._communicator.rank
         return counts[rank][self._grid.place(rank)[0]]
 

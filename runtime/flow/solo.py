@@ -39,7 +39,7 @@ class SoloRows:
         self._counts: Any = WeakTensorKeyDictionary()
 
     def kernel(self, node: fx.Node) -> Callable[..., Any] | None:
-        """What a node of the ids' phases, or of the backward, is to call instead."""
+        """Finds the function that a node of the ids' phases, or of the backward, calls on a single process."""
         match op_name(node):
             case "embrace::unique_ids":
                 return self.unique_ids

@@ -52,7 +52,7 @@ def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> tuple[
 
 
 def _heads(ordered: Tensor) -> Tensor:
-    """Where a sorted tensor's values begin: bool."""
+    """Marks the first of each run of equal values in a sorted tensor: bool."""
     heads = torch.ones_like(ordered, dtype=torch.bool)
     heads[1:] = ordered[1:] != ordered[:-1]
     return heads
@@ -86,7 +86,7 @@ class Routed:
 
 
 def routed(packed: Tensor, capacities: Sequence[Sequence[int]], parts: Sequence[tuple[int, int]]) -> Routed:
-    """What all ranks read of a table, or of a stack of several.
+    """Finds the rows that all ranks read of a table, or of a stack of several.
 
     Args:
         packed: (N, T + M): each rank's T counts, then its ids table after table, each as long as its capacity.
@@ -111,7 +111,7 @@ def routed(packed: Tensor, capacities: Sequence[Sequence[int]], parts: Sequence[
 
 
 class SplitAhead:
-    """How a table's rows of two batches in a row are cut, before the host knows the sizes.
+    """Cuts a table's rows of two batches in a row, before the host knows the sizes.
 
     Args:
         current: the batch whose rows have been asked for.
@@ -141,7 +141,7 @@ class SplitAhead:
 
     @property
     def length(self) -> int:
-        """How many numbers `sizes` holds."""
+        """Counts the numbers in `sizes`."""
         return self._following.counts.numel() * (2 + len(self._parts)) + len(self._merges)
 
     def sizes(self) -> Tensor:
@@ -150,7 +150,7 @@ class SplitAhead:
         return torch.cat([*(each.counts for each in selected), torch.stack([merge.size for merge in self._merges])])
 
     def tensors(self) -> list[Tensor]:
-        """What another stream will read."""
+        """Lists the tensors that another stream will read."""
         found = [self._late.positions, self._early.positions, self._following.ids]
         return [
             *found,
@@ -197,7 +197,7 @@ def _chunks(ordered: Tensor, order: Tensor, ids: Tensor, mask: Tensor, chunks: i
 
 
 def _merge(ordered: Tensor, order: Tensor, mask: Tensor, padding_idx: int) -> _Merged:
-    """How the masked rows of equal ids are summed; equal ids are all masked or none is."""
+    """Finds the sum that each masked row goes into; of equal ids all rows are masked or none is."""
     counted = mask.index_select(0, order) & (ordered != padding_idx)
     heads = _heads(ordered) & counted
     size = heads.sum()

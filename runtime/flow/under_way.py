@@ -30,7 +30,7 @@ Arrive = Callable[["StepGradient", Sequence["Part"]], list[RowsOfTable]]
 
 
 def waiting(communicator: Communicator, recorder: Recorder) -> Wait:
-    """What yields a ticket's value; where that takes time, the recorder knows."""
+    """Makes the function that waits for a ticket's value, and records a wait that takes time."""
 
     def wait(ticket: Ticket) -> Tensor:
         if ticket.done:
