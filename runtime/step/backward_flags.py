@@ -97,7 +97,7 @@ def _launch(
 def _launch_on(
     streams: Streams, scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
 ) -> Callable[[], list[int]]:
-    """Likewise on a device: the host, which enqueues the whole backward meanwhile, waits for the forward's end."""
+    """Exchanges the flags on a device: the host enqueues the whole backward, and then waits for the forward's end."""
     size, rank = communicator.world_size, communicator.rank
     there = streams.record("loss ready")
     with streams.on("ids", "backward flags"):

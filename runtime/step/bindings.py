@@ -73,7 +73,7 @@ class Bindings:
         }
 
     def unique(self, node: fx.Node) -> Callable[..., Any] | None:
-        """What a node of the unique phase calls instead, or None; likewise the other phases'."""
+        """Finds the function that a node of the unique phase calls instead of its op; None: it calls its op."""
         return self._alone.kernel(node) if self._alone is not None else None
 
     def ids(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -112,7 +112,7 @@ class Bindings:
         return found or self._owed(self.owed_backward, node, launch)
 
     def _hooked(self, comm_hook: CommHook | None, node: fx.Node) -> Callable[..., Any] | None:
-        """How the user's hook reduces a bucket; None: the node reduces none, or there is no hook."""
+        """Makes the function by which the user's hook reduces a bucket; None: there is no bucket, or no hook."""
         if comm_hook is None or op_name(node) != "_c10d_functional::all_reduce_":
             return None
         packed = node.all_input_nodes[0]
@@ -132,7 +132,7 @@ class Bindings:
         return call and owed.add(node, call)
 
     def _of_user(self, node: fx.Node) -> Callable[..., Any] | None:
-        """How a collective of the user's forward is launched, and waited for: by torch, on the group that it names."""
+        """Makes the function that launches or awaits a collective of the user's forward, on the group that it names."""
         target: Any = node.target
         if is_users_launch(node):
             return _named(partial(_launched, self._communicator, target, node.name), node.name)
@@ -158,7 +158,7 @@ class Bindings:
 
 
 def _copy(copies: Copies, recorder: Recorder | None, node: fx.Node) -> Callable[..., Any]:
-    """What a node calls that begins or awaits a copy."""
+    """Makes the function of a node that begins or awaits a copy."""
     launch, until, name = launch_of(node), compute_up_to(node), op_name(node)
     assert launch is not None
 
@@ -193,7 +193,7 @@ def _streams_alone(state: ModelState, communicator: Communicator) -> Streams | N
 
 
 def _of_overlapped(calls: NodeCalls, node: fx.Node) -> Callable[..., Any] | None:
-    """What a node calls that leaves communication to the next step, or takes it over; None: it does neither."""
+    """Makes the function of a node that hands communication to the next step, or takes it over; None: another node."""
     launch = launch_of(node)
     match op_name(node):
         case "embrace::hand_over":
@@ -262,7 +262,7 @@ def _exchange_gradient_(
 
 
 def _through_launcher(calls: NodeCalls, node: fx.Node) -> Callable[..., Any] | None:
-    """How the launcher launches an exchange that is waited for in the phase that launches it."""
+    """Makes the function by which the launcher launches an exchange whose phase waits for it; None: another node."""
     launch = launch_of(node)
     if launch is None:
         return None

@@ -98,7 +98,7 @@ class Delivery:
 
 
 def _deliver_local(state: ModelState, name: str, gradient: Tensor) -> None:
-    """Of a parameter that each rank has for itself, as autograd does it."""
+    """Adds the gradient of a parameter that each rank has for itself to `.grad`, as autograd does it."""
     parameter = state.parameter(name)
     if name in state.hooked:
         gradient = hooked(parameter, gradient)

@@ -64,7 +64,7 @@ def accumulated(parameter: nn.Parameter, gradient: Tensor, there: Tensor | None)
 
 
 def _left_in(parameter: nn.Parameter) -> Tensor | None:
-    """What hooks have left in `.grad`; they may have cleared it."""
+    """Reads the gradient that hooks have left in `.grad`, if they have not cleared it."""
     return parameter.grad
 
 

@@ -32,7 +32,7 @@ class CommHook:
 
 
 class HookedBucket:
-    """What a hook is called with: the methods of torch's `GradBucket`, which Python cannot make.
+    """The argument of a hook: it has the methods of torch's `GradBucket`, which Python cannot make.
 
     Args:
         flat: the gradients, one after the other.
@@ -46,7 +46,7 @@ class HookedBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Of the bucket: the same at each step of a plan."""
+        """The number of the bucket, the same at each step of a plan."""
         return self._index
 
     def is_last(self) -> bool:

@@ -35,7 +35,7 @@ def own_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[
 
 
 def in_memory_of(made: Iterable[Tensor], read: Iterable[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
-    """Those tensors that share memory with what the backward reads, and their versions.
+    """Finds tensors that share memory with those that the backward reads, and returns their versions.
 
     Args:
         made: plain tensors that `own_results` made.
@@ -47,5 +47,5 @@ def in_memory_of(made: Iterable[Tensor], read: Iterable[tuple[Tensor, int]]) -> 
 
 
 def memory_of(tensor: Tensor) -> int:
-    """What two tensors have in common that show the same memory."""
+    """Returns a number that tensors in the same memory share."""
     return int(local_part(tensor).untyped_storage()._cdata)

@@ -169,13 +169,13 @@ class Program:
         self._note_reads_of_backward(graph)
 
     def _note_communication(self, graph: TrainingGraph) -> None:
-        """What is announced, awaited, and the same a step earlier."""
+        """Notes whether ranks announce rows, and which communication runs between steps."""
         self.overlaps_steps = overlaps_steps(graph)
         self._ids_are_pure = ids_are_pure(graph.phases["unique"], graph.phases["forward"])
         self.announces = any(op_name(node) == "embrace::all_gather_ids" for node in graph.phases["ids"].graph.nodes)
 
     def _note_results(self, graph: TrainingGraph) -> None:
-        """Which results the forward yields, which have a gradient, and which parameters get one from which."""
+        """Notes the results of the forward, those with a gradient, and the parameters that get one from each."""
         self.results = [r.index for _, r in outputs_of(graph.phases["forward"]) if isinstance(r, Result)]
         self.differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
         found = enumerate(self.results)
@@ -185,7 +185,7 @@ class Program:
         self.used = UsedParameters(state.names, graph.results_behind, delivered(roles), size, state.ignored)
 
     def _note_reads_of_backward(self, graph: TrainingGraph) -> None:
-        """What must be as the forward left it when the backward runs."""
+        """Notes the values that must not be written between forward and backward, because the backward reads them."""
         roles = [role for _, role in inputs_of(graph.phases["backward"])] if self.has_backward else []
         self._leaves_read = [role.index for role in roles if isinstance(role, BatchInput)]
         self._parameters_read = [role.name for role in roles if isinstance(role, Parameter)]
@@ -212,7 +212,7 @@ class Program:
         return [(t, t._version) for t in found if isinstance(t, Tensor) and not t.is_inference()]
 
     def name_written(self, written: Sequence[Tensor], leaves: Sequence[Any]) -> str:
-        """What shares memory with tensors that were written, in words; nothing where none was."""
+        """Names the values whose memory was written; "": none was."""
         if not written:
             return ""
         names = {memory_of(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}

@@ -140,7 +140,7 @@ class Step:
         return self.program.communicator.world_size > 1 and self._streams() is None
 
     def _streams(self) -> Streams | None:
-        """Of the device that the model is on; None: it is on the host."""
+        """The streams of the model's device; None: it is on the host."""
         if self.program.flow is not None:
             return self.program.flow.streams
         parameter = self.program.state.any_parameter()
@@ -312,7 +312,7 @@ class Step:
         return BackwardVariant() if flow is None or of_ids is None else flow.next_backward(of_ids, values)
 
     def _written(self) -> tuple[int, str]:
-        """How many of the tensors that the backward reads were written since the forward, and in words which."""
+        """Counts the tensors read by the backward that were written since the forward, and names them."""
         written = [tensor for tensor, version in self._read_again if tensor._version != version]
         self._read_again = []  # values die with their last use
         return len(written), self.program.name_written(written, self._leaves)

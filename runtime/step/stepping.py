@@ -380,7 +380,7 @@ def _told(stepping: Stepping, method: Callable[..., Any]) -> Hook:
 
 
 def _calls() -> Iterator[FrameType]:
-    """Those under way, the innermost first."""
+    """Yields the frames of the calling functions, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

@@ -20,7 +20,7 @@ _REMEMBERED = 64
 
 
 class UsedParameters:
-    """Those that the backwards of one program reach.
+    """Finds the parameters that backwards of one program reach, and lets ranks count them.
 
     Each parameter has a field of a few bits, which counts ranks. The numbering is by `names`, the same on all ranks,
     whatever their programs.
@@ -54,7 +54,7 @@ class UsedParameters:
         self._absent: dict[tuple[int, ...], frozenset[str]] = {}
 
     def words(self, given: tuple[int, ...], unreduced: Collection[str] = ()) -> tuple[int, ...]:
-        """What this rank tells: the parameters that a backward reaches from some results.
+        """Encodes for the other ranks the parameters that a backward reaches from some results.
 
         Args:
             given: the results that the backward starts from, by index.
@@ -66,7 +66,7 @@ class UsedParameters:
         return self._told(self._reached(given).union(unreduced)) if unreduced else found
 
     def left(self, given: tuple[int, ...]) -> frozenset[str]:
-        """Of parameters that this rank has for itself, those that a backward from these results does not reach."""
+        """Finds parameters that this rank has for itself, and that a backward from these results does not reach."""
         return self._local - self._reached(given) if self._local else self._local
 
     def absent(self, counts: tuple[int, ...]) -> frozenset[str]:
