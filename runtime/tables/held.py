@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Held:
-    """What a rank holds of a tensor. Those that show the same tensor share it.
+    """Memory of one rank's part of a tensor. Aliases of the tensor share it.
 
     Args:
         local: this rank's part.

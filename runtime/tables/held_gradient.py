@@ -26,7 +26,7 @@ class _Viewer:
 
 
 class HeldGradient(Held):
-    """What a gradient holds: rows, all elements, or what is on its way. Aliases of one gradient share it.
+    """Memory of a gradient: rows, all elements, or a launch in flight. Aliases of one gradient share it.
 
     Whoever views it, or writes into it by anything but element by element, makes it dense for good.
 
@@ -202,7 +202,7 @@ class HeldGradient(Held):
         return value if self.communicator is None else self.communicator.reduce_scalar(value, reduce_op)
 
     def norm(self, order: float) -> Tensor:
-        """Of the whole table. Collective: one reduction serves all tables, for who asks for one clips them all."""
+        """Computes the norm over the whole table. Collective: one reduction serves all tables, as clipping asks."""
         if order not in self._known_norms():
             known = [held for held in self._siblings() if order not in held._known_norms()]
             asked = known if any(held is self for held in known) else [self]
@@ -211,13 +211,13 @@ class HeldGradient(Held):
         return self._norms[order]
 
     def _known_norms(self) -> dict[float, Tensor]:
-        """Those of what it holds now."""
+        """Norms of the present values, by order; empties the dict after a write."""
         if self._normed != self.version:
             self._norms, self._normed = {}, self.version
         return self._norms
 
     def own_norm(self, order: float) -> Tensor:
-        """Of this rank's part."""
+        """Computes the norm over this rank's part."""
         values = self.values() if order >= 0 else self.dense()  # the smallest one is zero where a row has none
         wide = torch.promote_types(self.dtype, torch.float32)  # half precision would overflow at the square of 256
         if values.numel():

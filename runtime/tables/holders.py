@@ -22,7 +22,7 @@ class Holders:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those that are still there."""
+        """Lists the known optimizers that still exist."""
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
     def add(self, optimizer: Optimizer) -> bool:
@@ -33,7 +33,7 @@ class Holders:
         return True
 
     def of(self, parameter: Tensor) -> list[tuple[Optimizer, Mapping[str, Any]]]:
-        """Those that hold a parameter, each with its param group."""
+        """Lists the optimizers that hold a parameter, each with its param group."""
         return [
             (optimizer, group)
             for optimizer in self.optimizers
@@ -42,7 +42,7 @@ class Holders:
         ]
 
     def needs_whole(self, parameter: Tensor) -> str | None:
-        """Why a table cannot be stepped in shards by an optimizer that is known to hold it, or None."""
+        """Tells why an optimizer that holds a table cannot step it in shards; None: it can."""
         refusing = (type(each) for each, _ in self.of(parameter) if not steps_shards(type(each)))
         kind = next(refusing, None)
         return None if kind is None else not_element_wise(kind)

@@ -61,7 +61,7 @@ def part_of(shape: Sequence[int], grid: Grid, rank: int) -> Part:
 
 
 def own_part(shape: Sequence[int], mesh: DeviceMesh) -> Part:
-    """Likewise of this rank, whose tables lie on a mesh."""
+    """Returns this rank's part of a table that lies on a mesh."""
     place = mesh.get_coordinate()  # not its groups: torch may hand out an equal mesh of groups that have ended
     assert place is not None
     grid = Grid(*mesh.shape) if mesh.ndim > 1 else Grid(1, mesh.size())
@@ -80,7 +80,7 @@ def as_shard(local: Tensor, shape: torch.Size, mesh: DeviceMesh | None) -> Tenso
 
 @dataclass(frozen=True)
 class Place:
-    """Where the parts of a table lie.
+    """The place of a table's parts: which ranks hold it, and how it is cut.
 
     Attributes:
         shape: of the whole table, (V, D).
@@ -100,7 +100,7 @@ class Place:
         return as_shard(local, self.shape, self.mesh)
 
     def part_of(self, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """Of a table's values, whole or a DTensor, this rank's part (V', d); any other value as it is.
+        """Cuts this rank's part (V', d) out of a table's values, whole or a DTensor; returns other values as they are.
 
         Collective from columns to a grid.
         """
@@ -176,12 +176,12 @@ def _moved(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dis
 
 
 def _common(a: Part, b: Part) -> Part:
-    """What two parts share, of which one has all rows."""
+    """Intersects two parts, one of which has all rows."""
     first = max(a[1].start, b[1].start)
     return a[0] if b[0].step == 1 else b[0], slice(first, max(first, min(a[1].stop, b[1].stop)))
 
 
 def _within(part: Part, common: Part) -> Part:
-    """Where rows and columns of a table are in the part of it that holds them: all its rows, or the part has all."""
+    """Maps rows and columns of a table to indices into a part that holds them: all its rows, or the part has all."""
     rows = common[0] if part[0].step == 1 else slice(None)
     return rows, slice(common[1].start - part[1].start, common[1].stop - part[1].start)

@@ -55,7 +55,7 @@ class ModelState:
         """Calls whose results the user still holds, and has not gone backward from."""
 
     def gradients(self) -> list[HeldGradient]:
-        """Those that wait at tables, in the order of the plan."""
+        """Lists the gradients that wait at tables, in the order of the plan."""
         return [held for table in self.tables.values() if (held := table.held) is not None]
 
     def gradients_reader(self) -> Callable[[], list[HeldGradient]]:
@@ -65,7 +65,7 @@ class ModelState:
 
     @property
     def places(self) -> dict[str, Place]:
-        """Where the parts of sharded tables lie, by each of their names."""
+        """Maps each name of a sharded table to the place of its parts."""
         tables = {table.parameter: table.place for table in self.tables.values() if table.place.mesh is not None}
         named = ((name, self.parameter(name)) for name in self.names)
         return {name: tables[parameter] for name, parameter in named if parameter in tables}
@@ -98,7 +98,7 @@ class ModelState:
         return (owner[key] for owner, key in self._parameters.values())
 
     def table_parameters(self) -> Iterator[nn.Parameter]:
-        """Those of the tables."""
+        """Yields the parameters of the tables."""
         return (table.parameter for table in self.tables.values())
 
     def any_parameter(self) -> nn.Parameter | None:
@@ -123,7 +123,7 @@ class ModelState:
         return [name for name, (owner, _) in self._buffers.items() if is_meant(owner)]
 
     def buffer_names(self) -> list[str]:
-        """Of every buffer that there is, once."""
+        """Lists the name of every buffer that there is, once each."""
         found: dict[int, str] = {}
         for name, (owner, key) in self._buffers.items():
             if owner.get(key) is not None:

@@ -46,7 +46,7 @@ def show_state(
 def own_parts(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
-    """Of state that comes whole or in DTensors, this rank's part. Collective as `show_state` is."""
+    """Cuts this rank's parts out of a state dict, whole or in DTensors. Collective as `show_state` is."""
     loaded = dict(state_dict["state"])
     with communicator.watching():
         for key, parameter in _numbered(optimizer, state_dict):
@@ -66,7 +66,7 @@ def own_state_of(
 
 
 def _watching(communicator: Communicator) -> Watch:
-    """What state dicts keep of a communicator, which they do not keep alive."""
+    """Makes a state dict's access to a communicator, which it does not keep alive."""
     itself = weakref.ref(communicator)
     return lambda: found.watching() if (found := itself()) is not None else nullcontext()
 

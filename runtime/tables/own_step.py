@@ -97,7 +97,7 @@ def is_of_rows(value: Any, rows: int) -> bool:
 
 
 def rows_of_state(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
-    """That of some rows of a table of `rows` rows, with its counters, apart."""
+    """Copies the state of some rows of a table of `rows` rows, and its counters."""
     return {key: _gathered(value, ids, rows) for key, value in state.items()}
 
 
@@ -138,7 +138,7 @@ def _step_nothing(optimizer: Optimizer, options: Mapping[str, Any], local: Tenso
 
 
 def new_state(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor) -> State:
-    """What a first step over none of the rows of a part (V', d) makes of state."""
+    """Makes the state that a first step over none of the rows of a part (V', d) leaves."""
     return _step_nothing(optimizer, options, local, {})
 
 

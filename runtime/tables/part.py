@@ -81,7 +81,7 @@ class Origin:
 
 
 class Part(Tensor):
-    """What a rank holds of a tensor.
+    """One rank's part of a tensor, with the shape of the whole.
 
     Attributes:
         held: its memory.

@@ -71,7 +71,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies over the ranks.
+    """The layout of a tensor over the ranks.
 
     Attributes:
         shape, stride: of the whole tensor.
@@ -86,7 +86,7 @@ class Layout:
 
     @classmethod
     def of_table(cls, place: Place) -> Layout:
-        """That of a table, its gradient or its state."""
+        """Makes the layout of a table, of its gradient or of its state."""
         if place.mesh is None:
             return cls.contiguous(tuple(map(Axis.whole, place.shape)))
         grid = place.grid
@@ -136,7 +136,7 @@ Viewed = tuple[tuple[Axis, ...], tuple[object, ...], Tensor]
 
 
 def view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], layout: Layout, local: Tensor) -> Any:
-    """What a view op makes of a tensor: one (layout, part), or a list of them.
+    """Applies a view op to a tensor's layout and part: one (layout, part), or a list of them.
 
     Args:
         args: its arguments but the tensor.
@@ -279,12 +279,12 @@ VIEWS = frozenset((*_VIEWS, *_LISTS))
 
 
 def rows_apart(layout: Layout, count: int) -> Layout:
-    """That of `count` rows, one below the other, of a tensor of which every rank holds all rows."""
+    """Lays out `count` rows, one below the other, of a tensor of which every rank holds all rows."""
     return Layout.contiguous((Axis.whole(count), *layout.axes[1:]), layout.chosen)
 
 
 def without_axes(layout: Layout, dims: Sequence[int], *, keep: bool) -> Layout:
-    """That of a result reduced over dimensions of which every rank holds all."""
+    """Lays out the result of a reduction over dimensions of which every rank holds all."""
     axes = [Axis.whole(1) if dim in dims else axis for dim, axis in enumerate(layout.axes) if keep or dim not in dims]
     return Layout.contiguous(tuple(axes), layout.chosen)
 

@@ -27,7 +27,7 @@ _SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a reduction asks for."""
+    """The arguments of a reduction."""
 
     dims: tuple[int, ...]
     keep: bool
@@ -80,7 +80,7 @@ def _shape(layout: Layout, dims: tuple[int, ...], *, keep: bool) -> torch.Size:
 def _whole(
     part: Part, local: Tensor, dims: tuple[int, ...], of_part: Callable[..., Tensor], reduce_op: Any, none: Any
 ) -> Tensor:
-    """That of all ranks, its dimensions kept."""
+    """Reduces the parts of all ranks, and keeps dimensions."""
     layout = part.spread
     dtype = of_part(local.new_ones((1,) * max(1, len(layout.axes))), dims).dtype
     narrow = dtype

@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 
 def answer(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What an op gives of arguments of which some are parts.
+    """Computes an op on arguments of which some are parts.
 
     Raises:
         RuntimeError: a part does not tell, on every rank.
@@ -158,7 +158,7 @@ def _with(layout: Layout, axes: tuple[Axis, ...]) -> Layout:
 
 
 def _own(operand: Tensor, axes: tuple[Axis, ...], layout: Layout) -> Tensor:
-    """What a rank needs of an operand, of which it has all, or its part."""
+    """Cuts out of an operand, whole or a part, the elements that a rank needs."""
     index = [slice(None)] * len(axes)
     for dim, (axis, wanted) in enumerate(zip(axes, layout.axes[len(layout.axes) - len(axes) :], strict=True)):
         if axis.size == wanted.size and axis.own != wanted.own:
@@ -200,7 +200,7 @@ def _random(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _rows_of(part: Any) -> HeldGradient | None:
-    """What a gradient in rows holds."""
+    """Returns the memory of a gradient in rows; None: the part is no such gradient."""
     held = part.held if isinstance(part, Part) else None
     return held if isinstance(held, HeldGradient) and not held.is_dense else None
 

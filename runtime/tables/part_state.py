@@ -62,7 +62,7 @@ def as_state(parameter: nn.Parameter, value: Any) -> Any:
 def own_state(
     parameter: nn.Parameter, place: Place, state: Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Of an optimizer's state of a table, whole or in DTensors, this rank's part. Collective as `Place.part_of` is."""
+    """Cuts this rank's part out of an optimizer's state of a table. Collective as `Place.part_of` is."""
     whole = {key: v for key, v in state.items() if isinstance(v, Tensor) and not isinstance(v, Part)}
     return {**state, **{key: as_state(parameter, place.part_of(v, group)) for key, v in whole.items()}}
 

@@ -112,7 +112,7 @@ class PendingParameter(nn.Parameter):
 
 
 class Updates:
-    """Those of some parameters, which are applied together.
+    """Pending updates of some parameters, which are applied together.
 
     Args:
         parameters: yields those whose values are to come, or have been read ahead.

@@ -27,7 +27,7 @@ _LOOKS = (
 
 
 class PendingState(defaultdict[Any, Any]):
-    """What stands in the place of `optimizer.state` meanwhile, and for that.
+    """Stands in for `optimizer.state` while updates are pending, and applies them when it is read.
 
     Args:
         optimizer: whose it is.

@@ -24,7 +24,7 @@ ROWS_AT_ONCE = 1 << 16
 
 
 class RestingRows:
-    """Those of one table."""
+    """The resting rows of one table: which have skipped steps, and how many."""
 
     def __init__(self) -> None:
         self._skipped: SkippedSteps | None = None

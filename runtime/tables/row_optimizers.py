@@ -30,7 +30,7 @@ from embrace_fx.runtime.tables.own_step import State
 
 
 class RowOptimizer(ABC):
-    """How one class of optimizer updates rows. Holds nothing: shard, state and options are the caller's."""
+    """Updates rows as one class of optimizer does. Holds nothing: shard, state and options are the caller's."""
 
     @abstractmethod
     def init_state(self, shard: Tensor, group: Mapping[str, Any]) -> State:

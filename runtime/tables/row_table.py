@@ -110,12 +110,12 @@ class RowTable:
 
     @property
     def joined(self) -> tuple[Tensor, ...]:
-        """What holds its memory besides its parameter: nothing."""
+        """Tensors besides the parameter that hold the table's memory: none."""
         return ()
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole table, (V, D)."""
+        """The shape of the whole table, (V, D)."""
         return self.place.shape
 
     @property
@@ -127,7 +127,7 @@ class RowTable:
 
     @property
     def held(self) -> HeldGradient | None:
-        """What `.grad` holds; None where there is no gradient, or a zero one."""
+        """The gradient in `.grad`; None: there is none, or it is zero."""
         held = None if self.parameter.grad is None else self.open_gradient()
         return None if held is None or held.is_zero else held
 
@@ -137,7 +137,7 @@ class RowTable:
         return self.held is not None
 
     def open_gradient(self) -> HeldGradient:
-        """What a backward adds to: the gradient there is, or a new one of zeros."""
+        """Returns the gradient that a backward adds to: the one in `.grad`, or a new one of zeros."""
         gradient = self.parameter.grad
         if isinstance(gradient, Part) and isinstance(gradient.held, HeldGradient):
             return gradient.held
@@ -176,7 +176,7 @@ class RowTable:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def predicted_bytes(self, ranks: int) -> tuple[int, int, int | None]:
-        """Of parameters, gradient and optimizer state on one of so many ranks, on the one that has most of them.
+        """Predicts the bytes of parameters, gradient and optimizer state on the fullest of so many ranks.
 
         A gradient is of all rows while a step sweeps them; one in rows is small, and counts as nothing. State is as its
         optimizer makes it; None: that is not known yet.
@@ -195,7 +195,7 @@ class RowTable:
         return parameters, gradient, kept * parameters
 
     def held_bytes(self) -> tuple[int, int, int]:
-        """Of parameters, gradient and optimizer state, as they are on this rank."""
+        """Counts the bytes of parameters, gradient and optimizer state on this rank."""
         state = tuple(self.state.values()) if self.optimizer is not None else ()
         held = self.held
         gradient = 0 if held is None or held.is_late else held.values().nbytes
@@ -270,7 +270,7 @@ class RowTable:
 
     @property
     def state(self) -> MutableMapping[str, Any]:
-        """What its optimizer keeps of it, this rank's parts as plain tensors."""
+        """The optimizer's state of the table, this rank's parts as plain tensors."""
         return PartState(self.holder, self.parameter)
 
     def begin_step(self) -> Options:
@@ -348,7 +348,7 @@ class RowTable:
             self.finish([(ids, rows)], self.begin_step())
 
     def _update_row_wise(self, ids: Tensor, rows: Tensor) -> None:
-        """Likewise where a row's step depends on all of its elements, of which every rank has some. Collective."""
+        """Updates rows whose step depends on all of their elements, of which every rank has some. Collective."""
         options, state = dict(self.param_group()), self.state
         if not state:
             state["sum"] = new_sums(self.local, options)

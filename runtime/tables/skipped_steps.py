@@ -73,7 +73,7 @@ _READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
 def form_of(
     optimizer: Optimizer, options: Mapping[str, Any], state: Mapping[str, Any], dtype: torch.dtype
 ) -> type[SkippedSteps] | None:
-    """How steps of an optimizer are skipped, under these options; None: they cannot be, or there is no state yet."""
+    """Finds the form in which an optimizer's steps are skipped; None: they cannot be, or there is no state yet."""
     found = skipping(type(optimizer), options, dtype)
     if found is None:
         return None
@@ -84,7 +84,7 @@ def form_of(
 def skipping(
     kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[type[SkippedSteps], list[str]] | None:
-    """How steps of a class of optimizers are skipped, under these options, and the state it takes; None: not at all."""
+    """Finds the form in which a class's steps are skipped, and the state it takes; None: they cannot be."""
     if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
         return None
     if any(isinstance(options.get(name), Tensor) for name in _READ) or getattr(options["lr"], "requires_grad", False):
@@ -118,7 +118,7 @@ def _shrink(options: Mapping[str, Any]) -> float:
 
 
 class Decaying(SkippedSteps):
-    """Those of Adam and AdamW.
+    """Skipped steps of Adam and AdamW.
 
     After step t of the history, of a row whose m, v, w are as after step s (betas b1, b2, decay lambda, e the number of
     steps that the optimizer counts):
@@ -170,7 +170,7 @@ class Decaying(SkippedSteps):
 
 
 class Linear(SkippedSteps):
-    """Those of SGD and RMSprop.
+    """Skipped steps of SGD and RMSprop.
 
     For every step s of the history, the map that leads from there to its end: w = a w_s + b u_s, u = c w_s + d u_s of a
     weight and its momentum, and the factor of averages. A step more is multiplied to all of them.

@@ -57,7 +57,7 @@ class StackedTable:
 
     @property
     def joined(self) -> tuple[Tensor, ...]:
-        """What holds its memory besides the parameters."""
+        """Tensors besides the parameters that hold the stack's memory."""
         return () if self._weights.all is None else (self._weights.all,)
 
     @property
@@ -135,7 +135,7 @@ class StackedTable:
             member.settle()
 
     def _joined_state(self) -> dict[str, Any]:
-        """That of all tables: what rows have as one tensor each, counters of the first table."""
+        """Joins the optimizer state of all tables: state of rows as one tensor each, counters of the first table."""
         states = [member.state for member in self.members]
         joined = dict(states[0])
         for key, value in states[0].items():

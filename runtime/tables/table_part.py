@@ -16,7 +16,7 @@ from embrace_fx.runtime.tables.part_rules import answer
 
 
 class TablePart(Part):
-    """What a rank holds of a table, of its gradient, of its optimizer's state, or of a view of them."""
+    """One rank's part of a table, of its gradient, of its optimizer's state, or of a view of them."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
