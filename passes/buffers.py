@@ -49,5 +49,5 @@ def _reaches(buffer: fx.Node, results: set[fx.Node | None]) -> bool:
 
 
 def _ignores_statistics(node: fx.Node) -> bool:
-    """In training BatchNorm normalises by the batch's own statistics and only updates the running ones."""
+    """Whether a node is BatchNorm in training, which updates the running statistics and does not use them."""
     return node.target is _BATCH_NORM and node.args[_TRAINING] is True

@@ -78,7 +78,7 @@ def _table(launch: fx.Node) -> str:
 
 
 def _on_a_row(count: int, launch: fx.Node) -> int:
-    """Divides rows among the rows of a launch's grid, which take them in turn."""
+    """Counts the rows of a table that one row of the launch's grid gets of `count`."""
     grid_rows = launch.args[5] if len(launch.args) > 5 else 1
     assert isinstance(grid_rows, int)
     return ceil(count / grid_rows)

@@ -52,7 +52,7 @@ class FindTables:
 
 
 def find_tables(graph: TrainingGraph) -> tuple[Table, ...]:
-    """Every table, in the order of the graph's parameters."""
+    """Finds every table, in the order of the graph's parameters."""
     gradients = {role.of: node for node, role in graph.outputs() if isinstance(role, Gradient)}
     mutated = frozenset(role.of for _, role in graph.outputs() if isinstance(role, Mutation))
     tables = []

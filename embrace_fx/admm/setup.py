@@ -151,7 +151,7 @@ def begin(communicator: Communicator, own: Own, penalties: Penalties, *, rescale
 
 
 def rescaled(weights: Weights, data: Data | None, add: Callable[[Sequence[float]], Sequence[float]]) -> Weights:
-    """Weights as large as a first move likes them: [U W b] for `PREACTIVATIONS`, then [V c] for `OUTPUTS`. Collective.
+    """Scales [U W b] to a root mean square of `PREACTIVATIONS`, then [V c] to one of `OUTPUTS`. Collective.
 
     Starts that differ by a factor become the same. `data` is a rank's, if it trains; `add` sums over ranks, by place.
     """

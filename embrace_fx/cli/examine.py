@@ -164,7 +164,7 @@ def examine(environment: Environment) -> list[Finding]:
 
 
 def probe_links() -> Finding:
-    """The links between the ranks of the default process group, measured. Collective."""
+    """Measures the links between the ranks of the default process group. Collective."""
     from embrace_fx.runtime.probe.probe import probe  # noqa: PLC0415  (DTensor takes a while to import)
     from embrace_fx.runtime.ranks.communicator import Communicator  # noqa: PLC0415
 

@@ -83,10 +83,11 @@ class Streaming:
 def streaming_of(
     num_blocks: int, width: int, itemsize: int, world_size: int, cluster: Cluster, slots: int | None = None
 ) -> Streaming:
-    """The streaming of a tensor in blocks.
+    """Chooses lanes and slots for a tensor in blocks.
 
-    Many lanes make dear to tell which block each begins with, few make many rounds. Without `slots`, lanes are what is
-    cheapest for gradients of `TYPICAL_DENSITY`, and slots so many that a round's bytes outweigh its start-ups.
+    Many lanes need many bytes to tell the block with which each begins; few lanes need many rounds. Without `slots`,
+    it takes the lanes that are cheapest for gradients of `TYPICAL_DENSITY`, and so many slots that a round's bytes
+    outweigh its start-ups.
 
     Args:
         num_blocks, width, itemsize: of the tensor.

@@ -124,7 +124,7 @@ def paired_ranks(world_size: int) -> int:
 
 
 def _all_gather(sparsity: Sparsity) -> Prediction:
-    """The slowest rank is the one with most units."""
+    """Predicts "allgather". The slowest rank is the one with most units."""
     others, record = sparsity.world_size - 1, _record(sparsity)
     most, everyone = max(sparsity.units_by_rank), sparsity.world_size * sparsity.mean_units
     work = _found(sparsity, most, times=3) + _added(sparsity, everyone, sparsity.union) + _written(sparsity)

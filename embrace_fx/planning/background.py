@@ -57,7 +57,7 @@ def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
 
 
 def on_ranks(steps: StepGraph, plan: Plan, ranks: int) -> StepGraph:
-    """The same step where each launch takes what it would between so many ranks."""
+    """Copies a step, with the time of each launch as it would be between so many ranks."""
     return replace(steps, operations=tuple(_on_ranks(each, plan, ranks) for each in steps.operations))
 
 

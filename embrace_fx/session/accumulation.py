@@ -160,7 +160,7 @@ class Accumulation:
             step.exchange({}, RuntimeError(_RAISED))
 
     def _taken(self) -> tuple[GradientStep, dict[str, Tensor]]:
-        """The step of the backward, which ends, and its gradients; `.grad` is as it was."""
+        """Ends the backward: returns its step and its gradients, and restores `.grad` to its value before."""
         backward, self._backward = self._backward, None
         assert backward is not None
         gradients = {}

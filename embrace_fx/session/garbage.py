@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def not_collecting() -> Iterator[None]:
-    """A context in which no cycles are looked for.
+    """Turns the search for reference cycles off within a context.
 
     Capturing makes millions of objects that live until its end: each look at all of them finds nothing, and together
     they take a sixth of the time.

@@ -36,7 +36,7 @@ def memory_report(held: StepMemory, model: nn.Module, optimizers: Sequence[Optim
 
 
 def tables_report(tables: Mapping[str, RowTable], ranks: int) -> str:
-    """Prints the bytes of each sharded table, predicted for any rank and measured on this one."""
+    """Formats the bytes of each sharded table, predicted for any rank and measured on this one."""
     rows: list[tuple[str, ...]] = [("", "parameters", "gradient", "state", "parameters", "gradient", "state")]
     for name, table in tables.items():
         numbers = (*table.predicted_bytes(ranks), *table.held_bytes())

@@ -40,7 +40,7 @@ class ModelWatch:
         self.note_parameters()
 
     def note_parameters(self) -> None:
-        """Takes the parameters as they are now for given: their tables have been placed, or loaded."""
+        """Remembers the present parameters as the right ones, once tables have been placed or loaded."""
         self._held = [*chain.from_iterable(map(_values, self._parameters))]  # no other gets a freed one's address
         self._ids = [*map(id, self._held)]
         self._names = self._named()

@@ -49,7 +49,7 @@ class Compiled:
     ms: dict[str, float] = field(default_factory=dict)
 
     def times(self) -> str:
-        """Prints the milliseconds of each pass, a line each."""
+        """Formats the milliseconds of each pass, a line each."""
         return "\n".join(f"{ms:10.2f} ms  {name}" for name, ms in self.ms.items())
 
 

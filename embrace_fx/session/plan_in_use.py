@@ -286,7 +286,7 @@ class PlanInUse:
         self._setting.state.settle_tables()
 
     def parameters_may_change(self) -> None:
-        """Brings parameters that are handed out up to date; nothing that was read from them ahead is used."""
+        """Applies pending updates, and discards rows prefetched from the parameters: the caller may write them."""
         self._setting.state.pending.close()
         self._tables_may_change()
 

@@ -373,7 +373,7 @@ class Session:
         self.state.synchronised = value
 
     def parameters_may_change(self) -> None:
-        """Brings parameters that are handed out up to date; nothing that was read from them ahead is used."""
+        """Applies pending updates, and discards rows prefetched from the parameters: the caller may write them."""
         self.planned.parameters_may_change()
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ class Panel:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Windows of which compute is shown: of the others there is only what was still, or already, on its way."""
+        """Windows whose compute is shown. Of other windows a picture shows launches in flight at its edges."""
         return tuple(sorted({phase.window for phase in self.phases}))
 
     @cached_property
@@ -119,7 +119,7 @@ class Panel:
 
     @cached_property
     def shown(self) -> tuple[float, float]:
-        """From the first start to the last end in the last two windows, in ms since `origin_ms`.
+        """The time shown: from the first start to the last end in the last two windows, in ms since `origin_ms`.
 
         Communication may start before its window does.
         """
@@ -305,7 +305,7 @@ def _phases(spans: Sequence[Span], rank: int, window: int, end_ms: float) -> Ite
 
 
 def _without_overlap(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans in rows, each in time, by the first row that is free."""
+    """Packs spans into rows without overlap: each goes, in order of time, to the first row that is free."""
     rows: list[list[Span]] = [[]]
     for span in sorted(spans, key=lambda s: (s.start_ms, s.end_ms)):
         free = next((row for row in rows if not row or row[-1].end_ms <= span.start_ms + 1e-6), None)

@@ -142,7 +142,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _unit(node: fx.Node) -> str | None:
-    """The unit that a submission of gradients, or what takes it over, belongs to."""
+    """Finds the table, stack or bucket whose gradients a node submits or hands over; None: another node."""
     launch = launch_of(node)
     if op_name(node) == "embrace::hand_over":
         launch = launch_of(node.all_input_nodes[0])

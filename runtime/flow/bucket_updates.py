@@ -253,7 +253,7 @@ class BucketUpdates:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def take(self, optimizer: Optimizer, tables: Set[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Takes the gradients of an optimizer that is about to step away, if all that it would read is on its way.
+        """Hides late gradients from an optimizer that is about to step, if every gradient it would read is late.
 
         Args:
             tables: sharded ones, which others look after.

@@ -38,7 +38,7 @@ def rnn_layer(
     kernel: str,
     save: bool,
 ) -> list[Tensor]:
-    """See `embrace_fx.vocabulary.rnn_ops`."""
+    """Computes one layer and direction of a recurrent network, as `embrace_fx.vocabulary.rnn_ops` describes."""
     walk = Walk.of(input, batch_sizes, reverse)
     if kernel == "loop":
         with _no_autocast(input):

@@ -104,7 +104,7 @@ class HeldGradient(Held):
         self._late, self._rows, self._local, self._read, self._is_zero = None, [], None, None, True
 
     def set_dense(self, dense: Tensor) -> None:
-        """Takes a tensor for its memory."""
+        """Makes the gradient dense, with a tensor as its memory."""
         self.replace(dense)
         self._late, self._rows, self._read, self._is_zero = None, [], None, False
 

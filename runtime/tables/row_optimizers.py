@@ -75,7 +75,7 @@ def row_optimizer(kind: type[Optimizer]) -> RowOptimizer:
 
 
 class _RowSGD(RowOptimizer):
-    """State: `momentum_buffer` with momentum, nothing without."""
+    """Updates rows as SGD does. State: `momentum_buffer` with momentum, nothing without."""
 
     def init_state(self, shard: Tensor, group: Mapping[str, Any]) -> State:
         # torch starts a buffer as a copy of the first gradient; zeros give a row the same at its first touch, because

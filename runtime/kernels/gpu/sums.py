@@ -140,5 +140,5 @@ def scatter_add(total: Tensor, positions: Tensor, rows: Tensor) -> None:
 
 
 def scatter_add_bytes_moved(rows: int, columns: int, itemsize: int, sum_itemsize: int) -> int:
-    """Positions and rows read, sums read and written."""
+    """Counts the bytes that `scatter_add` has to move: positions and rows read, sums read and written."""
     return rows * (8 + columns * (itemsize + 2 * sum_itemsize))
