@@ -65,7 +65,7 @@ def exchange_dtype(graph: TrainingGraph, table: Table) -> torch.dtype:
 
 
 def narrow(graph: TrainingGraph, join: fx.Node) -> bool:
-    """Narrows one table's exchange; whether it could."""
+    """Narrows one table's exchange, and returns whether it could."""
     lookups = [user for user in join.users if user.target is aten.embedding.default]
     if any(user not in lookups and user.target is not aten.sym_size.int for user in join.users):
         return False

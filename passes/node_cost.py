@@ -43,7 +43,7 @@ def estimate(compute: cost.Compute, expected: ExpectedSizes = NOTHING_EXPECTED) 
 
 
 def node_ms(node: fx.Node, compute: cost.Compute, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
-    """Estimated milliseconds of one node."""
+    """Estimates the milliseconds of one node."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _is_view(node.target):
         return 0.0
     inputs = [_shape(n.meta.get("val"), expected) for n in node.all_input_nodes]

@@ -246,13 +246,13 @@ class _Route:
         return () if self.order is None else (self.grid.rows,)
 
     def join(self, flat: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
-        """The call that makes rows of what arrives."""
+        """Makes the call that turns arrived columns into rows."""
         if self.order is None:
             return embrace.join_columns.default, flat, embedding_dim, self.grid.columns
         return embrace.join_grid.default, flat, self.order, self.counts, embedding_dim, self.rank
 
     def split(self, gradient: fx.Node) -> tuple[Any, ...]:
-        """The call that makes what is sent of the rows' gradients."""
+        """Makes the call that turns the rows' gradients into columns to send."""
         if self.order is None:
             return embrace.split_columns.default, gradient, self.grid.columns
         return embrace.split_grid.default, gradient, self.order, self.counts, self.rank

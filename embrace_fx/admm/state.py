@@ -47,7 +47,7 @@ class State:
 
     @classmethod
     def begin(cls, weights: Weights, data: Data | None, penalties: Penalties, best: Best, seed: int) -> State:
-        """Before the first iteration: multipliers are zero, of the rank's data if it trains."""
+        """Makes the state before the first iteration, with multipliers of zero for the rank's data, if it trains."""
         zeros = Weights(*map(torch.zeros_like, weights.tensors()))
         multipliers = None
         if data is not None:
@@ -101,7 +101,7 @@ Sizes = tuple[tuple[int, ...], ...]
 
 
 def multiplier_sizes(weights: Weights, data: Data) -> Sizes:
-    """The sizes of the constraints of a, s and o."""
+    """Returns the sizes of the multipliers of a, s and o."""
     states, outputs = (*data.x_NBI.shape[:2], len(weights.cell_HF)), (*data.y_MB.shape, len(weights.head_CG))
     return states, states, outputs
 

@@ -59,7 +59,7 @@ class DynamoGuards:
         return bool(self.manager.check(frame)) and self.tensors.hold()
 
     def without(self, tensors: Collection[str]) -> DynamoGuards:
-        """The same, with these tensors no constants of the graph."""
+        """Copies the guards without those on some tensors, which are no constants of the graph."""
         names = [name for name in self.tensors.names if name not in tensors]
         others = [name for name in self.values.names if name not in tensors]
         return replace(

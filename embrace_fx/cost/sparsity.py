@@ -74,7 +74,7 @@ class Sparsity:
         return self.unions[ranks - 1] / max(self.mean_units, 1.0)
 
     def __str__(self) -> str:
-        """In one line, of rows.
+        """Prints the sparsity of rows in one line.
 
         >>> str(independent(100, 8, 4, (20, 20)))
         'density 20.00%, ids per row 1.0, overlap of two ranks 20%, g(2) 1.80, skew 1.0 (of the union 1.0)'

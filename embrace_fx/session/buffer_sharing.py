@@ -106,5 +106,5 @@ class BufferSharing:
 
 @functools.lru_cache(maxsize=64)
 def _told(names: frozenset[str]) -> int:
-    """A number for names, the same on all ranks. They are the same ones step after step."""
+    """Hashes names into a number, the same on all ranks. Cached, because steps repeat the same names."""
     return zlib.crc32("\n".join(sorted(names)).encode())

@@ -264,7 +264,7 @@ def set_outputs(module: fx.GraphModule, outputs: list[tuple[fx.Node | None, Outp
 
 
 def results_behind(graph: TrainingGraph) -> dict[str, frozenset[int]]:
-    """Parameter -> the results that its gradient comes from, of a captured graph; all where it depends on none."""
+    """Maps each parameter of a captured graph to the results behind its gradient; to all, where it depends on none."""
     tangents = {node: frozenset({role.index}) for node, role in graph.inputs() if isinstance(role, Tangent)}
     every = frozenset[int]().union(*tangents.values())
     behind: dict[fx.Node, frozenset[int]] = {}

@@ -171,7 +171,7 @@ def _read_in_backward(step: Numbered) -> dict[int, tuple[int, int]]:
 
 
 def _viewed_in_backward(step: Numbered) -> dict[int, int]:
-    """Storages of the forward of which the backward makes views -> the last node that is one, or reads one."""
+    """Finds storages of the forward that the backward views -> the last node that is such a view, or reads one."""
     backward, storages = step.held.backward, step.held.storages
     found: dict[int, int] = {}
     for node in range(backward, len(step.held.nodes)):

@@ -113,7 +113,7 @@ def _hidden(storages: Sequence[Storage], starts_ms: Sequence[float], backward: i
 def _nearer(
     copies: Sequence[PlacedCopy], held: np.ndarray[tuple[int], np.dtype[np.int64]], peak: int, backward: int
 ) -> bool:
-    """Moves one copy so that less is held at the peak; whether there was one."""
+    """Moves one copy so that less is held at the peak, and returns whether there was one."""
     if peak < backward:
         late = [c for c in copies if c.storage.last_forward < peak < c.left]
         if late:

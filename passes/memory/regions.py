@@ -84,7 +84,7 @@ def can_run_again(node: fx.Node, written: frozenset[object]) -> bool:
 
 
 def written_by(graph: TrainingGraph) -> frozenset[object]:
-    """The state that the forward writes."""
+    """Lists the parameters, buffers and batch tensors that the forward writes."""
     return frozenset(role.of for _, role in graph.outputs() if isinstance(role, Mutation))
 
 

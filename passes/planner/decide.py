@@ -80,7 +80,7 @@ def decide(  # noqa: PLR0913
     current: Plan | None = None,
     schedule: str = "2d",
 ) -> Plan:
-    """The plan for a graph.
+    """Decides the plan for a graph.
 
     Args:
         graph: the captured graph with its tables found.

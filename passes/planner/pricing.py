@@ -165,7 +165,7 @@ class Pricing:
         return priced
 
     def _laid_out(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid) -> Priced:
-        """Shards as asked for, or as they lie; else by columns, or on a grid where that is clearly faster.
+        """Prices shards as asked for, or as they lie; else by columns, or on a grid where that is clearly faster.
 
         Bytes are the same. But by columns a rank handles a piece of every row that any rank reads, N u pieces of D / N
         columns with u rows of each rank; on a grid of R rows those of its own row of ranks, N u / R of D / C

@@ -46,7 +46,7 @@ def widest_useful(table: Table, world_size: int) -> Grid:
 
 
 def launches_of(schedule: str) -> int:
-    """In a step, of a table that is sharded: ids, rows, gradients."""
+    """Counts the launches of a sharded table in a step: ids, rows, gradients."""
     return 1 + 2 * ONE_WAY[schedule]
 
 

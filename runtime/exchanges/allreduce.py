@@ -25,7 +25,7 @@ def exchange(gradient: Gradient, channel: Channel, options: ExchangeOptions) -> 
 
 
 def units(gradient: Gradient, options: ExchangeOptions) -> RowSet:
-    """Rows; those of a row set with one more column, 1 for a row that is present."""
+    """Cuts a gradient into rows. Rows of a row set get one more column, 1 for a row that is present."""
     if isinstance(gradient, RowSet):
         return RowSet(gradient.ids, F.pad(gradient.rows, (0, 1), value=1.0), gradient.num_rows)
     return units_of(gradient, options)

@@ -72,7 +72,7 @@ def accumulate(positions: Tensor, rows: Tensor, counts: Sequence[int], size: int
 
 
 def mean_by_id(ids: Tensor, rows: Tensor, counts: Sequence[int], num_rows: int, divisor: int) -> RowSet:
-    """Rows of the same id summed and divided; the union of all ranks' rows.
+    """Sums rows of the same id, and divides the sums; returns the union of all ranks' rows.
 
     Args:
         ids: (K,) int64 in any order, rank after rank; of one rank, no two the same.

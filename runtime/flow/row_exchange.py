@@ -296,7 +296,7 @@ class RowExchange:
                     self.table.apply(*rows, gradient.options)
 
     def apply_prior(self) -> None:
-        """Applies whatever a step has taken but delayed parts: what no node of a program has applied."""
+        """Applies all parts of taken gradients but delayed ones, where no node of a program has applied them."""
         if not self.waiting:
             with self._launcher.hurrying():  # rows of this forward stand before them
                 for part in [part for gradient in self._gradients for part in gradient.parts]:

@@ -90,7 +90,7 @@ class LoneCalls:
 
 
 def _stands_in(rank: int) -> FrameType | None:
-    """The collective in which the main thread waits for a rank of the job, or None."""
+    """Finds the collective in which the main thread waits for a rank of the job, or None."""
     top = sys._current_frames().get(threading.main_thread().ident or 0)
     for frame, _ in traceback.walk_stack(top):
         file, name = frame.f_code.co_filename, frame.f_code.co_name

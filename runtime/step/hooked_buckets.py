@@ -86,7 +86,7 @@ def launch_hooked(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> In
 
 
 class _Reduction:
-    """The work of a hook."""
+    """Waits for a hook's future, and writes its result into the bucket."""
 
     def __init__(self, future: torch._C.Future[Any], flat: Tensor, name: str) -> None:
         self._future = future

@@ -52,7 +52,7 @@ class OutsideUses:
                 self._nodes.append(node)
 
     def stop(self) -> None:
-        """Watches none of them any more."""
+        """Removes the hooks that watch parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -287,7 +287,7 @@ class Stepping:
         ]
 
     def _take_rows(self, step: _Step, entry: DenseTable) -> None:
-        """Moves a data-parallel table's dense gradient out of torch's step's sight."""
+        """Takes a whole table's dense gradient out of `.grad`, so that torch's own step skips it."""
         parameter = entry.table.parameter
         if parameter.grad is not None:
             step.replicas.append((entry, parameter.grad))
@@ -318,7 +318,7 @@ class Stepping:
         self._state.pending.open()
 
     def _count_step(self, optimizer: Optimizer) -> None:
-        """Ranks compare how many they have taken, of those that move anything."""
+        """Counts a step that moves anything; ranks compare their counts."""
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
             self._communicator.progress.optimizer_steps += 1
             self._state.asked.stepped(optimizer)

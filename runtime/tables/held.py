@@ -56,13 +56,13 @@ class Held:
             torch.autograd.graph.increment_version(self._local)
 
     def copied(self) -> Held:
-        """The same, apart."""
+        """Copies the memory."""
         return Held(self.dense().clone())
 
     def viewer(self) -> object:
-        """An object that views of it keep."""
+        """Returns the object that views of this memory keep alive."""
         return self._keeps
 
     def pinned(self) -> Tensor:
-        """Its memory, which someone keeps for good."""
+        """Returns its memory to a caller who keeps it for good."""
         return self.memory()

@@ -149,7 +149,7 @@ class HeldGradient(Held):
         return dense
 
     def memory(self) -> Tensor:
-        """The gradient (V', d), dense from now on."""
+        """Makes the gradient dense for good, and returns it, (V', d)."""
         if not self.is_dense:
             dense, read = self.dense(), [ids for ids, _ in self._rows]
             self._before, is_normed = self._before - dense._version, self._normed == self.version

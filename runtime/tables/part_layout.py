@@ -41,7 +41,7 @@ class Axis:
 
     @classmethod
     def whole(cls, size: int) -> Axis:
-        """One of which every rank holds all."""
+        """Makes a dimension of which every rank holds all."""
         return cls(size, range(size))
 
     @property

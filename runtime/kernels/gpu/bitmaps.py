@@ -150,5 +150,5 @@ def ids_of_bitmap(bitmap: Tensor, index_set: Tensor) -> Tensor:
 
 
 def hash_bitmap_bytes_moved(ids: int, index_set: int) -> int:
-    """Bytes that either direction moves: the ids on one side, the bitmap on the other, the index set read."""
+    """Counts the bytes that either direction moves: ids on one side, bitmap on the other, and the index set."""
     return 8 * ids + 8 * index_set + -(-index_set // 8)
