@@ -225,7 +225,7 @@ def _carries(node: fx.Node) -> bool:
 
 
 def _roles_met(launch: fx.Node, ends: _Ends) -> Iterator[InputRole | OutputRole]:
-    """Roles of the inputs and outputs between a launch and the nearest computation, in the order of packing."""
+    """Finds roles of inputs and outputs between a launch and the nearest computation, in the order of packing."""
     yield from _roles_before(launch, set())
     yield from _roles_behind(launch, ends, set())
 

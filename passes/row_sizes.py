@@ -22,7 +22,7 @@ embrace = torch.ops.embrace
 
 
 def expected_sizes(graph: TrainingGraph, known: Mapping[str, RowCounts], world_size: int) -> ExpectedSizes:
-    """Numbers for the symbols of a graph that `ShardTables` has just rewritten.
+    """Finds numbers for the symbols of a graph that `ShardTables` has just rewritten.
 
     Args:
         known: table -> its rows; of others `RowCounts.unknown` stands for them.

@@ -145,7 +145,7 @@ def _converse(line: Line, splits: Sums, vector: Tensor, recorder: Recorder) -> R
 
 
 def failure(order: Order, culprit: int, rank: int) -> RuntimeError:
-    """The error that a dead or late worker is to every other rank."""
+    """Makes the error that every other rank raises for a dead or late worker."""
     dead = (
         f"expected every rank to take part in an asynchronous training, on rank {rank}; found that rank(s) {culprit} "
         "no longer answer. Look at the log of the ranks named, and restart the job from saved states."

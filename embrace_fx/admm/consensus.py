@@ -81,7 +81,7 @@ def add_over_ranks(communicator: Communicator, values: Sequence[float]) -> list[
 
 
 def train_in_step(state: State, data: Data, run: Run, communicator: Communicator, strength: float) -> None:
-    """Iterates until the run says stop; `state` is brought forward in place. Strength is g, alike on all ranks."""
+    """Trains until the run stops, and brings `state` forward in place. `strength` is g, the same on all ranks."""
     recorder, start_s = run.recorder, time.perf_counter() - state.elapsed_s
     state.stopped = None
     while state.iteration < run.iterations and state.stopped is None:

@@ -47,7 +47,7 @@ def iterate(
 
 
 def _update(state: State, data: Data, chosen_B: Tensor, consensus: Consensus | None, mark: Mark) -> Tensor:
-    """A batch. Returns the Lagrangian after the joint move, and the squares of the residuals of a, s and o."""
+    """Updates by a batch. Returns the Lagrangian after the joint move, and the residuals' squares of a, s and o."""
     assert state.multipliers is not None
     batch, multipliers = data.of(chosen_B), state.multipliers.of(chosen_B)
     heads = len(batch.y_MB)

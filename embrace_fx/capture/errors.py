@@ -46,7 +46,7 @@ def _of_message(message: str) -> str:
 
 
 class RefusedError(CaptureError):
-    """The model's forward does what no graph can do at each call."""
+    """Raised where the model's forward does at each call what no graph can do."""
 
 
 def explained(model: nn.Module, error: Exception, raised: Exception | None) -> CaptureError:

@@ -82,7 +82,7 @@ def name_of_model(model: nn.Module) -> str:
 
 
 def traced_function(model: nn.Module) -> types.FunctionType:
-    """The function that Dynamo reads, unbound."""
+    """Returns the function that Dynamo reads, unbound."""
     found: types.FunctionType = torch._dynamo.convert_frame.get_traced_fn(model)[0]
     return found
 

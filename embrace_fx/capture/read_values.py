@@ -28,7 +28,7 @@ class Conditions(Protocol):
         """Whether all of it is what it was at the capture."""
 
     def unchanged(self) -> Conditions:
-        """Without what has changed since: the forward itself writes it, or its tracing did."""
+        """Copies the conditions without what has changed since: the forward itself writes it, or its tracing did."""
 
     def changed(self) -> tuple[str, Any, Any] | None:
         """A value that is not what it was: its name, the value at the capture, and now."""
@@ -74,7 +74,7 @@ class ReadValues:
         return ReadValues.of(names, self.scope)
 
     def unchanged(self) -> ReadValues:
-        """Without those that have changed since: the forward itself writes them, or its tracing did."""
+        """Copies the values but those that have changed since: the forward itself writes them, or its tracing did."""
         now = ReadValues._of(self.names, self.scope, lambda value: True)
         values = dict(zip(now.names, now.values, strict=True))
         same = {n: v for n, v in zip(self.names, self.values, strict=True) if n in values and _same(v, values[n])}

@@ -32,7 +32,7 @@ _CELLS: dict[Callable[..., Any], str] = {
 
 
 class KeepRnnWhole(TorchFunctionMode):
-    """While active, every recurrent network is one op per layer and direction; all other calls pass unchanged.
+    """Makes every recurrent network one op per layer and direction while active; all other calls pass unchanged.
 
     Args:
         kernel: the kernel of every layer; None: the fastest for each, see `choose_kernel`. "loop" may compute any layer

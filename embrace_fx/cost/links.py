@@ -281,7 +281,7 @@ def all_gather(own_bytes: int, world_size: int) -> Exchange:
 
 
 def gather_ids(rows_by_rank: tuple[int, ...], num_rows: int) -> Exchange:
-    """One table's share of the exchange of ids, two AllGathers at the head of the step.
+    """Prices one table's share of the exchange of ids, two AllGathers at the head of the step.
 
     The first announces each table's number of ids as an int64 (`Announcements.announce`; the state before it is the
     step's own). The second carries that number again and the ids (`Communicator.all_gather_ids`), int32 where they fit,

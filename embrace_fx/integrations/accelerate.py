@@ -51,11 +51,11 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         return prepared
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Whole tensors. Collective."""
+        """Returns the state with whole tensors. Collective."""
         return embrace_fx.full_state_dict(model)
 
 
 class _WholeStateOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
-        """Whole tensors. Collective."""
+        """Returns the state with whole tensors. Collective."""
         return embrace_fx.full_state_dict(self.optimizer)

@@ -304,7 +304,7 @@ class Profile:
 
 
 def profile(recording: Recording) -> Profile:
-    """The medians over the windows of a recording, of which the first and the last are cut off."""
+    """Takes the medians over the windows of a recording, of which the first and the last are cut off."""
     windows = range(recording.window)
     spans: dict[OperationId, list[float]] = {}
     for span in compute_spans(recording):
@@ -329,7 +329,7 @@ def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
 
 
 def launches(schedule: Schedule, looks_ahead: bool) -> tuple[OperationId, ...]:
-    """The launches of a schedule that the launcher issues. Ids of a batch that is not looked ahead to are not among
-    them: the calling thread gathers those.
+    """Lists the launches of a schedule that the launcher issues. Ids of a batch that is not looked ahead to are not
+    among them: the calling thread gathers those.
     """
     return tuple(launch for launch in schedule.launches if looks_ahead or launch != IDS)

@@ -299,7 +299,7 @@ class PlanInUse:
                 tell(_ASKED)
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which every table is whole on every rank. Collective."""
+        """Makes every table whole on every rank within a context. Collective."""
         return whole_tables(self._setting, self)
 
     def leave_model(self) -> None:

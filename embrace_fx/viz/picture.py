@@ -233,7 +233,7 @@ class Picture:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """Lanes of any panel."""
+        """Lanes that any panel shows."""
         return tuple(lane for lane in LANES if any(lane in panel.lanes for panel in self.panels))
 
     @property

@@ -320,7 +320,7 @@ def render(plan: Plan) -> str:
 
 
 def explain(plan: Plan) -> str:
-    """The candidates as a table: parameter by parameter, the chosen one marked, the others with what was against them.
+    """Prints each parameter's candidates as a table: the chosen one marked, the others with what was against them.
 
     Below a table's candidates stands how its gradients lie on all ranks (`embrace_fx.cost.sparsity.Sparsity`).
     Parameters that had no choice are left out.

@@ -123,7 +123,7 @@ class Pricing:
     def of_table(
         self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid = "auto"
     ) -> dict[str, Priced]:
-        """The candidates, and what is asked for or in use: shards on the grid that is, or on the best."""
+        """Prices a table's candidates, the strategy asked for and that in use; shards on the present or best grid."""
         upkeep = upkeep_of_replicas(table, rows, self.world_size)
         used = self.in_use[fact.name].strategy if fact.name in self.in_use else wanted
         weighed = [each for each in ("allreduce", *EXCHANGES) if each in (*CANDIDATES, wanted, used)]

@@ -76,7 +76,7 @@ class Channel:
         return InFlight(received, self._messages(own, theirs))
 
     def all_gather(self, own: Tensor, sizes: Sequence[int]) -> InFlight:
-        """Every rank's data, rank after rank.
+        """Gathers every rank's data, rank after rank.
 
         The collective takes one size for all. Where sizes differ, single messages send exactly the bytes there are;
         padding instead would send the longest rank's bytes from every rank, over links that wait for that rank in both

@@ -43,7 +43,7 @@ def _finalise(x: Tensor) -> Tensor:
 
 
 def _shift_33(x: Tensor) -> Tensor:
-    """Logical shift: torch's is arithmetic."""
+    """Shifts right by 33 bits and fills with zeros; torch's own shift fills with the sign."""
     return (x >> 33) & (2**31 - 1)
 
 
@@ -118,7 +118,7 @@ def _claim_slots(ids: Tensor, server: Tensor, servers: int, parallel: int, seed:
 
 @lru_cache(maxsize=64)
 def index_sets(num_ids: int, servers: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
-    """For every server the ids from 0 to num_ids - 1 that hash to it, ascending: Zen's I_i.
+    """Lists for every server the ids from 0 to num_ids - 1 that hash to it, ascending: Zen's I_i.
 
     Kept after the first call, for it costs a sort: 8 bytes per id in all.
     """

@@ -220,7 +220,7 @@ class Announcements:
         return everyone
 
     def _look_out(self) -> None:
-        """Has calls told that other ranks cannot come to (`embrace_fx.runtime.ranks.lone_calls`)."""
+        """Starts the watch for calls that other ranks cannot come to (`embrace_fx.runtime.ranks.lone_calls`)."""
         group = self.communicator.group
         if self._lone_calls is not None or group is None:
             return

@@ -54,7 +54,7 @@ class Messages:
 def send_parts(
     group: dist.ProcessGroup, sent: Sequence[Tensor], received: Sequence[Tensor], waiter: Waiter | None = None
 ) -> Messages:
-    """A message to and from every other rank of a group; this rank's own part is copied.
+    """Sends a message to every other rank of a group and receives one from each; copies this rank's own part.
 
     Both sides know the sizes. Over gloo and NCCL.
 

@@ -254,7 +254,7 @@ def _exchange_gradient_(
     group: str,
     group_size: int,
 ) -> InFlight:
-    """The op of that name where no launcher takes it: it has ended when this returns."""
+    """Runs the op of that name to its end, where no launcher takes it."""
     channel = Channel(communicator.process_group(group))
     with communicator.watching():
         exchange_gradient_(flat, ExchangeKind(rows, strategy, scheme), channel, links)

@@ -120,7 +120,7 @@ class Step:
         return results
 
     def _run_forward(self, forward: LoweredPhase, values: Values) -> tuple[Any, ...]:
-        """The forward's outputs. A failure is told to all ranks, which wait for nothing of it."""
+        """Runs the forward and returns its outputs. All ranks learn of a failure, and wait for nothing of it."""
         program = self.program
         needed = forward.owed.begin(values)
         try:

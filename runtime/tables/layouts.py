@@ -31,8 +31,8 @@ Part = tuple[slice, slice]
 
 
 def mesh_of(communicator: Communicator, device_type: str, grid: Grid | None) -> DeviceMesh | None:
-    """The mesh of tables on a device; None: a single process. On a grid, the first time, collective: each of its rows
-    and columns gets a process group."""
+    """Returns the mesh of tables on a device; None: a single process. On a grid, the first time, collective: each of
+    its rows and columns gets a process group."""
     group = communicator.group
     if group is None or communicator.world_size == 1:
         return None

@@ -72,7 +72,7 @@ def _watching(communicator: Communicator) -> Watch:
 
 
 def _numbered(optimizer: Optimizer, state_dict: dict[str, Any]) -> list[tuple[int, nn.Parameter]]:
-    """An optimizer's parameters, by their numbers in a state dict."""
+    """Pairs an optimizer's parameters with their numbers in a state dict."""
     numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return list(zip(numbers, parameters, strict=False))

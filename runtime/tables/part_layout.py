@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 class NotAView(Exception):
-    """A rank's part of the result is no view of its part of the tensor."""
+    """Raised where a rank's part of a result is no view of its part of the tensor."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def segments_of(ids: Tensor, padding_idx: int) -> Segments:
 
 @on_its_device
 def sum_segments(flat: Tensor, segments: Segments, columns: int, scale: float) -> Tensor:
-    """(K, d): the sum of each segment's rows, times `scale`, in one pass over them and without waiting for the device.
+    """Sums each segment's rows, times `scale`, into (K, d), in one pass and without waiting for the device.
 
     Args:
         flat: (R * d,), contiguous: the rows in the order of the ids that the segments are of.
