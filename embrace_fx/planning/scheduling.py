@@ -108,11 +108,12 @@ class Scheduling:
         on = streams.streams_of(device)
         recorder = Recorder(on.clock() if on is not None else None, partial(bytes_in_use, device))
         of_forward = submitted(self._graph.phases["forward"])
-        launcher = (
-            Launcher(order, of_forward, recorder)
-            if on is None
-            else StreamLauncher(order, of_forward, recorder, on, communicator.channels(device))
-        )
+        launcher: Launcher
+        if on is None:
+            launcher = Launcher(order, of_forward, recorder)
+        else:
+            launcher = StreamLauncher(order, of_forward, recorder, on, communicator.channels(device))
+            communicator.look_each_time(launcher.looks())
         communicator.in_turn = launcher.in_turn
         wait, pieces = waiting(communicator, recorder), dict(self._cuts.pieces)
         stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}

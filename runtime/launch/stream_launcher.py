@@ -8,19 +8,21 @@ Contract
     - a ticket's `wait` lets the current stream wait for the launch's event.
     - what a launch reads lives until a stream of its owner has waited for it; what it received, which its own stream
       allocated, the allocator keeps for the reader's.
-    What is held back by launches that are still to come, a thread issues where nothing is submitted for `STANDSTILL_S`:
-    this rank may be standing in a barrier of the user's, while another one waits for it.
+    - models that share a device launch in the order of the calls: each behind what another one launched last.
+    Whoever waits for what is held back by launches that are still to come has it leave out of its turn, and says so in
+    the ranks' store: another rank, which may stand in a barrier of the user's, does so where it stands at that place.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import math
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 
@@ -36,6 +38,9 @@ from embrace_fx.vocabulary.schedule import IN_FLIGHT
 
 _REMEMBERED = 4 * IN_FLIGHT
 """Launches among which the one is looked up that a launch has to wait for."""
+
+Place = tuple[int, int]
+"""Where a rank stands in the calls that all ranks make: the window's number, and how much it may still submit there."""
 
 
 @dataclass
@@ -94,12 +99,18 @@ class StreamTicket(Ticket):
 
 
 class _Issuer:
-    """Enqueues what is due. All under the state's lock; the thread that stands by must not keep the launcher alive."""
+    """Enqueues what is due. All under the state's lock.
+
+    Attributes:
+        overtook: something has left out of its turn, since the ranks last told each other.
+        tells: where this rank stood when it had that done, as others are still to be told; None: they are not.
+    """
 
     def __init__(self, state: launcher._State, streams: Streams) -> None:
         self.state = state
         self.streams = streams
         self.overtook = False
+        self.tells: Place | None = None
         self.unwaited: dict[tuple[int, int], StreamTicket] = {}
         self._issued: list[tuple[tuple[int, ...], Lane, Event]] = []  # place, class and end of launches, by place
 
@@ -113,8 +124,10 @@ class _Issuer:
             try:
                 while (ticket := state.next()) is not None:
                     assert isinstance(ticket, StreamTicket)
-                    self.overtook |= self._is_out_of_turn(ticket)
-                    self._enqueue(ticket)
+                    in_turn = not self._is_out_of_turn(ticket)
+                    if not in_turn:  # told before: over gloo the host waits here for a rank that does likewise
+                        self.overtook, self.tells = True, self.place()
+                    self._enqueue(ticket, in_turn)
             except BaseException as error:
                 state.error = error
                 raise
@@ -130,8 +143,46 @@ class _Issuer:
             if self._issued:
                 place, _, ended = self._issued[-1]
                 self.streams.wait(ended)
+            self._wait_for_other_models()
             yield
-            self._issued.append(((*place, 1), "compute", self.streams.record("collective done")))
+            ended = self.streams.record("collective done")
+            self._issued.append(((*place, 1), "compute", ended))
+            self.streams.last = (id(self), ended)
+
+    def _wait_for_other_models(self) -> None:
+        last = self.streams.last
+        if last is not None and last[0] != id(self):
+            self.streams.wait(last[1])
+
+    def place(self) -> Place:
+        window = self.state.windows[-1]
+        return window.number, len(window.expected)
+
+    def look(self, store: Any, key: str) -> None:
+        """Tells other ranks of what has left here out of its turn, or does as one of them has that stood where this
+        rank stands. Called a few times a second, by a thread that nothing may hold up.
+
+        Args:
+            store: of that thread alone.
+            key: where a rank says where it stood.
+        """
+        tells, self.tells = self.tells, None
+        if tells is not None:
+            store.set(key, f"{tells}")
+        if tells is not None or not self.state.changed.acquire(blocking=False):
+            return  # whoever has the lock launches
+        try:
+            place, held = self.place(), any(window.waiting for window in self.state.windows)
+        finally:
+            self.state.changed.release()
+        if held and store.check([key]) and store.get(key).decode() == f"{place}":
+            threading.Thread(target=self._follow, args=(place,), name="embrace_fx launcher", daemon=True).start()
+
+    def _follow(self, place: Place) -> None:
+        self.streams.use_device()
+        with self.state.changed, contextlib.suppress(Exception):  # whoever submits or waits next raises it
+            if self.place() == place:
+                self.issue(hurry=True)
 
     def _is_out_of_turn(self, ticket: StreamTicket) -> bool:
         windows = [window for window in self.state.windows if window.number <= ticket.place[0]]
@@ -143,7 +194,7 @@ class _Issuer:
         ]
         return bool(before)
 
-    def _enqueue(self, ticket: StreamTicket) -> None:
+    def _enqueue(self, ticket: StreamTicket, in_turn: bool) -> None:
         streams, recorder = self.streams, self.state.recorder
         recorded = ticket.window > OUTSIDE and recorder.recording is not None
         place: tuple[int, ...] = ticket.place
@@ -154,6 +205,8 @@ class _Issuer:
                 _, lane, ended = self._issued[at - IN_FLIGHT]
                 if lane != ticket.id.lane:
                     streams.wait(ended)
+            if in_turn:
+                self._wait_for_other_models()
             started = recorder.clock.now() if recorded else 0.0
             assert ticket.launch is not None
             launched, ticket.launch = ticket.launch(), None
@@ -161,6 +214,8 @@ class _Issuer:
                 launched.work.wait()  # the stream does
             ticket.ended = streams.record(f"{ticket.id} done")
             over = recorder.clock.now() if recorded else 0.0
+        if in_turn:
+            streams.last = (id(self), ticket.ended)
         ticket.value, ticket.held = launched.value, launched.reads
         self._issued.insert(at, (ticket.place, ticket.id.lane, ticket.ended))
         del self._issued[:-_REMEMBERED]
@@ -189,16 +244,25 @@ class StreamLauncher(Launcher):
 
     def _start(self) -> None:
         self._issuer = _Issuer(self._state, self._streams)
-        thread = threading.Thread(target=_stand_by, args=(self._issuer,), name="embrace_fx launcher", daemon=True)
-        thread.start()
-        self._stop = weakref.finalize(self, _stop, self._state, thread)
+        self._state.moved_s = math.inf  # however long nothing moves, nothing overtakes
+
+    def looks(self) -> Callable[[Any, str], None]:
+        """Makes what a thread of the ranks' is to call, a few times a second, with its store and a name in it. It does
+        not keep this alive.
+        """
+        found = weakref.ref(self._issuer)
+
+        def look(store: Any, name: str) -> None:
+            if (issuer := found()) is not None:
+                issuer.look(store, f"{name}/out of turn")
+
+        return look
 
     def close(self) -> None:
-        """Has the current stream wait for everything submitted, and ends the thread."""
+        """Has the current stream wait for everything submitted."""
         self.catch_up()
         for ticket in list(self._issuer.unwaited.values()):
             ticket.wait()
-        self._stop()
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[launcher._Window]:
@@ -206,10 +270,7 @@ class StreamLauncher(Launcher):
             if self._state.error is not None:
                 raise self._state.error
             yield self._state.windows[-1]
-            self._state.moved_s = perf_counter()
             self._issuer.issue()
-            if self._state.under_way():
-                self._state.changed.notify_all()  # something is held back: the thread stands by
 
     @contextlib.contextmanager
     def hurrying(self) -> Iterator[None]:
@@ -247,28 +308,4 @@ class StreamLauncher(Launcher):
     def catch_up(self) -> None:
         """Launches everything that has been submitted, as another rank may have done already. On all ranks."""
         self._issuer.issue(hurry=True)
-        self._issuer.overtook = False
-
-
-def _stand_by(issuer: _Issuer) -> None:
-    state = issuer.state
-    issuer.streams.use_device()
-    while True:
-        with state.changed:
-            if state.stopped or state.error is not None:
-                return
-            state.changed.wait(launcher.STANDSTILL_S / 2 if state.under_way() else None)
-            if not state.under_way() or perf_counter() - state.moved_s <= launcher.STANDSTILL_S:
-                continue
-        try:
-            issuer.issue(hurry=True)
-        except BaseException:  # whoever submits or waits next raises it
-            return
-
-
-def _stop(state: launcher._State, thread: threading.Thread) -> None:
-    with state.changed:
-        state.stopped = True
-        state.changed.notify_all()
-    if thread is not threading.current_thread():
-        thread.join(timeout=launcher._FAREWELL_S)
+        self._issuer.overtook, self._issuer.tells = False, None

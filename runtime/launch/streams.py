@@ -24,7 +24,13 @@ Event = Any
 
 
 class Streams(Protocol):
-    """One device's streams: that of compute, and one for each communication class."""
+    """One device's streams: that of compute, and one for each communication class.
+
+    Attributes:
+        last: which launcher has launched last on the device, in its turn, and the event behind that; None: none has.
+    """
+
+    last: tuple[int, Event] | None
 
     def on(self, lane: Lane, what: str) -> AbstractContextManager[None]:
         """A context in which `what` is enqueued on the stream of a communication class."""
@@ -59,6 +65,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.last: tuple[int, Event] | None = None
         self._lanes = {lane: torch.cuda.Stream(device, priority=-1 if lane in URGENT else 0) for lane in LANES[1:]}
 
     @contextmanager

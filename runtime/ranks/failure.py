@@ -174,7 +174,7 @@ class RollCall:
         self._signatures = [f"embrace_fx/{name}/alive/{r}" for r in range(world_size)]
         self._readers = [f"embrace_fx/{name}/read/{r}" for r in range(world_size)]
         self._missing: list[int] = []
-        self.look: Callable[[Any], None] = lambda store: None  # what the thread does besides, at each look
+        self.looks: list[Callable[[Any], None]] = []  # what the thread does besides, at each look
         self._wake, self._decided = threading.Event(), threading.Event()
         self._closed = False
         self._listener = threading.Thread(target=self._listen, name="embrace_fx roll call", daemon=True)
@@ -198,7 +198,8 @@ class RollCall:
     def _listen(self) -> None:
         try:
             while not self._wake.wait(_LISTEN_S) and not self._store.check([self._called]):
-                self.look(self._store)
+                for look in list(self.looks):
+                    look(self._store)
             if not self._closed:
                 self._missing = self._call()
         except RuntimeError:

@@ -247,8 +247,7 @@ class Groups:
         return created
 
     def _connect(self, name: str, device: torch.device) -> None:
-        """Has NCCL make a group's connections, for which the hosts of all ranks wait: in one order, and not in a step,
-        where the thread that stands by may be the one that comes first."""
+        """Has NCCL make a group's connections, for which the hosts of all ranks wait: in one order, not in a step."""
         group, own = self._groups[name], torch.zeros(self.world_size, device=device)
         with self.watching():
             dist.all_reduce(own, group=group)
@@ -279,14 +278,14 @@ class Groups:
         return self._roll_call.missing() if self._roll_call is not None else []
 
     def look_each_time(self, look: Callable[[Any, str], None]) -> None:
-        """Has the thread behind the roll call do something besides, a few times a second.
+        """Has the thread behind the roll call do something besides, a few times a second. On all ranks in one order.
 
         Args:
-            look: told the thread's own store, and a name that no other communicator has.
+            look: told the thread's own store, and a name that nothing else has there.
         """
         if (roll_call := self._roll_call) is not None:
-            name = f"embrace_fx/{roll_call.name}"
-            roll_call.look = lambda store: look(store, name)
+            name = f"embrace_fx/{roll_call.name}/{len(roll_call.looks)}"
+            roll_call.looks.append(lambda store: look(store, name))
 
     def gather(self, value: T, kind: Any) -> list[T]:
         """`value` of every rank, in rank order. For set-up and failures, never on the step's path.

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import embrace_fx
-from embrace_fx.runtime.launch import launcher
 from embrace_fx.vocabulary.schedule import ScheduleName
 from tests.support.models import Workload
 from tests.support.training import SEED, make_optimizers
@@ -69,8 +68,6 @@ def trains_on_gpu(
         optimizer: one of `tests.support.training.OPTIMIZERS`.
         strict_from: from this step on, any wait of the host for the device is an error.
     """
-    if "EMULATED_CUDA_FINDINGS" in os.environ:
-        launcher.STANDSTILL_S = 1e6  # where everything is slow, nothing that is late is to leave out of its turn
     device = torch.device("cuda", rank % gpus_used)
     torch.cuda.set_device(device)
     group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend)

@@ -19,7 +19,7 @@ from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
-from tests.support.launches import ID, LANE_OF, LONG_S, NAMES, OF_FORWARD, ORDER, stand_still, windows
+from tests.support.launches import ID, LANE_OF, LONG_S, NAMES, OF_FORWARD, ORDER, windows
 from tests.support.streams.recorded_streams import RecordedStreams
 from tests.support.streams.stream_order import hazards, too_many_in_flight
 from tests.support.streams.stream_program import Launch, StreamProgram, WaitEvent
@@ -28,8 +28,13 @@ from tests.support.streams.stream_program import Launch, StreamProgram, WaitEven
 class Device:
     """A launcher on recorded streams."""
 
-    def __init__(self, recorder: Recorder | None = None, channel: Mapping[Lane, str] = LANE_GROUP) -> None:
-        self.streams = RecordedStreams()
+    def __init__(
+        self,
+        recorder: Recorder | None = None,
+        channel: Mapping[Lane, str] = LANE_GROUP,
+        streams: RecordedStreams | None = None,
+    ) -> None:
+        self.streams = streams or RecordedStreams()
         self.left = threading.Event()  # something has
         self.launcher = StreamLauncher(ORDER, OF_FORWARD, recorder or Recorder(), self.streams, channel)
 
@@ -188,17 +193,61 @@ def test_all_ranks_catch_up_together() -> None:
     assert device.launcher.took_turns()
 
 
-def test_what_nobody_submits_after_is_launched_in_the_end() -> None:
-    """The user's barrier may come between a step and the next forward."""
-    device = Device()
+class Store(dict[str, bytes]):
+    """The ranks' store."""
 
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def test_what_one_rank_has_leave_out_of_its_turn_leaves_on_the_others_where_they_stand_there() -> None:
+    """They may be in a barrier of the user's. In another place they would launch in another order than that rank."""
+    asks, before, there, store = Device(), Device(), Device(), Store()
+    _, ticket = asks.submit("bucket 0", "delayed")
+    before.submit("delayed")
+    there.submit("bucket 0", "delayed")
+
+    ticket.wait()
+    for device in (asks, before, there):
+        device.launcher.looks()(store, "name")
+
+    assert there.left.wait(LONG_S)
+    with there.launcher._state.changed:  # until all have left
+        assert there.launched == asks.launched == ["bucket 0", "delayed"]
+    assert not there.launcher.took_turns()
+    assert before.launched == []
+    before.submit("bucket 0")
+    before.launcher.looks()(store, "name")
+    assert before.left.wait(LONG_S)
+
+
+def test_however_long_nothing_moves_nothing_leaves_out_of_its_turn_by_itself() -> None:
+    """Ranks that stand still do so at different times."""
+    device, store = Device(), Store()
     device.submit("delayed")
-    assert device.launched == []
-    stand_still(device.launcher)
 
-    assert device.left.wait(LONG_S)
-    assert device.launched == ["delayed"]
-    assert not device.launcher.took_turns()
+    device.launcher.looks()(store, "name")
+    device.launcher._issuer.issue()
+
+    assert device.launched == []
+    assert device.launcher._state.moved_s == float("inf")
+
+
+def test_models_that_share_a_device_launch_in_the_order_of_the_calls() -> None:
+    one = Device()
+    other = Device(streams=one.streams)
+
+    one.submit("early rows", "prior", "bucket 0")
+    other.submit("early rows", "prior", "bucket 0")
+    (ticket,) = other.submit("bucket 1")
+    ticket.wait()  # out of its turn, on this rank perhaps alone: nobody's order
+    one.submit("delayed", "ids")
+
+    assert too_many_in_flight(one.program(), IN_FLIGHT, {*NAMES} - {"bucket 1"}) == []
+    assert other.launcher._issuer.tells == (0, len(NAMES) - 4)
 
 
 def test_what_a_launch_reads_lives_until_its_end_has_been_waited_for() -> None:
@@ -254,16 +303,3 @@ def test_the_recorder_hears_of_each_launch() -> None:
     (told,) = recorder.stop().transfers
     assert (told.launch, told.window, told.sent_bytes) == (ID["early rows"], 0, 100)
     assert 0 < told.started_s <= told.ended_s
-
-
-def test_the_thread_ends_with_the_launcher() -> None:
-    before = set(threading.enumerate())
-    device = Device()
-    (thread,) = set(threading.enumerate()) - before
-    device.submit("prior")
-
-    del device
-    gc.collect()
-    thread.join(LONG_S)
-
-    assert not thread.is_alive()

@@ -56,6 +56,7 @@ class RecordedStreams(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step | str] = []
         self.host_waits: list[str] = []
+        self.last: tuple[int, str] | None = None
         self._stream: Lane = "compute"
         self._what = ""
         self._events = self._pieces = 0

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from embrace_fx.runtime.launch import launcher, streams
+from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.ranks import communicator
 from tests.support.streams.recorded_streams import RecordedStreams
 
@@ -48,12 +48,11 @@ STREAMS: dict[str, Callable[[], RecordedStreams]] = {
 @contextmanager
 def on_paper(kind: str = "sound") -> Iterator[RecordedStreams]:
     """Models made within run on recorded streams."""
-    before = streams.streams_of, launcher.STANDSTILL_S
+    before = streams.streams_of
     recorded = STREAMS[kind]()
     streams.streams_of = lambda device: recorded
-    launcher.STANDSTILL_S = 1e6  # here collectives do make the host wait, for ranks that are slower
     try:
         with patch.object(communicator, "backend_name", lambda group, device: "nccl"):  # an AlltoAll is one launch
             yield recorded
     finally:
-        streams.streams_of, launcher.STANDSTILL_S = before
+        streams.streams_of = before
