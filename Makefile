@@ -35,17 +35,24 @@ test: $(READY) ## run the tests, but for those marked `long`
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 .PHONY: test-all
-test-all: $(READY) ## run every test
+test-all: $(READY) ## run every test; those of a GPU on emulated ones, where .venv-device has been made
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m ''
+	if [ -e $(DEVICE)/.ready ]; then
+	    $(MAKE) device
+	else
+	    echo "tests/gpu has been skipped: make device runs it, and downloads five gigabytes"
+	fi
 
 # torch's own build for CUDA, 5 GB, in an environment of its own: with stand-ins for CUDA's libraries in the place of a GPU.
+# No part of .ci/run: the download alone would take longer than everything there.
 .PHONY: device
-device: $(DEVICE)/.ready ## run the tests of a GPU on emulated ones, with jitter and slow streams; five gigabytes
+device: $(DEVICE)/.ready ## run the tests of a GPU on 1, 2 and 4 emulated ones, with jitter and slow streams; 5 GB, an hour
 	device() { $(DEVICE)/bin/python -m tests.support.emulated_cuda "$$@"; }
 	device --devices 4 -m pytest -m '' tests/gpu
+	device --devices 1 -m pytest -m '' tests/gpu -k 'matrix or one_gpu or memory or streams or copies'
 	device --devices 1 --triton -m pytest -m '' tests/gpu/test_kernels.py -k test_case
 	for seed in 1 2 3; do
-	    device --devices 2 --jitter-us 400 --seed $$seed -m pytest -m '' tests/gpu -k 'memory or streams or nccl'
+	    device --devices 2 --jitter-us 400 --seed $$seed -m pytest -m '' tests/gpu -k 'memory or streams or nccl or deeds'
 	done
 	for stream in 0 1 2 3 4 5; do
 	    device --devices 2 --slow-stream $$stream -m pytest -m '' tests/gpu -k 'memory or (nccl and lstm)'

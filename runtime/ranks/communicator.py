@@ -19,7 +19,7 @@ from embrace_fx import cost
 from embrace_fx.runtime.kernels import column_widths
 from embrace_fx.runtime.ranks.backends import backend_name, travels_by_host
 from embrace_fx.runtime.ranks.gathering import gather_single
-from embrace_fx.runtime.ranks.groups import CLASSES, Groups
+from embrace_fx.runtime.ranks.groups import CLASSES, Groups, alone_on
 from embrace_fx.runtime.ranks.messages import send_parts
 
 
@@ -243,9 +243,9 @@ class Communicator(Groups):
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
         """A collective under way; of tensors on a device over gloo, which takes them from the host, an ended one."""
         if not travels_by_host(written, self._groups[group]):
-            if group not in CLASSES or self.in_turn is None:
+            if group not in CLASSES or (self.in_turn is None and not written.is_cuda):
                 return InFlight(written, collective(written, *read), reads=read)
-            with self.in_turn():
+            with self._in_turn(written, self._groups[group]):
                 collective(written, *read).wait()  # the current stream does, which is to read it next
             return InFlight(written, None)
         on_host = [tensor.cpu() for tensor in (written, *read)]
@@ -258,8 +258,10 @@ class Communicator(Groups):
         assert self.group is not None
         assert group is not None
         of_hosts = not tensor.is_cuda and "nccl" in dist.get_backend_config(self.group)
-        if self.in_turn is None or of_hosts or travels_by_host(tensor, group):
+        if of_hosts or travels_by_host(tensor, group):
             return nullcontext()
+        if self.in_turn is None:
+            return alone_on(tensor.device) if tensor.is_cuda else nullcontext()
         return self.in_turn()
 
     def wait(self, launch: InFlight, what: str = "") -> Tensor:

@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,6 +51,16 @@ T = TypeVar("T")
 
 _FAREWELL_S = 5.0
 """How long the end of the groups waits for their threads."""
+
+
+@contextlib.contextmanager
+def alone_on(device: torch.device) -> Iterator[None]:
+    """A context for collectives of set-up on a device, which may have another model's under way: nothing else would
+    order them. The host waits.
+    """
+    torch.cuda.synchronize(device)
+    yield
+    torch.cuda.synchronize(device)
 
 
 class Groups:
@@ -249,7 +259,7 @@ class Groups:
     def _connect(self, name: str, device: torch.device) -> None:
         """Has NCCL make a group's connections, for which the hosts of all ranks wait: in one order, not in a step."""
         group, own = self._groups[name], torch.zeros(self.world_size, device=device)
-        with self.watching():
+        with self.watching(), alone_on(device):
             dist.all_reduce(own, group=group)
             dist.all_to_all_single(torch.empty_like(own), own, group=group)
             all_gather_single(own.new_empty(own.numel() ** 2), own, group=group)

@@ -45,8 +45,8 @@ def no_record_stream() -> Iterator[None]:
 def what_is_sent_is_freed_at_once() -> Iterator[None]:
     enqueue = stream_launcher._Issuer._enqueue
 
-    def forgetting(self: Any, ticket: Any) -> None:
-        enqueue(self, ticket)
+    def forgetting(self: Any, ticket: Any, in_turn: bool) -> None:
+        enqueue(self, ticket, in_turn)
         ticket.held = ()
 
     with patch.object(stream_launcher._Issuer, "_enqueue", forgetting):
@@ -57,10 +57,10 @@ def what_is_sent_is_freed_at_once() -> Iterator[None]:
 def the_event_of_a_launch_is_recorded_before_it() -> Iterator[None]:
     enqueue = stream_launcher._Issuer._enqueue
 
-    def early(self: Any, ticket: Any) -> None:
+    def early(self: Any, ticket: Any, in_turn: bool) -> None:
         with self.streams.on(ticket.id.lane, "early"):
             ended = self.streams.record("too early")
-        enqueue(self, ticket)
+        enqueue(self, ticket, in_turn)
         ticket.ended = ended
 
     with patch.object(stream_launcher._Issuer, "_enqueue", early):

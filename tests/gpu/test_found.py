@@ -9,14 +9,19 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from embrace_fx.runtime.launch.stream_launcher import _Issuer
+from embrace_fx.runtime.launch.streams import CudaStreams
+from tests.gpu import needs
+from tests.gpu.deeds import stands_still, trains_two_models
 from tests.gpu.needs import emulated, gpus, trains_on_gpu
 from tests.support.models import MODELS
 from tests.support.ranks import RankError, fresh_ranks, run_ranks
@@ -131,14 +136,44 @@ def flags_are_in_no_order(rank: int, world_size: int) -> None:
         trains_on_gpu(rank, world_size, dict(MODELS)["two_table_lm"], "2d", "nccl", 2)
 
 
+def a_rank_leaves_its_turn_unasked(rank: int, world_size: int) -> None:
+    def look(self: _Issuer, store: Any, key: str) -> None:
+        self._follow(self.place())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Issuer, "look", look)
+        stands_still(rank, world_size, "cuda")
+
+
+def models_are_in_no_order(rank: int, world_size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Issuer, "_wait_for_other_models", lambda self: None)
+        trains_two_models(rank, world_size, "cuda")
+
+
 @gpus(2)
-def test_flags_in_no_order_are_found(findings: Path) -> None:
+@pytest.mark.parametrize("way", [flags_are_in_no_order, a_rank_leaves_its_turn_unasked, models_are_in_no_order])
+def test_collectives_in_no_order_are_found(way: Callable[[int, int], None], findings: Path) -> None:
     with suppress(RankError):  # where ranks are not equally fast, it ends in a deadlock
-        run_ranks(2, flags_are_in_no_order, timeout_s=300.0)
+        run_ranks(2, way, timeout_s=300.0)
 
     text = findings.read_text(encoding="utf-8")
     findings.unlink()
     assert re.search(r"HAZARD: .* on communicator \d, .* writes memory that .* on communicator \d,", text), text
+
+
+def waits_in_each_step(rank: int, world_size: int) -> None:
+    """By a copy to memory that is not pinned; torch's own mode, which raises there, is off."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(needs, "set_sync_debug_mode", lambda mode: None)
+        patch.setattr(CudaStreams, "to_host", lambda self, tensor: tensor.cpu())
+        trains_on_gpu(rank, world_size, dict(MODELS)["two_table_lm"], "2d", "nccl", 2, strict_from=13)
+
+
+@gpus(2)
+def test_a_wait_of_the_host_in_a_steady_step_is_counted() -> None:
+    with pytest.raises(RankError, match="assert streams == copies == 0"):
+        run_ranks(2, waits_in_each_step, timeout_s=300.0)
 
 
 def uses_devices(rank: int, world_size: int, other: bool) -> int:

@@ -1,6 +1,7 @@
 """Puts the emulated ops into every Python process that finds this folder on its path, its children included.
 
-Triton is hidden, as on a machine without it, unless its interpreter was asked for: then kernels wait for the device.
+Triton is hidden, as on a machine without it, unless its interpreter was asked for, whose kernels wait for the device,
+or what compiles kernels that nobody runs.
 """
 
 import ctypes
@@ -9,7 +10,7 @@ import sys
 import warnings
 
 if ops := os.environ.get("EMULATED_CUDA_OPS"):
-    if not os.environ.get("TRITON_INTERPRET"):
+    if not (os.environ.get("TRITON_INTERPRET") or os.environ.get("EMULATED_CUDA_COMPILES")):
         sys.modules["triton"] = None  # type: ignore[assignment]
 
     import torch

@@ -1,0 +1,221 @@
+"""The product of what a training on devices can be: models, optimizers, precisions, schedules, numbers of devices.
+
+A case trains on one device for each rank, over NCCL, and is compared with one process that trains the plain model on
+the batches of all ranks: in float32 on the CPU; under autocast on a device, whose types are not the CPU's.
+
+Run as a program, with `tests.support.emulated_cuda`'s environment, it runs a part of the product and writes down what
+it saw: `python -m tests.gpu.matrix --devices 2 --part 0/8 --output FILE`; `--table` writes the results of a file as a
+table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
+
+import embrace_fx
+from embrace_fx.vocabulary.exactness import RowUpdatesOption
+from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
+from tests.support.models import MODELS, Workload
+from tests.support.question_answering import QuestionAnsweringWorkload
+from tests.support.ranks import close_pool, run_ranks
+from tests.support.training import SEED, whole
+
+STEPS = 14
+"""Beyond the twelfth, from which on the order follows a profile of the device."""
+
+WORKLOADS: dict[str, Workload] = {
+    "lstm": dict(MODELS)["two_table_lm"],
+    "transformer": dict(MODELS)["transformer_encoder"],
+    "bert": QuestionAnsweringWorkload(),
+    "recommender": dict(MODELS)["bag_recommender"],
+    "tied decoder": dict(MODELS)["tied_lm"],
+}
+
+OPTIMIZERS: dict[str, tuple[Callable[[nn.Module], Optimizer], RowUpdatesOption]] = {
+    "sgd": (lambda model: SGD(model.parameters(), lr=0.1), "exact"),
+    "adagrad": (lambda model: Adagrad(model.parameters(), lr=0.05, eps=1e-3), "exact"),
+    "adamw, swept": (lambda model: AdamW(model.parameters(), lr=0.01, weight_decay=0.05, eps=1e-3), "sweep"),
+    "adamw, replayed": (lambda model: AdamW(model.parameters(), lr=0.01, weight_decay=0.05, eps=1e-3), "replay"),
+}
+
+BOUNDS = {"float32": 2e-5, "bfloat16": 2e-2, "float16, scaled": 5e-3}
+"""By precision: how far a parameter may be from the reference's, over its largest value. Under autocast ranks round
+what one process rounds in another order: some units of a type's precision."""
+
+DEVICES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    devices: int
+    schedule: ScheduleName
+    model: str
+    optimizer: str
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{self.devices} x {self.model}, {self.optimizer}, {self.precision}, {self.schedule}"
+
+
+ALL = tuple(Case(*each) for each in product(DEVICES, SCHEDULES, WORKLOADS, OPTIMIZERS, BOUNDS))
+
+
+def pairwise(cases: Sequence[Case] = ALL) -> list[Case]:
+    """Cases in which any two values of two properties that occur together in some case occur together in one."""
+    left = {pair for case in cases for pair in _pairs(case)}
+    found = []
+    while left:
+        best = max(cases, key=lambda case: len(left & _pairs(case)))
+        found.append(best)
+        left -= _pairs(best)
+    return found
+
+
+def _pairs(case: Case) -> set[tuple[object, ...]]:
+    values = [*vars(case).items()]
+    return {(*one, *other) for one, other in combinations(values, 2)}
+
+
+def _precision(precision: str, device: str) -> tuple[AbstractContextManager[None], torch.amp.GradScaler]:
+    dtype = precision.partition(",")[0]
+    scaler = torch.amp.GradScaler(device, enabled="scaled" in precision, init_scale=1024.0)
+    return torch.autocast(device, getattr(torch, dtype)) if dtype != "float32" else nullcontext(), scaler
+
+
+def trains(rank: int, world_size: int, case: Case) -> dict[str, Tensor]:
+    """The parameters, on the host, of a training on the rank's device."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    workload, (make_optimizer, row_updates) = WORKLOADS[case.model], OPTIMIZERS[case.optimizer]
+    model = workload.make(torch.float32, seed=SEED + rank).to(device)
+    optimizer = make_optimizer(model)
+    compiled = embrace_fx.compile(
+        model,
+        optimizer=optimizer,
+        process_group=dist.new_group(backend="nccl") if world_size > 1 else None,
+        strategy="alltoall",
+        schedule=case.schedule,
+        row_updates=row_updates,
+    )
+    autocast, scaler = _precision(case.precision, "cuda")
+    batches = [tuple(each.to(device) for each in workload.batches(step, rank, SEED)) for step in range(STEPS)]
+    for batch in compiled.lookahead(batches):
+        with autocast:
+            loss = compiled(*batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    shown = compiled.state_dict()
+    parameters = whole((name, shown[name]) for name, _ in compiled.named_parameters())
+    return {name: value.cpu() for name, value in parameters.items()}
+
+
+def reference(rank: int, world_size: int, case: Case) -> dict[str, Tensor]:
+    """The parameters of the plain model, trained by one process on the batches of all ranks."""
+    device = "cpu" if case.precision == "float32" else "cuda"
+    workload, (make_optimizer, _) = WORKLOADS[case.model], OPTIMIZERS[case.optimizer]
+    model = workload.make(torch.float32, seed=SEED).to(device)
+    optimizer = make_optimizer(model)
+    autocast, scaler = _precision(case.precision, device)
+    for step in range(STEPS):
+        for of_rank in range(case.devices):
+            batch = [each.to(device) for each in workload.batches(step, of_rank, SEED)]
+            with autocast:
+                loss = model(*batch)
+            (scaler.scale(loss) / case.devices).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return {name: value.detach().cpu() for name, value in model.named_parameters()}
+
+
+def farthest(case: Case, timeout_s: float = 400.0) -> float:
+    """How far any parameter of any rank is from the reference, over the parameter's largest value.
+
+    Raises:
+        RankError: a rank fails.
+        AssertionError: the training has other parameters, or has moved none.
+    """
+    (expected,) = run_ranks(1, reference, case, timeout_s=timeout_s)
+    before = dict(WORKLOADS[case.model].make(torch.float32, seed=SEED).named_parameters())
+    found = 0.0
+    for of_rank in run_ranks(case.devices, trains, case, timeout_s=timeout_s):
+        assert list(of_rank) == list(expected)
+        for name, value in expected.items():
+            apart = float((of_rank[name] - value).abs().max() / value.abs().max())
+            found = max(found, math.inf if math.isnan(apart) else apart)
+    assert all(not torch.equal(before[name], value) for name, value in expected.items())
+    return found
+
+
+def _run(cases: Iterable[Case], output: Path) -> int:
+    """Runs cases, a line of the file each; returns how many were wrong."""
+    wrong = 0
+    for case in cases:
+        begun = time.monotonic()
+        try:
+            apart: float | str = farthest(case)
+        except Exception as error:
+            close_pool()
+            apart = f"{type(error).__name__}: {str(error)[-300:]}"
+        is_right = isinstance(apart, float) and apart <= BOUNDS[case.precision]
+        wrong += not is_right
+        line = {**vars(case), "apart": apart, "right": is_right, "seconds": round(time.monotonic() - begun, 1)}
+        with output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    return wrong
+
+
+def table(output: Path) -> str:
+    """The results in a file as Markdown: by devices and model, how many cases ran, and how far the worst one was."""
+    results = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    lines = [
+        "| devices | model | precision | cases of 16 | right | farthest, over the largest value | allowed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for devices, model, precision in product(DEVICES, WORKLOADS, BOUNDS):
+        of_place = [r for r in results if (r["devices"], r["model"], r["precision"]) == (devices, model, precision)]
+        if of_place:
+            apart = max((r["apart"] for r in of_place if isinstance(r["apart"], float)), default=float("nan"))
+            right = sum(r["right"] for r in of_place)
+            lines.append(
+                f"| {devices} | {model} | {precision} | {len(of_place)} | {right} | {apart:.1e} "
+                f"| {BOUNDS[precision]:.0e} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.matrix", allow_abbrev=False)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--part", default="0/1", help="number of the part / parts")
+    parser.add_argument("--pairwise", action="store_true", help="the pairwise cases alone")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--table", action="store_true", help="run nothing, print the table of the file")
+    asked = parser.parse_args()
+    if asked.table:
+        print(table(asked.output))
+        return
+    number, parts = map(int, asked.part.split("/"))
+    cases = [case for case in (pairwise() if asked.pairwise else ALL) if case.devices == asked.devices]
+    wrong = _run(cases[number::parts], asked.output)
+    close_pool()
+    raise SystemExit(wrong)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""Trainings on devices equal the reference: any two properties together, on one, two and four devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.matrix import BOUNDS, Case, farthest, pairwise
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.mark.parametrize("case", pairwise(), ids=str)
+def test_a_training_equals_the_reference(case: Case) -> None:
+    if torch.cuda.device_count() < case.devices:
+        pytest.skip(f"needs {case.devices} GPU(s), found {torch.cuda.device_count()}")
+    assert farthest(case) <= BOUNDS[case.precision]
