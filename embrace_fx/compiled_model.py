@@ -84,8 +84,9 @@ class CompiledModel(nn.Module, Joinable):
         return options == session.options and of_group and of_optimizers
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """For `copy.deepcopy` and pickle: the model and the options, compiled again, over the default group, where they
-        are put together. As with DDP that is collective, and the optimizer is not part of it.
+        """Reduces to model and options for `copy.deepcopy` and pickle, which compile them over the default group.
+
+        As with DDP that is collective, and the optimizer is not part of it.
 
         Raises:
             TypeError: tables are sharded.
@@ -170,7 +171,7 @@ class CompiledModel(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[Any]:
-        """For loaders of unequal length, as of DDP: ranks that leave the context early take part until the last does.
+        """Allows loaders of unequal length, as DDP's: ranks that leave the context early take part until the last does.
 
         Args:
             divide_by_initial_world_size: whether gradients are divided by the number of all ranks, or of those that

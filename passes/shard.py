@@ -346,7 +346,7 @@ def _row_gradient(
 
 
 def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
-    """The sums over a table's lookups now have the batch's rows, not the table's."""
+    """Derives sums over a table's lookups again: they have the batch's rows now, not the table's."""
     if gradient.target is aten.add.Tensor:
         for term in gradient.all_input_nodes:
             _refresh_sum(rewriter, term)

@@ -214,7 +214,7 @@ class Contributions:
         return self._vectors.mean(0), arrived, max(ages)
 
     def sums(self) -> Sums:
-        """Over the workers that have ever reported."""
+        """Adds up the sums of all workers that have ever reported."""
         return reduce(add, self._sums.values())
 
 

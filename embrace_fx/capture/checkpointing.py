@@ -29,7 +29,7 @@ _SAVING = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.Checkpo
 
 @contextlib.contextmanager
 def regions_noted() -> Iterator[None]:
-    """While active, checkpointed functions run once and their nodes are marked with their regions."""
+    """Runs checkpointed functions once, and marks their nodes with their regions, while active."""
     regions = _Regions()
     generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
     torch_checkpoint._checkpoint_without_reentrant_generator = regions.without_reentrant
@@ -49,7 +49,7 @@ class _Regions:
         self._numbers = itertools.count()
 
     def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """In place of `CheckpointFunction.apply`: the reentrant mode."""
+        """Stands in for `CheckpointFunction.apply`, the reentrant mode."""
         with self._region(contextlib.nullcontext()):
             return function(*args)
 
@@ -61,7 +61,7 @@ class _Regions:
         *args: Any,
         **kwargs: Any,
     ) -> Iterator[None]:
-        """In place of the generator around the function of the mode that is not reentrant."""
+        """Stands in for the generator around the function in the mode that is not reentrant."""
         forward_context, _ = context_fn()
         with self._region(forward_context):
             yield

@@ -84,7 +84,7 @@ def _all_to_all_single(
 
 
 def _write(into: Tensor, value: Tensor) -> None:
-    """As a collective writes: autograd does not see it."""
+    """Writes as a collective does: autograd does not see it."""
     with torch.no_grad():
         into.detach().copy_(value)
 
@@ -217,7 +217,7 @@ def _spelled(op: Any) -> str:
 
 @contextlib.contextmanager
 def collectives_traced() -> Iterator[None]:
-    """While active, Dynamo traces the collectives of a forward with the gradients of eager mode."""
+    """Has Dynamo trace the collectives of a forward with the gradients of eager mode, while active."""
     kind = CollectiveFunctionRewriteVariable
     can_rewrite, create = kind.__dict__["can_rewrite"], kind.__dict__["create"]
 

@@ -143,7 +143,7 @@ class NumbersOfTensors:
         return None
 
     def unchanged(self) -> NumbersOfTensors:
-        """Without those that have been written since."""
+        """Copies the values but those that have been written since."""
         return NumbersOfTensors.of(
             each for each, version in zip(self.tensors, self.versions, strict=True) if each._version == version
         )

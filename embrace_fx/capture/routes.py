@@ -234,7 +234,7 @@ def _calls_rnns(read: fx.GraphModule) -> bool:
 
 
 def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
-    """As `dynamo_graph_capture_for_export`, with effects replayed."""
+    """Captures as `dynamo_graph_capture_for_export` does, with effects replayed."""
     with (
         collectives_traced(),
         noted_effects() as effects,

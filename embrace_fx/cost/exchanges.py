@@ -177,7 +177,7 @@ def _hierarchical(sparsity: Sparsity) -> Prediction:
         return COUNT_BYTES + units * record
 
     def largest_union(ranks: int) -> float:
-        """As if unions grew in proportion to the units of the ranks that have most; none is below its largest."""
+        """Estimates the largest union, in proportion to the units of the ranks that have most."""
         most = sorted(sparsity.units_by_rank)[-ranks:]
         grown = sparsity.unions[ranks - 1] * fmean(most) / max(sparsity.mean_units, 1.0)
         return min(sparsity.union, max(grown, most[-1]))

@@ -299,7 +299,7 @@ def all_to_all_rows(rows_by_rank: tuple[int, ...], own_columns: int, itemsize: i
 
 
 def all_to_all_gradients(rows: int, other_columns: int, itemsize: int, world_size: int) -> Exchange:
-    """The own rows' gradients, to the owners of their columns."""
+    """Prices the exchange of a rank's row gradients with the owners of their columns."""
     return Exchange(rows * other_columns * itemsize, world_size - 1)
 
 

@@ -27,7 +27,7 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         self.compile_options = dict(compile_options or {})
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; optimizers that are prepared together with the model step its tables."""
+        """Prepares as Accelerate does; optimizers that are prepared together with the model step its tables."""
         self._prepared_together = [each for each in args if isinstance(each, Optimizer)]
         return super().prepare(*args, **kwargs)
 

@@ -246,7 +246,7 @@ class Scheduling:
 
 
 def cuts(setting: Setting, plan: Plan) -> Cuts:
-    """In what pieces the communication of a plan travels."""
+    """Chooses the pieces in which the communication of a plan travels."""
     chunks = tuple(tuple(bucket_chunks(setting, plan, bucket, plan.links)) for bucket in plan.buckets)
     exchanged = _exchanged(plan).items() if setting.options.schedule in LOOKS_AHEAD else ()
     return Cuts(chunks, tuple((name, delayed_chunks(plan, tables, plan.links)) for name, tables in exchanged))
@@ -279,7 +279,7 @@ def _exchanged(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def delayed_chunks(plan: Plan, tables: Sequence[str], cluster: cost.Cluster) -> int:
-    """In how many pieces the delayed gradients of tables travel, if all of the first batch's rows were delayed."""
+    """Counts the pieces of tables' delayed gradients, as if all of the first batch's rows were delayed."""
     sent = sum(plan[table].sent_bytes_per_step for table in tables) / 2  # rows one way, their gradients the other
     own = sent * plan.world_size / (plan.world_size - 1)
     return max(1, round(own / cost.chunk_bytes(cluster, plan.world_size, "all_to_all")))

@@ -205,7 +205,7 @@ class ProgramBuilder:
 
     @cached_property
     def _cuts(self) -> Cuts:
-        """In what pieces the communication of the plan travels."""
+        """Chooses the pieces in which the communication of the plan travels."""
         return cuts(self._setting, self._plan)
 
     def _launches(self) -> bool:

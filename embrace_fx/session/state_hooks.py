@@ -46,7 +46,7 @@ class Placed:
         self._handles: list[RemovableHandle] = []
 
     def hook(self, *handles: RemovableHandle) -> None:
-        """Takes charge of hooks."""
+        """Keeps hooks, to be removed with the others."""
         self._handles += handles
 
     def remove_hooks(self) -> None:

@@ -268,7 +268,7 @@ def refuse_counts_of_ignored(model: nn.Module) -> None:
 
 
 def agree_on_first_call(announcements: Announcements, failure: Exception | None, route: str | None = "graph") -> str:
-    """Before there is a plan, and with it announcements: all ranks do the same, and none has failed to capture.
+    """Checks, before there is a plan, that all ranks do the same, and that none has failed to capture.
 
     Args:
         failure: why this rank could not capture its batch, or None.

@@ -58,7 +58,7 @@ def _same_view(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """From which byte of its storage to which a tensor reaches."""
+    """Returns the first byte of a tensor in its storage, and the one behind its last."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -37,7 +37,7 @@ class Phase:
 
     @property
     def label(self) -> str:
-        """With the number of the training step, as in "backward t+1"."""
+        """The name with the number of the training step, as in "backward t+1"."""
         return f"{self.name} t" + (f"{self.step:+d}" if self.step else "")
 
 
@@ -58,7 +58,7 @@ class Figure:
 
     @property
     def digits(self) -> int:
-        """Behind the point, as it is shown."""
+        """The digits shown behind the point."""
         return 3 if self.unit == "" else 2
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Panel:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """By rank, then in time."""
+        """Phases of every rank, in order of ranks, then of time."""
         by_window: defaultdict[tuple[int, int], list[Span]] = defaultdict(list)
         for span in self.timeline.spans:
             if span.operation.is_compute:
@@ -259,7 +259,7 @@ class Picture:
 
 
 def _ratio(measured: Figure | None, predicted: Figure | None) -> str:
-    """In two digits; "" of what is shown as 0.00, by which a few rounding errors would be divided."""
+    """Prints measured over predicted; "" where 0.00 was predicted, for the quotient would be rounding."""
     if measured is None or predicted is None or not round(predicted.value, predicted.digits):
         return ""
     return f"{measured.value / predicted.value:.2f}"

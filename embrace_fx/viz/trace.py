@@ -69,7 +69,7 @@ def _rank_events(panel: Panel, rank: int, pid: int) -> Iterator[Event]:
 
 
 def _arrows(panel: Panel, pid: int) -> Iterator[Event]:
-    """From the last moment of each operation of the critical path to the first of the next."""
+    """Draws the critical path: from the last moment of each operation to the first of the next."""
     tids = {
         id(span): _tid(panel, lane, number)
         for (_, lane), rows in panel.rows.items()
@@ -109,5 +109,5 @@ def _complete(name: str, category: str, pid: int, tid: int, item: Span | Wait, a
 
 
 def _us(time_ms: float) -> float:
-    """To the nanosecond, so that what ends where another begins still does."""
+    """Rounds to the nanosecond, so that a span still begins where another ends."""
     return round(time_ms * 1e3, 3)

@@ -60,12 +60,12 @@ def _(coming: Tensor, launch: str) -> Tensor:
 
 
 def offload_id(value: str) -> OperationId:
-    """A value, called by its node, on its way out."""
+    """Makes the id of the copy that takes a value, called by its node, out."""
     return OperationId("offload", value, lane="offload")
 
 
 def reload_id(value: str) -> OperationId:
-    """On its way back."""
+    """Makes the id of the copy that brings a value back."""
     return OperationId("reload", value, lane="reload")
 
 

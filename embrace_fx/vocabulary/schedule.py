@@ -41,7 +41,7 @@ INTO_FORWARD: frozenset[str] = frozenset({"horizontal", "2d"})
 
 @dataclass(frozen=True)
 class Cuts:
-    """In what pieces communication travels.
+    """The pieces in which communication travels.
 
     Attributes:
         chunks: elements of each chunk, by bucket.

@@ -114,7 +114,7 @@ class _Search:
         self._best_ms = inf
 
     def best(self, sequences: Sequence[Growing]) -> Foreseen | None:
-        """None: none is found."""
+        """Finds the choice within the limit that takes the least time; None: there is none."""
         found = [each for growing in sequences for each in self._first_of(growing)]
         better = [self._taken_back(*each) for each in sorted(found, key=lambda each: each[0].added_ms)[:BETTERED]]
         return min(better, key=lambda foreseen: foreseen.added_ms, default=None)

@@ -177,7 +177,7 @@ def _filter_order(step: Numbered, candidates: Sequence[Storage]) -> list[Storage
 def _knapsack_order(
     step: Numbered, candidates: Sequence[Storage], able: Sequence[bool], copied: Set[int]
 ) -> list[Storage]:
-    """By the time that giving them up costs for each byte, the least first: what is left to keep is worth the most."""
+    """Sorts storages by the time that giving them up costs for each byte, the least first: the dearest are kept."""
     segment = [0 if each else NEVER for each in able]
     saved = {name for storage in step.held.saved for name in step.names(storage)}
 

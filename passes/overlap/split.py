@@ -103,7 +103,7 @@ def _split_backward(backward: fx.GraphModule, submitted: dict[str, fx.Node], pie
 
 
 def _early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
-    """At the head of a backward: what is left of the step before, then the next batch's early rows."""
+    """Puts the rest of the step before, then the next batch's early rows, at the head of a backward."""
     shards = {table: _read_here(rewriter, _shard_of(node)) for table, node in submitted.items()}
     routes = {table: [_read_here(rewriter, each) for each in node.args[1:3]] for table, node in submitted.items()}
     with rewriter.before(first_after_placeholders(rewriter.graph)):

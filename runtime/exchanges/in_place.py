@@ -85,7 +85,7 @@ class _Job:
     sent_bytes: int = 0
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """As the work of a collective has it."""
+        """Returns the future that a collective's work has."""
         return self.done
 
 

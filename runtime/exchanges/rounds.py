@@ -30,7 +30,7 @@ def push(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records]:
 
 
 def send(units: RowSet, send_counts: Sequence[int], receive_counts: list[int], channel: Channel) -> Steps[Records]:
-    """As `push`, where both sides know the counts."""
+    """Sends as `push` does, where both sides know the counts."""
     records = encode_records(units.ids, units.rows, units.num_rows)
     size = records.shape[1]
     flat = yield channel.all_to_all(

@@ -166,7 +166,7 @@ def chunks_of(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
 
 
 def by_rank(sizes: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
-    """For `sizes[r]` rows of each rank: whose each one is, and its number among that rank's; (R,) int64 both."""
+    """Returns the rank of each of `sizes[r]` rows of rank r, and its number among that rank's; (R,) int64 both."""
     owner = torch.cat([like.new_full((size,), rank, dtype=torch.int64) for rank, size in enumerate(sizes)])
     number = torch.cat([torch.arange(size, device=like.device) for size in sizes])
     return owner, number

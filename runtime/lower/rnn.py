@@ -66,7 +66,7 @@ def rnn_layer_backward(
     kernel: str,
     input_grad: bool,
 ) -> list[Tensor]:
-    """See `embrace_fx.vocabulary.rnn_ops`."""
+    """Computes the gradients of `rnn_layer`, as `embrace_fx.vocabulary.rnn_ops` describes."""
     sources = [*([input] if input_grad else []), h0, *([] if c0 is None else [c0]), *weights]
     grads = (grad_output, grad_h, grad_c)
     walk = Walk.of(input, batch_sizes, reverse)

@@ -49,7 +49,7 @@ class Walk:
         return steps[::-1] if self.reverse else steps
 
     def previous(self, initial: Tensor, rows: Tensor) -> Tensor:
-        """For each row the state its step starts from: its sequence's row of the step before, or its initial state."""
+        """Finds the state that each row's step starts from: its sequence's row a step before, or the initial one."""
         states = []
         before = initial
         for step in self.steps(rows):
@@ -165,7 +165,7 @@ def lstm_backward(
     walk: Walk,
     input_grad: bool,
 ) -> Backward:
-    """From what `lstm_forward` returned. Overwrites `grad_output` (R, P) and `grad_cells` (R, H)."""
+    """Computes gradients from what `lstm_forward` returned. Overwrites `grad_output` (R, P) and `grad_cells` (R, H)."""
     output, gates, cells, *hidden = saved
     rows, hidden_size = cells.shape
     i, f, g, o = gates.chunk(4, 1)
@@ -239,7 +239,7 @@ def gru_backward(
     walk: Walk,
     input_grad: bool,
 ) -> Backward:
-    """From what `gru_forward` returned. Overwrites `grad_output` (R, H)."""
+    """Computes gradients from what `gru_forward` returned. Overwrites `grad_output` (R, H)."""
     output, gates, new_recurrent = saved
     rows, hidden_size = output.shape
     r, z, n = gates.chunk(3, 1)
@@ -294,7 +294,7 @@ def rnn_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: Walk, cell: str) -
 def rnn_backward(
     grad_output: Tensor, x: Tensor, h0: Tensor, w: LayerWeights, output: Tensor, walk: Walk, cell: str, input_grad: bool
 ) -> Backward:
-    """From what `rnn_forward` returned. Overwrites `grad_output` (R, H), which becomes the deltas."""
+    """Computes gradients from what `rnn_forward` returned. Overwrites `grad_output` (R, H) with the deltas."""
     derivative = 1 - output.square() if cell == "rnn_tanh" else (output > 0).to(output.dtype)
     steps = list(zip(walk.steps(grad_output), walk.steps(derivative), strict=True))
     for step in range(len(steps) - 1, -1, -1):

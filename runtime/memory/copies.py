@@ -136,7 +136,7 @@ class Copies(ABC):
 
 
 class FileCopies(Copies):
-    """To a file of this process alone, which is gone with it; a thread writes to it, another one reads it back.
+    """Copies values to a file of this process, which is gone with it; one thread writes, another reads back.
 
     Written and read, not mapped into memory: every page that is mapped anew costs a fault, more than its copy.
 
@@ -242,7 +242,7 @@ class Slot:
 
 
 class PinnedCopies(Copies):
-    """To pinned host memory, on the streams of both lanes.
+    """Copies values to pinned host memory, on the streams of both lanes.
 
     torch's allocator keeps pinned memory, and hands it out again once the copies that use it have ended.
     """
@@ -272,7 +272,7 @@ class PinnedCopies(Copies):
             return streams.record(f"{watch.launch} done")
 
     def _end(self, copying: tuple[Any, Tensor]) -> None:
-        """From here on the compute stream may write over what was read, and read what was written."""
+        """Orders the compute stream behind a copy: it may then write over the source, and read the target."""
         self._streams.wait(copying[0])
 
 

@@ -143,7 +143,7 @@ class Communicator(Groups):
         num_rows: Sequence[int],
         group: str,
     ) -> InFlight:
-        """As `gather_rows_read`, where only the device knows how many rows are read.
+        """Gathers as `gather_rows_read` does, where only the device knows the number of rows.
 
         Args:
             unique: by table, as long as the rank's capacity.

@@ -44,7 +44,7 @@ _POLL_S = 0.1
 
 
 class PeerFailure(RuntimeError):
-    """At least one rank could not take part in a step; raised on every rank, before anything was applied.
+    """Raised on every rank when any rank could not take part in a step, before anything was applied.
 
     Attributes:
         by_rank: what each failed rank reported.

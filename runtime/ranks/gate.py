@@ -36,17 +36,17 @@ class Gate:
         self.future: torch.futures.Future[Any] = self._work.get_future()
 
     def all_are_here(self) -> bool:
-        """Once it has come out. From any thread."""
+        """Whether all ranks are in this backward, once the gate's exchange has ended. Any thread may ask."""
         told = self._told()
         return all(each.marks == Mark.IN_BACKWARD for each in told) and len(_calls(told)) < 2
 
     def wait(self) -> None:
-        """Until it has come out."""
+        """Waits until the gate's exchange has ended."""
         with self._announcements.communicator.watching(BACKWARD):
             self._work.wait()
 
     def check(self) -> None:
-        """Once it has come out.
+        """Checks that all ranks are in this backward, once the gate's exchange has ended.
 
         Raises:
             PeerFailure: a rank is not in this backward; on every rank that is. The others go on.

@@ -171,7 +171,7 @@ class Groups:
                 self._connect(name, device)
 
     def channels(self, device: torch.device) -> Mapping[Lane, str]:
-        """By class, what carries its launches: those of one channel meet on all ranks in one order."""
+        """Maps each class to the channel of its launches: those of one channel meet on all ranks in one order."""
         return _OF_NCCL if self.world_size > 1 and self.uses_nccl(device) else LANE_GROUP
 
     def connect(self, device: torch.device) -> None:

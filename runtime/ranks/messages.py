@@ -33,7 +33,7 @@ class Messages:
         self._end: torch.futures.Future[None] | None = None
 
     def wait(self) -> None:
-        """Until all have arrived, and left.
+        """Waits until all messages have arrived, and left.
 
         Raises:
             RuntimeError: a rank is gone.
@@ -45,7 +45,7 @@ class Messages:
             work.wait()
 
     def get_future(self) -> torch.futures.Future[None]:
-        """As the work of a collective has it. Asked for once."""
+        """Returns the future that a collective's work has. Called once."""
         assert self._waiter is not None
         self._end = self._waiter.end_of(self._works)
         return self._end
@@ -89,7 +89,7 @@ def send_one(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:
 
 
 def receive_one(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Writes what a rank of a group `send_one`s, of the same size. Returns once it is there."""
+    """Receives what a rank of a group sends by `send_one`, of the same size, and waits for it."""
     _run_one(dist.irecv, tensor, source, group)
 
 

@@ -80,7 +80,7 @@ def _ranks(counts: Sequence[int]) -> str:
 def _launch(
     scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
 ) -> Callable[[], list[int]]:
-    """By rank: how many scalars are not finite, then, by rank, `written`; then the sum of what is `used`."""
+    """Exchanges, by rank, the number of scalars that are not finite and `written`; then the sum of `used`."""
     own = [sum(not math.isfinite(scalar.item()) for scalar in scalars), written, *used]
     if communicator.world_size == 1:
         return lambda: own

@@ -27,7 +27,7 @@ class CommHook:
 
     @property
     def name(self) -> str:
-        """By which ranks compare theirs."""
+        """The name by which ranks compare their hooks."""
         return str(getattr(self.hook, "__qualname__", type(self.hook).__qualname__))
 
 
@@ -65,7 +65,7 @@ class HookedBucket:
         return self._parameters
 
     def gradients(self) -> list[Tensor]:
-        """By parameter, as views of the flat tensor."""
+        """Lists the gradient of each parameter, as views of the flat tensor."""
         parts = self._flat.split([parameter.numel() for parameter in self._parameters])
         return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
 

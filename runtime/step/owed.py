@@ -80,7 +80,7 @@ class Owed:
         return launched
 
     def begin(self, values: Values) -> Values:
-        """At the head of the phase: those of the values that are needed should it fail."""
+        """Begins a phase, and returns the values that are needed should it fail."""
         self._made = 0
         return {name: values[name] for name in self._names if name in values}
 

@@ -215,7 +215,7 @@ class Step:
         return self._of_batch(roles, outputs)
 
     def tell_nothing(self) -> None:
-        """In place of a backward that has nothing to compute nor to send, while the other ranks run theirs."""
+        """Takes part in a backward with nothing to compute or to send, while the other ranks run theirs."""
         self._enter(0)
         self._launch_flags(self.program.used.words(()), 0)("", None)
 

@@ -278,7 +278,7 @@ class Stepping:
         return list(dict.fromkeys(self.flow.of_table[table.name] for table in tables))
 
     def _late(self, tables: Sequence[RowTable]) -> list[RowExchange]:
-        """The exchanges whose gradients are on their way, of nothing but these tables."""
+        """Lists the exchanges with gradients in flight that belong to these tables alone."""
         names = {table.name for table in tables}
         return [
             exchange

@@ -55,7 +55,7 @@ _OF_ITS_STEP = ("param_groups", *_HOOKS, "grad_scale", "found_inf")
 
 @contextmanager
 def _set_aside(optimizer: Optimizer) -> Iterator[None]:
-    """Without hooks, which a class whose step calls that of its base would run."""
+    """Takes the optimizer's hooks off for a time: a step that calls the step of its base class would run them."""
     held = optimizer.__dict__
     before = {name: held.pop(name) for name in _OF_ITS_STEP if name in held}
     held.update({name: OrderedDict() for name in _HOOKS})

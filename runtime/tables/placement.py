@@ -37,7 +37,7 @@ def set_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> Non
 
 @contextlib.contextmanager
 def whole_parameters(model: nn.Module, sharded: Mapping[str, torch.Size]) -> Iterator[None]:
-    """For the time of a capture, shards and meta parameters look like whole ones on the model's device.
+    """Makes shards and meta parameters look like whole ones on the model's device during a capture.
 
     The stand-ins are fake tensors: a capture reads no values, and a whole table may be larger than the memory.
     """

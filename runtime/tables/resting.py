@@ -36,7 +36,7 @@ class RestingRows:
         return self._skipped is not None and self._skipped.count > 0
 
     def begin(self, optimizer: Any, options: Mapping[str, Any], local: Tensor, state: MutableMapping[str, Any]) -> None:
-        """Before the first part of a step that `form_of` can skip."""
+        """Begins a step that `form_of` can skip, before its first part."""
         form = form_of(optimizer, options, state, local.dtype)
         assert form is not None
         if self._skipped is not None and not (isinstance(self._skipped, form) and self._skipped.fits(options)):

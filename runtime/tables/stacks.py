@@ -120,7 +120,7 @@ class StackedTable:
         return any(member.has_resting_rows for member in self.members)
 
     def catch_up(self, ids: Tensor) -> bool:
-        """Before rows (K,) are read, in any order: they take the steps they have skipped."""
+        """Lets rows (K,), in any order, take the steps they have skipped, before they are read."""
         if not self.has_resting_rows:
             return False
         ordered = ids.unique()

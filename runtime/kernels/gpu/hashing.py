@@ -27,7 +27,7 @@ def _finalise(x):
 
 @triton.jit
 def _below(ids, key, limit):
-    """From 0 to limit - 1, by the hash of which `key` is the mixed-in seed."""
+    """Hashes ids to numbers from 0 to limit - 1; `key` is the mixed-in seed."""
     hashed = _finalise(ids.to(tl.uint64, bitcast=True) ^ tl.full(ids.shape, key, tl.int64).to(tl.uint64, bitcast=True))
     return (hashed >> 1).to(tl.int64, bitcast=True) % limit
 
