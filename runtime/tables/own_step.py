@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -38,31 +37,36 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def step_groups(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """The class's own step over other param groups, whose gradients are unscaled."""
+def step_groups(
+    optimizer: Optimizer, groups: Sequence[dict[str, Any]], state: MutableMapping[Any, Any] | None = None
+) -> None:
+    """The class's own step over other param groups, whose gradients are unscaled.
+
+    The optimizer itself has its own groups all the while: another thread may clear its gradients, or set its rates.
+
+    Args:
+        state: in place of the optimizer's own.
+    """
     step: Callable[..., Any] = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
-    with _set_aside(optimizer):
-        optimizer.param_groups = list(groups)
-        step(optimizer)
+    before = dict(optimizer.__dict__)
+    another: Optimizer = object.__new__(type(optimizer))
+    another.__dict__.update((name, value) for name, value in before.items() if name not in _OF_ITS_STEP)
+    # Without hooks, which a class whose step calls that of its base would run.
+    another.__dict__.update({name: OrderedDict() for name in _HOOKS})
+    another.__dict__["param_groups"] = list(groups)
+    if state is not None:
+        another.__dict__["state"] = state
+    step(another)
+    for name, value in another.__dict__.items():  # what the class counts beside its state
+        if name not in _OF_ITS_STEP and name != "state" and before.get(name) is not value:
+            optimizer.__dict__[name] = value
 
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_ITS_STEP = ("param_groups", *_HOOKS, "grad_scale", "found_inf")
 """What belongs to the step that another one is a part of. The last two are a GradScaler's."""
-
-
-@contextmanager
-def _set_aside(optimizer: Optimizer) -> Iterator[None]:
-    """Takes the optimizer's hooks off for a time: a step that calls the step of its base class would run them."""
-    held = optimizer.__dict__
-    before = {name: held.pop(name) for name in _OF_ITS_STEP if name in held}
-    held.update({name: OrderedDict() for name in _HOOKS})
-    try:
-        yield
-    finally:
-        held.update(before)
 
 
 def step_tensor(
@@ -76,19 +80,9 @@ def step_tensor(
     """
     parameter = nn.Parameter(values.detach())  # the same memory
     parameter.grad = gradient
-    with _state_of(optimizer, parameter, state) as found:
-        step_groups(optimizer, [{**options, "params": [parameter]}])
-        return dict(found[parameter])
-
-
-@contextmanager
-def _state_of(optimizer: Optimizer, parameter: nn.Parameter, state: State) -> Iterator[Any]:
-    before = optimizer.state
-    optimizer.state = defaultdict(dict, {parameter: dict(state)} if state else {})
-    try:
-        yield optimizer.state
-    finally:
-        optimizer.state = before
+    found: Any = defaultdict(dict, {parameter: dict(state)} if state else {})
+    step_groups(optimizer, [{**options, "params": [parameter]}], found)
+    return dict(found[parameter])
 
 
 def is_of_rows(value: Any, rows: int) -> bool:
