@@ -1,4 +1,4 @@
-"""Which buffers the replicas must share before a forward.
+"""Finds the buffers that replicas must share before a forward.
 
 Contract
     Analysis only. DDP sends rank 0's buffers to all ranks before every forward. Only a buffer that the forward both

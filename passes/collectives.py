@@ -1,4 +1,4 @@
-"""What a graph launches, in a form that is equal on all ranks when and only when the launches are.
+"""Describes a graph's launches in a form that is equal on all ranks if and only if the launches are.
 
 Launches that differ between ranks, or come in another order, hang or mix up values. Every rank compiles for itself, so
 each sums up what it will launch; the sums are compared before the first collective of training leaves.

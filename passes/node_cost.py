@@ -1,4 +1,4 @@
-"""What a node of a graph costs to compute, until it has been measured: from its FLOPs, and the bytes that it moves.
+"""Estimates the compute time of a node until it has been measured: from its FLOPs, and the bytes that it moves.
 
 FLOPs are those of torch's own counter (`torch.utils.flop_counter`), for which a user's op can register a formula of its
 own (`register_flop_formula`); of an op that it does not know, the bytes alone count. Views cost nothing.

@@ -1,4 +1,4 @@
-"""What replicas of a table need to know of each other's batches.
+"""Counts a table's ids over all ranks, where its replicas divide gradients by these counts.
 
 Contract
     `scale_grad_by_freq` divides an id's gradient by its count in the batch. The batch of a data-parallel step is that

@@ -1,4 +1,4 @@
-"""What recurrent layers hold that no graph shows: oneDNN's workspace, and what the loop over time computes with.
+"""Memory of recurrent layers that no graph shows: oneDNN's workspace, and temporaries of the loop over time.
 
 Legend as in `embrace_fx.vocabulary.rnn_ops`: R rows of all steps, B sequences, I width of the input, H hidden size, P
 width of the state, G gates.

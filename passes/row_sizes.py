@@ -1,4 +1,4 @@
-"""What the sizes of a sharded graph's exchanges are expected to be, from the rows that its plan expects to be read.
+"""Expected sizes of a sharded graph's exchanges, from the rows that its plan expects to be read.
 
 The sizes that `embrace::` ops of an exchange make are symbols, each of its own (`embrace_fx.vocabulary.ops`). Their
 meaning follows from the op and the launch that they belong to, whatever nodes are called; later passes keep the

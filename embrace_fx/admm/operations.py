@@ -1,4 +1,4 @@
-"""What a rank of a training does in an iteration, by the ids that recordings and pictures share."""
+"""Operations of an iteration, by the ids that recordings and pictures share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of an iteration: sums that add up over ranks, the figures made of them, and when these say stop."""
+"""Measures an iteration: sums that add up over ranks, the figures made of them, and when these say stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes before the first iteration: everybody's input is checked, and the ranks agree or all of them refuse."""
+"""Prepares the first iteration: checks everybody's input; the ranks agree, or all of them refuse."""
 
 from __future__ import annotations
 

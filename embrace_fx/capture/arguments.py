@@ -1,4 +1,4 @@
-"""What a model is called with, made fit for a graph's inputs: tensors in containers, and in objects.
+"""Flattens a model's arguments into a graph's inputs: tensors in containers, and in objects.
 
 Pytree knows containers. A class whose objects have tensors in their attributes (a dataclass, a Hugging Face
 `BatchEncoding`) is registered with it when the first such object comes; from then on its tensors are leaves.

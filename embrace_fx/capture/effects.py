@@ -1,4 +1,4 @@
-"""What a forward does besides returning results: state that it assigns, lists that it fills, what it prints and logs.
+"""Side effects of a forward: state that it assigns, lists that it fills, prints and logs.
 
 Dynamo keeps all of that out of the graph (`self.h = h.detach()`, a queue, an auxiliary loss left on a module, `print`)
 and writes code that does it after the graph has run, from the graph's outputs. Where a forward has such effects, the

@@ -1,4 +1,4 @@
-"""What is said of a model that no graph holds: the user's line, and what Dynamo found there."""
+"""Explains that no graph holds a model: names the user's line, and what Dynamo found there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch keeps of every capture for as long as a process lives, and gives back here."""
+"""Frees what torch keeps of every capture for as long as a process lives."""
 
 from __future__ import annotations
 

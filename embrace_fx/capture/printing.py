@@ -1,4 +1,4 @@
-"""What a forward prints and logs: at each call, after the graph has run.
+"""Replays a forward's prints and logs at each call, after the graph has run.
 
 Dynamo puts off `print` of tensors, constants and formatted strings until the graph has run. Here numbers that
 `.item()` reads and containers may be printed too, by the functions that a forward calls as well. What goes to loggers,

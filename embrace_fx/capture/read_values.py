@@ -1,4 +1,4 @@
-"""What a captured forward has read besides its batch, parameters and buffers: constants of its graph.
+"""Constants of a captured graph: values read besides the batch, parameters and buffers.
 
 `self.temperature`, the `p` of a Dropout, a number in a global dict: the graph holds what they were when it was made.
 Each call asks whether they still are; where one has changed, the graph is not valid, and the forward is captured again.

@@ -1,4 +1,4 @@
-"""What a model returns, made fit for a graph's outputs.
+"""Flattens a model's results into a graph's outputs.
 
 A model may return tensors in objects that pytree does not know, a cache of keys say.
 

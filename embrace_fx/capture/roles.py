@@ -1,4 +1,4 @@
-"""What AOTAutograd has traced -> a module whose inputs and outputs have roles, without what only autograd needs."""
+"""Turns a trace of AOTAutograd's into a module whose inputs and outputs have roles, without autograd's own parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of this machine and of this launch will work with embrace_fx, what will not, and what to do about it.
+"""Examines this machine and this launch: what will work with embrace_fx, what will not, and what to do about it.
 
 A check looks at one thing and returns one finding. Ranks that run `embrace-fx doctor` under torchrun also probe the
 links between them.

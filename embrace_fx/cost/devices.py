@@ -1,4 +1,4 @@
-"""What computes at a rank, by its data sheet: memory, matrix products, the link between two of one machine.
+"""Devices by their data sheets: memory, matrix products, the link between two of one machine.
 
 A device stands in a prediction for what no probe has measured: plans for clusters that one does not sit at. Rates are
 those of data sheets, in float32, times `ATTAINED`.

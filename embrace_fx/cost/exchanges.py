@@ -1,4 +1,4 @@
-"""What the exchanges of replicas' gradients cost before they run: sparsity in, bytes and time out.
+"""Predicts the cost of exchanges of replicas' gradients: sparsity in, bytes and time out.
 
 Legend of the formulas: N ranks, V units in the tensor (rows, elements or blocks) of s bytes, u units on a rank, U in
 the union of all ranks, i bytes of an index (4, or 8 from 2^31 on), r = i + s bytes of a unit with its index.

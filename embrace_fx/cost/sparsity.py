@@ -1,4 +1,4 @@
-"""How sparse a tensor's gradients are on all ranks: measured, extrapolated, or assumed.
+"""The sparsity of a tensor's gradients on all ranks: measured, extrapolated, or assumed.
 
 Contract
     A `Sparsity` is in units of one size: rows, elements or blocks, each with an index of its own on the wire. What the

@@ -1,4 +1,4 @@
-"""What a picture says besides a schedule, from the plan: tables' places, DDP's step, other numbers of ranks."""
+"""Computes a picture's facts from the plan: tables' places, DDP's step, other numbers of ranks."""
 
 from __future__ import annotations
 

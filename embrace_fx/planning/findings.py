@@ -1,4 +1,4 @@
-"""What a plan is decided on: what every rank reports of its batch, and the plan that follows."""
+"""Gathers every rank's report of its batch, and has rank 0 decide the plan on them."""
 
 from __future__ import annotations
 

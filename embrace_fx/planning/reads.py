@@ -1,4 +1,4 @@
-"""What one batch reads of each table, counted on its own rank."""
+"""Counts the rows of each table that one batch reads, on its own rank."""
 
 from __future__ import annotations
 

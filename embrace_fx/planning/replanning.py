@@ -1,4 +1,4 @@
-"""When another plan is due: the rows that ranks read, followed from step to step, against those planned for.
+"""Watches whether another plan is due: rows that ranks read from step to step, against those planned for.
 
 Contract
     Rank 0 alone follows the numbers that ranks announce anyway. It asks for a plan in its own next announcement, which

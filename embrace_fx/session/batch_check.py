@@ -1,4 +1,4 @@
-"""What each step looks at in its batch, ahead of the announcement: ids outside of tables, and rows read of some."""
+"""Checks each batch ahead of the announcement: ids outside of tables, and rows read of watched ones."""
 
 from __future__ import annotations
 

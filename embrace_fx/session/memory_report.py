@@ -1,4 +1,4 @@
-"""What a training step takes of a rank's memory, in words."""
+"""Reports the memory that a training step takes of a rank."""
 
 from __future__ import annotations
 

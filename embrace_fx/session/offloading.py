@@ -1,4 +1,4 @@
-"""Where a model's values are offloaded to, and how fast: a directory that the user names, the host of a GPU."""
+"""Chooses the place for a model's offloaded values, a named directory or a GPU's host, and measures its speed."""
 
 from __future__ import annotations
 

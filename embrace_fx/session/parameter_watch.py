@@ -1,4 +1,4 @@
-"""What of each parameter decides about its gradient, asked at each call: whether it trains, its dtype, its hooks."""
+"""Reads at each call what decides about a parameter's gradient: whether it trains, its dtype, its hooks."""
 
 from __future__ import annotations
 

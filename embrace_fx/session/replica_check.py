@@ -1,4 +1,4 @@
-"""Whether replicas still are: checksums of what all ranks should hold alike, compared in an announcement.
+"""Compares checksums of what all ranks should hold alike, in an announcement.
 
 Contract
     What is compared are bits: of parameters and optimizer state that every rank holds whole, of the counters of sharded

@@ -1,4 +1,4 @@
-"""What a session does when its model's state dict is taken or loaded, or the plain model called: hooks on the model.
+"""Hooks on a model by which its session learns that its state is taken or loaded, or the plain model called.
 
 Whoever holds the model (a Lightning module, an average of weights, `CompiledModel.module`) gets shards where a table is
 sharded, and may load whole tensors. The hooks are part of the model when it is copied or pickled: the copy's do not

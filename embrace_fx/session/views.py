@@ -1,4 +1,4 @@
-"""What a user sees of a compiled model: the report, the graphs, the schedule, and what was recorded of steps."""
+"""A user's views of a compiled model: the report, the graphs, the schedule, and recorded steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks must have in common to train together, and how a rank that cannot go on tells the others."""
+"""Checks that all ranks have in common what training needs; a rank that cannot go on tells the others."""
 
 from __future__ import annotations
 

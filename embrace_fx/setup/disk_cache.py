@@ -1,4 +1,4 @@
-"""What one run leaves to the next: plain data in files, each under a hash of all that it follows from.
+"""Keeps plain data for the next run in files, each under a hash of all that it follows from.
 
 Contract
     Safe to delete at any time. Files hold JSON that is read by its type: nothing in them is executed, and what cannot

@@ -1,4 +1,4 @@
-"""What ranks have alike before the first call: rank 0's parameters and buffers, as when DDP is made."""
+"""Gives all ranks rank 0's parameters and buffers before the first call, as DDP's constructor does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one compiled model is made of: the model, its optimizers, the ranks, the options."""
+"""The setting of one compiled model: the model, its optimizers, the ranks, the options."""
 
 from __future__ import annotations
 

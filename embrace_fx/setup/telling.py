@@ -1,4 +1,4 @@
-"""What rank 0 tells unasked: which stage of a first call takes long, and one line of what was decided.
+"""Logs on rank 0 each stage of a first call that takes long, and one line of the decisions.
 
 Everything goes to the logger "embrace_fx" at INFO. A program that has configured logging gets it by its own handlers
 and levels. One that has not sees it on stderr, for seconds without a word look like a hang. Any means of `logging`

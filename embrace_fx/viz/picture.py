@@ -1,4 +1,4 @@
-"""What every picture shows, worked out once: panels, ranks, lanes, phases, and the figures beside them.
+"""Works out the contents of every picture once: panels, ranks, lanes, phases, and the figures beside them.
 
 A picture has a panel for the prediction, one for the measurement, or both. Nothing here knows a file format.
 """

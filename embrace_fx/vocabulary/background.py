@@ -1,4 +1,4 @@
-"""What stands around a schedule in its picture: where tables lie, what DDP would take, what other numbers of ranks."""
+"""Facts around a schedule in its picture: places of tables, DDP's estimated step, other numbers of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which optimizers may step a table in shards, and what happens to rows without gradient.
+"""Rules for optimizers: which may step a table in shards, and what happens to rows without gradient.
 
 Rules
     A table can lie in shards under every *element-wise* optimizer, whose update of an element depends on that element

@@ -1,4 +1,4 @@
-"""What fake kernels return: tensors without data, of sizes that may depend on data."""
+"""Results of fake kernels: tensors without data, of sizes that may depend on data."""
 
 from __future__ import annotations
 

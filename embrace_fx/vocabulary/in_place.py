@@ -1,4 +1,4 @@
-"""Which ops of a functional graph may write into an input that dies with them, as eager code would.
+"""Ops of a functional graph that may write into an input that dies with them, as eager code would.
 
 A pointwise op writes into its first input where nothing else can see that input again: it was made in this phase by an
 op that returns new memory, this op is its only user, and the result has its shape, dtype and strides.

@@ -1,4 +1,4 @@
-"""What an operation is: the typed identity that graphs, schedules, launchers and recordings of all ranks share."""
+"""The typed identity of an operation, which graphs, schedules, launchers and recordings of all ranks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands for sizes: the capture's, what a plan expects of the data, and one number where neither is known."""
+"""Stand-ins for sizes: the capture's, what a plan expects of the data, and one number where neither is known."""
 
 from __future__ import annotations
 

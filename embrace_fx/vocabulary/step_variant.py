@@ -1,4 +1,4 @@
-"""What a step has to do with the step before it and with the one after: each case is a graph of its own.
+"""Variants of a step by its relation to the step before and the one after: each is a graph of its own.
 
 A batch arrives as what the step before could know of it, and the batch after it is known or not. So a forward and a
 backward come in a few variants, which differ in what is submitted, awaited and updated, and in nothing else.

@@ -1,4 +1,4 @@
-"""What the nodes of a graph hand to the launcher, and what they wait for."""
+"""Reads from a graph's nodes which launches they submit, and which they await."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What costs next to nothing to compute again is not saved: masks, casts, pointwise chains, norms along rows.
+"""Computes cheap values again instead of saving them: masks, casts, pointwise chains, norms along rows.
 
 AOTAutograd decides by a minimum cut what its forward saves (`torch._functorch.partitioners`); so does this pass,
 between storages, and only as far as it is free: all that runs again takes at most `AT_MOST` of the step, as predicted.

@@ -1,4 +1,4 @@
-"""What of a forward is kept, offloaded or computed again so that a step stays within a budget (DELTA).
+"""Chooses what a forward keeps, offloads or computes again, so that a step stays within a budget (DELTA).
 
 The forward is cut into segments, each to run again as one piece, at places where little is in use. Of what a segment
 would save, some storages are kept all the same: which, is the question. Two orders in which storages are given up

@@ -1,4 +1,4 @@
-"""What a choice would make of a step's memory and time, foreseen without rewriting the graph: hundreds are compared.
+"""Predicts a choice's memory and time without rewriting the graph, because hundreds are compared.
 
 The forward stays as it is, and so does the backward, but for where its nodes stand. What differs from choice to choice
 is all that is simulated: copies, what they read, and which of the forward's storages the backward still reads.

@@ -1,4 +1,4 @@
-"""What a step is predicted to hold, by time: the line above a schedule's picture."""
+"""Predicts the bytes that a step holds over time: the line above a schedule's picture."""
 
 from __future__ import annotations
 

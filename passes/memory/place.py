@@ -1,4 +1,4 @@
-"""Where copies out of memory and back stand in a step: where compute hides them, as near as the limit asks.
+"""Places copies out of memory and back in a step: where compute hides them, as near as the limit asks.
 
 An offload begins behind the node that makes its value. It is awaited where it is expected to have ended, or, where that
 would hold too much, as early as behind the value's last reader. A reload is begun so early that it is expected to have

@@ -1,4 +1,4 @@
-"""What the user asks of strategies: one for all tables, or by patterns of parameters' names."""
+"""Reads the user's `strategy=`: one for all tables, or by patterns of parameters' names."""
 
 from __future__ import annotations
 

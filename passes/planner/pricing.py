@@ -1,4 +1,4 @@
-"""What every strategy of a parameter would cost: time, bytes, memory, and what stands against it.
+"""Prices every strategy of a parameter: time, bytes, memory, and what stands against it.
 
 Contract
     Prices only: which strategy is chosen is the planner's. A table's shards are priced as they lie, once they do.

@@ -1,4 +1,4 @@
-"""What a table costs per step: bytes and work of its shards, by columns or on a grid; work of a whole one."""
+"""Counts a table's cost per step: bytes and work of its shards, by columns or on a grid; work of a whole one."""
 
 from __future__ import annotations
 

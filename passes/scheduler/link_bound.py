@@ -1,4 +1,4 @@
-"""What no order of launches can fall below: a bound for a step whose transfers share one link.
+"""A lower bound for a step under any order of launches, whose transfers share one link.
 
 Contract
     A pure function of a step, for its order of compute as it stands. No schedule of it is faster, whatever its launch

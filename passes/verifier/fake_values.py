@@ -1,4 +1,4 @@
-"""Whether a node's recorded fake value is what its op yields, without leaving a trace in the graph's fake mode.
+"""Compares a node's recorded fake value with what its op yields; the graph's fake mode keeps no trace of it.
 
 Deriving is local: a node's op is run on the recorded values of its inputs. If every node agrees, all values follow from
 those of the placeholders, and a node that a pass has not touched need not be run again.

@@ -1,4 +1,4 @@
-"""What is under way where a phase begins and where it ends: the invariant of a step's variants.
+"""The invariant of a step's variants: what is in flight where a phase begins, and where it ends.
 
 Contract
     A variant says what the phases before have left to it, and what it leaves to those that follow. Each phase is

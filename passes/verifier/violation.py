@@ -1,4 +1,4 @@
-"""How an invariant says where it does not hold."""
+"""The violation by which an invariant says where it does not hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs from one step into the next: ids of the batch to come, rows, row gradients, buckets.
+"""Communication that runs from one step into the next: ids of the batch to come, rows, row gradients, buckets.
 
 Contract
     One `Flow` per compiled model, on every rank the same calls in the same order. Compute is the calling thread's, the

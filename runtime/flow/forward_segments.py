@@ -1,4 +1,4 @@
-"""What a forward computes between its waits, for the recorder."""
+"""Tells the recorder what a forward computes between its waits."""
 
 from __future__ import annotations
 

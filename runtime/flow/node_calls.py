@@ -1,4 +1,4 @@
-"""What the nodes of a program call of the flow: submissions, awaits, updates, and launches waited for in their phase.
+"""Calls of a program's nodes into the flow: submissions, awaits, updates, and launches their phase waits for.
 
 Contract
     Each call is of one launch, whose typed id says of which table or bucket, and which part. The recorder is told what

@@ -1,4 +1,4 @@
-"""Which rows of a table each rank reads for one batch, and how those of two batches in a row are cut.
+"""Rows of a table that each rank reads for one batch, and the cut of those of two batches in a row.
 
 Shape legend: as in `embrace_fx/vocabulary/ops.py`; R rows of a routing, of all ranks; N ranks.
 """

@@ -1,4 +1,4 @@
-"""What is under way of one table: the rows of a batch, and the gradients of steps, part by part.
+"""Launches in flight of one table: the rows of a batch, and the gradients of steps, part by part.
 
 Shape legend: as in `embrace_fx/vocabulary/ops.py`.
 """

@@ -1,4 +1,4 @@
-"""How much memory there is in use: what a device's allocator, or the process's, has handed out."""
+"""Reads how much memory is in use: what a device's allocator, or the process's, has handed out."""
 
 from __future__ import annotations
 

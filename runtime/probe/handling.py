@@ -1,4 +1,4 @@
-"""What a rank's processor does in a sparse exchange, on rows made up for it: what `cost.Handling` is measured by."""
+"""Measures `cost.Handling`: a processor's work in a sparse exchange, on rows made up for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a rank computes beside what is estimated: copies are measured, what hides them is not yet."""
+"""Measures a rank's pace against estimates: copies are measured, the compute that hides them is not yet."""
 
 from __future__ import annotations
 

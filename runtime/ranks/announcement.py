@@ -1,4 +1,4 @@
-"""What ranks tell each other at the head of each step.
+"""The announcement: what ranks tell each other at the head of each step.
 
 Contract
     Every step begins with an announcement: marks, activity and sizes of every rank. A rank that cannot go on says so

@@ -1,4 +1,4 @@
-"""What torch's back ends of a process group are: what they carry, and how long they wait."""
+"""Asks torch's back ends of a process group what they carry, and how long they wait."""
 
 from __future__ import annotations
 

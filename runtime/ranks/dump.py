@@ -1,4 +1,4 @@
-"""What a rank was doing when a collective broke, written to a file of its own: `compile(dump_to=)`."""
+"""Writes what a rank was doing when a collective broke to a file of its own: `compile(dump_to=)`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when a rank fails, dies or stands still: every other rank raises, with the culprit's name."""
+"""Makes every other rank raise, with the culprit's name, when a rank fails, dies or stands still."""
 
 from __future__ import annotations
 

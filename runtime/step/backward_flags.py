@@ -1,4 +1,4 @@
-"""What ranks tell each other of a backward: one tiny exchange under it, read at its end.
+"""The flags of a backward: one tiny exchange between ranks under it, read at its end.
 
 On the host it is gathered, in one message's time; an AllReduce's ring would take 2 (N-1) of them, one after the other,
 each behind the gradients on their way.

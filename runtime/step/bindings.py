@@ -1,4 +1,4 @@
-"""What the ops of a program call: the communicator, the launcher, the flow, and what a model has left of gradients."""
+"""Binds the ops of a program to the communicator, the launcher, the flow, and the gradients that a model has left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backward found, put where optimizers find it: dense gradients, rows, and what is still on its way."""
+"""Delivers what a backward found to where optimizers find it: dense gradients, rows, and launches in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank still owes the others in a phase that it cannot finish: launches, made with zeros in place of values.
+"""Makes the launches that a rank owes the others in a phase that it cannot finish, with zeros for values.
 
 Contract
     A rank that fails in the middle of a phase (out of memory, a label outside of its classes) submits what it has not

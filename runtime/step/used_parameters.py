@@ -1,4 +1,4 @@
-"""Which parameters a backward gives a gradient, on any rank, in a few numbers that are summed over ranks.
+"""Counts over ranks the parameters that a backward gives a gradient, in a few numbers that are summed.
 
 DDP tells its ranks the same with `find_unused_parameters`: a parameter that no backward reaches keeps its `.grad`
 as it was.

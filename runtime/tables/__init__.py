@@ -1,1 +1,1 @@
-"""Where a rank's part of each table lies, and how optimizers update it."""
+"""Holds a rank's part of each table, and lets optimizers update it."""

@@ -1,4 +1,4 @@
-"""Whether a training loop asks for a model's parameters in every step.
+"""Notices a training loop that asks for a model's parameters in every step.
 
 Contract
     Where all rows are wanted after each step, letting rows rest costs more than it saves. `often` changes only when

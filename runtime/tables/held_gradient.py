@@ -1,4 +1,4 @@
-"""What the gradient of a sharded table holds: rows, all elements, or what is still on its way.
+"""Memory of a sharded table's gradient: rows, all elements, or a launch in flight.
 
 Shape legend: V' x d this rank's part of the table; K rows with gradient.
 """

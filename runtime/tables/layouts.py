@@ -1,4 +1,4 @@
-"""How a sharded table lies over the ranks: by columns, or on a grid of rows and columns; and from one to the other.
+"""Layouts of a sharded table: by columns, or on a grid of rows and columns; and moves between them.
 
 A shard is a DTensor. By columns it is `[Shard(1)]` over all ranks, in torch.chunk layout, which
 `torch.distributed.checkpoint` re-shards: what state dicts hold. On a `Grid` it is `[_StridedShard(0), Shard(1)]` over a

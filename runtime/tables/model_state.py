@@ -1,4 +1,4 @@
-"""Where a program finds parameters, buffers and tables: always the ones the model holds right now."""
+"""Finds parameters, buffers and tables for programs: always those that the model holds right now."""
 
 from __future__ import annotations
 

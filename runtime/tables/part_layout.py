@@ -1,4 +1,4 @@
-"""Which elements of a tensor a rank holds, and what views of it are: shapes, strides and ranges of indices.
+"""Layouts of parts: the elements of a tensor that a rank holds, and views of them.
 
 Contract
     A layout is of the whole tensor, as if it lay on one rank. All that ranks decide alike (which operands fit together,

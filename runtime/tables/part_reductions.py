@@ -1,4 +1,4 @@
-"""What is asked of all elements of a part, or of all along dimensions: added up over the ranks where it has to be.
+"""Reduces a part, over all elements or along dimensions, and over ranks where these hold other elements.
 
 Contract
     Where a reduction is over elements that ranks hold apart, every rank has to ask, and each gets the whole result, a

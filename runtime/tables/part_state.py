@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a sharded table: parts, to whoever reads its state, and plain tensors to the runtime."""
+"""Optimizer state of a sharded table: parts for whoever reads it, plain tensors for the runtime."""
 
 from __future__ import annotations
 

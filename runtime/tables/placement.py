@@ -1,4 +1,4 @@
-"""Where parameters live: whole, in shards, or not yet anywhere (the meta device)."""
+"""Places parameters: whole, in shards, or not yet anywhere (the meta device)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps without a gradient do to rows, so that rows need not take them one by one.
+"""Computes many steps without a gradient at once, so that rows need not take them one by one.
 
 Contract
     A row that has rested takes all steps it has skipped at once, when it is read next: its values and its state are

@@ -16,7 +16,7 @@ from tests.support.rooms import ROOT, modules
 
 RELATIVE = {"How", "If", "Likewise", "Of", "That", "Those", "What", "When", "Where", "Whether", "Which", "Who", "Why"}
 MOST = 0.05
-"""Share of the docstrings of functions and classes that are no predicates."""
+"""Share of the docstrings of modules, classes, and functions that are no predicates."""
 
 
 class Docstring(NamedTuple):
@@ -27,12 +27,13 @@ class Docstring(NamedTuple):
 
 
 def docstrings() -> Iterator[Docstring]:
-    """Yields the docstring of every function and class of the product that has one."""
-    for path in modules().values():
+    """Yields the docstring of every module, class and function of the product that has one."""
+    for module, path in modules().items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and (text := ast.get_docstring(node)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
                 is_predicate = isinstance(node, ast.FunctionDef) and ast.unparse(node.returns or node) == "bool"
-                yield Docstring(f"{path.relative_to(ROOT)}:{node.lineno}", node.name, text, is_predicate)
+                where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+                yield Docstring(where, getattr(node, "name", module), text, is_predicate)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Which ids are among others: what tells prior from delayed rows (EmbRace, ICPP 2022, section 4.2.2).
+"""Marks ids that are among others, which tells prior from delayed rows (EmbRace, ICPP 2022, section 4.2.2).
 
 The ids of a batch come rank after rank, sorted within a rank only. Rather than sort them, one mark per row of the table
 is written for the one set and read for the other; the mark is a number that changes from call to call, so that none

@@ -1,5 +1,4 @@
-"""What the Triton kernels share: the tile of one program, where its elements lie, the type of its sums, and what they
-refuse."""
+"""Shared by the Triton kernels: the tile of one program, its elements' places, the type of sums, and refusals."""
 
 from __future__ import annotations
 
