@@ -38,7 +38,7 @@ class Own:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a call of `train` asks for, which must be alike on all ranks."""
+    """Options of a call of `train`, which must be alike on all ranks."""
 
     iterations: int
     batch_size: int
@@ -62,7 +62,7 @@ class Asked:
             expect(fits, wanted, found, "Lower it, or raise the timeout of init_process_group().")
 
     def told(self, own: Own, *, draws: bool, state: State | None) -> dict[str, str]:
-        """What ranks compare, by name, that of their own data and state included."""
+        """Describes, by name, what ranks compare: the options, and their own data and state."""
         return {each.name: str(getattr(self, each.name)) for each in fields(self)} | {
             "weights": ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in own.weights.tensors()),
             "a class for": "the last step" if len(own.data.y_MB) == 1 else "every step",
