@@ -151,7 +151,7 @@ class CompiledModel(nn.Module, Joinable):
             self._session.synchronised = before
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Has a hook reduce gradients, as of DDP, before the first call, on every rank; one rank alone calls none.
+        """Has a hook reduce gradients, as DDP does. Call it on every rank before the first call. One process runs none.
 
         `allreduce_hook`, `fp16_compress_hook` and `bf16_compress_hook` of
         `torch.distributed.algorithms.ddp_comm_hooks.default_hooks` say how gradients travel, rows of tables included;

@@ -207,7 +207,7 @@ class Contributions:
         return stale or (absent if len(self.arrived) < self._options.arrivals else [])
 
     def update(self) -> tuple[Tensor, set[int], int]:
-        """New agreed weights, who has arrived for them, and the age of the oldest contribution in them."""
+        """Averages the weights anew; returns them, who has arrived for them, and the age of the oldest contribution."""
         ages = [0 if k + 1 in self.arrived else age for k, age in enumerate(self._ages)]
         self._ages = [age + 1 for age in ages]
         arrived, self.arrived = self.arrived, set()

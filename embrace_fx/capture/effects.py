@@ -49,7 +49,7 @@ class Effects:
     globals: list[str] = field(default_factory=list)
 
     def of(self, itself: str) -> Effects:
-        """The same, with the model called `L['self']`."""
+        """Copies the effects, with the model called `L['self']`."""
         objects = [name.replace(itself, "L['self']") for name in self.objects]
         attributes = {name.replace(itself, "L['self']"): value for name, value in self.attributes.items()}
         return replace(self, objects=objects, attributes=attributes)

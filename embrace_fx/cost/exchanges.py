@@ -240,7 +240,7 @@ def _streamed(blocks: Sparsity, streaming: Streaming) -> Prediction:
 
 
 def _found(sparsity: Sparsity, units: float, times: float) -> Work:
-    """The tensor searched, and its units gathered and encoded in so many passes."""
+    """Counts the work to search a tensor, and to gather and encode its units in so many passes."""
     return Work(scanned_bytes=sparsity.tensor_bytes) + passes_over(units * _values(sparsity), times)
 
 

@@ -42,7 +42,7 @@ class GradientStep(Step):
         self._results, self._read_again = [], []  # autograd looks after what its own backward reads
 
     def end_forward(self, results: Sequence[Any]) -> None:
-        """Takes the scalars among what the forward returns, each of which is to be finite."""
+        """Ends the forward: keeps its scalar results, each of which is to be finite."""
         flow, recorder = self.program.flow, self.program.recorder
         if flow is not None:
             flow.recorder.mark(START)

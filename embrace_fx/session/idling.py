@@ -116,7 +116,7 @@ class Idling:
             self._planned.change(sharded)
 
     def _program(self, activity: int) -> Program:
-        """Yields the program of no batch, for what the others do."""
+        """Makes the program of a rank without a batch, for what the others do."""
         state, planned = self._setting.state, self._planned
         if self._of_plan is not planned.plan:
             self._variants, self._of_plan = {}, planned.plan

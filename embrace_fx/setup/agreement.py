@@ -333,7 +333,7 @@ def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
 
 
 def _of_forward(failure: Exception | None) -> Exception | None:
-    """The exception of the user's forward, if a capture has failed by it: loops may wait for it."""
+    """Returns the exception of the user's forward, if a capture has failed by it: loops may catch it."""
     raised = failure.raised if isinstance(failure, CaptureError) else None
     if raised is not None:
         raised.add_note(f"Raised by the forward while it was captured: {failure}")

@@ -209,7 +209,7 @@ class Picture:
         return tuple(found)
 
     def ratios(self) -> dict[str, str]:
-        """Measured over predicted, by label, of a picture of both; "" where either is shown as nothing."""
+        """Prints measured over predicted for each label, in a picture of both; "" where either is shown as nothing."""
         if len(self.panels) < 2:
             return {}
         predicted, measured = ({figure.label: figure for figure in panel.figures()} for panel in self.panels)

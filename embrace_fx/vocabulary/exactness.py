@@ -179,7 +179,7 @@ def _unsupported_option(group: Mapping[str, Any], kind: type[Optimizer]) -> str 
 
 
 def _holds_a_tensor(value: object) -> bool:
-    """Of an option, or of a pair of them."""
+    """Whether an option, or one of a pair of them, is a tensor."""
     return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value))
 
 

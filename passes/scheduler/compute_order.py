@@ -58,7 +58,7 @@ class Atoms:
 
     @classmethod
     def of(cls, found: BackwardUnits, node_ms: NodeMs, measured: Mapping[str, float]) -> Atoms:
-        """The atoms of a backward that stands in the order of its units.
+        """Makes the atoms of a backward that stands in the order of its units.
 
         Args:
             node_ms: estimated milliseconds of a node.

@@ -104,7 +104,7 @@ def fits(graph: TrainingGraph) -> bool:
 
 
 def _is_rows(node: fx.Node) -> bool:
-    """Unique rows, or what `unpack_ids` makes of them."""
+    """Whether a value is unique rows, or what `unpack_ids` makes of them."""
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     return op_name(source) == "embrace::unpack_ids" or (
         op_name(source) == "embrace::unique_ids" and node.args[1:] == (0,)

@@ -118,7 +118,7 @@ def _plain_mode() -> Iterator[None]:
 
 
 def _is_capturable(region: Region) -> bool:
-    """Fixed sizes, CUDA tensors only, and nothing returned that the next replay could overwrite too early."""
+    """Whether sizes are fixed, all tensors on CUDA, and no result is one that the next replay overwrites too early."""
     values = _tensors(region)
     sizes = (size for value in values for size in value.shape)
     return not region.kept and all(v.device.type == "cuda" for v in values) and all(type(s) is int for s in sizes)

@@ -189,7 +189,7 @@ def _cut_out(
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """A parameter, buffer or shard as such, or as its pending update leaves it."""
+    """Whether a node is a parameter, buffer or shard as such, or as its pending update leaves it."""
     if node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return node.meta.get("fixed", False) is True

@@ -102,7 +102,7 @@ class ModelState:
         return (table.parameter for table in self.tables.values())
 
     def any_parameter(self) -> nn.Parameter | None:
-        """One of them, where there is any: they are on one device."""
+        """Returns one of the parameters, all of which are on one device; None: there is none."""
         return next(self.parameters(), None)
 
     def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:

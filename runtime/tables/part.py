@@ -70,7 +70,7 @@ class Origin:
         return value
 
     def refused(self, asked: str) -> RuntimeError:
-        """The error of what cannot be told of a part."""
+        """Makes the error for an op that a part cannot answer."""
         return RuntimeError(
             f"expected of {self} what a rank can tell of its own part or add up with the others (element-wise, by "
             f"rows, norm, sum, mean, max, min, any, all), found {asked}: this rank has only its part. Call "

@@ -232,7 +232,7 @@ def _expand(layout: Layout, local: Tensor, whole: Tensor, size: Sequence[int], i
 
 
 def _reshaped(layout: Layout, local: Tensor, whole: Tensor, size: Sequence[int]) -> Viewed:
-    """Dimensions merged, or put back as they were."""
+    """Views a part with its dimensions merged, or put back as they were."""
     axes, is_back = layout.axes, whole.shape == torch.Size(axis.size for axis in layout.axes)
     if not local.numel():
         return axes, layout.chosen, local.new_empty([len(axis.own) for axis in axes] if is_back and axes else (0,))

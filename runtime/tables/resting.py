@@ -71,7 +71,7 @@ class RestingRows:
             self.settle(local, state)
 
     def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
-        """Has rows take what they have skipped; whether any row may have been written."""
+        """Lets rows take the steps they have skipped, and returns whether any row may have been written."""
         if not self.rest:
             return False
         assert self._skipped is not None

@@ -240,7 +240,7 @@ class RowTable:
         return self._resting.rest
 
     def catch_up(self, ids: Tensor) -> bool:
-        """Before rows are read: they take the steps they have skipped. Whether any may have been written."""
+        """Lets rows take skipped steps before they are read; returns whether any may have been written."""
         return self._resting.rest and self._resting.catch_up(self.local, self.state, ids)
 
     def settle(self) -> None:
