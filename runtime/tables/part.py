@@ -166,6 +166,9 @@ class Part(Tensor):
     def data_ptr(self) -> int:
         return self._whole("data_ptr()").data_ptr()
 
+    def const_data_ptr(self) -> int:
+        return self._whole("const_data_ptr()").const_data_ptr()
+
     def untyped_storage(self) -> Any:
         return self._whole("untyped_storage()").untyped_storage()
 

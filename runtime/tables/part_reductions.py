@@ -169,6 +169,7 @@ def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _truth(func: Any, args: Any, kwargs: Any) -> Any:
     part, asked = args[0], _Asked.of(func, args, kwargs)
+    func(part.spread.meta(part.dtype), *args[1:], **kwargs)
     if func._schema.name == "aten::any":
         return _over(part, asked, func, lambda v, dims: v.bool().any(dims, keepdim=True), _MAX, _zero)
     return _over(part, asked, func, lambda v, dims: v.bool().all(dims, keepdim=True), _MIN, lambda dtype: 1)

@@ -40,8 +40,10 @@ def _ids_of(indices: Sequence[Any], part: Part) -> list[Tensor] | None:
             if each.shape != part.shape[len(found) : len(found) + each.dim()]:
                 raise IndexError(f"the shape of the mask {tuple(each.shape)} does not match {tuple(part.shape)}")
             found += each.nonzero().unbind(1)
-        else:
+        elif each.dtype in (torch.int64, torch.int32):
             found.append(each.to(torch.int64))
+        else:
+            raise IndexError(f"tensors used as indices must be long, int, byte or bool, found {each.dtype}")
     return list(torch.broadcast_tensors(*found)) if found else None
 
 
