@@ -223,11 +223,8 @@ def facts_of(
 
 def _moving(holders: Holders, parameter: nn.Parameter, row_updates: RowUpdatesOption) -> Moving:
     """The way in which rows without gradient are to move. An optimizer that is not known yet counts as an Adam."""
-    if not holders.moves_all(parameter, semantics(row_updates)):
-        return ""
-    if row_updates in ("sweep", "replay"):
-        return row_updates
-    return "either" if holders.can_skip_steps(parameter) else "sweep"
+    way = holders.moving(parameter, semantics(row_updates))
+    return row_updates if way and row_updates in ("sweep", "replay") else way
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.tables.row_table import RowTable, Supposed
+from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
+from embrace_fx.runtime.tables.update_rule import Supposed
 
 
 class EarlyRows:
@@ -35,9 +36,8 @@ class EarlyRows:
     def look_up(self, ids: Tensor) -> Tensor:
         """The rows as the step to come will leave them."""
         self._ids = ids
-        self._before = self._left = self._table.local.index_select(0, ids)
-        if self._table.may_move():
-            self._left, self._supposed = self._table.coming(ids)
+        self._before = self._table.local.index_select(0, ids)
+        self._left, self._supposed = self._table.preview(ids, self._before)
         return self._left
 
     def hold(self, *, stepped: bool) -> bool:
@@ -60,10 +60,11 @@ class EarlyRows:
         """
         supposed, self._supposed = self._supposed, None
         if under_way:
-            if supposed is not None and supposed.optimizer is not None:  # the rows have left as moved
-                self.stale |= not self._table.is_as(supposed)
-            else:
+            if supposed is None:
                 self.stale |= moved_all
+            else:  # the rows have left as moved
+                members = self._table.members
+                self.stale |= not all(supposed.is_of(table.optimizer, table.param_group()) for table in members)
 
     def arrived(self) -> None:
         """Notes that they have been put together with the others."""

@@ -33,7 +33,6 @@ from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.held_gradient import Rows as RowsOfTable
-from embrace_fx.runtime.tables.own_step import hyperparameters
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.vocabulary.operation_id import OperationId
@@ -217,7 +216,7 @@ class RowExchange:
     @property
     def stepped(self) -> bool:
         """Whether there is a gradient that a step has taken."""
-        return any(gradient.options is not None for gradient in self._gradients)
+        return any(gradient.step is not None for gradient in self._gradients)
 
     @property
     def is_under_way(self) -> bool:
@@ -227,7 +226,7 @@ class RowExchange:
     @property
     def waiting(self) -> bool:
         """Whether there is a gradient on its way that no step has taken, and that `.grad` still is of."""
-        if not self._gradients or self._gradients[-1].options is not None:
+        if not self._gradients or self._gradients[-1].step is not None:
             return False
         latest = self._gradients[-1]
         if any(waits_for(table, latest) for table in self.table.members):
@@ -258,8 +257,7 @@ class RowExchange:
         return (
             self.waiting
             and all(waits_for(table, self._gradients[-1]) for table in self.table.members)
-            and self.table.steps_as_one()
-            and self.table.steps_in_parts()
+            and self.table.can_wait()
         )
 
     def begin_step(self) -> None:
@@ -268,8 +266,8 @@ class RowExchange:
 
     def step(self) -> None:
         """Gives the gradient on its way the options of this moment: the optimizer has stepped."""
-        self._gradients[-1].options = hyperparameters(self.table.begin_step())
-        self.stepped_at_once(moved_all=self.table.may_move())
+        step = self._gradients[-1].step = self.table.begin_step()
+        self.stepped_at_once(moved_all=step.moves_all)
 
     def stepped_at_once(self, *, moved_all: bool) -> None:
         """Notes a step that has been taken; `moved_all`: of all rows, not just of those with a gradient."""
@@ -281,7 +279,7 @@ class RowExchange:
         Of a gradient that no step has taken, what comes before the next lookup is kept for the step.
         """
         for gradient in list(self._gradients):
-            if gradient.options is None:
+            if gradient.step is None:
                 if launch.part != "delayed":
                     self.materialise()
                 return
@@ -289,11 +287,11 @@ class RowExchange:
             gradient.parts = [part for part in gradient.parts if part.ticket.id != launch]
             arrived = [self._arrive(gradient, part) for part in mine]
             if launch.part == "delayed" and not gradient.parts:
-                self.table.finish(arrived, gradient.options)
+                gradient.step.finish(arrived)
                 self._gradients.remove(gradient)
             else:
                 for rows in arrived:
-                    self.table.apply(*rows, gradient.options)
+                    gradient.step.apply(*rows)
 
     def apply_prior(self) -> None:
         """Applies all parts of taken gradients but delayed ones, where no node of a program has applied them."""
@@ -305,11 +303,11 @@ class RowExchange:
 
     def apply_delayed(self) -> None:
         """Applies everything a step has taken."""
-        stepped = [gradient for gradient in self._gradients if gradient.options is not None]
+        stepped = [gradient for gradient in self._gradients if gradient.step is not None]
         for gradient in stepped:
-            assert gradient.options is not None
-            self.table.finish(self.arrive(gradient, gradient.parts), gradient.options)
-        self._gradients = [gradient for gradient in self._gradients if gradient.options is None]
+            assert gradient.step is not None
+            gradient.step.finish(self.arrive(gradient, gradient.parts))
+        self._gradients = [gradient for gradient in self._gradients if gradient.step is None]
 
     def materialise(self) -> None:
         """Waits for a gradient that no step has taken: it was asked for, or is summed up."""
@@ -321,7 +319,7 @@ class RowExchange:
 
     def discard(self) -> None:
         """Forgets a gradient that no step has taken."""
-        self._gradients = [gradient for gradient in self._gradients if gradient.options is not None]
+        self._gradients = [gradient for gradient in self._gradients if gradient.step is not None]
 
     def forget_rows(self) -> None:
         """Forgets what was looked up early: parameters may have been written since."""

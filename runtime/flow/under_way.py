@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 from weakref import WeakMethod, ref
 
 from torch import Tensor
@@ -21,6 +20,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held_gradient import Rows as RowsOfTable
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
+from embrace_fx.runtime.tables.update_rule import UpdateRule
 
 Wait = Callable[[Ticket], Tensor]
 """Waits for a ticket (and takes the time of it)."""
@@ -56,13 +56,13 @@ class StepGradient:
 
     Attributes:
         parts: prior first, then delayed ones.
-        options: the optimizer's options at its step; None before it.
+        step: the step that has taken it; None before one.
     """
 
     padding_idx: int
     scale: float
     parts: list[Part]
-    options: dict[str, Any] | None = None
+    step: UpdateRule | None = None
 
 
 class LateRows:

@@ -9,11 +9,9 @@ Contract
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -33,12 +31,11 @@ from embrace_fx.runtime.tables.holders import Holders, steps_shards
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.update_rule import RowWise, Sweep
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, not_element_wise
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 Hook = Callable[..., Any]
-
-_TORCHS_FILE = Optimizer.profile_hook_step.__code__.co_filename
 
 
 @dataclass
@@ -65,10 +62,8 @@ class _Step:
         dense: tables to be updated by gradients of all rows, at once.
         own: tables that the class steps by itself.
         replicas: data-parallel tables to be updated by rows.
-        frame: torch's call of it. The step of a base class, called by that of a derived one, is another call.
     """
 
-    frame: FrameType
     gradients: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     buckets: set[nn.Parameter] = field(default_factory=set)
     late: list[RowExchange] = field(default_factory=list)
@@ -76,10 +71,6 @@ class _Step:
     dense: list[RowTable] = field(default_factory=list)
     own: list[RowTable] = field(default_factory=list)
     replicas: list[tuple[DenseTable, Tensor]] = field(default_factory=list)
-
-    def is_under_way(self) -> bool:
-        """Whether it neither has ended nor raised."""
-        return any(frame is self.frame for frame in _calls())
 
     def hide(self, parameter: nn.Parameter, instead: Tensor | None = None) -> None:
         """Takes a gradient away from torch's step, or puts a plain one in its place."""
@@ -153,10 +144,8 @@ class Stepping:
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        step = self._steps.get(id(optimizer))
-        if step is not None and step.is_under_way():
-            return None
-        self._restore(optimizer, raised=True)  # if the last one did
+        if (last := self._steps.pop(id(optimizer), None)) is not None:  # it raised; or it is of a class derived from
+            last.restore(raised=True)  # the one whose step begins, of which nothing is hidden
         found: tuple[Any, ...] | None = None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None and steps_shards(type(optimizer)):
@@ -188,7 +177,7 @@ class Stepping:
     def _take(self, optimizer: Optimizer) -> None:
         """Sorts gradients: what torch's step takes, what is applied by rows, and what is left to the next forward."""
         self._state.pending.close()
-        step = self._steps[id(optimizer)] = _Step(_step_call())
+        step = self._steps[id(optimizer)] = _Step()
         tables = self._own_tables(optimizer)
         replicas = self._own_replicas(optimizer)
         may_wait = self._may_wait(optimizer)
@@ -202,7 +191,7 @@ class Stepping:
             held = table.open_gradient()
             if any(table in exchange.table.members for exchange in late):
                 step.hide(table.parameter)
-            elif table.takes_rows_only or not (held.is_of_all_rows or table.is_swept(table.param_group())):
+            elif table.rule is RowWise or not (held.is_of_all_rows or table.rule is Sweep):
                 held.land()
                 step.hide(table.parameter)
                 step.rows.append(table)
@@ -256,7 +245,7 @@ class Stepping:
         found = [entry for entry in self.dense_tables if id(entry.table.parameter) in own]
         for entry in found:
             entry.table.optimizer = optimizer
-        return [entry for entry in found if not entry.table.moves_all(entry.table.param_group())]
+        return [entry for entry in found if not entry.table.rule.moves_all]
 
     def _may_wait(self, optimizer: Optimizer) -> bool:
         """Whether torch's own step does nothing that an update in the next forward could not do."""
@@ -295,10 +284,10 @@ class Stepping:
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        step = self._steps.get(id(optimizer))
-        if step is None or step.frame is not _step_call():
+        step = self._steps.pop(id(optimizer), None)
+        if step is None:  # the step of the base class has ended it
             return
-        self._restore(optimizer, raised=False)
+        step.restore(raised=False)
         self._count_step(optimizer)
         if step.buckets:
             assert self.flow is not None
@@ -314,7 +303,7 @@ class Stepping:
         for exchange in self._exchanges(at_once):
             stepped = [table for table in exchange.table.members if table in at_once]
             swept = any(table not in step.rows for table in stepped)
-            exchange.stepped_at_once(moved_all=swept or any(t.moves_all(t.param_group()) for t in stepped))
+            exchange.stepped_at_once(moved_all=swept or any(table.rule.moves_all for table in stepped))
         self._state.pending.open()
 
     def _count_step(self, optimizer: Optimizer) -> None:
@@ -334,11 +323,6 @@ class Stepping:
             for _, gradient in step.replicas:
                 gradient.div_(scale)
         return True
-
-    def _restore(self, optimizer: Optimizer, *, raised: bool) -> None:
-        step = self._steps.pop(id(optimizer), None)
-        if step is not None:
-            step.restore(raised=raised)
 
     # -- state dicts ---------------------------------------------------------------------------------------------------
 
@@ -377,19 +361,6 @@ def _told(stepping: Stepping, method: Callable[..., Any]) -> Hook:
 
     hook.stepping = itself  # type: ignore[attr-defined]
     return hook
-
-
-def _calls() -> Iterator[FrameType]:
-    """Yields the frames of the calling functions, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _step_call() -> FrameType:
-    """Torch's call of the step whose hook asks."""
-    return next(frame for frame in _calls() if frame.f_code.co_filename == _TORCHS_FILE)
 
 
 def _move(hooks: Any, stepping: Stepping, *, last: bool) -> None:

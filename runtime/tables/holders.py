@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
 from embrace_fx.runtime.tables.skipped_steps import skipping
-from embrace_fx.vocabulary.exactness import RowUpdates, is_element_wise, not_element_wise, row_update_blocker
+from embrace_fx.runtime.tables.update_rule import Moving, moving
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE, RowUpdates, is_element_wise, not_element_wise
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 
@@ -47,30 +48,22 @@ class Holders:
         kind = next(refusing, None)
         return None if kind is None else not_element_wise(kind)
 
-    def moves_all(self, parameter: Tensor, row_updates: RowUpdates) -> bool:
-        """Whether rows of a table without gradient move: as far as its optimizer is known, or else as most do."""
+    def moving(self, parameter: Tensor, row_updates: RowUpdates) -> Moving:
+        """How rows of a table without gradient move: as far as its optimizer is known, or else as under most."""
         held = self.of(parameter)
-        if len(held) != 1:
-            return row_updates == "exact"
-        optimizer, group = held[0]
-        return (
-            type(optimizer) not in (SparseAdam, RowWiseAdagrad)
-            and row_update_blocker(optimizer, group, row_updates) is not None
-        )
-
-    def can_skip_steps(self, parameter: Tensor) -> bool:
-        """Whether rows without gradient can take many steps at once: as far as its optimizer is known."""
-        return all(skipping(type(each), group, parameter.dtype) is not None for each, group in self.of(parameter))
+        if len(held) == 1:
+            return moving(*held[0], row_updates, parameter.dtype)
+        if row_updates == "lazy":
+            return ""
+        can_rest = all(skipping(type(each), group, parameter.dtype) is not None for each, group in held)
+        return "either" if can_rest else "sweep"
 
     def updates_rows(self, parameter: Tensor, row_updates: RowUpdates) -> bool:
         """Whether rows of a table without gradient are to stand still even where the table is whole, as far as its
         optimizer is known: the user asked for SparseAdam, or for lazy updates."""
-        held = self.of(parameter)
-        if len(held) != 1:
-            return False
-        optimizer, group = held[0]
-        known = row_update_blocker(optimizer, group, row_updates) is None
-        return type(optimizer) is SparseAdam or (row_updates == "lazy" and known)
+        kinds = [type(optimizer) for optimizer, _ in self.of(parameter)]
+        is_asked = kinds == [SparseAdam] or (len(kinds) == 1 and kinds[0] in ELEMENT_WISE and row_updates == "lazy")
+        return is_asked and not self.moving(parameter, row_updates)
 
 
 def steps_shards(kind: type[Optimizer]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 State = MutableMapping[str, Any]
 """What an optimizer keeps of one parameter: tensors, and a step counter as its class has it."""
@@ -79,10 +79,15 @@ def step_tensor(
         state: of these values; written. Empty before their first step.
     """
     parameter = nn.Parameter(values.detach())  # the same memory
-    parameter.grad = gradient
+    parameter.grad = gradient if type(optimizer) is not SparseAdam else _sparse(gradient)
     found: Any = defaultdict(dict, {parameter: dict(state)} if state else {})
     step_groups(optimizer, [{**options, "params": [parameter]}], found)
     return dict(found[parameter])
+
+
+def _sparse(gradient: Tensor) -> Tensor:
+    ids = torch.arange(gradient.shape[0], device=gradient.device).unsqueeze(0)
+    return torch.sparse_coo_tensor(ids, gradient, gradient.shape, is_coalesced=True, check_invariants=False)
 
 
 def is_of_rows(value: Any, rows: int) -> bool:
@@ -108,21 +113,46 @@ def put_rows(state: Mapping[str, Any], of_rows: Mapping[str, Any], ids: Tensor, 
             state[key].index_copy_(0, ids, value)
 
 
+_ELEMENTS = 1 << 17
+"""Of a block of rows on the host: few enough that what a step makes of them in between stays in cache."""
+
+
 def step_rows(
     optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: State, ids: Tensor, rows: Tensor
 ) -> None:
-    """Steps some rows of a part (V', d), and of its state but for its counters."""
-    values, total = local.index_select(0, ids), local.shape[0]
+    """Steps rows `ids` (K,) of a part (V', d) by their gradients (K, d), and of its state all but its counters."""
+    total, size = local.shape[0], max(1, _ELEMENTS // max(1, local.shape[1]))
+    whole = local.is_cuda or len(ids) <= size
+    for some, gradients in [(ids, rows)] if whole else zip(ids.split(size), rows.split(size), strict=True):
+        values = local.index_select(0, some)
+        after = step_tensor(optimizer, options, values, gradients, rows_of_state(state, some, total))
+        local.index_copy_(0, some, values)
+        put_rows(state, after, some, total)
+
+
+def first_rows(
+    optimizer: Optimizer,
+    options: Mapping[str, Any],
+    local: Tensor,
+    state: State,
+    parts: Sequence[tuple[Tensor, Tensor]],
+) -> State:
+    """Likewise, in a step that makes state of rows, which is returned: zeros for all others."""
+    none = (torch.empty(0, dtype=torch.int64, device=local.device), local[:0])
+    ids, rows = (torch.cat(each) for each in zip(none, *parts, strict=True))
+    total, values = local.shape[0], local.index_select(0, ids)
     after = step_tensor(optimizer, options, values, rows, rows_of_state(state, ids, total))
     local.index_copy_(0, ids, values)
-    put_rows(state, after, ids, total)
+    of_rows = {key: value for key, value in after.items() if is_of_rows(value, len(ids))}
+    made = {key: value.new_zeros((total, *value.shape[1:])) for key, value in of_rows.items() if key not in state}
+    put_rows({**state, **made}, of_rows, ids, total)
+    return made
 
 
-def advance_counters(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: State) -> None:
-    """Takes a step over none of the rows of a part (V', d): what its state counts for all of them goes on."""
-    for key, value in _step_nothing(optimizer, options, local, state).items():
-        if not is_of_rows(state.get(key), local.shape[0]):
-            state[key] = value
+def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: State) -> State:
+    """What the state of a part (V', d) counts for all of its rows, after a step over none of them."""
+    after = _step_nothing(optimizer, options, local, state)
+    return {key: value for key, value in after.items() if not is_of_rows(value, 0)}
 
 
 def _step_nothing(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:

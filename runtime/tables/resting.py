@@ -3,20 +3,19 @@
 Contract
     Instead of moving all rows at every step, a row takes the steps it has skipped when it is next read, or when all do:
     before a checkpoint, before parameters or state are handed out, and where a step comes that cannot be skipped.
-    One step: `update` of rows with gradients, each row in one part of them, then `end`.
+    One step: `begin`, rows with gradients `catch_up`, are stepped, and `took` it; then `note`.
 
 Shape legend: V' x d this rank's part of the table; K rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.tables.own_step import advance_counters, step_rows
 from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, SkippedSteps, form_of
 
 ROWS_AT_ONCE = 1 << 16
@@ -35,7 +34,7 @@ class RestingRows:
         """Whether any row may have skipped a step."""
         return self._skipped is not None and self._skipped.count > 0
 
-    def begin(self, optimizer: Any, options: Mapping[str, Any], local: Tensor, state: MutableMapping[str, Any]) -> None:
+    def begin(self, optimizer: Any, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> None:
         """Begins a step that `form_of` can skip, before its first part."""
         form = form_of(optimizer, options, state, local.dtype)
         assert form is not None
@@ -46,28 +45,20 @@ class RestingRows:
             if self._taken is None:
                 self._taken = torch.zeros(local.shape[0], dtype=torch.int32, device=local.device)
 
-    def update(
-        self,
-        optimizer: Any,
-        options: Mapping[str, Any],
-        local: Tensor,
-        state: MutableMapping[str, Any],
-        ids: Tensor,
-        rows: Tensor,
-    ) -> None:
-        """Steps rows `ids` (K,), unique, by their gradients (K, d)."""
+    def took(self, ids: Tensor) -> None:
+        """Rows `ids` (K,), caught up before, have taken the step that is under way."""
         assert self._skipped is not None
         assert self._taken is not None
-        self.catch_up(local, state, ids)
-        step_rows(optimizer, options, local, state, ids, rows)
         self._taken.index_fill_(0, ids, self._skipped.count + 1)
 
-    def end(self, optimizer: Any, options: Mapping[str, Any], local: Tensor, state: MutableMapping[str, Any]) -> None:
-        """All other rows have had no gradient in this step."""
+    def note(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """All other rows have had no gradient in this step, before which a table's state is as it is."""
         assert self._skipped is not None
         self._skipped.note(options, state)
-        advance_counters(optimizer, options, local, state)
-        if self._skipped.count == MOST_STEPS:
+
+    def shorten(self, local: Tensor, state: Mapping[str, Any]) -> None:
+        """Begins a new history where this one is long."""
+        if self._skipped is not None and self._skipped.count == MOST_STEPS:
             self.settle(local, state)
 
     def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:

@@ -3,57 +3,45 @@
 A table's parameter stays the object it was and becomes a part (`part.py`); on a single process it stays a plain tensor.
 Row ids are those of the part, V' x d: the table's own by columns, id // rows on a grid.
 
-Contract of a step
-    `begin_step` keeps the options of its moment; `apply` then updates rows that are to be read next, by their
-    gradients, and `finish` all others, with gradients and, where the optimizer moves those too, without.
-    Each row is updated once, as if the optimizer had stepped the whole table.
+How a step moves its rows is a value of each step (`update_rule.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held_gradient import HeldGradient, Rows
 from embrace_fx.runtime.tables.layouts import Place, own_part, whole_table
-from embrace_fx.runtime.tables.own_step import (
-    hyperparameters,
-    makes_state,
-    new_state,
-    put_rows,
-    rows_of_state,
-    same_options,
-    step_rows,
-    step_tensor,
-)
+from embrace_fx.runtime.tables.own_step import hyperparameters, makes_state, new_state, step_tensor
 from embrace_fx.runtime.tables.part import Origin, Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import PartState
 from embrace_fx.runtime.tables.resting import RestingRows
-from embrace_fx.runtime.tables.row_optimizers import row_optimizer
 from embrace_fx.runtime.tables.skipped_steps import form_of
 from embrace_fx.runtime.tables.table_part import TablePart
-from embrace_fx.vocabulary.exactness import ELEMENT_WISE, RowUpdates, row_update_blocker
+from embrace_fx.runtime.tables.update_rule import (
+    Options,
+    Replay,
+    RowsAlone,
+    RowWise,
+    Supposed,
+    Sweep,
+    UpdateRule,
+    facts_of,
+    moving,
+    steps_rows,
+    suppose,
+)
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE, RowUpdates
 from embrace_fx.vocabulary.plan import Grid
-from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums
-
-Options = Mapping[str, Any]
-"""Those of a param group, as of one step."""
-
-
-@dataclass(frozen=True)
-class Supposed:
-    """A step that rows sent early have taken already: whose, and under which options."""
-
-    optimizer: Optimizer | None
-    options: Options
+from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 
 class RowTable:
@@ -90,7 +78,7 @@ class RowTable:
         self.row_updates = row_updates
         self.optimizer = optimizer
         self._communicator = communicator
-        self._applied: list[Tensor] = []  # rows that the step under way has updated
+        self._made: object = None  # options and state of which a step makes no more state
         self._may_rest = may_rest
         self._gradients = gradients
         self._resting = RestingRows()
@@ -186,11 +174,10 @@ class RowTable:
         parameters = -(-rows // grid.rows) * -(-columns // grid.columns) * self.local.element_size()
         if self.optimizer is None:
             return parameters, parameters, None
-        options = self.param_group()
-        gradient = parameters if self.is_swept(options) else 0
-        if self.takes_rows_only:
+        gradient = parameters if self.rule is Sweep else 0
+        if type(self.optimizer) is RowWiseAdagrad:
             return parameters, gradient, None
-        made = new_state(self.optimizer, hyperparameters(options), self.local)
+        made = new_state(self.optimizer, hyperparameters(self.param_group()), self.local)
         kept = sum(isinstance(v, Tensor) and v.shape == self.local[:0].shape for v in made.values())
         return parameters, gradient, kept * parameters
 
@@ -220,19 +207,27 @@ class RowTable:
         assert self.optimizer is not None
         return self.optimizer
 
-    def moves_all(self, options: Options) -> bool:
-        """Whether the optimizer moves rows without gradient too."""
-        return not self.takes_rows_only and row_update_blocker(self.holder, options, self.row_updates) is not None
+    @property
+    def rule(self) -> type[RowsAlone]:
+        """How its next step moves rows, under the options of this moment."""
+        options = self.param_group()
+        if type(self.holder) is RowWiseAdagrad:
+            return RowWise
+        way = moving(self.holder, options, self.row_updates, self.local.dtype)
+        if not way:
+            return RowsAlone
+        rests = way == "either" and self._may_rest() and form_of(self.holder, options, self.state, self.local.dtype)
+        return Replay if rests else Sweep
 
-    def rests(self, options: Options) -> bool:
-        """Whether rows without gradient rest in a step, and move later."""
-        if not self._may_rest() or not self.moves_all(options):
-            return False
-        return form_of(self.holder, options, self.state, self.local.dtype) is not None
-
-    def is_swept(self, options: Options) -> bool:
-        """Whether a step moves all rows at once."""
-        return self.moves_all(options) and not self.rests(options)
+    def begin_step(self) -> UpdateRule:
+        """Begins a step under the options of this moment."""
+        rule, options = self.rule, self.param_group()
+        if rule is Replay:
+            return Replay(self, self.holder, options, self._resting)
+        self.settle()
+        if rule is RowWise:
+            return RowWise(self, self.holder, options, self._communicator, self.shape[1])
+        return rule(self, self.holder, options)
 
     @property
     def has_resting_rows(self) -> bool:
@@ -248,20 +243,24 @@ class RowTable:
         if self._resting.rest:
             self._resting.settle(self.local, self.state)
 
-    def steps_in_parts(self) -> bool:
-        """Whether a step can be taken rows by rows: its state is there for all rows."""
-        options = self.param_group()
-        if options.get("differentiable") or (isinstance(options["lr"], Tensor) and options["lr"].requires_grad):
-            return False
-        return not self.moves_all(options) or not makes_state(self.holder, options, self.local, self.state)
+    @property
+    def lacks_state(self) -> bool:
+        """Whether its next step makes state, which has to be made for all rows at once."""
+        options, state = self.param_group(), self.state
+        asked = facts_of(self.holder, options), tuple((key, isinstance(value, Tensor)) for key, value in state.items())
+        if self._made != asked:
+            if makes_state(self.holder, options, self.local, state):
+                return True
+            self._made = asked
+        return False
 
-    def steps_as_one(self) -> bool:
-        """Whether its rows are updated alike: they are all of one table."""
-        return self.optimizer is not None
+    def can_wait(self) -> bool:
+        """Whether a step can be left to the next forward, and be taken rows by rows."""
+        return self.optimizer is not None and steps_rows(self.param_group()) and not self.lacks_state
 
     @property
     def members(self) -> tuple[RowTable, ...]:
-        """The tables that are updated as one: itself."""
+        """The tables that step as one: itself."""
         return (self,)
 
     def split(self, ids: Tensor, rows: Tensor) -> list[Rows]:
@@ -273,46 +272,9 @@ class RowTable:
         """The optimizer's state of the table, this rank's parts as plain tensors."""
         return PartState(self.holder, self.parameter)
 
-    def begin_step(self) -> Options:
-        """Counts one iteration; returns the options of this moment."""
-        group = self.param_group()
-        self._applied = []
-        if self.rests(group):
-            self._resting.begin(self.holder, group, self.local, self.state)
-            return group
-        self.settle()
-        if not self.moves_all(group):
-            self.count_step(group)
-        return group
-
-    def count_step(self, options: Options) -> None:
-        """Counts one iteration of a table whose rows without gradient stand still."""
-        row_optimizer(type(self.holder)).advance(self.made_state(options))
-
-    def apply(self, ids: Tensor, rows: Tensor, options: Options) -> None:
-        """Updates rows `ids` (K,), sorted and unique, by their gradients (K, d), under the options of their step.
-
-        One step's rows may come in several parts, none in two of them.
-        """
-        if self.rests(options):
-            self._resting.update(self.holder, options, self.local, self.state, ids, rows)
-        elif self.moves_all(options):
-            step_rows(self.holder, options, self.local, self.state, ids, rows)
-            self._applied.append(ids)
-        else:
-            row_optimizer(type(self.holder)).apply(self.local, self.made_state(options), ids, rows, options)
-
-    def finish(self, parts: Sequence[Rows], options: Options) -> None:
-        """Updates the rows that the step has not updated yet: by their gradients, ids (K,) and rows (K, d), or without
-        any."""
-        if self.rests(options) or not self.moves_all(options):
-            for ids, rows in parts:
-                self.apply(ids, rows, options)
-            if self.rests(options):
-                self._resting.end(self.holder, options, self.local, self.state)
-            return
-        applied, self._applied = self._applied, []
-        sweep(self.holder, options, self.local, self.state, parts, applied)
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """Keeps what a step has made of its state."""
+        self.state.update(state)
 
     def step_dense(self) -> None:
         """Takes a step by a gradient of all rows, at once."""
@@ -321,80 +283,14 @@ class RowTable:
         gradient = self.open_gradient().memory()
         state.update(step_tensor(self.holder, options, self.local, gradient, state))
 
-    def may_move(self) -> bool:
-        """Whether rows without gradient may move in the next step."""
-        return self.optimizer is None or self.moves_all(self.param_group())
-
-    def coming(self, ids: Tensor) -> tuple[Tensor, Supposed]:
-        """Rows of the table (K, d) as the next step will leave them, if it gives them no gradient; and that step."""
-        self.catch_up(ids)
-        rows = self.local.index_select(0, ids)
-        if type(self.optimizer) not in ELEMENT_WISE:  # of another one's step a trial could leave something behind
-            return rows, Supposed(None, {})
-        assert self.optimizer is not None
-        state = rows_of_state(self.state, ids, self.local.shape[0])
-        return rows, suppose(self.optimizer, self.param_group(), rows, state)
-
-    def is_as(self, supposed: Supposed) -> bool:
-        """Whether the step that was just taken is the one supposed."""
-        now = hyperparameters(self.param_group())
-        return supposed.optimizer is self.optimizer and same_options(supposed.options, now)
+    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Supposed | None]:
+        """Rows (K, d) that are up to date, as the next step will leave them if it gives them no gradient; and that
+        step, where it moves them and can be told."""
+        # Of another class's step a trial could leave something behind.
+        if self.optimizer is None or type(self.optimizer) not in ELEMENT_WISE or not self.rule.moves_all:
+            return rows, None
+        return suppose(self, ids, rows)
 
     def update_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Applies a gradient once, at once, where rows without gradient stand still, or rest."""
-        if type(self.holder) is RowWiseAdagrad:
-            self._update_row_wise(ids, rows)
-        else:
-            self.finish([(ids, rows)], self.begin_step())
-
-    def _update_row_wise(self, ids: Tensor, rows: Tensor) -> None:
-        """Updates rows whose step depends on all of their elements, of which every rank has some. Collective."""
-        options, state = dict(self.param_group()), self.state
-        if not state:
-            state["sum"] = new_sums(self.local, options)
-        squares = rows.square().sum(1)
-        if self._communicator is not None:
-            squares = self._communicator.reduce_scalar(squares, dist.ReduceOp.SUM)
-        sums = state["sum"].index_select(0, ids).add_(squares.div_(self.shape[1]))
-        state["sum"].index_copy_(0, ids, sums)
-        steps = options["lr"] * rows / sums.sqrt_().add_(options["eps"]).unsqueeze(1)
-        self.local.index_copy_(0, ids, self.local.index_select(0, ids).sub_(steps))
-
-    def made_state(self, options: Options) -> MutableMapping[str, Any]:
-        """The optimizer's own state of a table whose rows without gradient stand still, made at its first update."""
-        state = self.state
-        if not state:
-            state.update(row_optimizer(type(self.holder)).init_state(self.local, options))
-        return state
-
-    @property
-    def takes_rows_only(self) -> bool:
-        """Whether its optimizer refuses dense gradients, or steps rows as a whole."""
-        return type(self.optimizer) in (SparseAdam, RowWiseAdagrad)
-
-
-def suppose(optimizer: Optimizer, group: Options, rows: Tensor, state: MutableMapping[str, Any]) -> Supposed:
-    """Steps copies of rows (K, d) and of their state, in place, without a gradient."""
-    options = hyperparameters(group)
-    step_tensor(optimizer, options, rows, torch.zeros_like(rows), state)
-    return Supposed(optimizer, options)
-
-
-def sweep(
-    optimizer: Optimizer,
-    options: Options,
-    local: Tensor,
-    state: MutableMapping[str, Any],
-    parts: Sequence[Rows],
-    applied: Sequence[Tensor],
-) -> None:
-    """Steps all rows of a part (V', d) but those that the step has updated already, in place, and its counters."""
-    total = local.shape[0]
-    gradient = torch.zeros_like(local)
-    for ids, rows in parts:
-        gradient.index_copy_(0, ids, rows)
-    done = [(ids, local.index_select(0, ids), rows_of_state(state, ids, total)) for ids in applied]
-    state.update(step_tensor(optimizer, options, local, gradient, state))
-    for ids, values, of_rows in done:
-        local.index_copy_(0, ids, values)
-        put_rows(state, of_rows, ids, total)
+        """Takes a step at once, by gradients of some rows."""
+        self.begin_step().finish([(ids, rows)])

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.held_gradient import Rows
-from embrace_fx.runtime.tables.own_step import is_of_rows, rows_of_state, step_rows
-from embrace_fx.runtime.tables.row_optimizers import row_optimizer
-from embrace_fx.runtime.tables.row_table import Options, RowTable, Supposed, suppose, sweep
+from embrace_fx.runtime.tables.own_step import is_of_rows
+from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.update_rule import OfMembers, Options, Replay, Supposed, UpdateRule, suppose
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE
 from embrace_fx.vocabulary.plan import Stack
 
@@ -45,7 +45,6 @@ class StackedTable:
         self._bounds = (*stack.first_rows, rows)
         self._weights = _Joined(self._bounds)
         self._states: dict[str, _Joined] = {}
-        self._applied: list[Tensor] = []
 
     @property
     def local(self) -> Tensor:
@@ -76,19 +75,21 @@ class StackedTable:
         """The optimizer that steps it."""
         return self.members[0].holder
 
-    def steps_in_parts(self) -> bool:
-        """Whether a step can be taken rows by rows."""
-        return all(member.steps_in_parts() for member in self.members)
+    def can_wait(self) -> bool:
+        """Whether a step can be left to the next forward, and be taken rows by rows."""
+        return self._is_one() and all(member.can_wait() for member in self.members)
 
-    def steps_as_one(self) -> bool:
+    def _is_one(self) -> bool:
         """Whether one update of the stack is what the optimizer does to each table: options and state are alike."""
         first = self.members[0]
         if first.optimizer is None or any(member.optimizer is not first.optimizer for member in self.members):
             return False
-        if not (group := self._common_group()):
-            return False
-        states = [member.state if member.moves_all(group) else member.made_state(group) for member in self.members]
-        return all(_alike(each, states[0]) for each in states)
+        states = [member.state for member in self.members]
+        return bool(self._common_group()) and all(_alike(each, states[0]) for each in states)
+
+    def param_group(self) -> Options:
+        """The options of this moment."""
+        return self.members[0].param_group()
 
     def _common_group(self) -> Options:
         """The param group that holds all tables; empty where there is none."""
@@ -96,23 +97,13 @@ class StackedTable:
         held = {id(parameter) for parameter in group["params"]}
         return group if all(id(member.parameter) in held for member in self.members) else {}
 
-    def begin_step(self) -> Options:
-        """Counts one iteration of every table; returns the options of this moment."""
-        group = self.members[0].param_group()
-        self._applied = []
-        if self._rests(group):
-            for member in self.members:
-                member.begin_step()
-            return group
+    def begin_step(self) -> UpdateRule:
+        """Begins a step of every table, under the options of this moment."""
+        rule = self.members[0].rule
+        if any(member.rule is Replay for member in self.members):  # each table knows which of its rows rest
+            return OfMembers(self.split, [member.begin_step() for member in self.members])
         self.settle()
-        if not self.members[0].moves_all(group):
-            for member in self.members:
-                member.count_step(group)
-        return group
-
-    def _rests(self, options: Options) -> bool:
-        """Whether rows without gradient rest: each table knows which of its."""
-        return all(member.rests(options) for member in self.members)
+        return rule(self, self.holder, self.param_group())
 
     @property
     def has_resting_rows(self) -> bool:
@@ -134,7 +125,8 @@ class StackedTable:
         for member in self.members:
             member.settle()
 
-    def _joined_state(self) -> dict[str, Any]:
+    @property
+    def state(self) -> dict[str, Any]:
         """Joins the optimizer state of all tables: state of rows as one tensor each, counters of the first table."""
         states = [member.state for member in self.members]
         joined = dict(states[0])
@@ -147,55 +139,20 @@ class StackedTable:
     def _move_state(self, key: str, k: int, view: Tensor) -> None:
         self.members[k].state[key] = view
 
-    def apply(self, ids: Tensor, rows: Tensor, options: Options) -> None:
-        """Updates rows `ids` (K,), sorted and unique, by their gradients (K, d), under the options of their step.
+    lacks_state = False  # a step that makes some is taken table by table
 
-        One step's rows may come in several parts, none in two of them.
-        """
-        if self._rests(options):
-            for member, part in zip(self.members, self.split(ids, rows), strict=True):
-                member.apply(*part, options)
-            return
-        if not self.members[0].moves_all(options):
-            row_optimizer(type(self.holder)).apply(self.local, self._joined_state(), ids, rows, options)
-            return
-        step_rows(self.holder, options, self.local, self._joined_state(), ids, rows)
-        self._applied.append(ids)
-
-    def finish(self, parts: Sequence[Rows], options: Options) -> None:
-        """Updates the rows that the step has not updated yet, as `RowTable.finish`."""
-        if self._rests(options):
-            split = [self.split(*part) for part in parts]
-            for k, member in enumerate(self.members):
-                member.finish([each[k] for each in split], options)
-            return
-        if not self.members[0].moves_all(options):
-            for ids, rows in parts:
-                self.apply(ids, rows, options)
-            return
-        applied, self._applied = self._applied, []
-        state = self._joined_state()
-        sweep(self.holder, options, self.local, state, parts, applied)
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """Keeps what a step has made of state: counters, which each table has for itself."""
+        counters = {key: value for key, value in state.items() if not is_of_rows(value, self.shape[0])}
         for member in self.members:
-            counters = {key: value for key, value in state.items() if not is_of_rows(value, self.shape[0])}
-            member.state.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()})
+            member.keep({k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()})
 
-    def may_move(self) -> bool:
-        """Whether rows without gradient may move in the next step."""
-        return any(member.may_move() for member in self.members)
-
-    def coming(self, ids: Tensor) -> tuple[Tensor, Supposed]:
-        """Rows of the stack as the next step will leave them, as `RowTable.coming`."""
-        self.catch_up(ids)
-        rows = self.local.index_select(0, ids)
-        if any(type(member.optimizer) not in ELEMENT_WISE for member in self.members) or not self.steps_as_one():
-            return rows, Supposed(None, {})
-        state = rows_of_state(self._joined_state(), ids, self.shape[0])
-        return rows, suppose(self.holder, self.members[0].param_group(), rows, state)
-
-    def is_as(self, supposed: Supposed) -> bool:
-        """Whether the step that was just taken is the one supposed."""
-        return all(member.is_as(supposed) for member in self.members)
+    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Supposed | None]:
+        """As `RowTable.preview`."""
+        first = self.members[0]
+        if type(first.optimizer) not in ELEMENT_WISE or not self._is_one() or not first.rule.moves_all:
+            return rows, None
+        return suppose(self, ids, rows)
 
 
 def _alike(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from embrace_fx.runtime.kernels import decay
-from embrace_fx.runtime.tables.row_optimizers import row_optimizer
+from embrace_fx.runtime.tables.layouts import Place
+from embrace_fx.runtime.tables.row_table import RowTable
 from tests.support.kernel_values import Put, assert_near, assert_same, plain, random
 
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
@@ -77,13 +78,11 @@ def _train(
     put: Put, kind: type[Optimizer], options: dict[str, Any], table: Tensor, ids: Tensor, gradients: Sequence[Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     make: Any = kind
-    group = make([nn.Parameter(table)], **options).param_groups[0]
-    rows, shard = row_optimizer(kind), put(table)
-    state = rows.init_state(shard, group)
+    parameter = nn.Parameter(put(table.clone()))
+    made = RowTable("t", parameter, Place(table.shape, None), None, "lazy", make([parameter], **options))
     for gradient in gradients:
-        rows.advance(state)
-        rows.apply(shard, state, put(ids), put(gradient), group)
-    return shard, dict(state)
+        made.update_rows(put(ids), put(gradient))
+    return made.local, {name: value for name, value in made.state.items() if isinstance(value, Tensor)}
 
 
 def _train_torch(

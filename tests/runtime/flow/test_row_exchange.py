@@ -11,7 +11,6 @@ import operator
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +31,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.part_state import own_state
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.update_rule import RowsAlone, UpdateRule
 from embrace_fx.vocabulary.operation_id import gradients_id, rows_id
 from embrace_fx.vocabulary.ops import own_columns
 from tests.support.cases import long_but
@@ -125,10 +125,18 @@ class Watched(RowTable):
 
     updates: list[tuple[int, list[int]]]
 
-    def apply(self, ids: Tensor, rows: Tensor, options: Mapping[str, Any]) -> None:
-        if "number" in options:
-            self.updates.append((options["number"], ids.tolist()))
-        super().apply(ids, rows, options)
+    def begin_step(self) -> UpdateRule:
+        step = super().begin_step()
+        assert isinstance(step, RowsAlone)
+        if "number" in step.options:
+            number, apply = step.options["number"], step.apply
+
+            def noted(ids: Tensor, rows: Tensor) -> None:
+                self.updates.append((number, ids.tolist()))
+                apply(ids, rows)
+
+            step.apply = noted  # type: ignore[method-assign]
+        return step
 
 
 @dataclass

@@ -1,101 +1,127 @@
-"""Which optimizers may update rows, and what is said of the others."""
+"""Which rule a table's step follows under which optimizer and options."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from embrace_fx.runtime.tables.row_optimizers import row_optimizer
-from embrace_fx.vocabulary.exactness import KNOWN_OPTIONS, RowUpdates, row_update_blocker
+from embrace_fx.runtime.tables.layouts import Place
+from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.update_rule import Replay, RowsAlone, RowWise, Sweep, moving
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE, RowUpdates
+from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 from tests.support.definitions import EXACT, LAZY, D, Definition, V
 
+MOVE = [Definition(kind) for kind in (ASGD, Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop)]
 
-def blocker(definition: Definition, row_updates: RowUpdates, **group: object) -> str | None:
+
+def way(definition: Definition, row_updates: RowUpdates, **group: object) -> str:
     optimizer = definition(nn.Parameter(torch.ones(V, D)))
-    return row_update_blocker(optimizer, {**optimizer.param_groups[0], **group}, row_updates)
+    return moving(optimizer, {**optimizer.param_groups[0], **group}, row_updates, torch.float32)
 
 
 @pytest.mark.parametrize("definition", EXACT, ids=str)
-def test_optimizers_that_leave_rows_alone_are_legal(definition: Definition) -> None:
-    assert blocker(definition, "exact") is None
-    assert blocker(definition, "lazy") is None
+def test_rows_that_stand_still_of_their_own_accord_do(definition: Definition) -> None:
+    assert not way(definition, "exact")
+    assert not way(definition, "lazy")
 
 
-@pytest.mark.parametrize("definition", LAZY, ids=str)
-def test_optimizers_that_move_every_row_are_legal_only_when_lazy(definition: Definition) -> None:
-    reason = blocker(definition, "exact")
-    assert reason is not None
-    assert "moves every row at each step" in reason
-    assert "row_updates='lazy'" in reason
-    assert blocker(definition, "lazy") is None
+@pytest.mark.parametrize("definition", [*LAZY, *MOVE], ids=str)
+def test_rows_that_move_stand_still_only_when_lazy(definition: Definition) -> None:
+    assert way(definition, "exact")
+    assert not way(definition, "lazy")
 
 
-@pytest.mark.parametrize(
-    ("definition", "moving"),
-    [
-        (Definition(SGD, {"momentum": 0.9}), "SGD with momentum=0.9 moves"),
-        (Definition(SGD, {"weight_decay": 0.1}), "SGD with weight_decay=0.1 moves"),
-        (Definition(SGD, {"momentum": 0.9, "weight_decay": 0.1}), "SGD with momentum=0.9 and weight_decay=0.1 moves"),
-        (Definition(Adagrad, {"weight_decay": 0.1}), "Adagrad with weight_decay=0.1 moves"),
-        (Definition(Adam), "Adam with betas=(0.9, 0.999) moves"),
-        (Definition(AdamW), "AdamW with betas=(0.9, 0.999) and weight_decay=0.01 moves"),
-    ],
-    ids=str,
-)
-def test_reason_names_the_options_that_move_rows(definition: Definition, moving: str) -> None:
-    assert str(blocker(definition, "exact")).startswith(moving)
+def test_a_rate_of_zero_does_not_hide_that_rows_move() -> None:
+    assert way(Definition(SGD, {"weight_decay": 0.1}), "exact", lr=0.0)
+
+
+def test_every_class_of_torchs_has_been_asked() -> None:
+    asked = {definition.kind for definition in (*EXACT, *LAZY, *MOVE)}
+    assert asked == ELEMENT_WISE
 
 
 @pytest.mark.parametrize("row_updates", ["exact", "lazy"])
 @pytest.mark.parametrize(
-    ("definition", "group", "reason"),
+    ("definition", "group"),
     [
-        (Definition(SGD, {"differentiable": True}), {}, "SGD with differentiable=True"),
-        (Definition(Adagrad, {"differentiable": True}), {}, "Adagrad with differentiable=True"),
-        (Definition(Adam, {"differentiable": True}), {}, "Adam with differentiable=True"),
-        (Definition(AdamW, {"capturable": True}), {}, "AdamW with capturable=True"),
-        (Definition(SGD), {"lr": torch.tensor(0.1, requires_grad=True)}, "SGD has an lr that requires grad"),
-        (Definition(SGD), {"weight_decay": torch.tensor(0.1)}, "SGD has a tensor as weight_decay"),
-        (Definition(Adam, {"betas": (torch.tensor(0.9), torch.tensor(0.99))}), {}, "Adam has a tensor as betas"),
-        (Definition(SparseAdam), {"betas": [torch.tensor(0.9), 0.99]}, "SparseAdam has a tensor as betas"),
-        (Definition(SGD, {"momentum": 0.9, "dampening": 0.5}), {}, "SGD with dampening=0.5"),
-        (Definition(Adagrad), {"initial_accumulator_value": 0.5}, "Adagrad ignores initial_accumulator_value=0.5"),
-        (Definition(RMSprop), {}, "RMSprop is not known to update rows"),
+        (Definition(SGD, {"differentiable": True}), {}),
+        (Definition(Adam, {"differentiable": True}), {}),
+        (Definition(AdamW, {"capturable": True}), {}),
+        (Definition(SGD), {"lr": torch.tensor(0.1, requires_grad=True)}),
+        (Definition(SGD, {"momentum": 0.9, "dampening": 0.5}), {}),  # a row's first gradient is undamped
     ],
     ids=str,
 )
-def test_what_no_row_update_can_honour_is_blocked(
-    definition: Definition, group: dict[str, object], reason: str, row_updates: RowUpdates
+def test_what_no_step_of_some_rows_can_honour_is_swept(
+    definition: Definition, group: dict[str, object], row_updates: RowUpdates
 ) -> None:
-    found = blocker(definition, row_updates, **group)
-    assert found is not None
-    assert found.startswith(reason)
-    assert "\n" not in found
+    assert way(definition, row_updates, **group) == "sweep"
 
 
 class Derived(SGD):
     """A user's own optimizer: it may do anything."""
 
-
-def test_derived_class_is_unknown_unless_its_kind_is_vouched_for() -> None:
-    optimizer = Derived([nn.Parameter(torch.ones(V, D))])
-    group = optimizer.param_groups[0]
-    assert row_update_blocker(optimizer, group, "exact") == "Derived is not known to update rows"
-    assert row_update_blocker(optimizer, group, "exact", kind=SGD) is None
-    with pytest.raises(TypeError, match=r"expected one of SGD, .* found Derived: keep the table data-parallel"):
-        row_optimizer(Derived)
+    element_wise = True
 
 
-def test_option_of_a_later_torch_is_blocked() -> None:
-    optimizer = SGD([nn.Parameter(torch.ones(V, D))])
-    optimizer.defaults["cautious"] = False
-    reason = row_update_blocker(optimizer, optimizer.param_groups[0], "lazy")
-    assert reason == "SGD has options that are not known to update rows: cautious"
+@pytest.mark.parametrize("row_updates", ["exact", "lazy"])
+def test_a_class_of_ones_own_sweeps(row_updates: RowUpdates) -> None:
+    assert way(Definition(Derived), row_updates) == "sweep"
 
 
-@pytest.mark.parametrize("kind", list(KNOWN_OPTIONS), ids=lambda kind: kind.__name__)
-def test_every_legal_kind_has_an_update_and_its_options_are_torchs(kind: type[Optimizer]) -> None:
-    row_optimizer(kind)
-    assert Definition(kind)(nn.Parameter(torch.ones(1, 1))).defaults.keys() == KNOWN_OPTIONS[kind]
+@pytest.mark.parametrize(
+    ("definition", "can_rest", "rules"),
+    [
+        (Definition(SGD), True, [RowsAlone, RowsAlone]),
+        (Definition(Adam), True, [Sweep, Replay]),  # the first step makes state
+        (Definition(Adam), False, [Sweep, Sweep]),
+        (Definition(Rprop), True, [Sweep, Sweep]),
+        (Definition(RowWiseAdagrad), True, [RowWise, RowWise]),
+    ],
+    ids=str,
+)
+def test_a_table_tells_the_rule_of_its_next_step(definition: Definition, can_rest: bool, rules: list[type]) -> None:
+    table = _table(definition(nn.Parameter(torch.ones(V, D))), can_rest=can_rest)
+    found = []
+    for _ in rules:
+        found.append(table.rule)
+        table.update_rows(torch.tensor([1, 2]), torch.ones(2, D))
+    assert found == rules
+
+
+def _table(optimizer: Optimizer, *, can_rest: bool) -> RowTable:
+    parameter: nn.Parameter = optimizer.param_groups[0]["params"][0]
+    place = Place(parameter.shape, None)
+    return RowTable("t", parameter, place, None, "exact", optimizer, may_rest=lambda: can_rest)
+
+
+def test_a_scheduler_changes_the_rule() -> None:
+    table = _table(SGD([nn.Parameter(torch.ones(V, D))], lr=0.1), can_rest=False)
+    group = table.holder.param_groups[0]
+    assert table.rule is RowsAlone
+    group["momentum"] = torch.tensor(0.5)
+    assert table.rule is Sweep
+    group["momentum"].zero_()
+    assert table.rule is RowsAlone
+
+
+def test_a_trial_touches_nothing_and_nobody_sees_it() -> None:
+    seen: list[object] = []
+    parameter = nn.Parameter(torch.ones(V, D))
+    optimizer = Adam([parameter], betas=(0.123, 0.456))  # of which no trial is kept
+    handle = register_optimizer_step_pre_hook(lambda *given: seen.append(given))
+    try:
+        assert moving(optimizer, optimizer.param_groups[0], "exact", torch.float32)
+    finally:
+        handle.remove()
+    assert not seen
+    assert not optimizer.state
+    assert torch.equal(parameter, torch.ones(V, D))
+
+
+def test_a_number_that_is_a_tensor_is_read_as_one() -> None:
+    assert way(Definition(Adagrad, {"lr": torch.tensor(0.1)}), "exact", weight_decay=torch.tensor(0.1)) == "sweep"

@@ -1,4 +1,4 @@
-"""Every op and every method of torch's on a part of a table, of its gradient and its state: as of the whole, or refused."""
+"""Every op and method of torch's on a part of a table, of its gradient and its state: as of the whole, or refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def _is_matrix(leaf: Any) -> bool:
 
 
 def _call(call: Callable[..., Any], leaves: list[Any], structure: Any, place: int, tensor: Any) -> Any:
-    mine = [tensor if n == place else leaf.clone() if isinstance(leaf, Tensor) else leaf for n, leaf in enumerate(leaves)]
+    mine = [
+        tensor if n == place else leaf.clone() if isinstance(leaf, Tensor) else leaf for n, leaf in enumerate(leaves)
+    ]
     args, kwargs = pytree.tree_unflatten(mine, structure)
     return call(*args, **kwargs)
 

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR
 
+from embrace_fx.runtime.tables import own_step
+from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.own_step import State, hyperparameters
-from embrace_fx.runtime.tables.row_optimizers import row_optimizer
+from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.update_rule import RowsAlone
 from tests.support.definitions import DTYPES, EXACT, LAZY, STEPS, D, Definition, V
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -48,15 +51,26 @@ def random_steps(
     return result
 
 
+def by_rows(definition: Definition, table: Tensor) -> RowTable:
+    """A table whose rows without gradient stand still."""
+    parameter = nn.Parameter(table.clone())
+    made = RowTable("t", parameter, Place(table.shape, None), None, "lazy", definition(parameter))
+    assert made.rule is RowsAlone
+    return made
+
+
 def train_rows(definition: Definition, table: Tensor, steps: list[Step]) -> tuple[Tensor, State]:
     """The table and its state after the row updates."""
-    group = definition(nn.Parameter(table)).param_groups[0]
-    rows, shard = row_optimizer(definition.kind), table.clone()
-    state = rows.init_state(shard, group)
-    for ids, gradient in steps:
-        rows.advance(state)
-        rows.apply(shard, state, ids, gradient, group)
-    return shard, state
+    made = by_rows(definition, table)
+    with torch.no_grad():
+        for ids, gradient in steps:
+            made.update_rows(ids, gradient)
+    return made.local, made_state(made)
+
+
+def made_state(table: RowTable) -> State:
+    """What has been made of a table's state."""
+    return {name: value for name, value in table.state.items() if value is not None}
 
 
 def train_torch(definition: Definition, table: Tensor, steps: list[Step], *, sparse: bool) -> tuple[Tensor, State]:
@@ -147,20 +161,20 @@ def test_rows_without_gradient_stand_still(definition: Definition) -> None:
 
 def train_rows_in_parts(definition: Definition, table: Tensor, steps: list[Step]) -> tuple[Tensor, State]:
     """Each step's rows applied as the prior ones and the delayed ones, the latter under later options of the group."""
-    optimizer = definition(nn.Parameter(table))
-    group = optimizer.param_groups[0]
-    rows, shard = row_optimizer(definition.kind), table.clone()
-    state = rows.init_state(shard, group)
+    made = by_rows(definition, table)
+    group = made.holder.param_groups[0]
     generator = torch.Generator().manual_seed(3)
     for ids, gradient in steps:
         prior = torch.rand(len(ids), generator=generator) < 0.4
-        at_this_step, initial_lr = hyperparameters(group), float(group["lr"])
-        rows.advance(state)
-        rows.apply(shard, state, ids[prior], gradient[prior], group)
+        initial_lr, in_parts = float(group["lr"]), made.can_wait()
+        step = made.begin_step()
+        if in_parts:
+            step.apply(ids[prior], gradient[prior])
         set_lr(group, 7.0)
-        rows.apply(shard, state, ids[~prior], gradient[~prior], at_this_step)
+        step.finish([(ids[~prior], gradient[~prior])] if in_parts else [(ids, gradient)])
         set_lr(group, initial_lr)
-    return shard, state
+    assert made.can_wait()
+    return made.local, made_state(made)
 
 
 def set_lr(group: dict[str, Any], lr: float) -> None:
@@ -183,9 +197,11 @@ def test_two_parts_equal_one_bitwise(definition: Definition, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("definition", ALL, ids=str)
-def test_update_longer_than_a_block_equals_torch_and_its_column_shards_bitwise(definition: Definition) -> None:
-    rows, columns = 3000, 45
-    assert rows * columns > 32768 * torch.get_num_threads(), "expected several blocks"
+def test_update_longer_than_a_block_equals_torch_and_its_column_shards_bitwise(
+    definition: Definition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, columns = 300, 45
+    monkeypatch.setattr(own_step, "_ELEMENTS", 3000)
     table = random_table(torch.float32, rows, columns)
     steps = random_steps(torch.float32, sparse=False, rows=rows, columns=columns, steps=3)
     found, state = train_rows(definition, table, steps)
@@ -212,28 +228,30 @@ def test_scheduler_between_steps(definition: Definition, dtype: torch.dtype) -> 
     table, parameter = random_table(dtype), nn.Parameter(random_table(dtype))
     optimizer = definition(parameter)
     scheduler = ExponentialLR(optimizer, 0.8) if isinstance(definition.options["lr"], Tensor) else one_cycle(optimizer)
-    rows, group = row_optimizer(definition.kind), optimizer.param_groups[0]
-    state = rows.init_state(table, group)
+    made = by_rows(definition, table)
     for ids, gradient in random_steps(dtype, sparse=False):
-        rows.advance(state)
-        rows.apply(table, state, ids, gradient, group)
+        made.holder.param_groups[0].update(hyperparameters(optimizer.param_groups[0]))
+        made.update_rows(ids, gradient)
         sparse = torch.sparse_coo_tensor(ids[None], gradient, table.shape, is_coalesced=True)
         parameter.grad = sparse if definition.kind is SparseAdam else gradient
         optimizer.step()
         scheduler.step()
     expected = {"table": parameter.detach(), **optimizer.state[parameter]}
-    assert_same({"table": table, **state}, expected, dtype, bitwise=definition.bitwise)
+    found = {"table": made.local, **made_state(made)}
+    assert_same(found, expected, dtype, bitwise=definition.bitwise)
 
 
 def test_momentum_switched_on_while_training() -> None:
-    shard, rows, (ids, gradient) = torch.ones(V, D), row_optimizer(SGD), random_steps(torch.float32, sparse=False)[0]
-    group = SGD([nn.Parameter(shard)], lr=0.1).param_groups[0]
-    state = rows.init_state(shard, group)
-    rows.apply(shard, state, ids, gradient, group)
-    assert state == {}
-    group["momentum"] = 0.9
-    rows.apply(shard, state, ids, gradient, group)
-    assert torch.equal(state["momentum_buffer"], gradient)
+    made, (ids, gradient) = (
+        by_rows(Definition(SGD, {"lr": 0.1}), torch.ones(V, D)),
+        random_steps(torch.float32, sparse=False)[0],
+    )
+    made.update_rows(ids, gradient)
+    assert not made_state(made)
+    made.holder.param_groups[0]["momentum"] = 0.9
+    made.update_rows(ids[2:], gradient[2:])
+    assert torch.equal(made.state["momentum_buffer"][2:], gradient[2:])
+    assert not made.state["momentum_buffer"][:2].any()
 
 
 @pytest.mark.parametrize("columns", [0, D])
@@ -242,21 +260,18 @@ def test_no_rows_or_no_columns_count_the_iteration_and_change_nothing(definition
     table = random_table(torch.float32, V, columns)
     ids = torch.arange(0 if columns else V)
     found, state = train_rows(definition, table, [(ids, torch.zeros(len(ids), columns))] * 3)
-    fresh = row_optimizer(definition.kind).init_state(table, definition(nn.Parameter(table)).param_groups[0])
     assert torch.equal(found, table)
     assert float(state.pop("step", 3)) == 3
-    assert_same(state, {name: value for name, value in fresh.items() if name != "step"}, torch.float32, bitwise=True)
+    initial = definition.options.get("initial_accumulator_value", 0.0)
+    assert all(torch.equal(value, torch.full_like(table, initial)) for value in state.values())
 
 
-def test_shard_that_requires_grad_and_gradient_that_must_not_change() -> None:
+def test_a_gradient_does_not_change() -> None:
     for definition in ALL:
-        shard, gradient = nn.Parameter(random_table(torch.float64)), torch.ones(V, D, dtype=torch.float64)
-        rows, group = row_optimizer(definition.kind), definition(shard).param_groups[0]
-        state = rows.init_state(shard, group)
-        rows.advance(state)
-        rows.apply(shard, state, torch.arange(V), gradient, group)
-        assert shard.grad_fn is None
-        assert not torch.equal(shard.detach(), random_table(torch.float64))
+        made, gradient = by_rows(definition, random_table(torch.float64)), torch.ones(V, D, dtype=torch.float64)
+        for _ in range(2):
+            made.update_rows(torch.arange(V), gradient)
+        assert not torch.equal(made.local, random_table(torch.float64))
         assert torch.equal(gradient, torch.ones_like(gradient))
 
 
@@ -303,7 +318,3 @@ def test_equals_torch_on_a_gpu(definition: Definition) -> None:
     step, expected_step = state.pop("step", 0), expected_state.pop("step", 0)
     assert float(step) == float(expected_step)
     assert_same({"table": found, **state}, {"table": expected, **expected_state}, torch.float64, bitwise=False)
-
-    loaded = {**state, "step": expected_step}
-    row_optimizer(definition.kind).advance(loaded)
-    assert not isinstance(loaded["step"], Tensor) or loaded["step"].device.type == "cpu"

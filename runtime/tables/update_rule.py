@@ -1,0 +1,305 @@
+"""How one step moves the rows of a table: those with a gradient, and those without.
+
+    RowsAlone   rows without gradient stand still, of their own accord or because the user asked for it ("lazy")
+    Sweep       all rows move at once
+    Replay      rows without gradient take the step when they are next read
+    RowWise     RowWiseAdagrad, whose step of a row depends on all of its elements
+
+Contract
+    A rule is one step of one table, under the options of its moment. `apply` updates rows that are to be read next, by
+    their gradients; `finish`, called once, all others, with gradients and, where the rule moves those too, without.
+    Each row is updated once, as if the optimizer had stepped the whole table.
+
+Shape legend: V' x d this rank's part of a table; K rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer, SparseAdam
+
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.tables import fused_rows
+from embrace_fx.runtime.tables.held_gradient import Rows
+from embrace_fx.runtime.tables.own_step import (
+    counters_after,
+    first_rows,
+    hyperparameters,
+    is_of_rows,
+    put_rows,
+    rows_of_state,
+    same_options,
+    step_groups,
+    step_rows,
+    step_tensor,
+)
+from embrace_fx.runtime.tables.resting import RestingRows
+from embrace_fx.runtime.tables.skipped_steps import skipping
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE, RowUpdates
+from embrace_fx.vocabulary.row_wise import RowWiseAdagrad, new_sums
+
+Options = Mapping[str, Any]
+"""Those of a param group, as of one step."""
+
+Moving = Literal["", "sweep", "either"]
+"""How rows without gradient move: not at all, in a sweep alone, or in a sweep or a replay."""
+
+
+class Stepped(Protocol):
+    """A table, or a stack of them."""
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, (V', d)."""
+
+    @property
+    def state(self) -> MutableMapping[str, Any]:
+        """What the optimizer keeps of it."""
+
+    @property
+    def lacks_state(self) -> bool:
+        """Whether its next step makes state, which has to be made for all rows at once."""
+
+    @property
+    def holder(self) -> Optimizer:
+        """The optimizer that steps it."""
+
+    def param_group(self) -> Options:
+        """The options of this moment."""
+
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """Keeps what a step has made of state."""
+
+
+class RowsAlone:
+    """The step of a table whose rows without gradient stand still.
+
+    Args:
+        table: whose step it is.
+        options: those of this moment.
+    """
+
+    moves_all = False
+    """Whether rows without gradient move, too."""
+
+    def __init__(self, table: Stepped, optimizer: Optimizer, options: Options) -> None:
+        self.table, self.optimizer, self.options = table, optimizer, hyperparameters(options)
+        # A fused kernel's bits depend on where an element lies: on which others are updated together with it.
+        self._of_some = {**self.options, "fused": False} if self.options.get("fused") else self.options
+
+    def apply(self, ids: Tensor, rows: Tensor) -> None:
+        """Updates rows `ids` (K,), sorted and unique, by their gradients (K, d).
+
+        A step's rows may come in several parts, none in two of them.
+        """
+        table = self.table
+        if not fused_rows.step(self.optimizer, self.options, table.local, table.state, ids, rows):
+            step_rows(self.optimizer, self._of_some, table.local, table.state, ids, rows)
+
+    def finish(self, parts: Sequence[Rows]) -> None:
+        """Updates all rows that it has not updated yet: by their gradients, ids (K,) and rows (K, d), or without."""
+        table, made = self.table, {}
+        if is_first := table.lacks_state:
+            made = first_rows(self.optimizer, self._of_some, table.local, table.state, parts)
+        for ids, rows in () if is_first else parts:
+            self.apply(ids, rows)
+        self._count(is_first=is_first)
+        table.keep(made)
+
+    def _count(self, *, is_first: bool = False) -> None:
+        """Has what the state counts go on: the same for all rows."""
+        local, state = self.table.local, self.table.state
+        if is_first or not all(is_of_rows(value, local.shape[0]) for value in state.values()):
+            self.table.keep(counters_after(self.optimizer, self.options, local, state))
+
+
+class Sweep(RowsAlone):
+    """The step of a table all of whose rows move at once."""
+
+    moves_all = True
+
+    def __init__(self, table: Stepped, optimizer: Optimizer, options: Options) -> None:
+        super().__init__(table, optimizer, options)
+        self._applied: list[Tensor] = []  # rows that have been updated
+
+    def apply(self, ids: Tensor, rows: Tensor) -> None:
+        step_rows(self.optimizer, self.options, self.table.local, self.table.state, ids, rows)
+        self._applied.append(ids)
+
+    def finish(self, parts: Sequence[Rows]) -> None:
+        local, state = self.table.local, self.table.state
+        total, gradient = local.shape[0], torch.zeros_like(local)
+        for ids, rows in parts:
+            gradient.index_copy_(0, ids, rows)
+        done = [(ids, local.index_select(0, ids), rows_of_state(state, ids, total)) for ids in self._applied]
+        after = step_tensor(self.optimizer, self.options, local, gradient, state)
+        for ids, values, of_rows in done:
+            local.index_copy_(0, ids, values)
+            put_rows(after, of_rows, ids, total)
+        self.table.keep(after)
+
+
+class Replay(RowsAlone):
+    """The step of a table whose rows without gradient take it when they are next read.
+
+    Args:
+        resting: what the table knows of them.
+    """
+
+    moves_all = True
+
+    def __init__(self, table: Stepped, optimizer: Optimizer, options: Options, resting: RestingRows) -> None:
+        super().__init__(table, optimizer, options)
+        self._resting = resting
+        resting.begin(optimizer, options, table.local, table.state)
+
+    def apply(self, ids: Tensor, rows: Tensor) -> None:
+        self._resting.catch_up(self.table.local, self.table.state, ids)
+        step_rows(self.optimizer, self.options, self.table.local, self.table.state, ids, rows)
+        self._resting.took(ids)
+
+    def finish(self, parts: Sequence[Rows]) -> None:
+        for ids, rows in parts:
+            self.apply(ids, rows)
+        self._resting.note(self.options, self.table.state)
+        self._count()
+        self._resting.shorten(self.table.local, self.table.state)
+
+
+class RowWise(RowsAlone):
+    """A step of RowWiseAdagrad, at once. Collective: of a row's elements every rank has some.
+
+    Args:
+        communicator: the ranks that have the others; None: there are none.
+        columns: of the whole table.
+    """
+
+    def __init__(
+        self, table: Stepped, optimizer: Optimizer, options: Options, communicator: Communicator | None, columns: int
+    ) -> None:
+        super().__init__(table, optimizer, options)
+        self._communicator, self._columns = communicator, columns
+
+    def finish(self, parts: Sequence[Rows]) -> None:
+        table, options = self.table, self.options
+        if not table.state:
+            table.keep({"sum": new_sums(table.local, dict(options))})
+        for ids, rows in parts:
+            squares = rows.square().sum(1)
+            if self._communicator is not None:
+                squares = self._communicator.reduce_scalar(squares, dist.ReduceOp.SUM)
+            sums = table.state["sum"].index_select(0, ids).add_(squares.div_(self._columns))
+            table.state["sum"].index_copy_(0, ids, sums)
+            steps = options["lr"] * rows / sums.sqrt_().add_(options["eps"]).unsqueeze(1)
+            table.local.index_copy_(0, ids, table.local.index_select(0, ids).sub_(steps))
+
+
+class OfMembers:
+    """The step of a stack whose tables step each by itself.
+
+    Args:
+        split: yields each table's own of rows of the stack.
+        rules: one for each table.
+    """
+
+    moves_all = True
+
+    def __init__(self, split: Callable[[Tensor, Tensor], Sequence[Rows]], rules: Sequence[RowsAlone]) -> None:
+        self._split, self._rules = split, rules
+
+    def apply(self, ids: Tensor, rows: Tensor) -> None:
+        for rule, part in zip(self._rules, self._split(ids, rows), strict=True):
+            rule.apply(*part)
+
+    def finish(self, parts: Sequence[Rows]) -> None:
+        split = [self._split(*part) for part in parts]
+        for k, rule in enumerate(self._rules):
+            rule.finish([each[k] for each in split])
+
+
+UpdateRule = RowsAlone | OfMembers
+
+
+# -- which rule --------------------------------------------------------------------------------------------------------
+
+
+def moving(optimizer: Optimizer, options: Options, row_updates: RowUpdates, dtype: torch.dtype) -> Moving:
+    """How rows without gradient move under an optimizer and these options."""
+    kind = type(optimizer)
+    if kind in (SparseAdam, RowWiseAdagrad):
+        return ""
+    if kind in ELEMENT_WISE and steps_rows(options):
+        is_damped = kind is SGD and options["momentum"] != 0 and options["dampening"] != 0
+        # Of a damped momentum torch leaves the first gradient as it is: which rows have had theirs, no state records.
+        if (row_updates == "lazy" and not is_damped) or _stand_still(kind, facts_of(optimizer, options)):
+            return ""
+    return "sweep" if skipping(kind, options, dtype) is None else "either"
+
+
+def steps_rows(options: Options) -> bool:
+    """Whether a step can be taken of some rows alone: outside of autograd, and of graphs of CUDA's."""
+    lr = options["lr"]
+    return not (options.get("differentiable") or options.get("capturable")) and not (
+        isinstance(lr, Tensor) and lr.requires_grad
+    )
+
+
+def facts_of(optimizer: Optimizer, options: Options) -> tuple[tuple[str, Hashable], ...]:
+    """A class's own options as plain values, without the lr."""
+    return tuple((name, _plain(options[name])) for name in sorted(optimizer.defaults) if name != "lr")
+
+
+def _plain(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return float(value)
+    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else value
+
+
+_KERNEL: Options = {"foreach": None, "fused": None}
+"""Options that choose among kernels of one formula: torch's choice."""
+
+
+@lru_cache(maxsize=256)
+def _stand_still(kind: type[Optimizer], facts: tuple[tuple[str, Hashable], ...]) -> bool:
+    """Whether rows without gradient, and what one of torch's classes keeps of them, stand still whatever the lr: shown
+    by a step without gradient, after one with."""
+    parameter = nn.Parameter(torch.full((1,), 2.0))
+    make: Any = kind
+    optimizer: Optimizer = make([{**dict(facts), "lr": 0.5, "params": [parameter], **_KERNEL}])
+    seen = []
+    for gradient in (0.25, 0.0):
+        parameter.grad = torch.full((1,), gradient)
+        step_groups(optimizer, optimizer.param_groups)
+        kept = optimizer.state[parameter].values()
+        seen.append([parameter.item(), *(value.item() for value in kept if isinstance(value, Tensor) and value.dim())])
+    return seen[0] == seen[1]
+
+
+# -- steps to come -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Supposed:
+    """A step that rows sent early have taken already: whose, and under which options."""
+
+    optimizer: Optimizer
+    options: Options
+
+    def is_of(self, optimizer: Optimizer | None, options: Options) -> bool:
+        """Whether that is the step of an optimizer under these options."""
+        return self.optimizer is optimizer and same_options(self.options, hyperparameters(options))
+
+
+def suppose(table: Stepped, ids: Tensor, rows: Tensor) -> tuple[Tensor, Supposed]:
+    """Rows `ids` (K,) of a table, (K, d), as its next step will leave them if it gives them no gradient."""
+    rows, options = rows.clone(), hyperparameters(table.param_group())
+    state = rows_of_state(table.state, ids, table.local.shape[0])
+    step_tensor(table.holder, options, rows, torch.zeros_like(rows), state)
+    return rows, Supposed(table.holder, options)
