@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from embrace_fx.passes.buffers import live_buffers, mutated_buffers
 from embrace_fx.runtime.ranks.announcement import CHANGED_BUFFERS, Announcements
 from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import TrainingGraph
 
 
@@ -48,7 +51,7 @@ class BufferSharing:
         self._stale = frozenset[str]()  # changed by training since the ranks last shared them
         self._written: set[str] = set()  # by forwards
         self._due = True
-        self._were: list[tuple[int, int]] = []
+        self._were = AsSeen()
 
     def of_forward(
         self, graph: TrainingGraph, assigned: frozenset[str], *, train: bool, reduce: bool
@@ -66,13 +69,13 @@ class BufferSharing:
         if train:
             self._live |= assigned.union(live_buffers(graph)) - ignored
         self._written |= mutated
-        self._were = self._are()
+        self._were = AsSeen.of(self._unwritten())
 
         def names() -> frozenset[str]:
             return self._live if train else self._stale
 
         def tell() -> None:
-            changed = self._due and self._are() != self._were
+            changed = self._due and not self._were.is_of(self._unwritten())
             self._announcements.buffers = CHANGED_BUFFERS if changed else _told(names())
 
         def share() -> None:
@@ -83,15 +86,15 @@ class BufferSharing:
                 every = self._announcements.buffers_differ or self._announcements.authority != 0
                 self._share(self._shared() if every else sorted(names()))
                 self._stale = frozenset()
-                self._were = self._are()
+                self._were = AsSeen.of(self._unwritten())
             if train:
                 self._stale |= mutated
 
         return ForwardBuffers(tell, share)
 
-    def _are(self) -> list[tuple[int, int]]:
-        """The buffers that no forward writes, as they are now."""
-        return [(id(each), each._version) for each in self._state.buffers_but(self._written | self._state.ignored)]
+    def _unwritten(self) -> Iterable[Tensor]:
+        """The buffers that no forward writes."""
+        return self._state.buffers_but(self._written | self._state.ignored)
 
     def _shared(self) -> list[str]:
         """All buffers but those that each rank has for itself."""

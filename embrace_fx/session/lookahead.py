@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from embrace_fx.vocabulary.as_seen import AsSeen
+
 
 class Lookahead:
     """Yields a training loop's batches, and reads the loader one batch ahead.
@@ -71,11 +73,11 @@ class Lookahead:
             self._current = next(iterator)
         except StopIteration:
             return
-        versions = _versions(self._current)
+        seen = AsSeen.of(pytree.tree_leaves(self._current))
         try:
             for self._coming in iterator:
-                _check_apart(self._current, versions, self._coming)
-                versions = _versions(self._coming)
+                _check_apart(seen, self._coming)
+                seen = AsSeen.of(pytree.tree_leaves(self._coming))
                 self._known = True
                 yield self._current
                 self._current = self._coming
@@ -110,18 +112,14 @@ class Lookahead:
         return [coming[position[id(leaf)]] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def _versions(batch: Any) -> dict[int, int]:
-    return {id(leaf): leaf._version for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)}
-
-
-def _check_apart(current: Any, versions: dict[int, int], coming: Any) -> None:
+def _check_apart(current: AsSeen, coming: Any) -> None:
     """Raises where a loader has written the next batch into the one that is still to be trained on.
 
     Raises:
         RuntimeError: it yields the same tensor each time, with other values.
     """
-    same = {id(leaf) for leaf in pytree.tree_leaves(coming)} & versions.keys()
-    if any(versions[id(leaf)] != leaf._version for leaf in pytree.tree_leaves(current) if id(leaf) in same):
+    again = {id(leaf) for leaf in pytree.tree_leaves(coming)}
+    if any(id(leaf) in again for leaf in current.written()):
         raise RuntimeError(
             "expected a loader that yields each batch in tensors of its own, in lookahead(), found that the next batch "
             "was written into the one before, which is still to be trained on. Let it yield copies, or train without "

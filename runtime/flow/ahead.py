@@ -24,6 +24,7 @@ from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.announcement import bad_id_report
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
+from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.operation_id import IDS
 
@@ -87,14 +88,14 @@ class Ahead:
         self.usable = True
         self.splits: Mapping[str, Split] = {}
         self._leaves = tuple(leaves)
-        self._versions = _versions(leaves)  # a tensor that was written since makes another batch
+        self._seen = AsSeen.of(leaves)  # a tensor that was written since makes another batch
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
         """Whether a flattened batch is this one."""
         same = len(leaves) == len(self._leaves) and all(
             a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(leaves, self._leaves, strict=True)
         )
-        return same and _versions(leaves) == self._versions
+        return same and not self._seen.written()
 
     def sizes(self) -> list[int]:
         """Unique rows by table; -1 where the batch holds an id that is to fail at its turn."""
@@ -124,10 +125,6 @@ class Ahead:
         """Adds the values of the ids phase, once its exchange has ended."""
         assert self.ticket is not None
         self.program.routing(self.values, InFlight(wait(self.ticket), None))
-
-
-def _versions(leaves: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(leaf._version for leaf in leaves if isinstance(leaf, Tensor))
 
 
 class AheadOfDevice(Ahead):

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from embrace_fx.runtime.tables.table_part import local_part
+from embrace_fx.vocabulary.as_seen import AsSeen
 
 
 def own_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[list[Any], list[int]]:
@@ -34,16 +35,16 @@ def own_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[
     return given, made
 
 
-def in_memory_of(made: Iterable[Tensor], read: Iterable[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
-    """Finds tensors that share memory with those that the backward reads, and returns their versions.
+def in_memory_of(made: Iterable[Tensor], read: AsSeen) -> AsSeen:
+    """Those tensors that share memory with what the backward reads.
 
     Args:
         made: plain tensors that `own_results` made.
-        read: what the backward reads, and its versions.
+        read: what the backward reads.
     """
-    memory = {memory_of(tensor) for tensor, _ in read}
+    memory = {memory_of(tensor) for tensor in read.tensors}
     shared = (tensor.detach() for tensor in made if memory_of(tensor) in memory)
-    return [(tensor, tensor._version) for tensor in shared]
+    return AsSeen.of(shared)
 
 
 def memory_of(tensor: Tensor) -> int:

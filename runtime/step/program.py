@@ -23,6 +23,7 @@ from embrace_fx.runtime.step.own_results import memory_of
 from embrace_fx.runtime.step.phases import Runnable, autocast_is_in_the_graph, runnable
 from embrace_fx.runtime.step.used_parameters import UsedParameters
 from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Parameter,
@@ -204,12 +205,12 @@ class Program:
             for name in values.keys() - self._read_after[phase]:
                 del values[name]
 
-    def read_again(self, leaves: Sequence[Any], values: Values) -> list[tuple[Tensor, int]]:
-        """The tensors that the backward reads, and their versions: views of parameters and results among them."""
+    def read_again(self, leaves: Sequence[Any], values: Values) -> AsSeen:
+        """The tensors that the backward reads: views of parameters and results among them."""
         found = [leaves[index] for index in self._leaves_read]
         found += map(self.state.parameter, self._parameters_read)
         found += [values[name] for name in self._saved_read]
-        return [(t, t._version) for t in found if isinstance(t, Tensor) and not t.is_inference()]
+        return AsSeen.of(found)
 
     def name_written(self, written: Sequence[Tensor], leaves: Sequence[Any]) -> str:
         """Names the values whose memory was written; "": none was."""

@@ -28,6 +28,7 @@ from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
 from embrace_fx.runtime.step.own_results import in_memory_of, own_results
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import LoweredPhase, Program
+from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result, Values
 from embrace_fx.vocabulary.operation_id import BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
@@ -88,7 +89,7 @@ class Step:
         self._announced = 0  # announcements up to this call's own
         self._values: Values | None = None
         self._results: list[Any] = []  # tensors, and sizes the model returns
-        self._read_again: list[tuple[Tensor, int]] = []
+        self._read_again = AsSeen()
 
     def forward(self) -> list[Any]:
         program = self.program
@@ -313,8 +314,8 @@ class Step:
 
     def _written(self) -> tuple[int, str]:
         """Counts the tensors read by the backward that were written since the forward, and names them."""
-        written = [tensor for tensor, version in self._read_again if tensor._version != version]
-        self._read_again = []  # values die with their last use
+        written = self._read_again.written()
+        self._read_again = AsSeen()  # values die with their last use
         return len(written), self.program.name_written(written, self._leaves)
 
     def _call_backward(

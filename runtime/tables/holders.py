@@ -49,7 +49,7 @@ class Holders:
         return None if kind is None else not_element_wise(kind)
 
     def moving(self, parameter: Tensor, row_updates: RowUpdates) -> Moving:
-        """How rows of a table without gradient move: as far as its optimizer is known, or else as under most."""
+        """Tells how rows of a table without gradient move: as far as its optimizer is known, or else as under most."""
         held = self.of(parameter)
         if len(held) == 1:
             return moving(*held[0], row_updates, parameter.dtype)

@@ -137,7 +137,7 @@ def first_rows(
     state: State,
     parts: Sequence[tuple[Tensor, Tensor]],
 ) -> State:
-    """Likewise, in a step that makes state of rows, which is returned: zeros for all others."""
+    """Steps rows in a step that makes state; returns the state of rows, zeros for all others."""
     none = (torch.empty(0, dtype=torch.int64, device=local.device), local[:0])
     ids, rows = (torch.cat(each) for each in zip(none, *parts, strict=True))
     total, values = local.shape[0], local.index_select(0, ids)
@@ -150,7 +150,7 @@ def first_rows(
 
 
 def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: State) -> State:
-    """What the state of a part (V', d) counts for all of its rows, after a step over none of them."""
+    """Takes a step over none of the rows of a part (V', d); returns what its state counts for all of them."""
     after = _step_nothing(optimizer, options, local, state)
     return {key: value for key, value in after.items() if not is_of_rows(value, 0)}
 

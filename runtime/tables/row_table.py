@@ -209,7 +209,7 @@ class RowTable:
 
     @property
     def rule(self) -> type[RowsAlone]:
-        """How its next step moves rows, under the options of this moment."""
+        """The rule of its next step, under the options of this moment."""
         options = self.param_group()
         if type(self.holder) is RowWiseAdagrad:
             return RowWise

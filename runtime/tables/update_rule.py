@@ -231,7 +231,7 @@ UpdateRule = RowsAlone | OfMembers
 
 
 def moving(optimizer: Optimizer, options: Options, row_updates: RowUpdates, dtype: torch.dtype) -> Moving:
-    """How rows without gradient move under an optimizer and these options."""
+    """Tells how rows without gradient move under an optimizer and these options."""
     kind = type(optimizer)
     if kind in (SparseAdam, RowWiseAdagrad):
         return ""
@@ -252,7 +252,7 @@ def steps_rows(options: Options) -> bool:
 
 
 def facts_of(optimizer: Optimizer, options: Options) -> tuple[tuple[str, Hashable], ...]:
-    """A class's own options as plain values, without the lr."""
+    """Yields a class's own options as plain values, without the lr."""
     return tuple((name, _plain(options[name])) for name in sorted(optimizer.defaults) if name != "lr")
 
 
@@ -298,7 +298,7 @@ class Supposed:
 
 
 def suppose(table: Stepped, ids: Tensor, rows: Tensor) -> tuple[Tensor, Supposed]:
-    """Rows `ids` (K,) of a table, (K, d), as its next step will leave them if it gives them no gradient."""
+    """Takes the next step of a table with copies of rows `ids` (K,), as if it gave them no gradient; returns (K, d)."""
     rows, options = rows.clone(), hyperparameters(table.param_group())
     state = rows_of_state(table.state, ids, table.local.shape[0])
     step_tensor(table.holder, options, rows, torch.zeros_like(rows), state)

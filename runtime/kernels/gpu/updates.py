@@ -1,8 +1,7 @@
 """Optimizer updates of rows, each touched row of the table and of its state read once and written once.
 
-The formulas are those of torch's single-tensor updates, of which torch makes ops,
-where every step of a formula is a pass over (K, d) values. Values are computed in float32 at least and rounded once,
-when they are stored: a bfloat16 table loses less than by the twin.
+The formulas are those of torch's single-tensor updates, every operation of which is a pass over (K, d) values. Values
+are computed in float32 at least and rounded once, when they are stored: a bfloat16 table loses less than by those.
 
 Shape legend
     V rows of the table; d columns of it that this rank owns; K rows with gradient.

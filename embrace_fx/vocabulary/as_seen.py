@@ -1,0 +1,39 @@
+"""Tensors as they were when they were looked at: torch counts what is written into each of them, by whoever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AsSeen:
+    """Some tensors, and how often each had been written."""
+
+    tensors: tuple[Tensor, ...] = ()
+    writes: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(values: Iterable[object]) -> AsSeen:
+        """Notes the tensors among some values; of those made in inference mode nothing is counted."""
+        found = tuple(each for each in values if isinstance(each, Tensor) and not each.is_inference())
+        return AsSeen(found, _writes(found))
+
+    def written(self) -> list[Tensor]:
+        """Lists the tensors that have been written since."""
+        now = _writes(self.tensors)
+        return [each for each, one, other in zip(self.tensors, self.writes, now, strict=True) if one != other]
+
+    def is_of(self, values: Iterable[object]) -> bool:
+        """Whether these are the tensors, and none has been written since."""
+        now = AsSeen.of(values)
+        return [id(each) for each in now.tensors] == [id(each) for each in self.tensors] and not self.written()
+
+    def __add__(self, other: AsSeen) -> AsSeen:
+        return AsSeen(self.tensors + other.tensors, self.writes + other.writes)
+
+
+def _writes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple(each._version for each in tensors)
