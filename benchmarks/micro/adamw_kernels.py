@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.own_step import State, hyperparameters, step_rows
-from embrace_fx.runtime.tables.row_table import sweep
+from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.skipped_steps import Decaying
 
 RESTED = (1, 10, 100, 1000)
@@ -44,10 +45,14 @@ class Shard:
         self.local = torch.randn((self.rows, self.columns), generator=random)
         self.gradients = torch.randn((self.batch, self.columns), generator=random)
         self.ids = [torch.randperm(self.rows, generator=random)[: self.batch].sort().values for _ in range(REPEATS)]
-        self.optimizer = AdamW([nn.Parameter(self.local)], lr=1e-3)
+        parameter = nn.Parameter(self.local)
+        self.optimizer = AdamW([parameter], lr=1e-3)
         self.options = hyperparameters(self.optimizer.param_groups[0])
         averages = {name: self.local.abs() * 1e-3 for name in ("exp_avg", "exp_avg_sq")}
         self.state: State = {"step": torch.tensor(1000.0), **averages}
+        self.optimizer.state[parameter] = dict(self.state)
+        place = Place(self.local.shape, None)
+        self.table = RowTable("table", parameter, place, None, "exact", self.optimizer)  # swept
 
     @property
     def row_bytes(self) -> int:
@@ -86,7 +91,7 @@ def kernels(shard: Shard) -> dict[str, tuple[Callable[[int], object], int]]:
     of_rested = shard.batch * (6 * shard.row_bytes + 8 + 2 * 4)
     found: dict[str, tuple[Callable[[int], object], int]] = {
         "sweep": (
-            lambda k: sweep(optimizer, options, local, state, [(shard.ids[k], gradients)], []),
+            lambda k: shard.table.update_rows(shard.ids[k], gradients),
             6 * shard.rows * shard.row_bytes + shard.batch * (shard.row_bytes + 8),
         ),
         "rows": (lambda k: step_rows(optimizer, options, local, state, shard.ids[k], gradients), of_rows),

@@ -11,6 +11,7 @@ from torch import Tensor
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
 from embrace_fx.runtime.step.program import LoweredPhase, Program
 from embrace_fx.runtime.step.step import Opened, Step
+from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.operation_id import START, WHOLE_BACKWARD, WHOLE_FORWARD
 from embrace_fx.vocabulary.step_variant import BackwardVariant
@@ -39,7 +40,7 @@ class GradientStep(Step):
         """
         with torch.no_grad(), autocast_is_in_the_graph():
             self.forward()
-        self._results, self._read_again = [], []  # autograd looks after what its own backward reads
+        self._results, self._read_again = [], AsSeen()  # autograd looks after what its own backward reads
 
     def end_forward(self, results: Sequence[Any]) -> None:
         """Ends the forward: keeps its scalar results, each of which is to be finite."""

@@ -1,4 +1,4 @@
-"""Tensors as they were when they were looked at: torch counts what is written into each of them, by whoever."""
+"""Tells which tensors have been written since they were looked at, by torch's own count of writes."""
 
 from __future__ import annotations
 

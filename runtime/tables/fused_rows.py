@@ -1,4 +1,4 @@
-"""Steps of rows on a device, each one kernel, where the class and the tensors are such as the kernels take."""
+"""Steps rows on a device by one kernel, where the class and the tensors are such as the kernels take."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class Part(Tensor):
         return self._whole("data_ptr()").data_ptr()
 
     def const_data_ptr(self) -> int:
-        return self._whole("const_data_ptr()").const_data_ptr()
+        return self._whole("const_data_ptr()").const_data_ptr()  # type: ignore[attr-defined, no-any-return]
 
     def untyped_storage(self) -> Any:
         return self._whole("untyped_storage()").untyped_storage()

@@ -33,7 +33,6 @@ from embrace_fx.runtime.tables.update_rule import (
     RowWise,
     Supposed,
     Sweep,
-    UpdateRule,
     facts_of,
     moving,
     steps_rows,
@@ -219,7 +218,7 @@ class RowTable:
         rests = way == "either" and self._may_rest() and form_of(self.holder, options, self.state, self.local.dtype)
         return Replay if rests else Sweep
 
-    def begin_step(self) -> UpdateRule:
+    def begin_step(self) -> RowsAlone:
         """Begins a step under the options of this moment."""
         rule, options = self.rule, self.param_group()
         if rule is Replay:

@@ -1,4 +1,4 @@
-"""How one step moves the rows of a table: those with a gradient, and those without.
+"""Moves the rows of a table in one step: those with a gradient, and those without.
 
     RowsAlone   rows without gradient stand still, of their own accord or because the user asked for it ("lazy")
     Sweep       all rows move at once
@@ -29,6 +29,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables import fused_rows
 from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.own_step import (
+    State,
     counters_after,
     first_rows,
     hyperparameters,
@@ -105,7 +106,8 @@ class RowsAlone:
 
     def finish(self, parts: Sequence[Rows]) -> None:
         """Updates all rows that it has not updated yet: by their gradients, ids (K,) and rows (K, d), or without."""
-        table, made = self.table, {}
+        table = self.table
+        made: State = {}
         if is_first := table.lacks_state:
             made = first_rows(self.optimizer, self._of_some, table.local, table.state, parts)
         for ids, rows in () if is_first else parts:
@@ -238,7 +240,7 @@ def moving(optimizer: Optimizer, options: Options, row_updates: RowUpdates, dtyp
     if kind in ELEMENT_WISE and steps_rows(options):
         is_damped = kind is SGD and options["momentum"] != 0 and options["dampening"] != 0
         # Of a damped momentum torch leaves the first gradient as it is: which rows have had theirs, no state records.
-        if (row_updates == "lazy" and not is_damped) or _stand_still(kind, facts_of(optimizer, options)):
+        if (row_updates == "lazy" and not is_damped) or _stand_still(kind, facts_of(optimizer, options)):  # type: ignore[arg-type]  # classes hash
             return ""
     return "sweep" if skipping(kind, options, dtype) is None else "either"
 

@@ -31,7 +31,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.part_state import own_state
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import RowsAlone, UpdateRule
+from embrace_fx.runtime.tables.update_rule import RowsAlone
 from embrace_fx.vocabulary.operation_id import gradients_id, rows_id
 from embrace_fx.vocabulary.ops import own_columns
 from tests.support.cases import long_but
@@ -125,9 +125,8 @@ class Watched(RowTable):
 
     updates: list[tuple[int, list[int]]]
 
-    def begin_step(self) -> UpdateRule:
+    def begin_step(self) -> RowsAlone:
         step = super().begin_step()
-        assert isinstance(step, RowsAlone)
         if "number" in step.options:
             number, apply = step.options["number"], step.apply
 

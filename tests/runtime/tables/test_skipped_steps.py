@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from embrace_fx.runtime.kernels import decay
 from embrace_fx.runtime.tables.resting import RestingRows
 from embrace_fx.runtime.tables.skipped_steps import Decaying, Linear, form_of
+from embrace_fx.runtime.tables.update_rule import Replay
 
 ROWS, COLUMNS, STEPS = 20, 5, 250
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -54,6 +55,20 @@ class _Table:
     def options(self) -> dict[str, Any]:
         return self.optimizer.param_groups[0]
 
+    # As a table.
+
+    lacks_state = False
+
+    @property
+    def holder(self) -> Optimizer:
+        return self.optimizer
+
+    def param_group(self) -> dict[str, Any]:
+        return self.options
+
+    def keep(self, state: Mapping[str, Any]) -> None:
+        self.state.update(state)
+
     def _step(self, ids: Tensor) -> Tensor:
         rows = self._draw(ids.numel(), self.parameter.dtype)
         self.parameter.grad = torch.zeros_like(self.parameter).index_copy(0, ids, rows)
@@ -67,9 +82,7 @@ class _Table:
         options = dict(self.options)
         with torch.enable_grad():
             rows = self._step(ids)
-        self.resting.begin(self.optimizer, options, self.local, self.state)
-        self.resting.update(self.optimizer, options, self.local, self.state, ids, rows)
-        self.resting.end(self.optimizer, options, self.local, self.state)
+        Replay(self, self.optimizer, options, self.resting).finish([(ids, rows)])
 
     def compare(self) -> None:
         self.resting.settle(self.local, self.state)
