@@ -44,7 +44,7 @@ test-all: $(READY) ## run every test; those of a GPU on emulated ones, where .ve
 	fi
 
 # torch's own build for CUDA, 5 GB, in an environment of its own: with stand-ins for CUDA's libraries in the place of a GPU.
-# No part of .ci/run: the download alone would take longer than everything there.
+# No part of .ci/run, whose tests fill its time already: five gigabytes to fetch, a minute to compile, an hour to run.
 .PHONY: device
 device: $(DEVICE)/.ready ## run the tests of a GPU on 1, 2 and 4 emulated ones, with jitter and slow streams; 5 GB, an hour
 	device() { $(DEVICE)/bin/python -m tests.support.emulated_cuda "$$@"; }

@@ -40,6 +40,7 @@ class CompiledModel(nn.Module, Joinable):
 
     _session: Session
     _wraps_a_model = True
+    _joins_on_hosts = False
 
     def __init__(self, session: Session, *, single: bool) -> None:
         super().__init__()
@@ -181,12 +182,23 @@ class CompiledModel(nn.Module, Joinable):
         """
         if self._session.group is None:
             return contextlib.nullcontext()
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
+        return self._joining(
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
+
+    @contextlib.contextmanager
+    def _joining(self, **options: bool) -> Iterator[None]:
+        """Torch's `Join` of this model alone, which counts ranks on the hosts: on a device what it sends would be in no
+        order with what the model does.
+        """
+        self.__dict__["_joins_on_hosts"] = True
+        try:
+            with Join([self], **options):
+                yield
+        finally:
+            self.__dict__["_joins_on_hosts"] = False
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The hook that `torch.distributed.algorithms.Join` calls on a rank that has run out of batches."""
@@ -195,12 +207,14 @@ class CompiledModel(nn.Module, Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device on which `Join` counts ranks."""
+        if self._joins_on_hosts:
+            return torch.device("cpu")
         return next(self._session.model.parameters()).device
 
     @property
     def join_process_group(self) -> Any:
         """The ranks that train together, as `Join` wants them."""
-        return self._session.group
+        return self._session.communicator.group_of_joins() if self._joins_on_hosts else self._session.group
 
     @property
     def forward_sync_buffers(self) -> bool:

@@ -1,7 +1,9 @@
-"""Asks torch's back ends of a process group what they carry, and how long they wait."""
+"""Asks torch's back ends of a process group what they carry, and how long they wait; has a device to itself."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -34,3 +36,13 @@ def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return group._get_backend(torch.device(device.type)).name()
+
+
+@contextlib.contextmanager
+def alone_on(device: torch.device) -> Iterator[None]:
+    """A context for collectives of set-up on a device, which may have another model's under way: nothing else would
+    order them. The host waits.
+    """
+    torch.cuda.synchronize(device)
+    yield
+    torch.cuda.synchronize(device)

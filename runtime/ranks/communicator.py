@@ -17,9 +17,9 @@ from torch import Tensor
 
 from embrace_fx import cost
 from embrace_fx.runtime.kernels import column_widths
-from embrace_fx.runtime.ranks.backends import backend_name, travels_by_host
+from embrace_fx.runtime.ranks.backends import alone_on, backend_name, travels_by_host
 from embrace_fx.runtime.ranks.gathering import gather_single
-from embrace_fx.runtime.ranks.groups import CLASSES, Groups, alone_on
+from embrace_fx.runtime.ranks.groups import CLASSES, Groups
 from embrace_fx.runtime.ranks.messages import send_parts
 
 
@@ -103,7 +103,8 @@ class Communicator(Groups):
         assert self.group is not None
         of_job = dist.get_global_rank(self.group, source)
         groups = [self._group_for("dense", tensor) for tensor in tensors]
-        with self.watching(), self._in_turn(tensors[0], groups[0]) if tensors else nullcontext():
+        turn = self._turn(tensors[0], groups[0]) if tensors else None
+        with self.watching(), turn or nullcontext():
             works = [
                 dist.broadcast(t, of_job, group=group, async_op=True) for t, group in zip(tensors, groups, strict=True)
             ]
@@ -115,7 +116,7 @@ class Communicator(Groups):
         self.check_open()
         if self.world_size > 1:
             group = self._group_for("dense", value)
-            with self.watching(), self._in_turn(value, group):
+            with self.watching(), self._turn(value, group) or nullcontext():
                 dist.all_reduce(value, reduce_op, group=group)
         return value
 
@@ -163,7 +164,7 @@ class Communicator(Groups):
         """(N, n): as many numbers of every rank. Of at least two ranks."""
         packed = own.new_empty((self.world_size, own.numel()))
         found = self._launch(
-            lambda to, sent: gather_single(to, sent, self._groups[group], async_op=True),
+            lambda to, sent: gather_single(to, sent, self._group_for(group, own), async_op=True),
             group,
             packed.view(-1),
             own,
@@ -242,10 +243,13 @@ class Communicator(Groups):
 
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
         """A collective under way; of tensors on a device over gloo, which takes them from the host, an ended one."""
-        if not travels_by_host(written, self._groups[group]):
-            if group not in CLASSES or (self.in_turn is None and not written.is_cuda):
+        carrier = self._group_for(group, written)
+        assert carrier is not None
+        if not travels_by_host(written, carrier):
+            turn = self._turn(written, carrier) if group in CLASSES else None
+            if turn is None:
                 return InFlight(written, collective(written, *read), reads=read)
-            with self._in_turn(written, self._groups[group]):
+            with turn:
                 collective(written, *read).wait()  # the current stream does, which is to read it next
             return InFlight(written, None)
         on_host = [tensor.cpu() for tensor in (written, *read)]
@@ -253,15 +257,15 @@ class Communicator(Groups):
         written.copy_(on_host[0])
         return InFlight(written, None)
 
-    def _in_turn(self, tensor: Tensor, group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
-        """A context for a collective of the calling thread. What hosts tell each other has no turn."""
+    def _turn(self, tensor: Tensor, group: dist.ProcessGroup | None) -> AbstractContextManager[None] | None:
+        """A context for a collective of the calling thread; None: it has no turn, as what hosts tell each other."""
         assert self.group is not None
         assert group is not None
         of_hosts = not tensor.is_cuda and "nccl" in dist.get_backend_config(self.group)
         if of_hosts or travels_by_host(tensor, group):
-            return nullcontext()
+            return None
         if self.in_turn is None:
-            return alone_on(tensor.device) if tensor.is_cuda else nullcontext()
+            return alone_on(tensor.device) if tensor.is_cuda else None
         return self.in_turn()
 
     def wait(self, launch: InFlight, what: str = "") -> Tensor:

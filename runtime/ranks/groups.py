@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.runtime.ranks.backends import CPU, backend_name, carries, timeout_of
+from embrace_fx.runtime.ranks.backends import CPU, alone_on, backend_name, carries, timeout_of
 from embrace_fx.runtime.ranks.failure import LaunchLog, PeerFailure, RollCall, failure_text
 from embrace_fx.runtime.ranks.gathering import all_gather_single, gather_single
 from embrace_fx.runtime.ranks.meeting import met
@@ -51,16 +51,6 @@ T = TypeVar("T")
 
 _FAREWELL_S = 5.0
 """How long the end of the groups waits for their threads."""
-
-
-@contextlib.contextmanager
-def alone_on(device: torch.device) -> Iterator[None]:
-    """A context for collectives of set-up on a device, which may have another model's under way: nothing else would
-    order them. The host waits.
-    """
-    torch.cuda.synchronize(device)
-    yield
-    torch.cuda.synchronize(device)
 
 
 class Groups:
@@ -185,6 +175,17 @@ class Groups:
         if name not in self._groups:
             self._groups[name] = self._new_group(name)
         return self._groups[name]
+
+    def group_of_joins(self) -> dist.ProcessGroup:
+        """The group in which hosts count ranks that have run out of batches: the user's, where it carries that.
+        Collective.
+        """
+        assert self.group is not None
+        if carries(self.group, CPU):
+            return self.group
+        if "joins" not in self._groups:
+            self._groups["joins"] = self._new_group("joins", backend="gloo")
+        return self._groups["joins"]
 
     def process_group(self, name: str) -> dist.ProcessGroup | None:
         """A communication class's group; None: a single process."""

@@ -159,7 +159,7 @@ def test_collectives_in_no_order_are_found(way: Callable[[int, int], None], find
 
     text = findings.read_text(encoding="utf-8")
     findings.unlink()
-    assert re.search(r"HAZARD: .* on communicator \d, .* writes memory that .* on communicator \d,", text), text
+    assert re.search(r"HAZARD: .* on communicator \d+, .* writes memory that .* on communicator \d+,", text), text
 
 
 def waits_in_each_step(rank: int, world_size: int) -> None:
