@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 OTHER_PARAMETERS = (
@@ -33,7 +34,8 @@ class ModelWatch:
         self._modules = list(self._model.modules())
         self._children = [module._modules for module in self._modules]
         self._parameters = [module._parameters for module in self._modules]
-        self._kinds = list({type(module): None for module in self._modules})
+        kinds = {type(module): None for module in self._modules}
+        self._kinds = [kind for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)]  # theirs have no method
         self._were = self._now()
         self._root_was = self._root()
         self._buffers = list(self._model.buffers())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -69,7 +68,6 @@ def agree_on_set_up(
             check_toolchain({parameter.device.type for parameter in model.parameters()})
         check_trainable(model)
         refuse_stand_ins(model)
-        refuse_scripted(model)
         refuse_parts(model)
         refuse_node_hooks(model)
         refuse_shared_memory(model)
@@ -103,16 +101,6 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
             found[f"optimizer {k}, param group {g}"] = f"{type(optimizer).__name__} {settings} over {held}"
     found["options"] = options.agreed()
     return found
-
-
-def refuse_scripted(model: nn.Module) -> None:
-    """Raises `ValueError` where a layer is TorchScript's, which no capture reads."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"expected layers of Python, in compile(), found {name or 'a model'}, which torch.jit has scripted or "
-                "traced. Pass the layer that was scripted; functions under torch.jit.script may stay."
-            )
 
 
 def refuse_parts(model: nn.Module) -> None:

@@ -13,6 +13,11 @@ import embrace_fx
 from tests.eager.models import CASES, Case
 from tests.support.ranks import run_ranks
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides:UserWarning"),  # DDP's
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+]
+
 STEPS = 8
 QUICK = ("experts", "packing", "dropping", "recommender", "normalised")
 
