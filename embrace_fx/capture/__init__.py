@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,8 @@ from embrace_fx.capture.arguments import agree, check_arguments, flatten_argumen
 from embrace_fx.capture.effects import Replay
 from embrace_fx.capture.errors import CaptureError, RefusedError, explained, line_of_branch, raised_by_forward
 from embrace_fx.capture.kept_by_torch import forget_captures
-from embrace_fx.capture.read_values import Conditions
+from embrace_fx.capture.numbers import Symbol, deciding
+from embrace_fx.capture.read_values import Changed, Conditions
 from embrace_fx.capture.roles import with_roles
 from embrace_fx.capture.routes import UNREAD, Traced, private_copies, quiet_dynamo, trace
 from embrace_fx.vocabulary.graph import BatchInput, Mutation, TrainingGraph
@@ -44,11 +45,13 @@ class Captured:
         replay: what the forward does besides returning results; its results follow from the graph's. Tensors that it
             reads from objects follow the batch's flattened arguments.
         guard: Python expression over the batch's tensors, from torch's shape guards; None: any shapes.
-        guarded: indices, among the flattened arguments, of the tensors that `guard` calls t0, t1, ...
-        fakes: those tensors as the graph was traced with them; none where there is nothing to guard.
+        guarded: indices, among the graph's inputs, of the tensors and numbers that `guard` calls t0, t1, ...
+        fakes: those as the graph was traced with them; none where there is nothing to guard.
         conditions: what of the model, of globals and of closures must be as it was.
         written: indices, among the flattened arguments, of the tensors that the forward writes.
         constants: arguments that are no tensors and that the forward reads, by index among the flattened ones.
+        names: of the flattened arguments, as expressions.
+        deciding: names of numbers that were to be inputs, and for one value of which alone the graph holds.
     """
 
     graph: TrainingGraph
@@ -57,19 +60,27 @@ class Captured:
     route: str
     guard: types.CodeType | None
     guarded: tuple[int, ...]
-    fakes: tuple[Tensor, ...]
+    fakes: tuple[Tensor | Symbol, ...]
     conditions: Conditions
     replay: Replay | None = None
     written: tuple[int, ...] = ()
     constants: Mapping[int, Any] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
+    deciding: frozenset[str] = frozenset()
 
     def guarded_again(self) -> Captured:
         """The same, with the guards that have been added since: compiling a graph adds some."""
         return replace(self, guard=_guard(self.fakes)) if self.fakes else self
 
+    def changed(self, leaves: Sequence[Any]) -> list[Changed]:
+        """Lists the values for which the graph is not valid for a batch; none where its shapes are why."""
+        constants = ((self.names.get(k, ""), value, leaves[k]) for k, value in self.constants.items())
+        changed = [Changed(name, value, now) for name, value, now in constants if not agree(now, value)]
+        return changed + self.conditions.changed()
+
     def inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Lists the graph's inputs for a batch: its flattened arguments, and tensors read from objects."""
-        return leaves if self.replay is None else [*leaves, *self.replay.read_states()]
+        """Lists the graph's inputs for a batch: its flattened arguments, and what is read from objects."""
+        return leaves if self.replay is None else [*leaves, *self.replay.read_states(leaves)]
 
     def results(self, results: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Rebuilds the forward's results from the graph's flattened ones, and replays the forward's side effects."""
@@ -84,9 +95,9 @@ class Captured:
             return False
         if self.guard is None:
             return True
-        leaves = self.inputs(leaves)
-        tensors = {f"t{k}": leaves[index] for k, index in enumerate(self.guarded)}
-        return bool(eval(self.guard, SYMPY_INTERP, {"L": tensors}))
+        inputs = self.inputs(leaves)
+        values = {f"t{k}": inputs[index] for k, index in enumerate(self.guarded)}
+        return bool(eval(self.guard, SYMPY_INTERP, {"L": values}))
 
 
 def capture(
@@ -96,12 +107,15 @@ def capture(
     *,
     train: bool,
     dynamic: frozenset[tuple[int, int]] = frozenset(),
+    values: Collection[str] = (),
 ) -> Captured:
     """Captures the model's forward, and its backward if `train`.
 
     Args:
         args, kwargs: one batch, exactly as the model is called with it.
         dynamic: (index among the flattened arguments, dimension) pairs whose size may vary from batch to batch.
+        values: names of numbers, and of tensors that are no arguments, that are to be inputs of the graph; others are
+            constants of it.
 
     Raises:
         CaptureError: no graph holds the forward; the message names the user's line.
@@ -115,9 +129,10 @@ def capture(
     try:
         with torch.set_grad_enabled(train), quiet_dynamo():
             leaves = pytree.tree_leaves((own_args, own_kwargs))
-            captured = _captured(model, trace(model, own_args, own_kwargs), leaves)
+            captured = _captured(model, trace(model, own_args, own_kwargs, values=values), leaves)
             if any(value is UNREAD for value in captured.result_constants.values()):  # what it returns, it reads
-                captured = _captured(model, trace(model, own_args, own_kwargs, reads_all=True), leaves)
+                traced = trace(model, own_args, own_kwargs, values=values, reads_all=True)
+                captured = _captured(model, traced, leaves)
         _refuse_shared_memory(captured.written, given, type(model).__name__)
     except RefusedError:
         raise
@@ -142,9 +157,10 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
 
 
 def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captured:
+    of_arguments = len(leaves)
     if traced.replay is not None:
-        leaves = [*leaves, *traced.replay.read_states()]
-    joint = with_roles(traced.joint, model, leaves)
+        leaves = [*leaves, *traced.replay.read_states(leaves)]
+    joint = with_roles(traced.joint, model)
     _refuse_fake_constants(joint.module)
     guarded, fakes = _guarded(traced.fake_mode, joint.batch, leaves)
     guard = _guard(fakes) if fakes else None
@@ -153,9 +169,14 @@ def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captur
     inputs = [
         role.of.index for _, role in graph.outputs() if isinstance(role, Mutation) and isinstance(role.of, BatchInput)
     ]
-    of_arguments = len(leaves) - (0 if traced.replay is None else len(traced.replay.states))
-    written = tuple(k for k in inputs if k < of_arguments)
-    return replace(found, replay=traced.replay, written=written, constants=traced.constants)
+    return replace(
+        found,
+        replay=traced.replay,
+        written=tuple(k for k in inputs if k < of_arguments),
+        constants=traced.constants,
+        names=traced.names,
+        deciding=deciding(traced.symbols, joint.module.graph),
+    )
 
 
 def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: str) -> None:
@@ -189,11 +210,11 @@ def _refuse_fake_constants(module: fx.GraphModule) -> None:
 
 def _guarded(
     fake_mode: Any, placeholders: Mapping[int, fx.Node], leaves: Sequence[Any]
-) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-    """The batch's tensors, by their indices and as the graph was traced with them."""
+) -> tuple[tuple[int, ...], tuple[Tensor | Symbol, ...]]:
+    """The batch's tensors, and numbers that are inputs, by their indices and as the graph was traced with them."""
     if fake_mode is None or fake_mode.shape_env is None:
         return (), ()
-    indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) or i in placeholders)
     fakes = tuple(
         placeholders[i].meta["val"] if i in placeholders else fake_mode.from_tensor(leaves[i], static_shapes=True)
         for i in indices
@@ -203,7 +224,8 @@ def _guarded(
 
 def _guard(fakes: Sequence[Any]) -> types.CodeType | None:
     """Torch's own shape guards over all tensors of the batch, static sizes included."""
-    sizes = fakes[0].fake_mode.shape_env
+    first = fakes[0]
+    sizes = first.fake_mode.shape_env if isinstance(first, Tensor) else first.node.shape_env
     try:
         text = sizes.produce_guards_expression(fakes, ignore_static=False)
     except IndexError as error:  # torch looks for the size that a symbol stands for, and a value is no size

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import types
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,17 +135,13 @@ def _spoken(leaf: Any) -> str:
     return f"the class {leaf.__name__}" if isinstance(leaf, type) else f"a {type(leaf).__name__}"
 
 
-def constants_read(
-    function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any], guards: Collection[str]
-) -> dict[int, Any]:
-    """The arguments that are no tensors and that a forward reads, by index among the flattened ones.
+def argument_names(function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, str]:
+    """Returns Dynamo's names for the flattened arguments of a forward, by index: `L["ids"]`; none where it has none.
 
     Args:
         function: the forward, unbound.
-        guards: the names of what Dynamo has guarded: it looks at nothing that the forward does not read. "L[": at all.
     """
-    code, given = function.__code__, pytree.tree_leaves((args, kwargs))
-    every = {k: leaf for k, leaf in enumerate(given) if not isinstance(leaf, Tensor)}
+    code = function.__code__
     taken = code.co_varnames[1 if code.co_argcount else 0 : code.co_argcount]
     more = code.co_varnames[code.co_argcount + code.co_kwonlyargcount] if code.co_flags & inspect.CO_VARARGS else ""
     named = {*taken, *code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]}
@@ -157,14 +153,29 @@ def constants_read(
     roots = [f"L[{name!r}]" for name in taken[: len(args)]]
     roots += [f"L[{more!r}][{k}]" for k in range(len(args) - len(roots))] if code.co_argcount else []
     if len(roots) < len(args):
-        return every
+        return {}
     roots += [f"L[{name!r}]" if name in named else f"L[{rest!r}][{name!r}]" for name in kwargs]
     try:
         paths = [pytree.tree_flatten_with_path(value)[0] for value in (*args, *kwargs.values())]
     except Exception:  # of an object of the user's, whose parts have no names
-        return every
+        return {}
     names = [f"{root}{pytree.keystr(path)}" for root, found in zip(roots, paths, strict=True) for path, _ in found]
-    return {k: leaf for k, leaf in every.items() if any(guard == "L[" or names[k] in guard for guard in guards)}
+    return dict(enumerate(names))
+
+
+def constants_read(leaves: Sequence[Any], names: Mapping[int, str], guards: Collection[str]) -> dict[int, Any]:
+    """The arguments that are no tensors and that a forward reads, by index among the flattened ones.
+
+    Args:
+        names: of the arguments; those without one are taken to be read.
+        guards: the names of what Dynamo has guarded: it looks at nothing that the forward does not read. "L[": at all.
+    """
+    every = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
+    return {
+        k: leaf
+        for k, leaf in every.items()
+        if k not in names or any(guard == "L[" or names[k] in guard for guard in guards)
+    }
 
 
 def agree(one: Any, other: Any) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import variables
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import GlobalSource, TempLocalSource
@@ -25,7 +25,7 @@ from torch._dynamo.source import GlobalSource, TempLocalSource
 from embrace_fx.capture.errors import RefusedError
 from embrace_fx.capture.guards import OF_PROGRAMS
 from embrace_fx.capture.printing import put_off
-from embrace_fx.capture.read_values import ReadValues, spoken
+from embrace_fx.capture.read_values import ReadValues
 
 _NO_CONSTANT = object()
 
@@ -111,17 +111,14 @@ def refuse_effects(effects: Effects, model: nn.Module) -> None:
         )
 
 
-def read_and_set(effects: Effects, guards: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Attributes that a forward reads, and sets to another constant, as a user writes them -> both values.
+def _switches(effects: Effects, guards: Mapping[str, Any]) -> bool:
+    """Whether a forward reads an attribute, and sets it to another constant.
 
     Args:
         guards: what Dynamo has guarded by value, and those values.
     """
-    return {
-        spoken(name): (guards[name], value)
-        for name, value in effects.attributes.items()
-        if name in guards and value is not _NO_CONSTANT and value != guards[name]
-    }
+    set_to = ((name, value) for name, value in effects.attributes.items() if value is not _NO_CONSTANT)
+    return any(name in guards and value != guards[name] for name, value in set_to)
 
 
 @dataclass(frozen=True)
@@ -133,17 +130,18 @@ class Replay:
         outputs: holds the graph's outputs while `run` runs.
         model: what the forward is a method of; None: a function.
         objects: whose attributes or items are written, as expressions over `scope`.
-        states: tensors that the graph reads from objects, as expressions.
-        switches: attributes that the forward reads, and sets to another constant -> both values.
+        states: tensors and numbers that the graph reads besides the batch's tensors: from objects, as expressions, or
+            among the flattened arguments, as indices.
+        switches: whether the forward sets a constant that it reads.
     """
 
     run: Callable[..., Any]
     outputs: _Outputs
     model: nn.Module | None
     objects: tuple[str, ...]
-    states: tuple[str, ...]
+    states: tuple[str | int, ...]
     scope: Mapping[str, Any]
-    switches: Mapping[str, tuple[Any, Any]]
+    switches: bool
 
     def __call__(self, outputs: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.outputs.values = outputs
@@ -152,14 +150,14 @@ class Replay:
         finally:
             self.outputs.values = ()
 
-    def read_states(self) -> list[Tensor]:
-        """The tensors that the graph reads from objects, as they are now."""
-        return [eval(name, dict(self.scope)) for name in self.states]
+    def read_states(self, leaves: Sequence[Any]) -> list[Any]:
+        """What the graph reads besides the batch's tensors, as it is now."""
+        return [leaves[each] if isinstance(each, int) else eval(each, dict(self.scope)) for each in self.states]
 
     @property
     def decides_next(self) -> bool:
         """Whether the next call computes with what this one leaves."""
-        return bool(self.states or self.switches)
+        return self.switches or any(isinstance(each, str) for each in self.states)
 
     def writes(self, holder: Mapping[str, Any]) -> bool:
         """Whether items of a dict are written."""
@@ -193,7 +191,7 @@ def state_inputs(graph: torch.fx.Graph, itself: str) -> dict[int, str]:
     }
 
 
-def replay_of(out: Any, model: nn.Module, effects: Effects, states: Sequence[str], values: ReadValues) -> Replay:
+def replay_of(out: Any, model: nn.Module, effects: Effects, states: Sequence[str | int], values: ReadValues) -> Replay:
     """The code that Dynamo has written for after the graph.
 
     Args:
@@ -203,5 +201,5 @@ def replay_of(out: Any, model: nn.Module, effects: Effects, states: Sequence[str
     outputs = _Outputs()
     run = out.forward_callable(compiled_fn=outputs, extra_globals=out.graph_capture_output.f_globals)
     bound: Any = torch._dynamo.convert_frame.get_traced_fn(model)[1]
-    switches = read_and_set(effects, dict(zip(values.names, values.values, strict=True)))
+    switches = _switches(effects, dict(zip(values.names, values.values, strict=True)))
     return Replay(run, outputs, bound, tuple(effects.objects), tuple(states), values.scope, switches)

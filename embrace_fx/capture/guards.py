@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.guards import CheckFunctionManager
 
-from embrace_fx.capture.read_values import Conditions, ReadValues
+from embrace_fx.capture.read_values import Changed, Conditions, ReadValues
 
 OF_PROGRAMS = re.compile(r"[.']_(parameters|buffers)\b|\.training$")
 """What programs read as it is at each call, and what calls are told apart by already."""
@@ -58,7 +58,18 @@ class DynamoGuards:
             frame = {**frame, **{name: cell.cell_contents for name, cell in self.cells.items()}}
         return bool(self.manager.check(frame)) and self.tensors.hold()
 
-    def without(self, tensors: Collection[str]) -> DynamoGuards:
+    def in_scope(self, name: str, itself: str) -> str:
+        """Returns a name of Dynamo's as an expression over the scope of `values`.
+
+        Args:
+            itself: how Dynamo calls the model.
+        """
+        name = name.replace(itself, "L['self']")
+        root = re.match(r"L\['(\w+)'\]", name)
+        cell = root is not None and root[1] in self.cells
+        return name if root is None or not cell else f"C[{root[1]!r}].cell_contents{name[root.end() :]}"
+
+    def without(self, tensors: Collection[str | int]) -> DynamoGuards:
         """Copies the guards without those on some tensors, which are no constants of the graph."""
         names = [name for name in self.tensors.names if name not in tensors]
         others = [name for name in self.values.names if name not in tensors]
@@ -68,11 +79,16 @@ class DynamoGuards:
             values=ReadValues.of(others, self.values.scope),
         )
 
-    def changed(self) -> tuple[str, Any, Any] | None:
+    def changed(self) -> list[Changed]:
         return self.values.changed()
 
     def unchanged(self) -> Conditions:
         return self if self.hold() else self.values.unchanged()
+
+
+def name_in_frame(name: str, itself: str) -> str:
+    """Returns Dynamo's name for an expression over the scope of `values`: the converse of `in_scope`."""
+    return re.sub(r"C\['(\w+)'\]\.cell_contents", r"L['\1']", name.replace("L['self']", itself))
 
 
 def name_of_model(model: nn.Module) -> str:

@@ -19,11 +19,11 @@ class OpenResults(nn.Module):
     """A module, its names included, whose results are trees of tensors, each with memory of its own.
 
     Args:
-        states: of a graph of Dynamo's whose effects are replayed, the positions of inputs that come as `STATES`. Its
-            results are the graph's own, not the forward's. None: there are no effects.
+        states: of a graph of Dynamo's whose effects are replayed, the positions of inputs that come as `STATES`; None
+            of one that it leaves out. Its results are the graph's own, not the forward's. None: there are no effects.
     """
 
-    def __init__(self, module: nn.Module, states: tuple[int, ...] | None = None) -> None:
+    def __init__(self, module: nn.Module, states: tuple[int | None, ...] | None = None) -> None:
         super().__init__()
         self._call = [module]  # in a list: not a submodule, which would give each parameter a second name
         self._states = states
@@ -59,11 +59,14 @@ def _run_by_node(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return fx.Interpreter(module).run(*inputs.values())
 
 
-def _run_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: dict[int, Any]) -> tuple[Any, ...]:
-    """The results of a graph of Dynamo's as they are, from inputs of which some are given: position -> tensor."""
+def _run_graph(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: dict[int | None, Any]
+) -> tuple[Any, ...]:
+    """The results of a graph of Dynamo's as they are, from inputs of which some are given: position -> value."""
     arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     inputs = list(module._dynamo_bytecode_flatten(*arguments.values()))
     for position, state in states.items():
-        inputs[position] = state
+        if position is not None:
+            inputs[position] = state
     with fx.traceback.preserve_node_meta():
         return tuple(fx.Interpreter(module).run(*inputs, enable_io_processing=False))

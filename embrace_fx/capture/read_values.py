@@ -21,6 +21,31 @@ _OF_CLASS = re.compile(r"dict\(type\((L\['self'\].*)\)\.__dict__\)\['(\w+)'\]")
 """How Dynamo writes an attribute that the class has; the instance may get one of its own later."""
 
 
+@dataclass(frozen=True)
+class Changed:
+    """A value that is not what it was at a capture.
+
+    Attributes:
+        name: an expression, `L['self'].scale`; an argument's is `L['weight']`.
+        before, now: the value at the capture, and now.
+    """
+
+    name: str
+    before: Any
+    now: Any
+
+    @property
+    def can_be_input(self) -> bool:
+        """Whether a graph can take it at each call: a number, or a tensor of an object."""
+        kind = type(self.now)
+        is_tensor = isinstance(self.before, Tensor) and isinstance(self.now, Tensor)
+        return is_tensor or (kind is type(self.before) and kind in (int, float))
+
+    def __str__(self) -> str:
+        values = "" if isinstance(self.now, Tensor | np.ndarray) else f" ({self.before!r}, {self.now!r})"
+        return f"the forward reads {spoken(self.name)}, which keeps changing{values}"
+
+
 class Conditions(Protocol):
     """Conditions under which a captured graph still is the forward's."""
 
@@ -30,8 +55,8 @@ class Conditions(Protocol):
     def unchanged(self) -> Conditions:
         """Copies the conditions without what has changed since: the forward itself writes it, or its tracing did."""
 
-    def changed(self) -> tuple[str, Any, Any] | None:
-        """A value that is not what it was: its name, the value at the capture, and now."""
+    def changed(self) -> list[Changed]:
+        """The values that are not what they were."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +105,12 @@ class ReadValues:
         same = {n: v for n, v in zip(self.names, self.values, strict=True) if n in values and _same(v, values[n])}
         return ReadValues(tuple(same), _tuple_of(same), self.scope, tuple(same.values()))
 
-    def changed(self) -> tuple[str, Any, Any] | None:
-        """The first one that is not what it was."""
+    def changed(self) -> list[Changed]:
+        """Those that are not what they were."""
         now = ReadValues._of(self.names, self.scope, lambda value: True)
         values = dict(zip(now.names, now.values, strict=True))
-        for name, value in zip(self.names, self.values, strict=True):
-            if name in values and not _same(value, values[name]):
-                return spoken(name), value, values[name]
-        return None
+        before = zip(self.names, self.values, strict=True)
+        return [Changed(n, v, values[n]) for n, v in before if n in values and not _same(v, values[n])]
 
     def hold(self) -> bool:
         """Whether all of them are what they were."""
@@ -139,8 +162,8 @@ class NumbersOfTensors:
         """Whether none has been written since."""
         return all(each._version == version for each, version in zip(self.tensors, self.versions, strict=True))
 
-    def changed(self) -> tuple[str, Any, Any] | None:
-        return None
+    def changed(self) -> list[Changed]:
+        return []
 
     def unchanged(self) -> NumbersOfTensors:
         """Copies the values but those that have been written since."""
@@ -159,8 +182,8 @@ class Both:
     def hold(self) -> bool:
         return self.first.hold() and self.second.hold()
 
-    def changed(self) -> tuple[str, Any, Any] | None:
-        return self.first.changed() or self.second.changed()
+    def changed(self) -> list[Changed]:
+        return [*self.first.changed(), *self.second.changed()]
 
     def unchanged(self) -> Conditions:
         return Both(self.first.unchanged(), self.second.unchanged())
@@ -179,7 +202,8 @@ def _of_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
 
 def spoken(name: str) -> str:
     """An expression of a model's own, as a user writes it."""
-    return name.replace("L['self']", "self").replace("._modules['", ".").replace("']", "")
+    name = re.sub(r"^L\['(\w+)'\]|^[GC]\['(\w+)'\](\.cell_contents)?", r"\1\2", name)
+    return re.sub(r"\._modules\['(.*?)'\]", r".\1", name)
 
 
 def _tuple_of(names: Iterable[str]) -> types.CodeType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class Joint:
 
     Attributes:
         constants: results that are not tensors, by their index among the flattened results.
-        batch: the placeholders of the batch's tensors, by their index among the flattened arguments.
+        batch: the placeholders of the batch's tensors and numbers, by their index among the flattened arguments.
     """
 
     module: fx.GraphModule
@@ -45,11 +45,8 @@ class Joint:
     batch: Mapping[int, fx.Node]
 
 
-def with_roles(joint: fx.GraphModule, model: nn.Module, leaves: Sequence[Any]) -> Joint:
+def with_roles(joint: fx.GraphModule, model: nn.Module) -> Joint:
     """Gives a traced graph's inputs and outputs their roles, and readable names; drops what nothing reads.
-
-    Args:
-        leaves: the flattened arguments.
 
     Raises:
         CaptureError: an input or output has no role: views of each other, mutated parameters that are computed with.
@@ -67,7 +64,8 @@ def with_roles(joint: fx.GraphModule, model: nn.Module, leaves: Sequence[Any]) -
             continue
         role = _input_role(node.meta["desc"], first_names)
         node.meta["role"] = role
-        if isinstance(role, BatchInput) and not isinstance(leaves[role.index], Tensor):
+        value = node.meta.get("val") if isinstance(role, BatchInput) else None
+        if isinstance(role, BatchInput) and not isinstance(value, Tensor | torch.SymInt | torch.SymFloat):
             module.graph.erase_node(node)  # a constant of the graph: other values lead to another capture
         elif isinstance(role, BatchInput):
             batch[role.index] = node

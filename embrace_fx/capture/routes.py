@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,13 +23,14 @@ from torch._guards import TracingContext, tracing
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
-from embrace_fx.capture.arguments import check_read, constants_read
+from embrace_fx.capture.arguments import argument_names, check_read, constants_read
 from embrace_fx.capture.checkpointing import mark_backward, regions_noted
 from embrace_fx.capture.collectives import check_collectives, collectives_traced
 from embrace_fx.capture.effects import Effects, Replay, noted_effects, refuse_effects, replay_of, state_inputs
-from embrace_fx.capture.guards import DynamoGuards, dynamo_guards, name_of_model, traced_function
+from embrace_fx.capture.guards import DynamoGuards, dynamo_guards, name_in_frame, name_of_model, traced_function
 from embrace_fx.capture.kept_by_torch import capture_metrics
 from embrace_fx.capture.model_forms import STATES, OpenResults
+from embrace_fx.capture.numbers import Symbol, number_inputs, numbers_as_inputs, symbols_of
 from embrace_fx.capture.read_values import Both, Conditions, NumbersOfTensors, ReadValues
 from embrace_fx.capture.rnn_mode import WHOLE, KeepRnnWhole
 
@@ -44,6 +45,8 @@ class Traced:
         out_spec: how the model's results unflatten.
         replay: what the forward does besides, from the graph's results; None: the results are the forward's own.
         constants: arguments that are no tensors and that the forward reads, by index among the flattened ones.
+        names: how Dynamo calls the flattened arguments.
+        symbols: of the numbers that are inputs, by their names.
     """
 
     joint: fx.GraphModule
@@ -52,6 +55,8 @@ class Traced:
     conditions: Conditions
     replay: Replay | None = None
     constants: Mapping[int, Any] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
+    symbols: Mapping[str, Symbol] = field(default_factory=dict)
 
 
 def private_copies(
@@ -142,14 +147,28 @@ UNREAD = "an argument that the forward does not read"
 """In the place of one, which may be anything, while a graph is traced."""
 
 
-def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, reads_all: bool = False) -> Traced:
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    values: Collection[str] = (),
+    reads_all: bool = False,
+) -> Traced:
     """The graph of a forward, and its backward.
 
     Args:
+        values: the names of those that are to be inputs.
         reads_all: whether all arguments count as read, whatever Dynamo has looked at.
     """
-    read = _read(model, args, kwargs, reads_all)
-    return replace(_traced(model, read), constants=read.constants)
+    names = {name_in_frame(name, name_of_model(model)): name for name in values}
+    with numbers_as_inputs(names):
+        read = _read(model, args, kwargs, reads_all)
+    symbols = symbols_of(read.out.graph_capture_output.output_graph.shape_env, names)
+    constants = {k: value for k, value in read.constants.items() if read.names.get(k) not in symbols}
+    traced = _traced(model, read, symbols, opens=bool(values))
+    symbols = {names[name]: symbol for name, symbol in symbols.items()}
+    return replace(traced, constants=constants, names=read.names, symbols=symbols)
 
 
 def _without_unread(
@@ -161,8 +180,13 @@ def _without_unread(
     return found
 
 
-def _traced(model: nn.Module, read: _Read) -> Traced:
-    """The ATen graph of what Dynamo has read."""
+def _traced(model: nn.Module, read: _Read, symbols: Mapping[str, Symbol], *, opens: bool) -> Traced:
+    """The ATen graph of what Dynamo has read.
+
+    Args:
+        symbols: of the numbers that are inputs, by Dynamo's names.
+        opens: whether what the forward reads from objects is an input, too, where it sets nothing.
+    """
     gm, out, args, kwargs, effects = read.gm, read.out, read.args, read.kwargs, read.effects
     conditions = read.conditions
     _keep_whole(gm)
@@ -174,17 +198,24 @@ def _traced(model: nn.Module, read: _Read) -> Traced:
         sizes.tracked_fakes = []
     itself, values = name_of_model(model), conditions.values
     numbers = _numbers_read(gm.graph, itself, values)
-    if not effects:
+    if not effects and not opens:
         return _trace_joint(OpenResults(gm), args, kwargs, context, Both(conditions, numbers))
     effects = effects.of(itself)
     refuse_effects(effects, model)
-    states = state_inputs(gm.graph, itself)
-    replay = replay_of(out, model, effects, list(states.values()), values)
-    kwargs = {**kwargs, STATES: replay.read_states()}
-    module = OpenResults(gm, tuple(states))
+    places = number_inputs(gm.graph, symbols)
+    states = {k: name for k, name in state_inputs(gm.graph, itself).items() if k not in places.values()}
+    replay = replay_of(out, model, effects, [*states.values(), *_read_anew(read, symbols, itself)], values)
+    given = [*replay.read_states(pytree.tree_leaves((args, kwargs)))[: len(states)], *symbols.values()]
+    module = OpenResults(gm, (*states, *(places.get(name) for name in symbols)))
     holding = Both(conditions.without(replay.states), numbers)
-    traced = _trace_joint(module, args, kwargs, context, holding)
+    traced = _trace_joint(module, args, {**kwargs, STATES: given}, context, holding)
     return replace(traced, replay=replay)
+
+
+def _read_anew(read: _Read, symbols: Mapping[str, Symbol], itself: str) -> list[str | int]:
+    """Lists the places of the numbers that are inputs: among the flattened arguments, or in an object."""
+    of_arguments = {name: k for k, name in read.names.items()}
+    return [of_arguments.get(name, read.conditions.in_scope(name, itself)) for name in symbols]
 
 
 def _numbers_read(graph: fx.Graph, itself: str, values: ReadValues) -> NumbersOfTensors:
@@ -202,6 +233,7 @@ class _Read:
         gm: its graph.
         args, kwargs: the batch, with `UNREAD` in the place of what the forward does not read.
         constants: arguments that are no tensors and that the forward reads, by index among the flattened ones.
+        names: how Dynamo calls the flattened arguments.
     """
 
     gm: fx.GraphModule
@@ -211,6 +243,7 @@ class _Read:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     constants: Mapping[int, Any]
+    names: Mapping[int, str]
 
 
 def _read(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:
@@ -248,11 +281,12 @@ def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if out.backend_input is not None:
         out.graph_capture_output.f_globals.pop(out.backend_input.backend_id, None)
     guarded = {"L["} if reads_all else {guard.name for guard in out.graph_capture_output.output_graph.guards}
-    constants = constants_read(traced_function(model), args, kwargs, guarded)
+    names = argument_names(traced_function(model), args, kwargs)
+    constants = constants_read(pytree.tree_leaves((args, kwargs)), names, guarded)
     check_read([*constants.values()], type(model).__name__)
     args, kwargs = _without_unread(args, kwargs, constants)
     gm = create_fx_graph_from_captured_output(out, model, args, kwargs)
-    return _Read(gm, out, dynamo_guards(gm, model), effects, args, kwargs, constants)
+    return _Read(gm, out, dynamo_guards(gm, model), effects, args, kwargs, constants, names)
 
 
 def _trace_joint(

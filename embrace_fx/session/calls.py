@@ -37,10 +37,14 @@ class Kind:
 
     Attributes:
         shapes: of the batches that were captured, by their tensors' positions.
+        values: names of those that have changed, and are inputs of graphs.
+        deciding: names of those that have changed, and cannot be.
     """
 
     variants: list[Variant] = field(default_factory=list)
     shapes: list[dict[int, tuple[int, ...]]] = field(default_factory=list)
+    values: frozenset[str] = frozenset()
+    deciding: frozenset[str] = frozenset()
 
 
 class Kinds(dict[Any, Kind]):

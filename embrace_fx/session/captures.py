@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from embrace_fx.capture import Captured, capture
-from embrace_fx.capture.arguments import agree
 from embrace_fx.capture.errors import CaptureError, RefusedError
+from embrace_fx.capture.read_values import Changed
 from embrace_fx.runtime.tables.placement import whole_parameters
 from embrace_fx.session.calls import Kind
 from embrace_fx.setup.setting import Setting
@@ -18,11 +18,6 @@ from embrace_fx.setup.setting import Setting
 MAX_CAPTURES = 32
 """Captures of one model before it is refused another: each costs seconds, and shapes that never repeat would cost
 them at every step. Torch's own limit of recompilations is of this order."""
-
-MOST_VALUES = 4
-"""Of an attribute that a forward reads and sets: a switch has two. A counter never comes back to one, and each needs a
-capture."""
-
 
 MOST_UNUSED = {float: 3}
 """Captures in a row of which none has served a second call, by the type of the value that differs: a float that is
@@ -38,7 +33,6 @@ class Captures:
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self.count = 0
-        self._values: dict[str, list[Any]] = {}  # of attributes that forwards read and set
 
     def capture(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
@@ -48,67 +42,55 @@ class Captures:
         Raises:
             CaptureError: the model cannot be captured, or has been too often.
         """
+        changed = kind.variants[-1].captured.changed(leaves) if kind.variants else []
+        kind.values |= {each.name for each in changed if each.name and each.can_be_input} - kind.deciding
+        constant = next((each for each in changed if each.name not in kind.values), None)
         if self.count >= MAX_CAPTURES:
             raise CaptureError(
                 "expected batches whose shapes repeat or vary in ways one graph can take, and whose numbers repeat, in "
                 f"forward(), found that {MAX_CAPTURES} captures do not suffice. Pad batches to a few lengths, pass "
-                "dynamic=True, or pass numbers that change, attributes of the model too, as tensors."
+                "dynamic=True, or pass numbers that change, attributes of the model too, as tensors.",
+                str(constant or f"shapes of its batches keep changing, and {MAX_CAPTURES} captures do not suffice"),
             )
-        self._check_repeats(kind, leaves)
-        self.count += 1
+        if constant is not None:
+            self._check_repeats(kind, constant)
         kind.shapes.append({i: tuple(leaf.shape) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
-        whole = {name: table.shape for name, table in self._setting.state.tables.items()}
-        model, dynamic = self._setting.model, _varying(kind, self._setting.options.dynamic)
-        with whole_parameters(model, whole):
-            captured = capture(model, args, kwargs, train=train, dynamic=dynamic)
-        self._check_switches(captured)
+        captured = self._captured(kind, args, kwargs, train)
         return replace(captured, conditions=captured.conditions.unchanged())
 
-    def _check_repeats(self, kind: Kind, leaves: Sequence[Any]) -> None:
+    def _captured(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], train: bool) -> Captured:
+        """A capture whose inputs are the values that have changed, but for those that decide what its graph is."""
+        whole = {name: table.shape for name, table in self._setting.state.tables.items()}
+        model, dynamic = self._setting.model, _varying(kind, self._setting.options.dynamic)
+        while True:
+            self.count += 1
+            try:
+                with whole_parameters(model, whole):
+                    captured = capture(model, args, kwargs, train=train, dynamic=dynamic, values=kind.values)
+            except CaptureError as error:
+                if not kind.values or error.raised is not None:
+                    raise
+                deciding = kind.values
+            else:
+                deciding = captured.deciding
+            if not deciding:
+                return captured
+            kind.values, kind.deciding = kind.values - deciding, kind.deciding | deciding
+
+    def _check_repeats(self, kind: Kind, changed: Changed) -> None:
         """Raises where a value that the forward reads is another one in each call.
 
         Raises:
             RefusedError: naming it.
         """
-        found = _changed(kind.variants[-1].captured, leaves) if kind.variants else None
-        if found is None:
-            return
-        name, before, now = found
-        most = MOST_UNUSED.get(type(now), MOST_UNUSED_OF_OTHERS)
+        most = MOST_UNUSED.get(type(changed.now), MOST_UNUSED_OF_OTHERS)
         if len(kind.variants) >= most and not any(variant.reused for variant in kind.variants[-most:]):
             raise RefusedError(
                 f"expected values that repeat from call to call, in {type(self._setting.model).__name__}, found that "
-                f"its forward reads {name}, which was {before!r} and is {now!r}: each of the last {most} captures has "
-                "served one call. Pass it as a tensor, keep it in a buffer, or leave out route='graph': the forward "
-                "then runs as it is written.",
-                f"the forward reads {name}, which keeps changing ({before!r}, {now!r})",
+                f"{changed}: each of the last {most} captures has served one call. Pass it as a tensor, keep it in a "
+                "buffer, or leave out route='graph': the forward then runs as it is written.",
+                str(changed),
             )
-
-    def _check_switches(self, captured: Captured) -> None:
-        """Raises where an attribute that the forward reads and sets has too many values for a graph of each.
-
-        Raises:
-            RefusedError: naming it.
-        """
-        for name, both in () if captured.replay is None else captured.replay.switches.items():
-            values = self._values.setdefault(name, [])
-            values += [value for value in both if value not in values]
-            if len(values) > MOST_VALUES:
-                attribute, (before, after) = name.rpartition(".")[2], both
-                raise RefusedError(
-                    f"expected a forward whose graphs are few, in {type(self._setting.model).__name__}, found that it "
-                    f"reads {name} and sets it from {before!r} to {after!r}, after {values[:-2]!r}: a Python value is "
-                    f"a constant of the graph. Keep it in a tensor, register_buffer({attribute!r}, "
-                    f"torch.tensor({values[0]!r})), or change it in the training loop."
-                )
-
-
-def _changed(captured: Captured, leaves: Sequence[Any]) -> tuple[str, Any, Any] | None:
-    """The first value that keeps a capture from a batch, by name, as it was and as it is; None where it is a shape."""
-    for k, value in captured.constants.items():
-        if not agree(leaves[k], value):
-            return f"argument {k} of its flattened ones", value, leaves[k]
-    return captured.conditions.changed()
 
 
 def _varying(kind: Kind, dynamic: bool | None) -> frozenset[tuple[int, int]]:

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture import Captured
+from embrace_fx.capture.read_values import Changed
 from embrace_fx.vocabulary.graph import (
     FROM_GRADIENT,
     BatchInput,
@@ -89,8 +90,8 @@ class _Always:
     def unchanged(self) -> _Always:
         return self
 
-    def changed(self) -> None:
-        return None
+    def changed(self) -> list[Changed]:
+        return []
 
 
 def _placeholder(graph: fx.Graph, name: str, role: InputRole, value: Tensor) -> fx.Node:

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
 from embrace_fx.capture.errors import CaptureError
-from embrace_fx.session.captures import MOST_VALUES
 from tests.support.ranks import run_ranks
 
 
@@ -211,33 +210,15 @@ class Counting(Words):
         return self.encode(ids_BT).sum()
 
 
-def _counting(rank: int, world_size: int) -> str:
+def _counts_on(rank: int, world_size: int) -> tuple[int, int]:
     compiled = embrace_fx.compile(Counting(), route="graph")
-    for _ in range(MOST_VALUES - 1):
-        compiled(torch.zeros((2, 2), dtype=torch.long))
-    with pytest.raises(CaptureError) as raised:
-        compiled(torch.zeros((2, 2), dtype=torch.long))
-    return str(raised.value)
-
-
-def _counts_on(rank: int, world_size: int) -> tuple[int, str]:
-    compiled = embrace_fx.compile(Counting())
-    for _ in range(2 * MOST_VALUES):
+    for _ in range(8):
         compiled(torch.zeros((2, 2), dtype=torch.long)).backward()
-    return compiled.module.count, compiled.report().rpartition("route: ")[2]  # type: ignore[return-value]
+    return compiled.module.count, compiled._session._captures.count  # type: ignore[return-value]
 
 
-def test_a_count_in_python_has_the_forward_run_as_it_is_written() -> None:
-    for count, route in run_ranks(2, _counts_on):
-        assert count == 2 * MOST_VALUES
-        assert route.startswith("eager")
-        assert "self.count" in route
-
-
-def test_a_count_in_python_is_refused_on_every_rank() -> None:
-    for told in run_ranks(2, _counting):
-        assert "found that it reads self.count and sets it from 3 to 4, after [0, 1, 2]" in told
-        assert "register_buffer('count', torch.tensor(0))" in told
+def test_a_count_in_python_is_an_input_of_the_graph() -> None:
+    assert run_ranks(2, _counts_on) == [(8, 2), (8, 2)]
 
 
 class Hooked(Words):

@@ -1,0 +1,80 @@
+"""Numbers that a forward reads, as inputs of its graph: a temperature that is annealed, the count of steps.
+
+Dynamo takes Python's numbers for constants of the graph. Those that are named here get a symbol instead, as sizes do:
+what the forward asks of one is guarded, and each call hands its value to the graph.
+
+rewrite: return x.sum() * weight   ->   graph(x, batch_1) -> mul(sum(x), batch_1)      weight is an argument, or global
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import SymFloat, SymInt, Tensor, fx
+from torch._dynamo.variables.builder import VariableBuilder
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols
+from torch.utils import _pytree as pytree
+
+Symbol = SymInt | SymFloat
+
+
+@contextlib.contextmanager
+def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
+    """Dynamo makes inputs of the numbers with these names, which are its own: `L['weight']`, `L['self'].scale`."""
+    wrap = VariableBuilder.wrap_symfloat
+
+    def wrapped(self: VariableBuilder, value: float) -> Any:
+        assert self.source is not None
+        with torch._dynamo.config.patch(assume_static_by_default=self.source.name not in names):
+            return wrap(self, value)
+
+    VariableBuilder.wrap_symfloat = wrapped  # type: ignore[method-assign]
+    try:
+        with (
+            torch._dynamo.config.patch(specialize_int=not names, specialize_float=not names),
+            torch.compiler.config.patch(dynamic_sources=",".join(names)),
+        ):
+            yield
+    finally:
+        VariableBuilder.wrap_symfloat = wrap  # type: ignore[method-assign]
+
+
+def symbols_of(sizes: ShapeEnv, names: Collection[str]) -> dict[str, Symbol]:
+    """The symbols that Dynamo has given to numbers, by their names; those whose values it looks up none."""
+    tracked = {each.source.name: each.fake for each in sizes.tracked_fakes or () if isinstance(each.fake, Symbol)}
+    return {name: symbol for name, symbol in tracked.items() if name in names}
+
+
+def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, int]:
+    """The positions of numbers among a Dynamo graph's inputs; what is a tensor there of a float becomes the float."""
+    found = {}
+    for position, node in enumerate(graph.find_nodes(op="placeholder")):
+        if node._dynamo_source.name not in symbols:
+            continue
+        found[node._dynamo_source.name] = position
+        for user in list(node.users):
+            if user.op == "call_method" and user.target == "item":
+                user.replace_all_uses_with(node)
+                graph.erase_node(user)
+    return found
+
+
+def deciding(symbols: Mapping[str, Symbol], graph: fx.Graph) -> frozenset[str]:
+    """The names of those numbers for one value of which alone the graph holds, or on which its shapes depend."""
+    found: set[str] = set()
+    for name, symbol in symbols.items():
+        own, sizes = symbol.node._expr, symbol.node.shape_env
+        equal = (guard.expr for guard in sizes.guards if isinstance(guard.expr, sympy.Eq))
+        if sizes.replace(own).is_number or any(own in each.free_symbols for each in equal) or _in_shapes(own, graph):
+            found.add(name)
+    return frozenset(found)
+
+
+def _in_shapes(symbol: sympy.Symbol, graph: fx.Graph) -> bool:
+    values = (pytree.tree_leaves(node.meta.get("val")) for node in graph.nodes)
+    tensors = (each for found in values for each in found if isinstance(each, Tensor))
+    return any(symbol in free_symbols(tensor) for tensor in tensors)

@@ -1,0 +1,152 @@
+"""Habits of training loops under the eager route, each beside DDP: the same losses, the same parameters at the end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import embrace_fx
+from tests.eager.models import Asserting, Batch, Experts, Repeating, drawn, labelled
+from tests.support.ranks import run_ranks
+
+STEPS = 6
+
+Loop = Callable[[Any, int], list[float]]
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
+    optimizer.zero_grad()
+    loss: Tensor = model(*batch)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def accumulating(model: Any, rank: int) -> list[float]:
+    optimizer, losses = _adam(model), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with model.no_sync():
+            for part in range(2):
+                model(*labelled(10 * step + part, rank)).backward()
+        loss = model(*labelled(10 * step + 2, rank))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def joining(model: Any, rank: int) -> list[float]:
+    optimizer = _adam(model)
+    with model.join():
+        return [_step(model, optimizer, labelled(step, rank)) for step in range(STEPS - 2 * rank)]
+
+
+def hooked(model: Any, rank: int) -> list[float]:
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    optimizer = _adam(model)
+    return [_step(model, optimizer, labelled(step, rank)) for step in range(STEPS)]
+
+
+def scaled_and_clipped(model: Any, rank: int) -> list[float]:
+    optimizer, scaler, found = _adam(model), torch.amp.GradScaler("cpu", init_scale=2.0**10), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(*labelled(step, rank))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        found += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()]
+        scaler.step(optimizer)
+        scaler.update()
+    return found
+
+
+def going_on_from_a_checkpoint(model: Any, rank: int) -> list[float]:
+    optimizer = _adam(model)
+    losses = [_step(model, optimizer, labelled(step, rank)) for step in range(3)]
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    losses += [_step(model, optimizer, labelled(step, rank)) for step in range(3, 5)]
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    return losses + [_step(model, optimizer, labelled(step, rank)) for step in range(5, 7)]
+
+
+def evaluating(model: Any, rank: int) -> list[float]:
+    optimizer, losses = _adam(model), []
+    for step in range(STEPS):
+        losses.append(_step(model, optimizer, labelled(step, rank)))
+        model.eval()
+        with torch.no_grad():
+            losses.append(model(*labelled(step + 100, 0)).item())
+        model.train()
+    return losses
+
+
+def own_experts(model: Any, rank: int) -> list[float]:
+    """Each rank has ids of its own, and so other experts; most of them have no gradient on a rank."""
+    optimizer, losses = _adam(model), []
+    for step in range(STEPS):
+        ids = drawn(step, rank, 1, 1, high=8) + 8 * rank
+        losses.append(_step(model, optimizer, (ids, drawn(step, rank, 1, high=3, of=1))))
+    return losses
+
+
+def plain(model: Any, rank: int) -> list[float]:
+    optimizer = _adam(model)
+    return [_step(model, optimizer, labelled(step, rank)) for step in range(STEPS)]
+
+
+LOOPS: dict[str, tuple[Loop, type[nn.Module]]] = {
+    loop.__name__: (loop, kind)
+    for loop, kind in (
+        (accumulating, Asserting),
+        (joining, Asserting),
+        (hooked, Asserting),
+        (scaled_and_clipped, Asserting),
+        (going_on_from_a_checkpoint, Asserting),
+        (evaluating, Asserting),
+        (own_experts, Experts),
+        (plain, Repeating),
+    )
+}
+
+
+def _beside_ddp(rank: int, world_size: int, names: list[str]) -> None:
+    torch.set_default_dtype(torch.float64)
+    for name in names:
+        loop, kind = LOOPS[name]
+        torch.manual_seed(0)
+        ours = kind()
+        theirs = copy.deepcopy(ours)
+        expected = loop(DistributedDataParallel(theirs, find_unused_parameters=True), rank)
+        dist.barrier()
+        compiled = embrace_fx.compile(ours)
+        found = loop(compiled, rank)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        for (key, own), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
+        assert "route: eager" in compiled.report()
+        compiled.close()
+
+
+def test_loops_end_where_ddp_ends() -> None:
+    run_ranks(2, _beside_ddp, ["accumulating", "own_experts"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", LOOPS)
+def test_each_loop_ends_where_ddp_ends(name: str, world_size: int) -> None:
+    run_ranks(world_size, _beside_ddp, [name])
