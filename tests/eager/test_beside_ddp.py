@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 STEPS = 8
-QUICK = ("experts", "packing", "dropping", "recommender", "normalised")
+QUICK = ("experts", "packing", "recommender")
 
 
 def _train(model: nn.Module, case: Case, rank: int, *, sparse: bool) -> tuple[list[float], list[Tensor | None]]:

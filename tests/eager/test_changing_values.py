@@ -121,6 +121,7 @@ def test_attributes_that_change_are_inputs() -> None:
     assert _captures(lambda m, x, k: ((x + m.shift) / m.scale).square().sum() * m.calls, change=_anneal) == 2
 
 
+@pytest.mark.long
 def test_what_a_forward_closes_over_is_an_input() -> None:
     held = [1.0]
     assert _captures(lambda m, x, k: x.square().sum() * held[0], change=lambda m, k: held.__setitem__(0, k / 3)) == 2
@@ -130,6 +131,7 @@ def test_a_number_that_decides_branches_has_a_capture_for_each_of_them() -> None
     assert _captures(lambda m, x, k: x.square().sum() * k if k < 4 else x.sum() / k) == 3
 
 
+@pytest.mark.long
 def test_a_number_that_decides_a_shape_is_a_constant() -> None:
     assert _captures(lambda m, x, k: x[:, : k % 3 + 1].square().sum(), steps=3) == 4  # one try with an input
 
