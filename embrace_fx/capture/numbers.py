@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
-import sympy
 import torch
 from torch import SymFloat, SymInt, Tensor, fx
 from torch._dynamo.variables.builder import VariableBuilder
@@ -25,7 +24,7 @@ Symbol = SymInt | SymFloat
 @contextlib.contextmanager
 def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
     """Dynamo makes inputs of the numbers with these names, which are its own: `L['weight']`, `L['self'].scale`."""
-    wrap = VariableBuilder.wrap_symfloat
+    wrap, config = VariableBuilder.wrap_symfloat, cast(Any, torch.compiler.config)
 
     def wrapped(self: VariableBuilder, value: float) -> Any:
         assert self.source is not None
@@ -36,7 +35,7 @@ def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
     try:
         with (
             torch._dynamo.config.patch(specialize_int=not names, specialize_float=not names),
-            torch.compiler.config.patch(dynamic_sources=",".join(names)),
+            config.patch(dynamic_sources=",".join(names)),
         ):
             yield
     finally:
@@ -68,13 +67,13 @@ def deciding(symbols: Mapping[str, Symbol], graph: fx.Graph) -> frozenset[str]:
     found: set[str] = set()
     for name, symbol in symbols.items():
         own, sizes = symbol.node._expr, symbol.node.shape_env
-        equal = (guard.expr for guard in sizes.guards if isinstance(guard.expr, sympy.Eq))
+        equal = (guard.expr for guard in sizes.guards if getattr(guard.expr, "rel_op", "") == "==")
         if sizes.replace(own).is_number or any(own in each.free_symbols for each in equal) or _in_shapes(own, graph):
             found.add(name)
     return frozenset(found)
 
 
-def _in_shapes(symbol: sympy.Symbol, graph: fx.Graph) -> bool:
+def _in_shapes(symbol: Any, graph: fx.Graph) -> bool:
     values = (pytree.tree_leaves(node.meta.get("val")) for node in graph.nodes)
     tensors = (each for found in values for each in found if isinstance(each, Tensor))
     return any(symbol in free_symbols(tensor) for tensor in tensors)
