@@ -225,7 +225,7 @@ def _guarded(
 def _guard(fakes: Sequence[Any]) -> types.CodeType | None:
     """Torch's own shape guards over all tensors of the batch, static sizes included."""
     first = fakes[0]
-    sizes = first.fake_mode.shape_env if isinstance(first, FakeTensor) else first.node.shape_env
+    sizes: Any = first.fake_mode.shape_env if isinstance(first, FakeTensor) else first.node.shape_env
     try:
         text = sizes.produce_guards_expression(fakes, ignore_static=False)
     except IndexError as error:  # torch looks for the size that a symbol stands for, and a value is no size
