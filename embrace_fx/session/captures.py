@@ -63,7 +63,6 @@ class Captures:
         whole = {name: table.shape for name, table in self._setting.state.tables.items()}
         model, dynamic = self._setting.model, _varying(kind, self._setting.options.dynamic)
         while True:
-            self.count += 1
             try:
                 with whole_parameters(model, whole):
                     captured = capture(model, args, kwargs, train=train, dynamic=dynamic, values=kind.values)
@@ -74,6 +73,7 @@ class Captures:
             else:
                 deciding = captured.deciding
             if not deciding:
+                self.count += 1
                 return captured
             kind.values, kind.deciding = kind.values - deciding, kind.deciding | deciding
 
