@@ -160,9 +160,23 @@ def _page(outcomes: Outcomes, epochs: int) -> str:
                     shown = "none" if rate is None else f"{rate:g}"
                     within = f"{sum(o['accuracy'] >= bar for o in everything)} of {len(everything)}"
                     lines.append(f"| {method} | {start} | {shown} | {' | '.join(cells)} | {within} |")
-        lines.append("")
+        lines += ["", _hardest(outcomes, task), ""]
     lines += ["Cells are means over seeds, with the standard deviation and the lowest."]
     return "\n".join(lines) + "\n"
+
+
+def _hardest(outcomes: Outcomes, task: str) -> str:
+    """The seed at which ADMM is worst, at scale 1, next to the best optimizer at that seed."""
+    found = {key: o["accuracy"] for key, o in outcomes.items() if key.task == task and key.scale == 1.0}
+    worst = min((key for key in found if key.method == "ADMM"), key=lambda key: found[key])
+    there = [key for key in found if key.seed == worst.seed and key.method != "ADMM"]
+    if not there:
+        return f"ADMM is worst at seed {worst.seed}: {found[worst]:.3f}."
+    best = max(there, key=lambda key: found[key])
+    return (
+        f"ADMM is worst at seed {worst.seed}: {found[worst]:.3f}, {found[worst] / found[best]:.0%} of the best "
+        f"optimizer at that seed ({best.method}, start {best.start}, {found[best]:.3f})."
+    )
 
 
 def _spread(values: Sequence[float]) -> str:

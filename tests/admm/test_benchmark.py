@@ -54,6 +54,7 @@ def test_rates_are_tuned_at_a_seed_that_is_not_judged(tmp_path: Path) -> None:
     write_stability(tmp_path, outcomes, epochs=4)
     page = (tmp_path / "admm-stability.md").read_text(encoding="utf-8")
     assert len(re.findall(r"\| ADMM \| rescaled \| none \|.*\| 15 of 20 \|", page)) == 3
+    assert page.count("ADMM is worst at seed 0: 0.900, 100% of the best optimizer at that seed (SGD, start ") == 3
     assert len(re.findall(r"\| Adam \| rescaled \| 0.01 \|.*\| 5 of 5 \|", page)) == 3
     assert len(json.loads((tmp_path / "admm-stability.json").read_text(encoding="utf-8"))["trainings"]) == len(judged)
     assert (tmp_path / "admm-stability.svg").read_text(encoding="utf-8").count("<polyline") == 15
