@@ -16,6 +16,7 @@ from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Moving, ParameterFacts
 from embrace_fx.passes.planner.shard_cost import RowsAtHome
 from embrace_fx.planning.fitting import WHOLE, unshardable
+from embrace_fx.planning.last_run import as_last_run
 from embrace_fx.planning.links import links_between
 from embrace_fx.planning.reads import grid_rows, reads_of, used_parameters
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
@@ -67,6 +68,12 @@ class Findings:
         )
         return replace(planned, links_are=links_are)
 
+    def plan_as_last_run(self, links: Cluster) -> Plan:
+        """The plan for probed links, steady from one run to the next."""
+        tables = [(table.parameter, table.num_rows, table.embedding_dim) for table in self.graph.tables]
+        key = tables, self.facts, self.world_size, self.strategy, self.schedule
+        return as_last_run(key, links, lambda links, current: self.plan(links, "probed", current))
+
     def with_whole(self, names: Collection[str], reason: str) -> Findings:
         """The same with tables that an optimizer needs whole."""
         facts = (replace(f, row_update_blocker=reason) if f.name in names else f for f in self.facts)
@@ -110,7 +117,7 @@ def plan_on_links(setting: Setting, findings: Findings | None, current: Plan | N
         return _agree_on_plan(setting, findings, (current.links, "probed"), current)
     plan = _agree_on_plan(setting, findings, (Cluster(), "assumed"), current)
     probed = _probed(setting, plan)
-    return plan if probed is None else _agree_on_plan(setting, findings, (probed, "probed"), current)
+    return plan if probed is None else _agree_on_plan(setting, findings, (probed, "probed"), current, recalls=True)
 
 
 def find(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], used: Collection[str]) -> Findings | None:
@@ -145,13 +152,23 @@ def _probed(setting: Setting, plan: Plan) -> Cluster | None:
 
 
 def _agree_on_plan(
-    setting: Setting, findings: Findings | None, links: tuple[Cluster, LinksAre], current: Plan | None
+    setting: Setting,
+    findings: Findings | None,
+    links: tuple[Cluster, LinksAre],
+    current: Plan | None,
+    *,
+    recalls: bool = False,
 ) -> Plan:
-    """Rank 0's plan, on every rank."""
+    """Rank 0's plan, on every rank.
+
+    Args:
+        recalls: where no plan is in use, that of the last run counts as such.
+    """
     plan: Plan | str | None = None
     if findings is not None:
         try:
-            plan = findings.plan(*links, current)
+            recalls = recalls and current is None
+            plan = findings.plan_as_last_run(links[0]) if recalls else findings.plan(*links, current)
         except Exception as error:  # whatever it is, the other ranks wait for it
             plan = str(error) if isinstance(error, ValueError) else failure_text(error)
     plan = setting.communicator.gather(plan, Plan | str | None)[0]

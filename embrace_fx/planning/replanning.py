@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from embrace_fx.planning.findings import Findings
+from embrace_fx.planning.last_run import changes
 from embrace_fx.vocabulary.plan import Plan
 
 SAMPLED_EVERY = 4
@@ -81,11 +82,6 @@ class Drift:
 
 def _far(mean: Sequence[float], planned_for: Sequence[float]) -> bool:
     return abs(sum(mean) - sum(planned_for)) > DRIFTED * sum(planned_for)
-
-
-def changes(old: Plan, new: Plan) -> tuple[str, ...]:
-    """Parameters whose strategy another plan changes."""
-    return tuple(d.parameter for d in new if d.strategy != old[d.parameter].strategy)
 
 
 def story(calls: int, old: Plan, new: Plan) -> str:

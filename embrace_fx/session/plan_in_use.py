@@ -17,8 +17,9 @@ from embrace_fx.capture.structured_trace import log_text
 from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_links
 from embrace_fx.planning.fitting import WHOLE, Misfit, fitted, misfit
 from embrace_fx.planning.given_plan import repeated
+from embrace_fx.planning.last_run import changes
 from embrace_fx.planning.placing import gather_tables, place, place_anew
-from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift, TrainingCalls, changes, story
+from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift, TrainingCalls, story
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.runtime.step.program import Program
