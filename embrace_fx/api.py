@@ -74,9 +74,9 @@ def compile(
         plan: a plan, or the path of a saved one, that is repeated: nothing is probed or decided anew. None: the plan is
             made at the first call.
         memory_budget: the most that forward and backward may hold at a time, in bytes, or, below 1, as a fraction of
-            what they hold where everything is saved; parameters, optimizer state and the batch come on top. What does
-            not fit is computed again in the backward, or offloaded, at the least predicted cost (docs/memory.md).
-            None: everything is saved that the model does not checkpoint itself.
+            what they hold where everything is saved, but no less than can be; parameters, optimizer state and the batch
+            come on top. What does not fit is computed again in the backward, or offloaded, at the least predicted cost
+            (docs/memory.md). None: everything is saved that the model does not checkpoint itself.
         check_replicas: every so many calls, ranks compare checksums of what all of them hold: a rank whose parameters,
             optimizer state or learning rate have become other ones is named (docs/operations.md). None: never.
         broadcast_buffers: as of DDP: buffers are rank 0's from compile() on. False: each rank keeps its own.

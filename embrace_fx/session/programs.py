@@ -33,9 +33,10 @@ from embrace_fx.session.pipeline import Compiled, overlap_passes, run_passes, tr
 from embrace_fx.session.step_graphs import StepGraphs
 from embrace_fx.setup.agreement import agree_on_build, give_up
 from embrace_fx.setup.setting import Setting
+from embrace_fx.setup.telling import tell
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.plan import Plan, readable_bytes
 from embrace_fx.vocabulary.schedule import Cuts, Schedule
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class ProgramBuilder:
         self._of_steps: StepGraphs | None = None  # its steps, where they differ
         self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # phases of other programs, by name
         self._joint: TrainingGraph | None = None  # of the last training program
-        self._built = False  # a training program has been
+        self._built = self._told_least = False  # a training program has been; that a budget is not kept
         self._units: tuple[str, ...] = ()  # of backwards, in the order in which they are computed; none: as they stand
         self._overlapped: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()
 
@@ -172,11 +173,23 @@ class ProgramBuilder:
     def _compile(self, analysed: TrainingGraph, *, train: bool, reduce: bool) -> Compiled:
         present = {table.parameter for table in analysed.tables}
         budget = self._setting.options.memory_budget
-        memory = None if budget is None else Memory(budget, self._plan.links.compute, self._offloading.rate)
+        rates = self._plan.links.compute, self._offloading.rate
+        memory = None if budget is None else Memory(budget, *rates, self._tell_least)
         rank = self._communicator.rank
         part = TakePart(self._exchanged(), self._plan.renormed) if train else None
         passes = training_passes(self._plan, present, rank, reduce=reduce, take_part=part, memory=memory)
         return run_passes(analysed, passes)
+
+    def _tell_least(self, asked: int, least: int) -> None:
+        """Says once that a step keeps to the least that it can hold, where the budget's fraction asks for less."""
+        if not self._told_least and self._communicator.rank == 0:
+            tell(
+                "a step of this batch holds at least %s, where memory_budget=%g asks for %s: it keeps to that",
+                readable_bytes(least),
+                self._setting.options.memory_budget,
+                readable_bytes(asked),
+            )
+        self._told_least = True
 
     def _exchanged(self) -> dict[str, ExchangedParameter]:
         """The parameters of which a step exchanges something; on a single process, none."""

@@ -2,7 +2,8 @@
 
 Contract
     Same values, bit for bit. What the step holds at any time, as predicted on the graph that comes out (`held`), is
-    within the budget, or `ValueError` says the least that can be. What the user has checkpointed stays as decided.
+    within the budget, or `ValueError` says the least that can be; a budget as a fraction gives way to that least, for
+    batches differ in what their steps must hold. What the user has checkpointed stays as decided.
 
     rewrite:  h = relu(x @ w); y = h @ v; ...; gv = h.t() @ g
     ->        h = relu(x @ w); y = h @ v; ...; h_again = relu(x @ w); gv = h_again.t() @ g
@@ -11,7 +12,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
@@ -46,11 +47,13 @@ class Memory:
         budget: bytes; a fraction below 1 of what the step holds where everything is saved.
         compute: how fast nodes run.
         copies: how fast values are offloaded and reloaded; by default none is.
+        told_least: called where a fraction asks for less than can be, with the bytes it asks for and the least.
     """
 
     budget: float
     compute: cost.Compute
     copies: CopyRate = NO_COPIES
+    told_least: Callable[[int, int], None] = lambda asked, least: None
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         before = step_memory(graph)
@@ -61,10 +64,22 @@ class Memory:
         if step_memory(free).peak_bytes <= limit:
             return replace(free, memory_limit=limit)
         costs = Costs(estimate(self.compute, graph.expected), self.copies)
-        return replace(_within(graph, before, limit, costs), memory_limit=limit)
+        found = _within(graph, free, before, limit, costs)
+        least = step_memory(found).peak_bytes
+        if least <= limit:
+            return replace(found, memory_limit=limit)
+        if self.budget >= 1:
+            raise ValueError(
+                f"expected a memory budget that the step can keep to, in compile(), found {limit:,} bytes, and at "
+                f"least {least:,} are needed ({before.peak_bytes:,} where everything is saved). Raise memory_budget, "
+                "or train on smaller batches."
+            )
+        self.told_least(limit, least)
+        return replace(found, memory_limit=least)
 
 
-def _within(graph: TrainingGraph, before: StepMemory, limit: int, costs: Costs) -> TrainingGraph:
+def _within(graph: TrainingGraph, free: TrainingGraph, before: StepMemory, limit: int, costs: Costs) -> TrainingGraph:
+    """Searches for a graph within a limit; where there is none, returns what holds the least, `free` at worst."""
     written = written_by(graph)
     step = Numbered(before, costs)
     foresight, sequences = Foresight(step), list(choices(step, lambda node: can_run_again(node, written)))
@@ -78,18 +93,15 @@ def _within(graph: TrainingGraph, before: StepMemory, limit: int, costs: Costs) 
         if over <= 0:
             return result
         aim -= over
-    least = before.peak_bytes
+    leanest, least = free, step_memory(free).peak_bytes
     for foreseen in _leanest(foresight, sequences, limit):
         if foreseen.peak_bytes < least:
             result = apply(graph, before, foreseen.choice, limit, costs)
-            least = min(least, step_memory(result).peak_bytes)
+            if (held := step_memory(result).peak_bytes) < least:
+                leanest, least = result, held
             if least <= limit:
-                return result
-    raise ValueError(
-        f"expected a memory budget that the step can keep to, in compile(), found {limit:,} bytes, and at least "
-        f"{least:,} are needed ({before.peak_bytes:,} where everything is saved). Raise memory_budget, or train on "
-        "smaller batches."
-    )
+                break
+    return leanest
 
 
 def _counts(growing: Growing) -> list[int]:

@@ -204,6 +204,22 @@ def test_a_budget_that_cannot_be_met() -> None:
     enough(IDS).backward()
 
 
+def test_a_fraction_gives_way_to_the_least_that_a_batch_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    """A batch so small that gradients are the peak trains, within what its step must hold; that is said once."""
+    wide = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+    compiled = embrace_fx.compile(copy.deepcopy(wide), memory_budget=0.2)
+    for rows in (2, 2, 3):
+        x = torch.randn(rows, 64)
+        compiled(x).sum().backward()
+    wide(x).sum().backward()
+
+    builder: Any = compiled._session.planned.builder
+    graph = builder._joint
+    assert step_memory(graph).peak_bytes == graph.memory_limit
+    assert graph.memory_limit >= 4 * 2 * 64 * 512  # the gradients
+    assert capsys.readouterr().err.count("memory_budget=0.2 asks for") == 1
+
+
 @pytest.mark.parametrize("budget", [0, -1.0, "half"])
 def test_a_budget_that_is_none(budget: Any) -> None:
     with pytest.raises(ValueError, match="expected memory_budget to be None, bytes, or a fraction below 1"):
