@@ -31,7 +31,6 @@ from tests.support.checkpointed import (
     Recurrent,
     all_in_one,
     assert_equal_gradients,
-    doubled,
     gradients,
 )
 from tests.support.counted_memory import CountedMemory
@@ -73,9 +72,6 @@ def test_gradients_are_those_of_eager_checkpointing_and_no_more_is_held(form: st
 
 
 # ---- what a region may hold ----
-
-
-doubled.register_autograd(lambda ctx, g: g * 2.0)
 
 
 @pytest.mark.parametrize("blocks", [Normalised, Recurrent, Odd])
