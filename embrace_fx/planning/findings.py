@@ -233,6 +233,7 @@ def facts_of(
             holders.updates_rows(parameter, semantics(row_updates)),
             groups.get(id(parameter), -1),
             _moving(holders, parameter, row_updates),
+            adds_up_norms=holders.adds_up_norms(parameter),
         )
         for name, parameter in model.named_parameters()
     )

@@ -39,7 +39,7 @@ from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
-from embrace_fx.vocabulary.operation_id import IDS, OperationId, chunk_id
+from embrace_fx.vocabulary.operation_id import IDS, ROW_NORMS, OperationId, chunk_id
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import LOOKS_AHEAD, Cuts, Schedule, StepGraph
@@ -235,11 +235,9 @@ class Scheduling:
         plan = self._plan
         sizes = Sizes(
             profiled.sent_bytes if profiled else self._expected_bytes(),
-            {
-                name: sum(plan[table].sent_bytes_per_step // 2 for table in tables)
-                for name, tables in self._exchanged.items()
-            },
+            {name: sum(_rows_bytes(plan, table) // 2 for table in tables) for name, tables in self._exchanged.items()},
             sum(_ids_bytes(plan, table) for table in plan.sharded),
+            {name: sum(plan[table].norm_bytes for table in tables) for name, tables in self._exchanged.items()},
         )
         durations = profiled.compute_ms if profiled else compute_durations(self._graph, self._cluster)
         return build(self._graph, sizes, durations, self._cluster, plan.world_size)
@@ -280,14 +278,19 @@ def _exchanged(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 def delayed_chunks(plan: Plan, tables: Sequence[str], cluster: cost.Cluster) -> int:
     """Counts the pieces of tables' delayed gradients, as if all of the first batch's rows were delayed."""
-    sent = sum(plan[table].sent_bytes_per_step for table in tables) / 2  # rows one way, their gradients the other
+    sent = sum(_rows_bytes(plan, table) for table in tables) / 2  # rows one way, their gradients the other
     own = sent * plan.world_size / (plan.world_size - 1)
     return max(1, round(own / cost.chunk_bytes(cluster, plan.world_size, "all_to_all")))
 
 
+def _rows_bytes(plan: Plan, table: str) -> int:
+    """Counts the bytes of a table's rows and their gradients."""
+    return plan[table].sent_bytes_per_step - plan[table].norm_bytes
+
+
 def _ids_bytes(plan: Plan, table: str) -> int:
     """About what a rank's ids of a table take, 4 bytes for each row that the plan expects to travel."""
-    rows_bytes = plan[table].sent_bytes_per_step / 2 * plan.world_size / (plan.world_size - 1)
+    rows_bytes = _rows_bytes(plan, table) / 2 * plan.world_size / (plan.world_size - 1)
     return round(rows_bytes / plan[table].shape[1])
 
 
@@ -330,7 +333,7 @@ def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
 
 
 def launches(schedule: Schedule, looks_ahead: bool) -> tuple[OperationId, ...]:
-    """Lists the launches of a schedule that the launcher issues. Ids of a batch that is not looked ahead to are not
-    among them: the calling thread gathers those.
+    """Lists the launches of a schedule that the launcher issues: not those of the calling thread, which gathers the ids
+    of a batch that is not looked ahead to, and adds up rows' norms.
     """
-    return tuple(launch for launch in schedule.launches if looks_ahead or launch != IDS)
+    return tuple(each for each in schedule.launches if each != ROW_NORMS and (looks_ahead or each != IDS))

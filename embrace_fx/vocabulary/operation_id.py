@@ -83,6 +83,9 @@ class OperationId:
 IDS = OperationId("ids", "ids", lane="ids")
 """The next batch's ids, of all tables."""
 
+ROW_NORMS = OperationId("all_reduce", "row norms", lane="dense")
+"""Squares of rows of all tables that row-wise optimizers step, added up over ranks between two steps."""
+
 
 def bucket_name(bucket: int) -> str:
     """The `what` of a bucket's operations: "bucket 0"."""

@@ -144,6 +144,7 @@ class Decision:
             read next, and not all at each step.
         padding_idx: of a table, the row that gets no gradient, -1 for none.
         rows: of a table, how many rows a step is expected to read; None: it is not known.
+        norm_bytes: of what is sent, squares of rows: where the optimizer steps rows as a whole.
     """
 
     parameter: str
@@ -161,6 +162,7 @@ class Decision:
     rests: bool = False
     padding_idx: int = -1
     rows: RowCounts | None = None
+    norm_bytes: int = 0
 
     @property
     def name(self) -> str:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+NOT_ON_A_GRID = "RowWiseAdagrad steps shards by columns, not on a grid"
+
 
 class RowWiseAdagrad(Optimizer):
     """Adagrad whose sum of squared gradients is one number per row, of the mean over the row's elements.

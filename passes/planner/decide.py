@@ -162,6 +162,7 @@ def _decision(
         chosen.rests,
         table.uses[0].padding_idx if table is not None and table.uses else -1,
         rows,
+        chosen.norm_bytes,
     )
 
 

@@ -28,6 +28,7 @@ from embrace_fx.passes.planner.shard_cost import (
 )
 from embrace_fx.vocabulary.graph import FROM_GRADIENT, Table, TrainingGraph
 from embrace_fx.vocabulary.plan import CANDIDATES, EXCHANGES, Decision, Grid, check_grid
+from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID
 
 CLEARLY = 0.8
 """Of the predicted time of the strategy in use: what another one must stay below for a table to change. And of a legal
@@ -57,6 +58,7 @@ class ParameterFacts:
     param_group: int = 0  # which one holds it, of all optimizers'
     moving: Moving = ""
     local: bool = False  # each rank has its own
+    adds_up_norms: bool = False  # its optimizer needs the squares of a row's columns, over all ranks
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +75,7 @@ class Priced:
             tables of its stack.
         blocker: why it is not legal, or None.
         rests: of shards: rows without gradient move when they are read next.
+        norm_bytes: of what is sent, squares of rows.
     """
 
     strategy: str
@@ -84,6 +87,7 @@ class Priced:
     blocker: str | None = None
     grid: Grid | None = None
     rests: bool = False
+    norm_bytes: int = 0
 
     @property
     def start_ups_ms(self) -> float:
@@ -180,7 +184,7 @@ class Pricing:
             return self._sharded(table, fact, rows, used.grid)
         by_columns = self._sharded(table, fact, rows, None)
         grid = widest_useful(table, self.world_size)
-        if self.world_size < FEWEST_RANKS or grid.rows == 1 or table.num_rows < grid.rows**2:
+        if fact.adds_up_norms or self.world_size < FEWEST_RANKS or grid.rows == 1 or table.num_rows < grid.rows**2:
             return by_columns
         on_grid = self._sharded(table, fact, rows, grid)
         return on_grid if on_grid.predicted_ms < CLEARLY * by_columns.predicted_ms else by_columns
@@ -191,6 +195,8 @@ class Pricing:
         itemsize = exchange_dtype(self.graph, table).itemsize
         at_home = self.rows_at_home.get(fact.name, {}).get(grid.rows) if grid is not None else None
         exchange = shard_exchange(table, rows, itemsize, self.world_size, grid, at_home, self.schedule)
+        norms = self._norms(table, fact, rows)
+        exchange += norms
         rests, moving = self._moving(table, fact, rows)
         work = shard_work(table, rows, itemsize, self.world_size, grid, self.schedule) + moving
         shared_ms = replace(exchange, messages=0).time_ms(self.cluster, "all_to_all")
@@ -200,10 +206,20 @@ class Pricing:
             exchange.time_ms(self.cluster, "all_to_all") + work.time_ms(self.cluster),
             shared_ms + replace(work, rounds=0.0).time_ms(self.cluster),
             fact.nbytes // self.world_size + 2 * exchange.sent_bytes,
-            blocker=shard_blocker(table) or fact.row_update_blocker,
+            blocker=shard_blocker(table)
+            or fact.row_update_blocker
+            or (NOT_ON_A_GRID if grid is not None and fact.adds_up_norms else None),
             grid=grid,
         )
-        return replace(priced, rests=rests)
+        return replace(priced, rests=rests, norm_bytes=norms.sent_bytes)
+
+    def _norms(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
+        """The AllReduce of a square for each row that any rank reads, where the optimizer needs it."""
+        if not fact.adds_up_norms or not rows or self.world_size == 1:
+            return cost.Exchange(0, 0)
+        found = self.sparsity.get(table.parameter)
+        together = sum(rows) if found is None else round(found.union)
+        return cost.all_reduce(min(together, table.num_rows) * fact.itemsize, self.world_size)
 
     def _moving(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> tuple[bool, cost.Work]:
         """Decides between sweep and replay: (rows without gradient rest until they are read, the work of moving

@@ -9,7 +9,7 @@ Contract
                backward <table, bucket>  what ends with the submission of its gradients
                backward up to <copy>     what ends where a value is reloaded, or its reload awaited
                end of backward
-    between    optimizer step, next batch
+    between    optimizer step, next batch: on what rows' norms are, where an optimizer adds them up
     forward    update <table>            what ends with the submission of its rows
                start of forward
                rows <table>, update <bucket>: what follows on an await; then forward <table, bucket>
@@ -19,7 +19,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -29,7 +29,17 @@ from embrace_fx.passes.node_cost import NodeMs, estimate
 from embrace_fx.passes.step_memory import nbytes
 from embrace_fx.vocabulary.copy_ops import COPY_OPS, OFFLOAD, RELOAD, compute_up_to, offload_id
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.operation_id import BETWEEN, COPIES, EARLY, END, IDS, START, OperationId, compute_id
+from embrace_fx.vocabulary.operation_id import (
+    BETWEEN,
+    COPIES,
+    EARLY,
+    END,
+    IDS,
+    ROW_NORMS,
+    START,
+    OperationId,
+    compute_id,
+)
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 from embrace_fx.vocabulary.submissions import awaited, is_submission
@@ -43,11 +53,13 @@ class Sizes:
         sent: launch -> bytes one rank sends, where they have been measured or are otherwise known.
         row_bytes: table -> bytes one rank sends for all rows of a batch, one way.
         ids_bytes: of the AllGather of ids, on each rank.
+        norm_bytes: table -> bytes one rank sends for the squares of its rows, which the optimizer's step adds up.
     """
 
     sent: Mapping[OperationId, int]
     row_bytes: Mapping[str, int]
     ids_bytes: int
+    norm_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -257,7 +269,26 @@ def build(
             serves = (launch.what,) if launch != IDS else tuple(sizes.row_bytes)
             operations.append(Operation.of(launch, duration, sent, serves, held_bytes=sent))
             dependences.append(Dependence(name, str(launch)))
-    return StepGraph(tuple(operations), tuple(dependences), tuple(order))
+    return _with_norms(StepGraph(tuple(operations), tuple(dependences), tuple(order)), sizes, cluster, world_size)
+
+
+def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_size: int) -> StepGraph:
+    """The same with the exchange of rows' squares, once the gradients of these tables are here, where there are any."""
+    tables = {table for table, nbytes in sizes.norm_bytes.items() if nbytes}
+    if not tables:
+        return steps
+    sent, norms = sizes.sent.get(ROW_NORMS, sum(sizes.norm_bytes.values())), str(ROW_NORMS)
+    duration = cluster.transfer_ms(sent, 2 * (world_size - 1), "all_reduce")
+    gradients = [o.name for o in steps.operations if o.kind in ("gradients", "delayed") and tables & {*o.serves}]
+    return replace(
+        steps,
+        operations=(*steps.operations, Operation.of(ROW_NORMS, duration, sent, tuple(sorted(tables)))),
+        dependences=(
+            *steps.dependences,
+            *(Dependence(each, norms) for each in (str(END), *gradients)),
+            Dependence(norms, str(BETWEEN)),
+        ),
+    )
 
 
 def copy_operation(node: fx.Node) -> tuple[Operation, list[Dependence]]:

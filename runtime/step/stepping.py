@@ -10,7 +10,7 @@ Contract
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,14 +26,16 @@ from torch.optim.optimizer import (
 
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
+from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.step.row_norms import update_row_wise
 from embrace_fx.runtime.tables.holders import Holders, steps_shards
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import RowWise, Sweep
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, not_element_wise
-from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
+from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID, RowWiseAdagrad
 
 Hook = Callable[..., Any]
 
@@ -229,7 +231,7 @@ class Stepping:
         if whole:
             self._make_whole(whole, not_element_wise(type(optimizer)))
         elif cut := [table.name for table in held if type(optimizer) is RowWiseAdagrad and table.grid is not None]:
-            self._make_whole(cut, "RowWiseAdagrad steps shards by columns, not on a grid")
+            self._make_whole(cut, NOT_ON_A_GRID)
             whole = cut
         for table in held:
             if table.optimizer is not optimizer:
@@ -253,12 +255,8 @@ class Stepping:
             return False
         if optimizer.__dict__.get("found_inf") is not None:  # a GradScaler leaves unscaling and skipping to the step
             return False
-        hooks: Iterable[Hook] = (
-            *optimizer._optimizer_step_pre_hooks.values(),
-            *optimizer._optimizer_step_post_hooks.values(),
-            *_global_optimizer_pre_hooks.values(),
-            *_global_optimizer_post_hooks.values(),
-        )
+        own = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
+        hooks = *own, *_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()
         return all(hasattr(hook, "stepping") for hook in hooks)
 
     def _exchanges(self, tables: Sequence[RowTable]) -> list[RowExchange]:
@@ -295,7 +293,9 @@ class Stepping:
         for exchange in step.late:
             exchange.step()
         if self._unscale(optimizer, step):
-            for table in (*step.rows, *step.dense):
+            row_wise = step.rows if type(optimizer) is RowWiseAdagrad else []
+            update_row_wise(row_wise, self._communicator, self.flow.recorder if self.flow else Recorder())
+            for table in (*(step.rows if not row_wise else ()), *step.dense):
                 table.step_dense() if table in step.dense else table.update_rows(*table.open_gradient().rows())
             for entry, gradient in step.replicas:
                 _update_replica(entry, gradient)

@@ -58,6 +58,10 @@ class Holders:
         can_rest = all(skipping(type(each), group, parameter.dtype) is not None for each, group in held)
         return "either" if can_rest else "sweep"
 
+    def adds_up_norms(self, parameter: Tensor) -> bool:
+        """Whether a row's step needs the squares of all its columns."""
+        return any(type(optimizer) is RowWiseAdagrad for optimizer, _ in self.of(parameter))
+
     def updates_rows(self, parameter: Tensor, row_updates: RowUpdates) -> bool:
         """Whether rows of a table without gradient are to stand still even where the table is whole, as far as its
         optimizer is known: the user asked for SparseAdam, or for lazy updates."""

@@ -225,7 +225,7 @@ class RowTable:
             return Replay(self, self.holder, options, self._resting)
         self.settle()
         if rule is RowWise:
-            return RowWise(self, self.holder, options, self._communicator, self.shape[1])
+            return RowWise(self, self.holder, options, self.shape[1])
         return rule(self, self.holder, options)
 
     @property

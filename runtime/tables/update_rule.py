@@ -21,11 +21,9 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, SparseAdam
 
-from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables import fused_rows
 from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.own_step import (
@@ -176,31 +174,29 @@ class Replay(RowsAlone):
 
 
 class RowWise(RowsAlone):
-    """A step of RowWiseAdagrad, at once. Collective: of a row's elements every rank has some.
+    """A step of RowWiseAdagrad, at once. `finish` takes whole rows; of shards, `update` is given the squares.
 
     Args:
-        communicator: the ranks that have the others; None: there are none.
         columns: of the whole table.
     """
 
-    def __init__(
-        self, table: Stepped, optimizer: Optimizer, options: Options, communicator: Communicator | None, columns: int
-    ) -> None:
+    def __init__(self, table: Stepped, optimizer: Optimizer, options: Options, columns: int) -> None:
         super().__init__(table, optimizer, options)
-        self._communicator, self._columns = communicator, columns
+        self._columns = columns
 
     def finish(self, parts: Sequence[Rows]) -> None:
+        for ids, rows in parts:
+            self.update(ids, rows, rows.square().sum(1))
+
+    def update(self, ids: Tensor, rows: Tensor, squares: Tensor) -> None:
+        """Updates rows by their gradients (K, d), given the sums of squares over all columns (K,)."""
         table, options = self.table, self.options
         if not table.state:
             table.keep({"sum": new_sums(table.local, dict(options))})
-        for ids, rows in parts:
-            squares = rows.square().sum(1)
-            if self._communicator is not None:
-                squares = self._communicator.reduce_scalar(squares, dist.ReduceOp.SUM)
-            sums = table.state["sum"].index_select(0, ids).add_(squares.div_(self._columns))
-            table.state["sum"].index_copy_(0, ids, sums)
-            steps = options["lr"] * rows / sums.sqrt_().add_(options["eps"]).unsqueeze(1)
-            table.local.index_copy_(0, ids, table.local.index_select(0, ids).sub_(steps))
+        sums = table.state["sum"].index_select(0, ids).add_(squares / self._columns)
+        table.state["sum"].index_copy_(0, ids, sums)
+        steps = options["lr"] * rows / sums.sqrt_().add_(options["eps"]).unsqueeze(1)
+        table.local.index_copy_(0, ids, table.local.index_select(0, ids).sub_(steps))
 
 
 class OfMembers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import embrace_fx
 from embrace_fx.passes.planner.pricing import CLEARLY
 from embrace_fx.passes.planner.shard_cost import FEWEST_RANKS, USEFUL_COLUMNS
 from embrace_fx.vocabulary.plan import Grid
+from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID
 from tests.support.cases import long_but
 from tests.support.models import Workload
 from tests.support.ranks import run_ranks
@@ -112,6 +114,18 @@ def test_a_grid_sends_the_bytes_of_columns_and_must_clearly_save_handling() -> N
     assert _planned(64, ids=20).grid is None  # most of the time are start-ups
     assert _planned(FEWEST_RANKS - 1, dim=16, ids=5000).grid is None
     assert _planned(FEWEST_RANKS, dim=16, ids=5000).grid == Grid(FEWEST_RANKS, 1)
+
+
+def test_where_rows_are_stepped_as_a_whole_no_grid_is_planned() -> None:
+    """Training would have to undo it; one that is asked for keeps the table whole, and says why."""
+    model = Language(512)
+    batch = torch.randint(ROWS_OF_MANY, (3000,), generator=torch.Generator().manual_seed(0))
+    ask = partial(embrace_fx.plan, model, batch, world_size=64, optimizer=embrace_fx.RowWiseAdagrad(model.parameters()))
+    auto, asked = ask()["table.weight"], ask(strategy=Grid(16, 4))["table.weight"]
+
+    assert (auto.strategy, auto.grid) == ("alltoall", None)
+    assert 0 < auto.norm_bytes < auto.sent_bytes_per_step
+    assert (asked.strategy, asked.reason) == ("allreduce", NOT_ON_A_GRID)
 
 
 def test_explain_prints_the_grid() -> None:

@@ -1,0 +1,87 @@
+"""Row-wise Adagrad over shards: one exchange a step for all tables, priced, scheduled and seen where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import embrace_fx
+from embrace_fx.vocabulary.operation_id import ROW_NORMS
+from tests.support.ranks import run_ranks
+from tests.support.wire import TOLERANCE, bytes_per_step, sent_by_connection
+
+ROWS, WIDTHS, BATCH = 3000, (8, 12, 20), 400
+
+
+class Recommender(nn.Module):
+    """Tables of several widths, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(ROWS, width) for width in WIDTHS)
+        self.top = nn.Linear(sum(WIDTHS), 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        columns = torch.cat([table(ids[:, k]) for k, table in enumerate(self.tables)], 1)
+        loss: Tensor = self.top(columns).square().mean()
+        return loss
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randint(ROWS, (BATCH, len(WIDTHS)), generator=torch.Generator().manual_seed(rank))
+
+
+def train(rank: int, world_size: int, kind: Callable[..., torch.optim.Optimizer]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    plain = Recommender()
+    optimizers = (
+        kind(plain.tables.parameters(), lr=0.1),
+        torch.optim.SGD(plain.top.parameters(), lr=0.1),
+    )
+    model = embrace_fx.compile(plain, optimizer=optimizers, strategy={"tables.*": "alltoall"})
+    ids = batch(rank)
+
+    def step() -> None:
+        model(ids).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    sent = bytes_per_step(step, sent_by_connection, model.synchronize)
+    with model.record():
+        for _ in range(3):
+            step()
+    timeline = model.timeline
+    assert timeline is not None
+    spans = [span for span in timeline.spans if span.operation.id == ROW_NORMS]
+    return {
+        "sent": sent,
+        "predicted": model.plan.sent_bytes_per_step,
+        "norms": [model.plan[f"tables.{k}.weight"].norm_bytes for k in range(len(WIDTHS))],
+        "spans": sorted((span.rank, span.window) for span in spans),
+        "waits": sum(wait.launch == str(ROW_NORMS) for wait in timeline.waits),
+        "launch order": model.schedule.launch_order,
+        "scheduled": [o.sent_bytes for o in model.schedule.steps.operations if o.id == ROW_NORMS],
+    }
+
+
+@pytest.mark.long
+def test_squares_of_all_tables_rows_are_added_up_at_once() -> None:
+    row_wise, by_elements = (run_ranks(2, train, kind) for kind in (embrace_fx.RowWiseAdagrad, torch.optim.Adagrad))
+    first, plain = row_wise[0], by_elements[0]
+
+    rows = [torch.cat([batch(0)[:, k], batch(1)[:, k]]).unique().numel() for k in range(len(WIDTHS))]
+    assert first["norms"] == [4 * each for each in rows]  # of 4 bytes each, a rank of two sends them once
+    assert first["scheduled"] == [4 * sum(rows)]
+    assert "row norms" in first["launch order"]
+    windows = {window for _, window in first["spans"]}
+    assert first["spans"] == [(rank, window) for rank in range(2) for window in sorted(windows)]  # one a step
+    assert first["waits"] == len(first["spans"])
+    assert plain["norms"] == [0, 0, 0]
+    assert not plain["spans"]
+    more = sum(each["sent"] - other["sent"] for each, other in zip(row_wise, by_elements, strict=True)) / 2
+    assert more == pytest.approx(first["predicted"] - plain["predicted"], rel=2 * TOLERANCE)
