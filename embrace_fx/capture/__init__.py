@@ -160,7 +160,7 @@ def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captur
     of_arguments = len(leaves)
     if traced.replay is not None:
         leaves = [*leaves, *traced.replay.read_states(leaves)]
-    joint = with_roles(traced.joint, model)
+    joint = with_roles(traced.joint, model, traced.constants)
     _refuse_fake_constants(joint.module)
     guarded, fakes = _guarded(traced.fake_mode, joint.batch, leaves)
     guard = _guard(fakes) if fakes else None

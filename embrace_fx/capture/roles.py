@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +45,11 @@ class Joint:
     batch: Mapping[int, fx.Node]
 
 
-def with_roles(joint: fx.GraphModule, model: nn.Module) -> Joint:
+def with_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[int] = ()) -> Joint:
     """Gives a traced graph's inputs and outputs their roles, and readable names; drops what nothing reads.
+
+    Args:
+        constants: indices of flattened arguments that the graph has as constants.
 
     Raises:
         CaptureError: an input or output has no role: views of each other, mutated parameters that are computed with.
@@ -64,18 +67,20 @@ def with_roles(joint: fx.GraphModule, model: nn.Module) -> Joint:
             continue
         role = _input_role(node.meta["desc"], first_names)
         node.meta["role"] = role
-        value = node.meta.get("val") if isinstance(role, BatchInput) else None
-        if isinstance(role, BatchInput) and not isinstance(value, Tensor | torch.SymInt | torch.SymFloat):
-            module.graph.erase_node(node)  # a constant of the graph: other values lead to another capture
-        elif isinstance(role, BatchInput):
+        if not isinstance(role, BatchInput):
+            continue
+        is_input = isinstance(node.meta.get("val"), Tensor | torch.SymInt | torch.SymFloat)
+        if is_input and role.index not in constants:
             batch[role.index] = node
-    constants = _set_output_roles(module, first_names)
+        else:
+            module.graph.erase_node(node)  # other values lead to another capture
+    of_results = _set_output_roles(module, first_names)
     _drop_identities(module)
     module.graph.eliminate_dead_code()
     _drop_unread_state(module)
     _rename(module)
     module.recompile()
-    return Joint(module, constants, batch)
+    return Joint(module, of_results, batch)
 
 
 def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:

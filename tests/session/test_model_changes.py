@@ -85,7 +85,7 @@ def _check(model: nn.Module, change: Callable[[Any], object]) -> None:
     assert not torch.equal(model(ids_BT), before)
     for _ in range(2):
         torch.testing.assert_close(compiled(ids_BT), model(ids_BT))
-    assert compiled._session._captures.count == 2
+    assert compiled._session._captures.count == 2 - bool(compiled._session._eager.reason)
 
 
 @pytest.fixture(autouse=True)
