@@ -12,7 +12,7 @@ from embrace_fx.admm.consensus import OnIteration, Run, train_in_step
 from embrace_fx.admm.lagrangian import Penalties
 from embrace_fx.admm.model import write_weights
 from embrace_fx.admm.progress import Stopping
-from embrace_fx.admm.setup import Asked, Own, Parallel, begin, group_of, read_own, together
+from embrace_fx.admm.setup import Own, Parallel, Training, begin, group_of, read_own, together
 from embrace_fx.admm.state import State
 from embrace_fx.admm.timeline import save_timeline
 from embrace_fx.runtime.launch.recorder import Recorder
@@ -67,7 +67,7 @@ def train(
         DeadRank: a rank is gone, by its name.
         LateRank: an asynchronous worker does not arrive within the master's patience.
     """
-    asked = Asked(iterations, batch_size, rescale, penalties or Penalties(), stopping or Stopping(), parallel)
+    asked = Training(iterations, batch_size, rescale, penalties or Penalties(), stopping or Stopping(), parallel)
     communicator = Communicator(group_of(parallel, process_group))
 
     def prepare() -> Own:

@@ -37,7 +37,7 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Training:
     """Options of a call of `train`, which must be alike on all ranks."""
 
     iterations: int

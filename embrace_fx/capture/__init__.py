@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.arguments import agree, check_arguments, flatten_arguments, shares_memory
-from embrace_fx.capture.effects import Replay
+from embrace_fx.capture.effects import ReplayedEffects
 from embrace_fx.capture.errors import CaptureError, RefusedError, explained, line_of_branch, raised_by_forward
 from embrace_fx.capture.kept_by_torch import forget_captures
 from embrace_fx.capture.numbers import Symbol, deciding
@@ -62,7 +62,7 @@ class Captured:
     guarded: tuple[int, ...]
     fakes: tuple[Tensor | Symbol, ...]
     conditions: Conditions
-    replay: Replay | None = None
+    replay: ReplayedEffects | None = None
     written: tuple[int, ...] = ()
     constants: Mapping[int, Any] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)

@@ -122,7 +122,7 @@ def _switches(effects: Effects, guards: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayedEffects:
     """Dynamo's code after the graph: does what the forward does, and returns what the forward returns.
 
     Attributes:
@@ -191,7 +191,9 @@ def state_inputs(graph: torch.fx.Graph, itself: str) -> dict[int, str]:
     }
 
 
-def replay_of(out: Any, model: nn.Module, effects: Effects, states: Sequence[str | int], values: ReadValues) -> Replay:
+def replay_of(
+    out: Any, model: nn.Module, effects: Effects, states: Sequence[str | int], values: ReadValues
+) -> ReplayedEffects:
     """The code that Dynamo has written for after the graph.
 
     Args:
@@ -202,4 +204,4 @@ def replay_of(out: Any, model: nn.Module, effects: Effects, states: Sequence[str
     run = out.forward_callable(compiled_fn=outputs, extra_globals=out.graph_capture_output.f_globals)
     bound: Any = torch._dynamo.convert_frame.get_traced_fn(model)[1]
     switches = _switches(effects, dict(zip(values.names, values.values, strict=True)))
-    return Replay(run, outputs, bound, tuple(effects.objects), tuple(states), values.scope, switches)
+    return ReplayedEffects(run, outputs, bound, tuple(effects.objects), tuple(states), values.scope, switches)

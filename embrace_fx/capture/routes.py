@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from embrace_fx.capture.arguments import argument_names, check_read, constants_read
 from embrace_fx.capture.checkpointing import mark_backward, regions_noted
 from embrace_fx.capture.collectives import check_collectives, collectives_traced
-from embrace_fx.capture.effects import Effects, Replay, noted_effects, refuse_effects, replay_of, state_inputs
+from embrace_fx.capture.effects import Effects, ReplayedEffects, noted_effects, refuse_effects, replay_of, state_inputs
 from embrace_fx.capture.guards import DynamoGuards, dynamo_guards, name_in_frame, name_of_model, traced_function
 from embrace_fx.capture.kept_by_torch import capture_metrics
 from embrace_fx.capture.model_forms import STATES, OpenResults
@@ -53,7 +53,7 @@ class Traced:
     out_spec: pytree.TreeSpec
     fake_mode: Any
     conditions: Conditions
-    replay: Replay | None = None
+    replay: ReplayedEffects | None = None
     constants: Mapping[int, Any] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
     symbols: Mapping[str, Symbol] = field(default_factory=dict)

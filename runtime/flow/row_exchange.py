@@ -26,7 +26,7 @@ from torch import Tensor
 from embrace_fx.runtime.flow.early_rows import EarlyRows
 from embrace_fx.runtime.flow.grid_parts import GridPart
 from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, Split
-from embrace_fx.runtime.flow.under_way import Arriving, LateRows, Part, Rows, StepGradient, Wait, waits_for
+from embrace_fx.runtime.flow.under_way import Arriving, GradientPart, LateRows, Rows, StepGradient, Wait, waits_for
 from embrace_fx.runtime.kernels import coalesce, lookup_as
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
@@ -207,9 +207,13 @@ class RowExchange:
             StepGradient(padding_idx, scale, [self._send_gradient(launch, rows, routing, selection)])
         )
 
-    def _send_gradient(self, launch: OperationId, rows: Tensor, routing: Routing, selection: Selection | None) -> Part:
+    def _send_gradient(
+        self, launch: OperationId, rows: Tensor, routing: Routing, selection: Selection | None
+    ) -> GradientPart:
         part = GridPart.of(routing, selection, self._grid, self._communicator.rank)
-        return Part(part.ids, self.send_gradients(launch, part.split(rows), part.counts, rows.shape[1]), selection)
+        return GradientPart(
+            part.ids, self.send_gradients(launch, part.split(rows), part.counts, rows.shape[1]), selection
+        )
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -326,12 +330,12 @@ class RowExchange:
         self._arriving = Arriving()
         self.early.forget()
 
-    def arrive(self, gradient: StepGradient, parts: Sequence[Part]) -> list[RowsOfTable]:
+    def arrive(self, gradient: StepGradient, parts: Sequence[GradientPart]) -> list[RowsOfTable]:
         """The rows of parts of a gradient, once they are here."""
         with self._launcher.hurrying():  # rows of a forward to come may stand before them
             return [self._arrive(gradient, part) for part in parts]
 
-    def _arrive(self, gradient: StepGradient, part: Part) -> RowsOfTable:
+    def _arrive(self, gradient: StepGradient, part: GradientPart) -> RowsOfTable:
         local = self.table.local
         flat = self._wait(part.ticket).to(local.dtype)
         how = (part.ids, flat, local.shape[1], gradient.padding_idx, gradient.scale)

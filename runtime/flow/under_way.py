@@ -25,7 +25,7 @@ from embrace_fx.runtime.tables.update_rule import UpdateRule
 Wait = Callable[[Ticket], Tensor]
 """Waits for a ticket (and takes the time of it)."""
 
-Arrive = Callable[["StepGradient", Sequence["Part"]], list[RowsOfTable]]
+Arrive = Callable[["StepGradient", Sequence["GradientPart"]], list[RowsOfTable]]
 """The rows of parts of a gradient, once they are here."""
 
 
@@ -42,7 +42,7 @@ def waiting(communicator: Communicator, recorder: Recorder) -> Wait:
 
 
 @dataclass
-class Part:
+class GradientPart:
     """Gradients of some rows, from all ranks, on their way to this rank's columns."""
 
     ids: Tensor
@@ -61,7 +61,7 @@ class StepGradient:
 
     padding_idx: int
     scale: float
-    parts: list[Part]
+    parts: list[GradientPart]
     step: UpdateRule | None = None
 
 

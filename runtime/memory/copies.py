@@ -36,7 +36,7 @@ Measured = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Layout:
+class ValueLayout:
     """The layout of a value in its storage."""
 
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Layout:
     device: torch.device
 
     @classmethod
-    def of(cls, value: Tensor) -> Layout:
+    def of(cls, value: Tensor) -> ValueLayout:
         return cls(value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset()), value.device)
 
     def over(self, data: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Stored:
         leaving: what ends with its offload; None: it has been awaited.
     """
 
-    layout: Layout
+    layout: ValueLayout
     nbytes: int
     place: Any
     leaving: Any = None
@@ -85,7 +85,9 @@ class Copies(ABC):
     def offload(self, value: Tensor, launch: OperationId, recorder: Recorder | None) -> Stored:
         """Begins to copy a value out."""
         data = _bytes_of(value)
-        return self._leave(Stored(Layout.of(value), data.numel(), None), data, _Watch(launch, data.numel(), recorder))
+        return self._leave(
+            Stored(ValueLayout.of(value), data.numel(), None), data, _Watch(launch, data.numel(), recorder)
+        )
 
     def await_offload(self, stored: Stored) -> Stored:
         """Stands still, or has the compute stream do so, until the value's memory can be used again."""

@@ -186,6 +186,7 @@ class RowWise(RowsAlone):
 
     def finish(self, parts: Sequence[Rows]) -> None:
         for ids, rows in parts:
+            assert rows.shape[1] == self._columns, "squares of a shard's rows are to be added up over ranks"
             self.update(ids, rows, rows.square().sum(1))
 
     def update(self, ids: Tensor, rows: Tensor, squares: Tensor) -> None:
