@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
+from embrace_fx.runtime.launch.spans import span
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.runtime.ranks.communicator import InTurn
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
@@ -264,7 +265,7 @@ class Launcher:
         recording = self._state.recorder.recording
         number = OUTSIDE if recording is None else recording.window
         ticket = self._ticket(which, launch, sent_bytes, number)
-        with self._changing() as window:
+        with span("submit", which), self._changing() as window:
             window.expected.remove(which)
             if window.dropped:
                 ticket.drop()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
+from embrace_fx.runtime.launch.spans import span
 from embrace_fx.vocabulary.operation_id import OperationId
 
 Moment = Any
@@ -152,11 +153,13 @@ class Recorder:
         """A context in which the thread, or its stream, stands still for a launch."""
         recording = self.recording
         if recording is None:
-            yield
+            with span("wait for", launch):
+                yield
             return
         start = self.clock.now()
         try:
-            yield
+            with span("wait for", launch):
+                yield
         finally:
             recording.waits.append((launch, recording.window, start, self.clock.now()))
 

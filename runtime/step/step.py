@@ -25,6 +25,7 @@ from embrace_fx.runtime.ranks.announcement import unreadable
 from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_of_ranks
 from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
+from embrace_fx.runtime.step.call_node import CallNode
 from embrace_fx.runtime.step.own_results import in_memory_of, own_results
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import LoweredPhase, Program
@@ -57,7 +58,7 @@ def _tensors(program: Program, step: Step, leaves: Sequence[Any], train: bool) -
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         anchor = torch.empty((), requires_grad=True)
         step.anchor = torch.autograd.graph.get_gradient_edge(anchor).node
-        tensors: tuple[Tensor, ...] = _Run.apply(step, anchor, *inputs)  # type: ignore[no-untyped-call]
+        tensors: tuple[Tensor, ...] = CallNode.apply(step, anchor, *inputs)  # type: ignore[no-untyped-call]
         return tensors
     with torch.no_grad():
         return tuple(step.forward())
@@ -373,28 +374,3 @@ _TWICE = (
     "expected a backward of the compiled model without create_graph=True, in backward(), found one with it: its "
     "gradients cannot be differentiated again. Train such a loss with the plain model."
 )
-
-
-class _Run(torch.autograd.Function):
-    """One call of the model as one node of the user's autograd graph."""
-
-    @staticmethod
-    def forward(ctx: Any, step: Step, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.step = step
-        ctx.set_materialize_grads(False)
-        results = step.forward()
-        program = step.program
-        program.state.awaiting_backward.add(step)
-        fixed = [r for i, r in zip(program.results, results, strict=True) if i not in program.differentiable]
-        ctx.mark_non_differentiable(*(r for r in fixed if isinstance(r, Tensor)))
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        twice = torch.is_grad_enabled()
-        ctx.step.program.state.graph_task = torch._C._current_graph_task_id()
-        anchor, _ = ctx.next_functions[0]  # not reached by `torch.autograd.grad` or `backward(inputs=...)`
-        with torch.no_grad(), autocast_is_in_the_graph():
-            wanted = torch._C._will_engine_execute_node(anchor)
-            with ctx.step.program.state.pending.closed():
-                return (None, None, *ctx.step.backward(tangents, for_parameters=wanted, twice=twice))

@@ -1,0 +1,18 @@
+"""Spans for `torch.profiler`: the phases of a step, its submissions and its waits by name. Nothing where none runs."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch.profiler import record_function
+
+
+def span(*name: object) -> contextlib.AbstractContextManager[object]:
+    """Opens a span of these words where this thread is profiled; else it costs a question."""
+    if not torch._C._autograd._profiler_enabled():
+        return _NONE
+    return record_function(f"embrace_fx: {' '.join(map(str, name))}")
+
+
+_NONE = contextlib.nullcontext()
