@@ -368,5 +368,18 @@ class CompiledModel(nn.Module, Joinable):
         return self._session.views.record()
 
     def report(self) -> str:
-        """The plan as a table: strategy, reason, bytes per step against DDP."""
+        """The plan as a table, dense parameters folded into a row, and where the last steps' time went.
+
+        As wide as the terminal. `print(model.plan)` has a row for each parameter.
+        """
         return self._session.views.report()
+
+    def metrics(self) -> dict[str, float]:
+        """The last whole step in figures, for a logger: a flat dict, which has times from the second backward on.
+
+        A step is from the start of a backward to that of the next, on this rank's host. `step_ms` is its length, made
+        up of `loader_ms`, `forward_ms`, `backward_ms`, `optimizer_ms`, `your_code_ms`, `between_ms`, and of what it
+        stands still for: `wait_ids_ms`, `wait_embedding_ms`, `wait_dense_ms`, `wait_delayed_ms`, `wait_offload_ms`,
+        `wait_reload_ms`. `sent_bytes` is what this rank sent in it, beside `sent_bytes_predicted` and `sent_bytes_ddp`.
+        """
+        return self._session.views.metrics()

@@ -34,20 +34,41 @@ class Classifier(lightning.LightningModule):
         self.net = Network()
         self.losses: list[float] = []
 
+    def scores(self, words: Tensor) -> Tensor:
+        found: Tensor = self.net(words)
+        return found
+
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         words, targets = batch
-        loss = F.binary_cross_entropy_with_logits(self.net(words), targets)
+        loss = F.binary_cross_entropy_with_logits(self.scores(words), targets)
         self.log("loss", loss)
         self.losses.append(float(loss.detach()))
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         words, targets = batch
-        loss = F.binary_cross_entropy_with_logits(self.net(words), targets)
+        loss = F.binary_cross_entropy_with_logits(self.scores(words), targets)
         self.log("validation loss", loss, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class OfParts(Classifier):
+    """The same with the parts of the network in the module itself, and a forward, which steps call as `self(...)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layers = self.net.words, self.net.layers
+        del self.net
+
+    def forward(self, words: Tensor) -> Tensor:
+        found: Tensor = self.layers(self.words(words).mean(1)).squeeze(-1)
+        return found
+
+    def scores(self, words: Tensor) -> Tensor:
+        found: Tensor = self(words)
+        return found
 
 
 def main() -> None:
@@ -57,6 +78,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--of-parts", action="store_true", help="several children of the module have parameters")
     parser.add_argument("--resume", type=Path, help="a checkpoint that a run has saved")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -76,7 +98,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Classifier()
+    module = OfParts() if arguments.of_parts else Classifier()
     size = 16 * BATCH * arguments.steps * arguments.accumulate
     loaders = DataLoader(Sentences(size, 1), BATCH), DataLoader(Sentences(32, 2), BATCH)
     trainer.fit(module, *loaders, ckpt_path=str(arguments.resume) if arguments.resume else None)

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import embrace_fx
 from embrace_fx.runtime.probe.wire import sent_by_connection
-from embrace_fx.vocabulary.plan import readable_bytes
+from embrace_fx.vocabulary.plan_text import readable_bytes
 
 WARM_UP_STEPS = 3
 STEPS_PER_TURN = 5

@@ -1,12 +1,14 @@
-"""Lightning's loop: `Trainer(strategy=EmbraceStrategy())` where `strategy="ddp"` stands, nothing else changed."""
+"""Lightning's loop: `Trainer(strategy=EmbraceStrategy())`, or `"embrace_fx"`, where `"ddp"` stands."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,8 +19,9 @@ class EmbraceStrategy(DDPStrategy):
     """A strategy that compiles the network of a LightningModule instead of wrapping the module in
     DistributedDataParallel.
 
-    Steps log, call metrics and the trainer: they are no part of a model's graph. So the network has to be one child of
-    the module, which the steps call. What is saved is whole, whatever the plan.
+    Steps log, call metrics and the trainer: they are no part of a model's graph. So the network is the child of the
+    module that has all of its trainable parameters, which the steps call; or, where several have some, the module's own
+    forward, which the steps call as `self(...)`. What is saved is whole, whatever the plan.
 
     Args:
         compile_options: of `embrace_fx.compile`.
@@ -27,18 +30,61 @@ class EmbraceStrategy(DDPStrategy):
     def __init__(self, *args: Any, compile_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._compile_options = dict(compile_options or {})
+        self.compiled: embrace_fx.CompiledModel | None = None
+        self._calls = 0
 
     def configure_ddp(self) -> None:
         assert self.model is not None
-        name = _network_of(self.model)
-        found = getattr(self.model, name)
-        if not isinstance(found, embrace_fx.CompiledModel):  # fit() may be called again
-            setattr(self.model, name, embrace_fx.compile(found, **self._compile_options))
+        if self.compiled is not None:  # fit() may be called again
+            return
+        children = _trained_children(self.model)
+        if len(children) == 1 and children[0] in dict(self.model.named_children()):
+            found = getattr(self.model, children[0])
+            self.compiled = found if isinstance(found, embrace_fx.CompiledModel) else self._compile(found)
+            setattr(self.model, children[0], self.compiled)
+        elif type(self.model).forward is LightningModule.forward:
+            raise ValueError(
+                "expected the trainable parameters of a LightningModule in one child of it, or a forward that its "
+                f"steps call as self(...), in EmbraceStrategy, found them in {', '.join(children) or 'none'} of "
+                f"{type(self.model).__name__}, which has no forward. Write one that computes what the steps need."
+            )
+        else:
+            network = copy.copy(self.model)  # the same parameters and children, no trainer
+            self.compiled = self._compile(network)
+            self.model.forward = self._forward
+
+    def _compile(self, network: nn.Module) -> embrace_fx.CompiledModel:
+        return embrace_fx.compile(network, **self._compile_options)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands in for the module's forward."""
+        assert self.compiled is not None
+        assert self.model is not None
+        self._calls += 1
+        self.compiled.module.training = self.compiled.training = self.model.training
+        return self.compiled(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's step.
+
+        Raises:
+            RuntimeError: it has not called the compiled forward: its gradients would stay this rank's own.
+        """
+        assert self.model is not None
+        calls, stands_in = self._calls, self.model.__dict__.get("forward") == self._forward
+        found = super().training_step(*args, **kwargs)
+        if stands_in and self._calls == calls:
+            raise RuntimeError(
+                f"expected training_step of {type(self.model).__name__} to compute by self(...), under EmbraceStrategy,"
+                " found that it has not called it: gradients would stay each rank's own. Call self(...) in it, or put "
+                "the network into one child."
+            )
+        return found
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        assert self.model is not None
-        with getattr(self.model, _network_of(self.model)).no_sync():
+        assert self.compiled is not None
+        with self.compiled.no_sync():
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -51,18 +97,22 @@ class EmbraceStrategy(DDPStrategy):
         return embrace_fx.full_state_dict(optimizer)
 
 
-def _network_of(module: nn.Module) -> str:
-    """The child of a LightningModule that has all of its trainable parameters.
+class EmbraceMetrics(Callback):
+    """Logs `CompiledModel.metrics()` of the last step, as often as the trainer logs: `Trainer(callbacks=[...])`."""
 
-    Raises:
-        ValueError: there is none, or parameters lie elsewhere too.
-    """
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, EmbraceStrategy) or strategy.compiled is None:
+            return
+        if trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            metrics = strategy.compiled.metrics()
+            pl_module.log_dict({f"embrace_fx/{name}": value for name, value in metrics.items()})
+
+
+StrategyRegistry.register("embrace_fx", EmbraceStrategy, description="tables in shards, where DDP replicates them")
+
+
+def _trained_children(module: nn.Module) -> list[str]:
+    """Lists the children, and parameters of its own, in which a module's trainable parameters are."""
     trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    children = sorted({name.split(".")[0] for name in trainable})
-    if len(children) != 1 or children[0] not in dict(module.named_children()):
-        raise ValueError(
-            "expected the trainable parameters of a LightningModule in one child of it, in EmbraceStrategy, found them "
-            f"in {', '.join(children) or 'none'} of {type(module).__name__}. Put the network into a module of its own, "
-            "self.net, whose forward the steps call."
-        )
-    return children[0]
+    return sorted({name.split(".")[0] for name in trainable})

@@ -16,7 +16,12 @@ class EmbraceTrainer(Trainer):
     """A `Trainer` that compiles its model instead of wrapping it in DistributedDataParallel.
 
     What it saves is whole, whatever the plan. Evaluation runs on the compiled model, on all ranks.
+
+    Attributes:
+        logs_metrics: whether `CompiledModel.metrics()` of the last step are logged beside the loss; set it at will.
     """
+
+    logs_metrics = False
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -28,6 +33,12 @@ class EmbraceTrainer(Trainer):
             return compiled
         wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
         return wrapped
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        compiled = getattr(self, "model_wrapped", None)
+        if self.logs_metrics and "loss" in logs and isinstance(compiled, embrace_fx.CompiledModel):
+            logs = logs | {f"embrace_fx/{name}": value for name, value in compiled.metrics().items()}
+        super().log(logs, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         assert self.model is not None

@@ -13,7 +13,7 @@ from embrace_fx.runtime.step.program import LoweredPhase, Program
 from embrace_fx.runtime.step.step import Opened, Step
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import Values
-from embrace_fx.vocabulary.operation_id import START, WHOLE_BACKWARD, WHOLE_FORWARD
+from embrace_fx.vocabulary.operation_id import OWN_CODE, START, WHOLE_FORWARD
 from embrace_fx.vocabulary.step_variant import BackwardVariant
 
 
@@ -59,6 +59,7 @@ class GradientStep(Step):
         """
         self.program.state.awaiting_backward.discard(self)
         if self.program.recorder is not None:
+            self.program.recorder.mark(OWN_CODE)
             self.program.recorder.window()
         self._opened = self._open({})
         super()._begin_backward(BackwardVariant(), twice=False)
@@ -82,10 +83,9 @@ class GradientStep(Step):
         tangents = [gradients.get(name) for name in self._names]
         with torch.no_grad(), autocast_is_in_the_graph():
             outputs, roles, counts = self._close(opened, {}, tangents, used, twice=False)
-            if program.recorder is not None:
-                program.recorder.mark(WHOLE_BACKWARD)
             absent_here = program.used.absent(used) | program.used.left(given)
             program.deliver(roles, outputs, program.used.absent(counts), absent_here, ())
+            self._mark_end()
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
         if self._failure is not None:

@@ -8,10 +8,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.vocabulary.as_seen import AsSeen
+from embrace_fx.vocabulary.operation_id import LOADER, OWN_CODE
 
 
 class Lookahead:
@@ -19,10 +22,12 @@ class Lookahead:
 
     Args:
         at_end: called when a loop has read its last batch and comes back for more, or is left: no batch is known then.
+        recorder: is told of the loader's time; asked for each time.
     """
 
-    def __init__(self, at_end: Callable[[], None]) -> None:
+    def __init__(self, at_end: Callable[[], None], recorder: Callable[[], Recorder] = Recorder) -> None:
         self._at_end = at_end
+        self._recorder = recorder
         self._active: Callable[[], Any] = lambda: None
         self._current: Any = None
         self._coming: Any = None
@@ -76,10 +81,12 @@ class Lookahead:
         seen = AsSeen.of(pytree.tree_leaves(self._current))
         try:
             for self._coming in iterator:
+                self._recorder().mark(LOADER)
                 _check_apart(seen, self._coming)
                 seen = AsSeen.of(pytree.tree_leaves(self._coming))
                 self._known = True
                 yield self._current
+                self._recorder().mark(OWN_CODE)
                 self._current = self._coming
             self._known = False
             self._coming = None
@@ -88,6 +95,11 @@ class Lookahead:
             self._known, self._current, self._coming = False, None, None
             if not sys.is_finalizing():  # else the ranks have parted, and tensors are being taken down
                 self._at_end()
+
+    def begin_call(self) -> None:
+        """Tells the recorder what came before a call for training: a loader that is not read through this, or none."""
+        if torch.is_grad_enabled():
+            self._recorder().mark(OWN_CODE if self.active else LOADER)
 
     def following(self, leaves: Sequence[Any]) -> list[Any] | None:
         """The flattened arguments of the next call, if the batches differ in nothing but their tensors.

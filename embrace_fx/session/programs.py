@@ -36,7 +36,8 @@ from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import tell
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.plan import Plan, readable_bytes
+from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.plan_text import readable_bytes
 from embrace_fx.vocabulary.schedule import Cuts, Schedule
 
 if TYPE_CHECKING:
@@ -234,6 +235,7 @@ class ProgramBuilder:
             if self.alone is None:
                 device = next(self._setting.model.parameters()).device
                 self.alone = SoloSchedule.of(compiled.graph, name, self._plan.links.compute, device)
+                self._setting.stepping.recorder = self.alone.recorder
             return
         if self.flow is not None or self._communicator.comm_hook is not None:
             return
@@ -246,7 +248,8 @@ class ProgramBuilder:
             )
             return
         self.scheduling = Scheduling(self._setting, self._plan, compiled.graph, self._cuts, self._compute_in_order)
-        self._setting.stepping.flow = self.scheduling.start(self._on_other_batch)
+        flow = self._setting.stepping.flow = self.scheduling.start(self._on_other_batch)
+        self._setting.stepping.recorder = flow.recorder
 
     def _ordering(self) -> tuple[OrderCompute, ...]:
         return (OrderCompute(self._units),) if self._units else ()

@@ -64,10 +64,8 @@ class Session:
         group: dist.ProcessGroup | None,
         options: Options,
     ) -> None:
-        self.model = model
-        self.optimizers = optimizers
-        self.options = options
-        self.lookahead = Lookahead(at_end=self._end_lookahead)
+        self.model, self.optimizers, self.options = model, optimizers, options
+        self.lookahead = Lookahead(self._end_lookahead, lambda: self._setting.stepping.recorder)
         given, group = group, group or group_of_mesh(options.device_mesh)
         self._given_group = group
         dump_to = options.dump_to if isinstance(options.dump_to, Path | None) else Path(options.dump_to)
@@ -165,6 +163,7 @@ class Session:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._plainly.is_stateless():
             return self.model(*args, **kwargs)
+        self.lookahead.begin_call()
         with self.state.pending.closed():
             return self._run(args, kwargs)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 
 from embrace_fx.planning.background import background_of
-from embrace_fx.planning.scheduling import Scheduling
-from embrace_fx.planning.summary import summary
+from embrace_fx.planning.summary import advice, summary
 from embrace_fx.planning.timeline import gather_timeline
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.session.comm_hooks import told_of
@@ -15,9 +15,13 @@ from embrace_fx.session.memory_report import memory_report, tables_report
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.setup.setting import Setting
 from embrace_fx.viz.graphs import Graphs
+from embrace_fx.viz.why import why
 from embrace_fx.vocabulary.background import Background
+from embrace_fx.vocabulary.operation_id import LANES
 from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.plan_text import preformatted, render, terminal_width
 from embrace_fx.vocabulary.schedule import Schedule, Timeline
+from embrace_fx.vocabulary.shares import SHARES, Share
 
 
 class Views:
@@ -49,8 +53,9 @@ class Views:
         assert self.plan is not None  # raises before the first call
         return self.graphs_of_training
 
-    def report(self) -> str:
-        told, setting = str(self.plan) + told_of(self._setting.communicator), self._setting
+    def report(self) -> Report:
+        told, setting = render(self.plan, folded=True) + told_of(self._setting.communicator), self._setting
+        told = "\n".join(part for part in (told, self._why(), advice(self.plan)) if part)
         if reason := self._runs_eagerly():
             told += f"\n\nroute: eager, every table whole and no update behind the next forward; {reason}"
         held = self._planned.builder.step_memory() if self._planned.builder is not None else None
@@ -59,15 +64,31 @@ class Views:
             told += f"\n\n{tables_report(tables, setting.communicator.world_size)}"
         if held is not None:
             told += f"\n\n{memory_report(held, setting.model, setting.stepping.holders.optimizers)}"
-        return told
+        return Report(told)
+
+    def _why(self) -> str:
+        """Tells where the time of the last steps went; "" where none have been measured."""
+        shares_ms = self._setting.stepping.recorder.tally.shares_ms()
+        told = None if shares_ms is None else why(shares_ms, "A step of this rank takes")
+        return "" if told is None else textwrap.fill(str(told), terminal_width())
+
+    def metrics(self) -> dict[str, float]:
+        """The last whole step in figures."""
+        steps, plan = self._setting.stepping.recorder.tally.steps, self.plan
+        found = {
+            "sent_bytes_predicted": float(plan.sent_bytes_per_step),
+            "sent_bytes_ddp": float(sum(d.ddp_bytes_per_step for d in plan)),
+            "tables_sharded": float(len(plan.sharded)),
+        }
+        if steps:
+            parts, sent_bytes = steps[-1]
+            found |= {_METRICS[share]: parts.get(share, 0.0) * 1e3 for share in SHARES}
+            found |= {"step_ms": sum(parts.values()) * 1e3, "sent_bytes": float(sent_bytes)}
+        return found
 
     def summary(self) -> str:
         """Sums up the plan in a line."""
-        scheduling = self._scheduling()
-        return summary(self.plan, scheduling.schedule.diagnostics().step_ms if scheduling is not None else None)
-
-    def _scheduling(self) -> Scheduling | None:
-        return None if self._planned.builder is None else self._planned.builder.scheduling
+        return summary(self.plan)
 
     @property
     def schedule(self) -> Schedule:
@@ -126,6 +147,20 @@ class Views:
             return Graphs()
         return self._planned.builder.graphs.instead(self._runs_eagerly())
 
+
+class Report(str):
+    """A report, which a notebook shows as it is laid out."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
+
+
+_METRICS: Mapping[Share, str] = {
+    share: f"{'wait_' if share in LANES else ''}{share.replace(' ', '_')}_ms" for share in SHARES
+}
+"""Names of the parts of a step among the metrics: "loader_ms", "wait_dense_ms"."""
 
 _NOT_SCHEDULED = (
     "expected a model on the CPU or on one GPU, before its schedule is read or its steps are recorded, found one that "

@@ -13,8 +13,9 @@ function fillFigures() {
     const figures = columns.map((c) => c.get(label));
     const known = figures.find(Boolean);
     const name = element("th", { scope: "row" });
-    const paint = known.lane === "compute" ? "backward" : known.lane;
+    const paint = known.paint ?? (known.lane === "compute" ? null : known.lane);
     name.append(...(paint ? [swatch(paint, known.is_wait)] : []), label);
+    if (known.lane === "compute" && known.paint) name.className = "part-of";
     const row = element("tr", {}, name, ...figures.map((f) => number(f ? f.text : "")));
     if (both) row.append(number(data.ratios[label]));
     body.append(row);
@@ -37,9 +38,9 @@ function fillBars() {
       if (figure.is_wait) {
         part.style.background = hatched(figure.lane);
         part.style.boxShadow = `inset 0 0 0 1px var(--fill-${figure.lane})`;
-      } else if (figure.lane) {
-        part.style.background = "var(--fill-backward)";
-        part.style.color = "var(--ink-backward)";
+      } else if (figure.paint) {
+        part.style.background = `var(--fill-${figure.paint})`;
+        part.style.color = `var(--ink-${figure.paint})`;
       } else {
         part.classList.add("between");
       }
@@ -144,6 +145,17 @@ function fillControls() {
   retheme();
 }
 
+// The sentence that tells why: what most of a step goes to, the parts by size, and what would change it most.
+function fillWhy() {
+  if (!data.why) return;
+  byId("why").hidden = false;
+  byId("headline").textContent = data.why.headline;
+  byId("change").textContent = data.why.change;
+  const share = (part) => `${(100 * part).toFixed(0)}%`;
+  byId("parts").append(...data.why.parts.map(([name, part, time]) => element("li", {}, `${share(part)} ${name} (${time.toFixed(1)} ms)`)));
+}
+
+fillWhy();
 fillFigures();
 fillBars();
 fillLegend();

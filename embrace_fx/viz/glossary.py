@@ -6,7 +6,12 @@ from collections.abc import Mapping
 
 GLOSSARY: Mapping[str, str] = {
     "window": "from the start of one backward to the start of the next: what is drawn twice, one after the other",
-    "compute": "the rank's processor at work: backward, forward, updates, rows looked up",
+    "compute": "the rank's processor at work: backward, forward, the optimizer, and what the training loop does itself",
+    "backward": "gradients computed, from the loss to the first layer",
+    "forward": "the model computed, from the batch to the loss, rows looked up and put together included",
+    "optimizer": "its own step, and updates of tables and buckets that are left to the next forward",
+    "your code": "what the training loop does between the calls: losses, clipping, logging",
+    "loader": "the next batch is read; without model.lookahead(loader), all from the optimizer's step to the next call",
     "ids": "ranks tell each other which rows the next batch reads",
     "embedding": "rows of sharded tables, and their gradients, on their way between ranks",
     "dense": "gradients of all other parameters, reduced in buckets",
@@ -17,7 +22,7 @@ GLOSSARY: Mapping[str, str] = {
     "exposed": "the time of all waits of a class: communication that nothing hides",
     "busy": "the time that a class has something on the link, hidden or not",
     "overlap ratio": "the share of communication that compute hides: 1 is all of it",
-    "between operations": "when nothing of the schedule runs: Python, autograd, the optimizer's own code",
+    "between operations": "when nothing of the schedule runs: Python and autograd",
     "critical path": "the operations that the length of a step follows from: only what is on it makes a step shorter",
     "memory held": "what waits in memory for its reader: buckets, and rows that have arrived",
     "alone": "how long an operation takes on an idle processor or link",

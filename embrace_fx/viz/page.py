@@ -67,6 +67,7 @@ def _data(picture: Picture) -> dict[str, Any]:
             {"name": bar.name, "total": bar.total_ms, "parts": [_figure(part) for part in bar.parts]}
             for bar in picture.bars()
         ],
+        "why": None if picture.why is None else asdict(picture.why),
         "ratios": picture.ratios(),
         "glossary": GLOSSARY,
         "background": None if picture.background is None else asdict(picture.background),

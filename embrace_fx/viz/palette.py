@@ -1,9 +1,9 @@
 """The colours of every picture: one per kind of compute, one per communication class, in light and in dark.
 
 The communication classes differ in hue, near those of Okabe and Ito (Color Universal Design, 2008), and the bluish ones
-in lightness too, so that they stay apart under each kind of colour blindness; compute is grey, its kinds apart by
-lightness. A wait has the colour of the class
-that is waited for, hatched.
+in lightness too, so that they stay apart under each kind of colour blindness. The model's own compute is grey, its
+kinds far apart in lightness; the optimizer, the user's code and the loader have hues of their own. A wait has the
+colour of the class that is waited for, hatched.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from embrace_fx.vocabulary.operation_id import Lane
 from embrace_fx.vocabulary.schedule import Operation
+from embrace_fx.vocabulary.shares import Share
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ class Theme:
 PAINTS: Mapping[str, str] = {
     "backward": "backward",
     "forward": "forward",
-    "update": "update",
-    "rows": "own rows",
+    "update": "optimizer",
+    "own": "your code",
+    "loader": "loader",
     "ids": "ids",
     "embedding": "embedding",
     "dense": "dense",
@@ -51,10 +53,11 @@ LIGHT = Theme(
     text="#15191e",
     critical="#15191e",
     fill={
-        "backward": "#a5b0bc",
+        "backward": "#97a3b0",
         "forward": "#d3dae2",
-        "update": "#4c5866",
-        "rows": "#65727f",
+        "update": "#b493dc",
+        "own": "#ead94c",
+        "loader": "#e0609b",
         "ids": "#8ccff5",
         "embedding": "#e69f00",
         "dense": "#005a9c",
@@ -65,8 +68,9 @@ LIGHT = Theme(
     ink={
         "backward": "#0b0d10",
         "forward": "#0b0d10",
-        "update": "#ffffff",
-        "rows": "#ffffff",
+        "update": "#0b0d10",
+        "own": "#0b0d10",
+        "loader": "#0b0d10",
         "ids": "#0b0d10",
         "embedding": "#0b0d10",
         "dense": "#ffffff",
@@ -84,10 +88,11 @@ DARK = Theme(
     text="#eef2f6",
     critical="#ffffff",
     fill={
-        "backward": "#66727f",
-        "forward": "#4a5460",
-        "update": "#aab5c1",
-        "rows": "#8793a0",
+        "backward": "#7f8c9a",
+        "forward": "#434d58",
+        "update": "#a486d4",
+        "own": "#e3d24a",
+        "loader": "#e0609b",
         "ids": "#b8e6ff",
         "embedding": "#eaa91a",
         "dense": "#2877c0",
@@ -96,10 +101,11 @@ DARK = Theme(
         "reload": "#f7cdc3",
     },
     ink={
-        "backward": "#ffffff",
+        "backward": "#0b0d10",
         "forward": "#ffffff",
         "update": "#0b0d10",
-        "rows": "#0b0d10",
+        "own": "#0b0d10",
+        "loader": "#0b0d10",
         "ids": "#0b0d10",
         "embedding": "#0b0d10",
         "dense": "#ffffff",
@@ -110,9 +116,19 @@ DARK = Theme(
 )
 
 
+OF_SHARE: Mapping[Share, str] = {
+    "loader": "loader",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "update",
+    "your code": "own",
+}
+"""The paint of each part of a step that is compute."""
+
+
 def paint(operation: Operation) -> str:
-    """The key of an operation in `PAINTS`: the kind of a computation, the lane of everything else."""
-    return operation.kind if operation.is_compute else operation.lane
+    """The key of an operation in `PAINTS`: the part of a step that a computation is, the lane of everything else."""
+    return OF_SHARE.get(operation.share, operation.lane)
 
 
 def lane_paint(lane: Lane) -> str:

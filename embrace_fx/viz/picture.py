@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from embrace_fx.viz.palette import OF_SHARE
+from embrace_fx.viz.why import Why, why
 from embrace_fx.vocabulary.background import Background
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, LANES, Lane
 from embrace_fx.vocabulary.schedule import Diagnostics, Operation, Schedule, Span, Timeline, Wait
@@ -48,6 +50,7 @@ class Figure:
     Attributes:
         lane: the lane it is about, where it is about one.
         is_wait: whether it is time spent waiting, hatched in pictures.
+        paint: of `palette.PAINTS`, of a part of a step that has one.
     """
 
     label: str
@@ -55,6 +58,7 @@ class Figure:
     unit: str
     lane: Lane | None = None
     is_wait: bool = False
+    paint: str | None = None
 
     @property
     def digits(self) -> int:
@@ -146,6 +150,17 @@ class Panel:
     def waits_of(self, rank: int) -> Iterator[Wait]:
         return (wait for wait in self.timeline.waits if wait.rank == rank)
 
+    def _computed(self) -> Iterator[Figure]:
+        """The parts of compute that there are, in the order in which a step runs."""
+        for share in ("backward", "your code", "optimizer", "loader", "forward"):
+            if ms := self.diagnostics.shares_ms.get(share, 0.0):
+                yield Figure(share, ms, "ms", "compute", paint=OF_SHARE[share])
+
+    def why(self) -> Why | None:
+        """Tells where a step's time goes."""
+        is_measured = self.status == "measured"
+        return why(self.diagnostics.shares_ms, "A step takes" if is_measured else "A step is predicted to take")
+
     def figures(self) -> tuple[Figure, ...]:
         """The diagnostics, in the order in which they are read."""
         d = self.diagnostics
@@ -154,7 +169,8 @@ class Panel:
         return (
             Figure("step", d.step_ms, "ms"),
             Figure("compute", d.compute_ms, "ms", "compute"),
-            *(Figure(f"exposed {c}", d.exposed_ms[c], "ms", c, is_wait=True) for c in classes if c in d.exposed_ms),
+            *self._computed(),
+            *(Figure(f"exposed {c}", d.exposed_ms[c], "ms", c, True, c) for c in classes if c in d.exposed_ms),
             Figure("between operations", max(0.0, d.step_ms - d.compute_ms - sum(d.exposed_ms.values())), "ms"),
             *(Figure(f"{c} busy", d.communication_ms[c], "ms", c) for c in classes if c in d.communication_ms),
             Figure("overlap ratio", d.overlap_ratio, ""),
@@ -208,6 +224,15 @@ class Picture:
                 found.append(Panel(status, timeline, figures, figures.critical_path))
         return tuple(found)
 
+    @property
+    def why(self) -> Why | None:
+        """Tells where a step's time goes: as measured, where it has been; else as predicted from a profile.
+
+        A prediction from the cost model alone knows neither the optimizer's time nor the loader's.
+        """
+        is_told = self.timeline is not None or (self.schedule is not None and self.schedule.source == "profile")
+        return self.panels[-1].why() if is_told else None
+
     def ratios(self) -> dict[str, str]:
         """Prints measured over predicted for each label, in a picture of both; "" where either is shown as nothing."""
         if len(self.panels) < 2:
@@ -217,17 +242,14 @@ class Picture:
 
     def bars(self) -> tuple[Bar, ...]:
         """A step of each panel, and one under DDP with the last panel's compute: every millisecond has a name."""
-        parts = ("compute", "between operations")
-        found = [
-            Bar(
-                each.status, tuple(f for f in each.figures() if f.label in parts or f.is_wait), each.diagnostics.step_ms
-            )
-            for each in self.panels
-        ]
+        found = []
+        for panel in self.panels:
+            parts = tuple(f for f in panel.figures() if f.paint or f.label == "between operations")
+            found.append(Bar(panel.status, parts, panel.diagnostics.step_ms))
         if self.background is not None and self.background.steps:
             own = [figure for figure in found[-1].parts if not figure.is_wait]
-            exposed = Figure("exposed AllReduce", self.background.ddp_exposed_ms, "ms", "dense", is_wait=True)
-            shown = (own[0], exposed, *own[1:])
+            exposed = Figure("exposed AllReduce", self.background.ddp_exposed_ms, "ms", "dense", True, "dense")
+            shown = (*own[:-1], exposed, own[-1])
             found.append(Bar("DDP, estimated", shown, sum(part.value for part in shown)))
         return tuple(found)
 

@@ -7,6 +7,7 @@ Colours follow the reader's light or dark scheme, on a ground of the picture's o
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
@@ -25,6 +26,8 @@ _MEMORY = 26
 """Height of the line of held memory."""
 _CHARACTER = 6.0
 """Mean width of a character at the size of the labels, 10 px."""
+_LINE = 150
+"""Characters of a line of figures."""
 
 
 def render(picture: Picture) -> str:
@@ -116,11 +119,12 @@ def _legend(picture: Picture, top: float) -> _Part:
 def _panel(panel: Panel, axis: _Axis, top: float) -> _Part:
     ranks = panel.ranks[:MOST_RANKS]
     some = f", first {len(ranks)} ranks" if len(ranks) < len(panel.ranks) else ""
+    told = textwrap.wrap(_summary(panel), _LINE)
     lines = [
         _text(14, top + 12, f"{panel.status.capitalize()}{some}", "heading"),
-        _text(14, top + 28, _summary(panel), "faint"),
+        *(_text(14, top + 28 + 13 * k, line, "faint") for k, line in enumerate(told)),
     ]
-    line = _memory(panel, ranks[0], axis, top + 38)
+    line = _memory(panel, ranks[0], axis, top + 25 + 13 * len(told))
     lines += line.lines
     y = line.bottom + 14
     place: dict[int, float] = {}

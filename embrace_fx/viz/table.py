@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from embrace_fx.viz.picture import Picture
+from embrace_fx.vocabulary.plan_text import terminal_width
 
 
 def render(picture: Picture) -> str:
@@ -24,7 +25,9 @@ def render(picture: Picture) -> str:
         cells = [str(column[label]) if label in column else "" for column in columns]
         text.add_row(label, *cells, *([ratios[label]] if ratios else []))
     out = io.StringIO()
-    console = Console(file=out, width=120, no_color=True)
+    console = Console(file=out, width=min(120, terminal_width()), no_color=True)
     console.print(f"{picture.title}; {picture.subtitle}", highlight=False, markup=False)
     console.print(text)
+    if picture.why is not None:
+        console.print(str(picture.why), highlight=False, markup=False)
     return out.getvalue()

@@ -4,7 +4,7 @@
 function facts(panel, item) {
   if (isGap(item)) {
     return [
-      ["nothing runs", "of the schedule: Python, autograd, the optimizer's own code"],
+      ["nothing runs", "of the schedule: Python and autograd"],
       [panel.status, `${ms(item.end - item.start)}, starts at ${ms(item.start - origin(panel))}`],
     ];
   }

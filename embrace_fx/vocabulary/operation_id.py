@@ -20,6 +20,8 @@ Kind = Literal[
     "forward",  # compute of a block
     "update",  # a bucket's parameters, or a table's rows, are stepped
     "rows",  # own columns of rows are looked up, or rows that arrived are put together
+    "own",  # the training loop's own code
+    "loader",  # the next batch is read
     "ids",  # the next batch's ids, AllGather
     "gradients",  # a table's row gradients, AlltoAll: all of them, or the prior ones
     "lookups",  # looked-up rows, AlltoAll: all of them, late ones or early ones
@@ -120,6 +122,12 @@ BETWEEN = OperationId("update", "optimizer step, next batch", "late")
 START = OperationId("forward", "start of forward", "early")
 """Compute operations that serve no table and no bucket in particular: what a backward begins and ends with, what a
 forward begins with, and what lies between the two."""
+
+OPTIMIZER = OperationId("update", "optimizer step", "late")
+OWN_CODE = OperationId("own", "your code", "late")
+LOADER = OperationId("loader", "loader", "late")
+"""What the training loop does by itself, between a backward and the next call: known once it has been measured."""
+BESIDE = (OWN_CODE, OPTIMIZER, LOADER)
 
 WHOLE_BACKWARD = OperationId("backward", "backward", "late")
 WHOLE_FORWARD = OperationId("forward", "forward", "late")

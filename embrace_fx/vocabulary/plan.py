@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-from rich.table import Table as TextTable
-
-from embrace_fx.cost.links import COLLECTIVES, Cluster
+from embrace_fx.cost.links import Cluster
 from embrace_fx.vocabulary.json_files import read_json, write_json
+from embrace_fx.vocabulary.plan_text import explain, preformatted, render
 from embrace_fx.vocabulary.sizes import RowCounts
 
 STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps")
@@ -267,6 +264,9 @@ class Plan:
     def __str__(self) -> str:
         return render(self)
 
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
+
 
 def check_grid(grid: Grid, parameter: str, shape: tuple[int, ...], world_size: int) -> None:
     """Raises `ValueError` where a table cannot lie on a grid that was asked for."""
@@ -277,123 +277,3 @@ def check_grid(grid: Grid, parameter: str, shape: tuple[int, ...], world_size: i
             f"{num_rows} fills evenly, for {parameter} in strategy, found {grid.rows} rows x {grid.columns} columns. "
             "Pass Grid(rows, columns) with rows * columns ranks, or 'alltoall' to have it chosen."
         )
-
-
-_ALONE = (
-    "ms alone: a parameter's exchange with nothing beside it, a table's with the update of its rows; "
-    "their sum is no step's time"
-)
-
-
-def render(plan: Plan) -> str:
-    """The plan as a table: tables first, then everything else, and the totals against DDP."""
-    text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s); bytes sent by one rank per step")
-    for column in ("parameter", "shape", "strategy", "predicted", "DDP", "ms alone", "reason"):
-        right = column in ("predicted", "DDP", "ms alone")
-        text.add_column(column, justify="right" if right else "left", overflow="fold")
-    for decision in sorted(plan.decisions, key=lambda d: not d.is_table):
-        text.add_row(
-            decision.parameter,
-            " x ".join(map(str, decision.shape)) or "scalar",
-            decision.strategy,
-            readable_bytes(decision.sent_bytes_per_step),
-            readable_bytes(decision.ddp_bytes_per_step),
-            f"{decision.predicted_ms:.3f}",
-            decision.reason,
-        )
-    ddp = sum(d.ddp_bytes_per_step for d in plan.decisions)
-    text.add_section()
-    text.add_row(
-        "total",
-        "",
-        "",
-        readable_bytes(plan.sent_bytes_per_step),
-        readable_bytes(ddp),
-        "",
-        f"{len(plan.buckets)} bucket(s)",
-    )
-    told = [f"rows travel together: {', '.join(stack.tables)}" for stack in plan.stacks]
-    if not any(d.is_table for d in plan.decisions):
-        told.append("no tables: every gradient is reduced densely")
-    if plan.world_size > 1:
-        told.append(_ALONE)
-    text.caption = "\n".join(told)
-    return _printed(text)
-
-
-def explain(plan: Plan) -> str:
-    """Prints each parameter's candidates as a table: the chosen one marked, the others with what was against them.
-
-    Below a table's candidates stands how its gradients lie on all ranks (`embrace_fx.cost.sparsity.Sparsity`).
-    Parameters that had no choice are left out.
-    """
-    text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s): what was weighed; one rank, one step")
-    for column in ("parameter", "strategy", "sent", "ms alone", "memory", "", "against it"):
-        right = column in ("sent", "ms alone", "memory")
-        text.add_column(column, justify="right" if right else "left", overflow="fold")
-    for decision in plan.decisions:
-        for k, candidate in enumerate(decision.candidates):
-            text.add_row(
-                "" if k else decision.parameter,
-                candidate.name,
-                readable_bytes(candidate.sent_bytes_per_step),
-                f"{candidate.predicted_ms:.3f}",
-                readable_bytes(candidate.memory_bytes),
-                "" if candidate.rejected else "chosen",
-                candidate.rejected,
-            )
-        if decision.candidates and decision.measured:
-            text.add_row("", "measured", "", "", "", "", decision.measured)
-        if decision.candidates:
-            text.add_section()
-    if plan.world_size == 1:
-        told = ["a single rank exchanges nothing; embrace_fx.plan(model, batch, world_size=8) plans for more"]
-    else:
-        told = [] if any(d.candidates for d in plan.decisions) else ["no parameter had a choice"]
-        told += [_ALONE, _links_text(plan), _handling_text(plan), *plan.history]
-    text.caption = "\n".join(told)
-    return _printed(text)
-
-
-def _links_text(plan: Plan) -> str:
-    """The links that times are predicted for, in one line."""
-    reached = []
-    for name in (None, *COLLECTIVES):
-        link = plan.links.link(name)
-        if name is None or link != plan.links.link():
-            rate = readable_bytes(link.bandwidth_bytes_per_ms * 1e3)
-            reached.append(f"{name or 'a rank'} {rate}/s, {link.start_up_ms:.3f} ms per message")
-    if plan.links.inside is not None:
-        inside = plan.links.inside
-        rate = readable_bytes(inside.bandwidth_bytes_per_ms * 1e3)
-        reached.append(
-            f"{plan.links.ranks_per_machine} ranks per machine, inside {rate}/s, {inside.start_up_ms:.3f} ms"
-        )
-    return f"links {plan.links_are}: {'; '.join(reached)}"
-
-
-def _handling_text(plan: Plan) -> str:
-    """Tells in one line what processors are taken to handle."""
-    rates = plan.links.handling
-    searched, passed = (readable_bytes(each * 1e3) for each in (rates.scan_bytes_per_ms, rates.pass_bytes_per_ms))
-    units, round_ms = f"{rates.unit_ms * 1e6:.0f} ns per unit", f"{rates.round_ms:.3f} ms per round"
-    return f"a rank's processor searches {searched}/s, passes over {passed}/s; {units}, {round_ms}"
-
-
-def _printed(text: TextTable) -> str:
-    out = io.StringIO()
-    Console(file=out, width=160, no_color=True).print(text)
-    return out.getvalue()
-
-
-def readable_bytes(count: float) -> str:
-    """Bytes with a binary unit.
-
-    >>> readable_bytes(1536)
-    '1.5 KiB'
-    """
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from statistics import median
 from typing import Literal
@@ -24,6 +24,7 @@ from typing import Literal
 import networkx as nx
 
 from embrace_fx.vocabulary.operation_id import CLASS_LANES, COPIES, Kind, Lane, OperationId
+from embrace_fx.vocabulary.shares import SHARES, Share, share_of
 
 IN_FLIGHT = 1
 """Launches on the way at once. Two would share the link, and the one that is waited for first would arrive later; what
@@ -87,6 +88,11 @@ class Operation:
     @property
     def is_compute(self) -> bool:
         return self.lane == "compute"
+
+    @property
+    def share(self) -> Share:
+        """The part of a step that it is, or that waits for it are."""
+        return share_of(self.id or OperationId(self.kind, self.name, lane=self.lane))
 
     @property
     def is_communication(self) -> bool:
@@ -189,6 +195,7 @@ class Diagnostics:
         exposed_ms: of it, waiting, by lane; every lane but compute has an entry.
         communication_ms: busy time of the link, and of what copies; every lane but compute has an entry.
         overlap_ratio: share of the time of communication and copies that compute hides, from 0 to 1; 1 of none.
+        shares_ms: of it, by every part of `embrace_fx.vocabulary.shares`; together a step.
         held_bytes: largest sum of `Operation.held_bytes` at any moment, on any rank.
         critical_path: (window, name) of operations, in order; of a measurement empty.
     """
@@ -200,6 +207,7 @@ class Diagnostics:
     overlap_ratio: float
     held_bytes: int
     critical_path: tuple[tuple[int, str], ...] = ()
+    shares_ms: dict[Share, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -298,15 +306,37 @@ def diagnose(timeline: Timeline, critical_path: tuple[tuple[int, str], ...] = ()
     all_exposed, all_busy = (
         _median([sum(_total(found[key], lane) for lane in classes) for key in shown]) for found in (waits, spans)
     )
+    lengths = _step_lengths({key: spans[key] for key in shown})
     return Diagnostics(
-        step_ms=_median(_step_lengths({key: spans[key] for key in shown})),
+        step_ms=_median([*lengths.values()]),
         compute_ms=_median([_total(spans[key], "compute") for key in shown]),
         exposed_ms=exposed,
         communication_ms=busy,
         overlap_ratio=min(max(1.0 - all_exposed / all_busy, 0.0), 1.0) if all_busy else 1.0,
         held_bytes=max((_peak_held(timeline, rank) for rank in {s.rank for s in timeline.spans}), default=0),
         critical_path=critical_path,
+        shares_ms=_shares(lengths, spans, waits),
     )
+
+
+_Window = tuple[int, int]  # rank, window
+
+
+def _shares(
+    lengths: Mapping[_Window, float], spans: Mapping[_Window, list[Span]], waits: Mapping[_Window, list[Wait]]
+) -> dict[Share, float]:
+    """The mean over ranks of the parts of their windows of median length; medians of parts would not add up."""
+    found: dict[Share, float] = dict.fromkeys(SHARES, 0.0)
+    by_rank: dict[int, list[_Window]] = defaultdict(list)
+    for key in lengths:
+        by_rank[key[0]].append(key)
+    for keys in by_rank.values():
+        typical = sorted(keys, key=lambda key: lengths[key])[(len(keys) - 1) // 2]
+        parts = [(s.operation.share, s.end_ms - s.start_ms) for s in spans[typical] if s.operation.is_compute]
+        parts += [(w.lane, w.end_ms - w.start_ms) for w in waits.get(typical, ()) if w.lane != "compute"]
+        for share, ms in (*parts, ("between", max(0.0, lengths[typical] - sum(ms for _, ms in parts)))):
+            found[share] += ms / len(by_rank)
+    return found
 
 
 def _median(values: Sequence[float]) -> float:
@@ -318,13 +348,16 @@ def _total(intervals: Iterable[Span | Wait], lane: Lane) -> float:
     return sum(i.end_ms - i.start_ms for found, i in lanes if found == lane)
 
 
-def _step_lengths(windows: dict[tuple[int, int], list[Span]]) -> list[float]:
+def _step_lengths(windows: dict[_Window, list[Span]]) -> dict[_Window, float]:
+    """The lengths of the windows that another one follows; where none does, of all."""
     compute = {key: [s for s in found if s.operation.lane == "compute"] for key, found in windows.items()}
     starts = {key: min(s.start_ms for s in found) for key, found in compute.items()}
-    following = [
-        starts[rank, window + 1] - start for (rank, window), start in starts.items() if (rank, window + 1) in starts
-    ]
-    return following or [max(s.end_ms for s in compute[key]) - start for key, start in starts.items()]
+    following = {
+        (rank, window): starts[rank, window + 1] - start
+        for (rank, window), start in starts.items()
+        if (rank, window + 1) in starts
+    }
+    return following or {key: max(s.end_ms for s in compute[key]) - start for key, start in starts.items()}
 
 
 def _peak_held(timeline: Timeline, rank: int) -> int:

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from embrace_fx.passes.node_cost import NodeMs
 from embrace_fx.passes.step_memory import StepMemory
-from embrace_fx.vocabulary.operation_id import BETWEEN
+from embrace_fx.vocabulary.operation_id import BESIDE, BETWEEN
 from embrace_fx.vocabulary.schedule import MemoryAt, Span, Timeline
 
 
@@ -23,8 +23,8 @@ def memory_line(predicted: Timeline, found: StepMemory, node_ms: NodeMs) -> tupl
         compute = sorted(
             (s for s in predicted.spans if s.window == window and s.operation.is_compute), key=lambda s: s.start_ms
         )
-        cut = next((k for k, s in enumerate(compute) if s.operation.name == str(BETWEEN)), len(compute))
-        for spans, part in ((compute[:cut], backward), (compute[cut + 1 :], forward)):
+        cuts = [k for k, s in enumerate(compute) if s.operation.id in (BETWEEN, *BESIDE)] or [len(compute)]
+        for spans, part in ((compute[: cuts[0]], backward), (compute[cuts[-1] + 1 :], forward)):
             times = _starts(spans, [node_ms(node) for node in found.nodes[part]])
             points += [MemoryAt(0, at, nbytes) for at, nbytes in zip(times, found.by_time[part], strict=False)]
     return tuple(_changes(points))

@@ -9,7 +9,8 @@ Contract
                backward <table, bucket>  what ends with the submission of its gradients
                backward up to <copy>     what ends where a value is reloaded, or its reload awaited
                end of backward
-    between    optimizer step, next batch: on what rows' norms are, where an optimizer adds them up
+    between    your code, optimizer step, loader: once they have been measured
+               optimizer step, next batch: on what rows' norms are, where an optimizer adds them up
     forward    update <table>            what ends with the submission of its rows
                start of forward
                rows <table>, update <bucket>: what follows on an await; then forward <table, bucket>
@@ -30,11 +31,13 @@ from embrace_fx.passes.step_memory import nbytes
 from embrace_fx.vocabulary.copy_ops import COPY_OPS, OFFLOAD, RELOAD, compute_up_to, offload_id
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.operation_id import (
+    BESIDE,
     BETWEEN,
     COPIES,
     EARLY,
     END,
     IDS,
+    OPTIMIZER,
     ROW_NORMS,
     START,
     OperationId,
@@ -250,9 +253,12 @@ def build(
     dependences: list[Dependence] = []
     order: list[str] = []
     found = blocks(graph, estimate(cluster.compute, graph.expected))
+    between = next(k for k, block in enumerate(found) if block.id == BETWEEN)
+    found[between:between] = [Block(each) for each in BESIDE if each in durations]
     pieces = _pieces(found)
     for block in found:
-        name, served = str(block.id), () if block.id in (EARLY, END, BETWEEN, START) else (block.id.what,)
+        alone = block.id in (EARLY, END, BETWEEN, START, *BESIDE)
+        name, served = str(block.id), () if alone else (block.id.what,)
         operations.append(Operation.of(block.id, durations.get(block.id, 0.0), serves=served))
         order.append(name)
         dependences += [Dependence(str(launch), name, distance) for launch, distance in block.awaits]
@@ -286,7 +292,7 @@ def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_siz
         dependences=(
             *steps.dependences,
             *(Dependence(each, norms) for each in (str(END), *gradients)),
-            Dependence(norms, str(BETWEEN)),
+            Dependence(norms, next(name for name in steps.compute_order if name in (str(OPTIMIZER), str(BETWEEN)))),
         ),
     )
 

@@ -24,7 +24,7 @@ from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.gate import Gate
 from embrace_fx.vocabulary.graph import Values
-from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, IDS, START, OperationId
+from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, IDS, OWN_CODE, START, OperationId
 from embrace_fx.vocabulary.step_variant import Arrival, BackwardVariant, ForwardVariant
 
 Absent = Callable[[ForwardVariant], Sequence[OperationId]]
@@ -216,6 +216,7 @@ class Flow:
 
     def begin_backward(self, program: IdsProgram, variant: BackwardVariant) -> None:
         """Applies what no node of the program will."""
+        self.recorder.mark(OWN_CODE)  # losses, since the forward
         self.recorder.window()
         self._has_cut = self._left = self.looks_ahead and variant.cut
         self.buckets.apply()

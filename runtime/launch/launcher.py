@@ -357,6 +357,7 @@ def _complete(state: _State, ticket: Ticket) -> None:
         if ticket.tells:
             state.took_s[ticket.id] = ticket.ended_s - ticket.started_s
         state.changed.notify_all()
+    state.recorder.tally.sent(ticket.sent_bytes)
     if ticket.window > OUTSIDE:
         state.recorder.transferred(
             Transfer(ticket.id, ticket.window, ticket.sent_bytes, ticket.started_s, ticket.ended_s)

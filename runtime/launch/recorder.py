@@ -1,7 +1,7 @@
 """Measures what a rank's processor does and when it waits: the measured half of a timeline.
 
 Contract
-    Off, a mark costs one attribute read. On, marks cut the calling thread's time into the compute operations of
+    Off, a mark tells the tally alone. On, marks cut the calling thread's time into the compute operations of
     `embrace_fx.vocabulary.schedule.StepGraph`, each told by the mark that ends it. On a device,
     whose work comes after the thread that enqueues it, moments are taken on the device's streams by a clock of its own,
     and become times at the end.
@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from embrace_fx.runtime.launch.spans import span
+from embrace_fx.runtime.launch.tally import Tally
 from embrace_fx.vocabulary.operation_id import OperationId
 
 Moment = Any
@@ -124,21 +125,27 @@ class Recorder:
     Args:
         clock: takes the moments.
         bytes_in_use: asked at each mark.
+
+    Attributes:
+        tally: told of each step, whether it is recorded or not.
     """
 
     def __init__(self, clock: Clock | None = None, bytes_in_use: Callable[[], int] | None = None) -> None:
         self._bytes_in_use = bytes_in_use
         self.clock: Clock = clock or HostClock()
         self.recording: Recording | None = None
+        self.tally = Tally()
 
     def window(self) -> None:
         """Notes that a backward begins."""
+        self.tally.window()
         if self.recording is not None:
             self.recording.window += 1
             self.recording.marks.append((None, self.recording.window, self.clock.now()))
 
     def mark(self, operation: OperationId) -> None:
         """Notes that everything since the last mark was this operation, or more of it."""
+        self.tally.mark(operation)
         recording = self.recording
         if recording is not None:
             if recording.marks and recording.marks[-1][:2] == (operation, recording.window):
@@ -151,17 +158,15 @@ class Recorder:
     @contextlib.contextmanager
     def waiting(self, launch: OperationId) -> Iterator[None]:
         """A context in which the thread, or its stream, stands still for a launch."""
-        recording = self.recording
-        if recording is None:
-            with span("wait for", launch):
-                yield
-            return
-        start = self.clock.now()
+        recording, began_s = self.recording, time.perf_counter()
+        start: Moment = None if recording is None else self.clock.now()
         try:
             with span("wait for", launch):
                 yield
         finally:
-            recording.waits.append((launch, recording.window, start, self.clock.now()))
+            self.tally.waited(launch, time.perf_counter() - began_s)
+            if recording is not None:
+                recording.waits.append((launch, recording.window, start, self.clock.now()))
 
     def transferred(self, transfer: Transfer) -> None:
         """Notes a launch that has completed, or will have by the recording's end; called by whichever thread saw it."""

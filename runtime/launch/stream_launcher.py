@@ -219,6 +219,7 @@ class _Issuer:
         ticket.value, ticket.held = launched.value, launched.reads
         self._issued.insert(at, (ticket.place, ticket.id.lane, ticket.ended))
         del self._issued[:-_REMEMBERED]
+        recorder.tally.sent(ticket.sent_bytes)
         if recorded:
             sent = ticket.sent_bytes if launched.sent_bytes is None else launched.sent_bytes()
             recorder.transferred(Transfer(ticket.id, ticket.window, sent, started, over))

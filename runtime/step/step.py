@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.flow.ahead import Ahead
+from embrace_fx.runtime.flow.head import ANNOUNCEMENT
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.launch.ticket import Dropped
@@ -31,7 +32,7 @@ from embrace_fx.runtime.step.phases import autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import LoweredPhase, Program
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result, Values
-from embrace_fx.vocabulary.operation_id import BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
+from embrace_fx.vocabulary.operation_id import BETWEEN, END, OWN_CODE, WHOLE_BACKWARD, WHOLE_FORWARD
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
 
 
@@ -196,6 +197,7 @@ class Step:
         values, self._values = self._values, None
         flow, recorder = program.flow, program.recorder
         if recorder is not None:
+            recorder.mark(OWN_CODE)  # losses, since the forward
             recorder.window()
         assert program.has_backward
         given = tuple(index for index, t in zip(program.results, tangents, strict=True) if t is not None)
@@ -204,8 +206,7 @@ class Step:
         if state.hooked:
             state.unreached = program.used.absent(program.used.words(given))
         outputs, roles, counts = self._run_backward(values, tangents, used, twice)
-        if recorder is not None:
-            recorder.mark(WHOLE_BACKWARD)
+        self._mark_end()
         if not for_parameters:
             if flow is not None:
                 flow.discard()
@@ -214,6 +215,7 @@ class Step:
         absent_here = program.used.absent(used) | program.used.left(given)
         given_away = [tangent for tangent in tangents if tangent is not None]
         program.deliver(roles, outputs, absent, absent_here, given_away)
+        self._mark_end()
         return self._of_batch(roles, outputs)
 
     def tell_nothing(self) -> None:
@@ -291,7 +293,8 @@ class Step:
             flow.end_backward()
         try:
             finish = finish or self._launch_flags(used, written)
-            return outputs, backward.run.roles, finish(names, None)
+            with self._meeting():
+                return outputs, backward.run.roles, finish(names, None)
         except PeerFailure:
             if flow is not None:
                 flow.give_up_backward()
@@ -308,6 +311,21 @@ class Step:
             program.flow.begin_backward(program.ids_program, variant)
         if twice:  # told to the others as any failure is
             raise RuntimeError(_TWICE)
+
+    def _mark_end(self) -> None:
+        """Notes that everything since the last mark was the end of the backward."""
+        flow, recorder = self.program.flow, self.program.recorder
+        if flow is not None:
+            flow.recorder.mark(END)
+        elif recorder is not None:
+            recorder.mark(WHOLE_BACKWARD)
+
+    def _meeting(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which this rank stands still until all are here; the host of a device does not."""
+        flow = self.program.flow
+        if flow is None or not self._tells_of_failures():
+            return contextlib.nullcontext()
+        return flow.recorder.waiting(ANNOUNCEMENT)
 
     def _next_backward(self, values: Values) -> BackwardVariant:
         flow, of_ids = self.program.flow, self.program.ids_program
@@ -333,7 +351,8 @@ class Step:
 
     def _check_gate(self, gate: Gate) -> None:
         """Raises PeerFailure where a rank is not in this backward, of which nothing has left then."""
-        gate.wait()
+        with self._meeting():
+            gate.wait()
         if self.program.flow is not None and not gate.all_are_here():
             self.program.flow.give_up_backward()
         gate.check()

@@ -35,6 +35,7 @@ from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, s
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import RowWise, Sweep
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, not_element_wise
+from embrace_fx.vocabulary.operation_id import OPTIMIZER, OWN_CODE
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID, RowWiseAdagrad
 
 Hook = Callable[..., Any]
@@ -99,6 +100,7 @@ class Stepping:
         holders: the optimizers that are known.
         dense_tables: data-parallel tables updated by rows.
         flow: what runs from one step into the next, where there is such.
+        recorder: told of the time of each step.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Stepping:
         self.holders = Holders()
         self.dense_tables: list[DenseTable] = []
         self.flow: Flow | None = None
+        self.recorder = Recorder()
         self._state = state
         self._communicator = communicator
         self._make_whole = make_whole
@@ -148,6 +151,7 @@ class Stepping:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (last := self._steps.pop(id(optimizer), None)) is not None:  # it raised; or it is of a class derived from
             last.restore(raised=True)  # the one whose step begins, of which nothing is hidden
+        self.recorder.mark(OWN_CODE)
         found: tuple[Any, ...] | None = None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None and steps_shards(type(optimizer)):
@@ -294,7 +298,7 @@ class Stepping:
             exchange.step()
         if self._unscale(optimizer, step):
             row_wise = step.rows if type(optimizer) is RowWiseAdagrad else []
-            update_row_wise(row_wise, self._communicator, self.flow.recorder if self.flow else Recorder())
+            update_row_wise(row_wise, self._communicator, self.recorder)
             for table in (*(step.rows if not row_wise else ()), *step.dense):
                 table.step_dense() if table in step.dense else table.update_rows(*table.open_gradient().rows())
             for entry, gradient in step.replicas:
@@ -305,6 +309,7 @@ class Stepping:
             swept = any(table not in step.rows for table in stepped)
             exchange.stepped_at_once(moved_all=swept or any(table.rule.moves_all for table in stepped))
         self._state.pending.open()
+        self.recorder.mark(OPTIMIZER)
 
     def _count_step(self, optimizer: Optimizer) -> None:
         """Counts a step that moves anything; ranks compare their counts."""

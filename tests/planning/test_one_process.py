@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import embrace_fx
-from embrace_fx.vocabulary.operation_id import BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
+from embrace_fx.vocabulary.operation_id import BESIDE, BETWEEN, WHOLE_BACKWARD, WHOLE_FORWARD
 
 SUFFIXES = (".html", ".json", ".svg", ".dot")
 
@@ -48,7 +48,7 @@ def test_steps_are_recorded_from_the_first_one_on(tmp_path: Path) -> None:
     compiled = trained(4, recorded=True)
     spans = compiled.timeline.spans
 
-    assert {span.operation.id for span in spans} == {WHOLE_BACKWARD, BETWEEN, WHOLE_FORWARD}
+    assert {span.operation.id for span in spans} == {WHOLE_BACKWARD, *BESIDE, BETWEEN, WHOLE_FORWARD}
     assert {span.window for span in spans} == {0, 1, 2}
     assert all(span.end_ms > span.start_ms for span in spans)
     for suffix in SUFFIXES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -83,6 +84,21 @@ def test_the_files_and_folders_that_a_page_names_exist(page: Path) -> None:
     )
 
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_the_modules_and_names_that_a_page_names_exist(page: Path) -> None:
+    named = set(re.findall(r"`(embrace_fx(?:\.\w+)+)", page.read_text(encoding="utf-8")))
+
+    assert [name for name in sorted(named) if not _resolves(name)] == []
+
+
+def _resolves(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 @pytest.fixture

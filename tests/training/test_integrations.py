@@ -47,6 +47,7 @@ CASES = [
     pytest.param("trainer_loop.py", ("--bf16",), marks=pytest.mark.long, id="trainer, bf16"),
     pytest.param("lightning_loop.py", (), marks=pytest.mark.long, id="lightning"),
     pytest.param("lightning_loop.py", ("--accumulate", "2"), marks=pytest.mark.long, id="lightning, accumulation"),
+    pytest.param("lightning_loop.py", ("--of-parts",), marks=pytest.mark.long, id="lightning, several children"),
     pytest.param("lightning_loop.py", ("--precision", "bf16-mixed"), marks=pytest.mark.long, id="lightning, bf16"),
 ]
 

@@ -10,7 +10,8 @@ import pytest
 
 from embrace_fx.cost.links import Cluster, Link
 from embrace_fx.cost.sparsity import Sparsity
-from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan, Stack, readable_bytes, render
+from embrace_fx.vocabulary.plan import Candidate, Decision, Grid, Plan, Stack
+from embrace_fx.vocabulary.plan_text import readable_bytes, render
 from embrace_fx.vocabulary.sizes import RowCounts
 from tests.support.golden import check_golden
 

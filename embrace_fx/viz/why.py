@@ -1,0 +1,99 @@
+"""Why a step takes as long as it does, in words: its parts by share, and what would change it most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from embrace_fx.vocabulary.shares import Share
+
+NAMES: Mapping[Share, str] = {
+    "loader": "the data loader",
+    "forward": "the forward",
+    "backward": "the backward",
+    "optimizer": "the optimizer",
+    "your code": "the training loop's own code",
+    "ids": "waiting for ids or for a slower rank",
+    "embedding": "waiting for rows of tables",
+    "dense": "waiting for dense gradients",
+    "delayed": "waiting for delayed gradients of tables",
+    "offload": "waiting for saved values to leave memory",
+    "reload": "waiting for saved values to come back",
+    "between": "Python and autograd between operations",
+}
+"""Parts of a step, as a sentence says them."""
+
+_FASTER_LINKS = (
+    "faster links, fewer steps for the same data (larger batches, or model.no_sync() over some of them), or 16 bits on "
+    "the way (model.register_comm_hook with bf16_compress_hook)"
+)
+_LESS_COMPUTE = (
+    "less to compute, or faster processors: backend='inductor', more threads for each rank, a smaller model or batch. "
+    "No choice of strategy or schedule does"
+)
+CHANGES: Mapping[Share, str] = {
+    "loader": "a loader that has the next batch ready: DataLoader(num_workers=..., prefetch_factor=...), or less work "
+    "for each sample. No choice of strategy or schedule does",
+    "forward": _LESS_COMPUTE,
+    "backward": _LESS_COMPUTE,
+    "optimizer": "an optimizer that takes less time: fused=True or foreach=True where it has them; of large tables, "
+    "row_updates='lazy', under which rows without gradient stand still",
+    "your code": "less between the calls: logging, metrics and .item() only now and then, "
+    "model.clip_grad_norm_() for clipping",
+    "ids": "ranks that come together: the same amount of data, and of work with it, on each; a step is as slow as its "
+    "slowest rank",
+    "embedding": "rows that travel earlier: for batch in model.lookahead(loader), if it is not used yet; else "
+    + _FASTER_LINKS,
+    "dense": _FASTER_LINKS,
+    "delayed": _FASTER_LINKS,
+    "offload": "a larger memory_budget, or a faster store in offload_to",
+    "reload": "a larger memory_budget, or a faster store in offload_to",
+    "between": "larger batches: what Python does for a step does not grow with them",
+}
+"""What makes the largest part smaller."""
+
+LEAST = 0.02
+"""Of a step: smaller parts are told together."""
+
+
+@dataclass(frozen=True)
+class Why:
+    """A step's parts, the largest first.
+
+    Attributes:
+        headline: where most of it goes, in a sentence.
+        change: what would change it most, in a sentence.
+        parts: (name, share of the step, ms) of all parts that count.
+    """
+
+    headline: str
+    change: str
+    parts: tuple[tuple[str, float, float], ...]
+
+    def __str__(self) -> str:
+        rest = "; ".join(f"{name} {share:.0%}" for name, share, _ in self.parts[1:])
+        return f"{self.headline}{f' Then: {rest}.' if rest else ''} {self.change}"
+
+
+def why(shares_ms: Mapping[Share, float], step: str = "A step takes") -> Why | None:
+    """Tells where a step's time goes; None where it takes none.
+
+    Args:
+        shares_ms: by part.
+        step: how the sentence begins, "A step is predicted to take" of a prediction.
+    """
+    whole_ms = sum(shares_ms.values())
+    if whole_ms <= 0:
+        return None
+    ordered = sorted(shares_ms.items(), key=lambda item: -item[1])
+    (first, first_ms), *_ = ordered
+    parts = [(NAMES[part], ms / whole_ms, ms) for part, ms in ordered if ms >= LEAST * whole_ms]
+    rest_ms = whole_ms - sum(ms for *_, ms in parts)
+    if rest_ms >= LEAST * whole_ms:
+        parts.append(("all else", rest_ms / whole_ms, rest_ms))
+    most = "Most of it" if first_ms > whole_ms / 2 else "The largest part"
+    return Why(
+        f"{step} {whole_ms:.1f} ms. {most}, {first_ms / whole_ms:.0%} or {first_ms:.1f} ms, is {NAMES[first]}.",
+        f"What would change it most: {CHANGES[first]}.",
+        tuple(parts),
+    )

@@ -1,0 +1,187 @@
+"""Plans as text: the table of a report, and what was weighed."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from html import escape
+from math import prod
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table as TextTable
+
+from embrace_fx.cost.links import COLLECTIVES
+
+if TYPE_CHECKING:
+    from embrace_fx.vocabulary.plan import Decision, Plan
+
+_ALONE = (
+    "ms alone: a parameter's exchange with nothing beside it, a table's with the update of its rows; "
+    "their sum is no step's time"
+)
+
+
+LEAST_FOLDED = 3
+"""Parameters that are no tables, and that have their strategy and its reason in common: one row stands for so many."""
+
+
+def render(plan: Plan, *, folded: bool = False) -> str:
+    """The plan as a table: tables first, then everything else, and the totals against DDP.
+
+    Args:
+        folded: parameters that no lookup reads share a row where they have their strategy and its reason in common.
+    """
+    text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s); bytes sent by one rank per step")
+    for column in ("parameter", "shape", "strategy", "predicted", "DDP", "ms alone", "reason"):
+        right = column in ("predicted", "DDP", "ms alone")
+        text.add_column(column, justify="right" if right else "left", overflow="fold")
+    groups: dict[tuple[str, ...], list[Decision]] = {}
+    for decision in sorted(plan.decisions, key=lambda d: not d.is_table):
+        has_own_row = decision.is_table or not folded
+        key = (decision.parameter,) if has_own_row else (decision.strategy, decision.reason)
+        groups.setdefault(key, []).append(decision)
+    for found in groups.values():
+        if len(found) < LEAST_FOLDED:
+            for decision in found:
+                text.add_row(*_row(decision))
+        else:
+            text.add_row(*_row_of_many(found))
+    ddp = sum(d.ddp_bytes_per_step for d in plan.decisions)
+    text.add_section()
+    text.add_row(
+        "total",
+        "",
+        "",
+        readable_bytes(plan.sent_bytes_per_step),
+        readable_bytes(ddp),
+        "",
+        f"{len(plan.buckets)} bucket(s)",
+    )
+    told = [f"rows travel together: {', '.join(stack.tables)}" for stack in plan.stacks]
+    if not any(d.is_table for d in plan.decisions):
+        told.append("no tables: every gradient is reduced densely")
+    if plan.world_size > 1:
+        told.append(_ALONE)
+    text.caption = "\n".join(told)
+    return _printed(text)
+
+
+def _row(decision: Decision) -> tuple[str, ...]:
+    return (
+        decision.parameter,
+        " x ".join(map(str, decision.shape)) or "scalar",
+        decision.strategy,
+        readable_bytes(decision.sent_bytes_per_step),
+        readable_bytes(decision.ddp_bytes_per_step),
+        f"{decision.predicted_ms:.3f}",
+        decision.reason,
+    )
+
+
+def _row_of_many(decisions: Sequence[Decision]) -> tuple[str, ...]:
+    return (
+        f"{len(decisions)} others",
+        f"{sum(prod(d.shape) for d in decisions):,} in all",
+        decisions[0].strategy,
+        readable_bytes(sum(d.sent_bytes_per_step for d in decisions)),
+        readable_bytes(sum(d.ddp_bytes_per_step for d in decisions)),
+        "",
+        f"{decisions[0].reason}; each: print(model.plan)",
+    )
+
+
+def explain(plan: Plan) -> str:
+    """Prints each parameter's candidates as a table: the chosen one marked, the others with what was against them.
+
+    Below a table's candidates stands how its gradients lie on all ranks (`embrace_fx.cost.sparsity.Sparsity`).
+    Parameters that had no choice are left out.
+    """
+    text = TextTable(title=f"embrace_fx plan, {plan.world_size} rank(s): what was weighed; one rank, one step")
+    for column in ("parameter", "strategy", "sent", "ms alone", "memory", "", "against it"):
+        right = column in ("sent", "ms alone", "memory")
+        text.add_column(column, justify="right" if right else "left", overflow="fold")
+    for decision in plan.decisions:
+        for k, candidate in enumerate(decision.candidates):
+            text.add_row(
+                "" if k else decision.parameter,
+                candidate.name,
+                readable_bytes(candidate.sent_bytes_per_step),
+                f"{candidate.predicted_ms:.3f}",
+                readable_bytes(candidate.memory_bytes),
+                "" if candidate.rejected else "chosen",
+                candidate.rejected,
+            )
+        if decision.candidates and decision.measured:
+            text.add_row("", "measured", "", "", "", "", decision.measured)
+        if decision.candidates:
+            text.add_section()
+    if plan.world_size == 1:
+        told = ["a single rank exchanges nothing; embrace_fx.plan(model, batch, world_size=8) plans for more"]
+    else:
+        told = [] if any(d.candidates for d in plan.decisions) else ["no parameter had a choice"]
+        told += [_ALONE, _links_text(plan), _handling_text(plan), *plan.history]
+    text.caption = "\n".join(told)
+    return _printed(text)
+
+
+def _links_text(plan: Plan) -> str:
+    """The links that times are predicted for, in one line."""
+    reached = []
+    for name in (None, *COLLECTIVES):
+        link = plan.links.link(name)
+        if name is None or link != plan.links.link():
+            rate = readable_bytes(link.bandwidth_bytes_per_ms * 1e3)
+            reached.append(f"{name or 'a rank'} {rate}/s, {link.start_up_ms:.3f} ms per message")
+    if plan.links.inside is not None:
+        inside = plan.links.inside
+        rate = readable_bytes(inside.bandwidth_bytes_per_ms * 1e3)
+        reached.append(
+            f"{plan.links.ranks_per_machine} ranks per machine, inside {rate}/s, {inside.start_up_ms:.3f} ms"
+        )
+    return f"links {plan.links_are}: {'; '.join(reached)}"
+
+
+def _handling_text(plan: Plan) -> str:
+    """Tells in one line what processors are taken to handle."""
+    rates = plan.links.handling
+    searched, passed = (readable_bytes(each * 1e3) for each in (rates.scan_bytes_per_ms, rates.pass_bytes_per_ms))
+    units, round_ms = f"{rates.unit_ms * 1e6:.0f} ns per unit", f"{rates.round_ms:.3f} ms per round"
+    return f"a rank's processor searches {searched}/s, passes over {passed}/s; {units}, {round_ms}"
+
+
+def _printed(text: TextTable) -> str:
+    out = io.StringIO()
+    Console(file=out, width=terminal_width(), no_color=True).print(text)
+    return out.getvalue()
+
+
+NARROWEST, WIDEST, NO_TERMINAL = 80, 200, 160
+"""Characters of a line."""
+
+
+def terminal_width() -> int:
+    """Reads how wide the terminal is, within bounds; wide where there is none."""
+    if not sys.stdout.isatty():
+        return NO_TERMINAL
+    return min(max(os.get_terminal_size(sys.stdout.fileno()).columns, NARROWEST), WIDEST)
+
+
+def readable_bytes(count: float) -> str:
+    """Bytes with a binary unit.
+
+    >>> readable_bytes(1536)
+    '1.5 KiB'
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def preformatted(text: str) -> str:
+    """Marks text up for a notebook, lines as they are."""
+    return f'<pre style="line-height:1.2;overflow-x:auto">{escape(text)}</pre>'

@@ -1,0 +1,45 @@
+"""The parts of a step that reports, pictures and metrics have in common: what the calling thread spends its time on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Literal, get_args
+
+from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, Kind, OperationId
+
+Share = Literal[
+    "loader",  # the next batch is read
+    "forward",  # of the model, rows looked up included
+    "backward",  # of the model
+    "optimizer",  # its own step, and the updates of tables and buckets
+    "your code",  # of the training loop, between calls, backward and step
+    "ids",  # waits for ids, and for ranks that come later
+    "embedding",  # waits for rows of tables, or their gradients
+    "dense",  # waits for reduced gradients of everything else
+    "delayed",  # waits for gradients of rows that the next batch does not read
+    "offload",  # waits for a saved value to leave memory
+    "reload",  # waits for one to come back
+    "between",  # nothing of the schedule runs
+]
+SHARES: tuple[Share, ...] = get_args(Share)
+
+_OF_KIND: Mapping[Kind, Share] = {
+    "backward": "backward",
+    "forward": "forward",
+    "update": "optimizer",
+    "rows": "forward",
+    "own": "your code",
+    "loader": "loader",
+}
+
+
+@cache
+def share_of(operation: OperationId) -> Share:
+    """The part of a step that an operation's compute is; of a communication, the part that waits for it are."""
+    if operation.lane != "compute":
+        return operation.lane
+    if operation == BETWEEN:  # what a call does before its forward begins, once the optimizer and loader have ids
+        return "forward"
+    # What is left of a step's updates is applied with the early rows, and takes far longer than looking these up.
+    return "optimizer" if operation == EARLY else _OF_KIND[operation.kind]

@@ -1,0 +1,72 @@
+"""Adds up where the calling thread's time goes, step by step: always on, for reports and metrics.
+
+Contract
+    A mark costs well under a microsecond: a clock, and one number that grows. A step is from the start of one backward
+    to that of the next. On a device it is the host's time, which waits where the host waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.vocabulary.shares import SHARES, Share, share_of
+
+REMEMBERED = 32
+"""Steps that a report is of."""
+
+
+class Tally:
+    """One model's steps.
+
+    Attributes:
+        steps: the last whole ones, the last one last: seconds by part, and bytes that this rank has sent.
+    """
+
+    def __init__(self) -> None:
+        self.steps: deque[tuple[Mapping[Share, float], int]] = deque(maxlen=REMEMBERED)
+        self._step: dict[Share, float] = {}
+        self._at_s: float | None = None  # when the last mark was; None: no backward yet
+        self._waited_s = 0.0  # since then
+        self._sent_bytes = 0
+
+    def mark(self, operation: OperationId) -> None:
+        """Notes that everything since the last mark was this operation, but what was waited for."""
+        self._add(share_of(operation))
+
+    def waited(self, launch: OperationId, seconds: float) -> None:
+        """Notes that the thread has stood still for a launch."""
+        share = share_of(launch)
+        self._step[share] = self._step.get(share, 0.0) + seconds
+        self._waited_s += seconds
+
+    def sent(self, nbytes: int) -> None:
+        """Notes a launch that has completed; called by whichever thread saw it."""
+        self._sent_bytes += nbytes
+
+    def window(self) -> None:
+        """Notes that a backward begins: a step has ended."""
+        if self._at_s is not None:
+            self._add("between")
+            self.steps.append((self._step, self._sent_bytes))
+        self._step, self._sent_bytes = {}, 0
+        self._at_s, self._waited_s = time.perf_counter(), 0.0
+
+    def _add(self, share: Share) -> None:
+        if self._at_s is not None:
+            now_s = time.perf_counter()
+            self._step[share] = self._step.get(share, 0.0) + now_s - self._at_s - self._waited_s
+            self._at_s, self._waited_s = now_s, 0.0
+
+    def shares_ms(self) -> dict[Share, float] | None:
+        """The parts of the step of median length, for medians of parts would not add up to a step.
+
+        None before the third backward: the step between the first two warms up.
+        """
+        steps = sorted((parts for parts, _ in [*self.steps][1:]), key=lambda parts: sum(parts.values()))
+        if not steps:
+            return None
+        typical = steps[(len(steps) - 1) // 2]
+        return {share: typical.get(share, 0.0) * 1e3 for share in SHARES}

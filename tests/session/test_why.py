@@ -1,0 +1,117 @@
+"""Three planted causes of a slow step, each told by its name: in the report, in the metrics, above the timeline."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import embrace_fx
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.viz.picture import Picture
+from embrace_fx.viz.why import NAMES, why
+from embrace_fx.vocabulary.shares import SHARES
+from tests.support.ranks import run_ranks
+
+SLOW_S = 0.3
+"""More than a busy machine takes for anything else in a step."""
+
+
+def slow_steps(patch: pytest.MonkeyPatch) -> None:
+    begin = torch.optim.SGD._init_group
+
+    def slowly(self: torch.optim.SGD, *args: Any) -> Any:
+        time.sleep(SLOW_S)
+        return begin(self, *args)  # type: ignore[no-untyped-call]
+
+    patch.setattr(torch.optim.SGD, "_init_group", slowly)
+
+
+def batches(count: int, *, slow: bool) -> Iterator[Tensor]:
+    for _ in range(count):
+        if slow:
+            time.sleep(SLOW_S)
+        yield torch.arange(24).view(6, 4)
+
+
+def slow_all_reduces(patch: pytest.MonkeyPatch) -> None:
+    launch = Communicator.all_reduce_
+
+    def slowly(self: Communicator, values: Tensor, *args: Any) -> Any:
+        if values.numel() > 10_000:
+            time.sleep(SLOW_S)
+        return launch(self, values, *args)
+
+    patch.setattr(Communicator, "all_reduce_", slowly)
+
+
+def trains(rank: int, ranks: int, cause: str, folder: Path) -> str:
+    """Steps with a planted cause; returns the part of a step that all three ways to look at it find the largest."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(2000, 16), nn.Flatten(), nn.Linear(64, 300), nn.Linear(300, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        if cause == "link":
+            slow_all_reduces(patch)
+        model = embrace_fx.compile(plain, cluster=embrace_fx.Cluster(), strategy={"0.weight": "alltoall"})
+        if cause == "optimizer":
+            slow_steps(patch)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loader = batches(8, slow=cause == "loader")
+        with contextlib.ExitStack() as recorded:
+            for k, batch in enumerate(loader):
+                if k == 3:
+                    recorded.enter_context(model.record())
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        report, metrics, timeline = model.report(), model.metrics(), model.timeline
+    model.close()
+
+    step_ms = metrics.pop("step_ms")
+    times = {name: ms for name, ms in metrics.items() if name.endswith("_ms")}
+    assert len(times) == len(SHARES)
+    assert sum(times.values()) == pytest.approx(step_ms)
+    assert step_ms > SLOW_S * 1e3
+    assert (metrics["sent_bytes"] > 0) == (ranks > 1)
+    assert max(times.values()) == times[METRICS[cause]], times
+    assert f"is {NAMES[PARTS[cause]]}." in " ".join(report.split())
+    told = Picture(None, timeline).why
+    assert told is not None
+    assert NAMES[PARTS[cause]] == told.parts[0][0], told
+    timeline.save(folder / f"{rank}.html")
+    assert told.headline in (folder / f"{rank}.html").read_text()
+    return told.headline
+
+
+PARTS: Any = {"loader": "loader", "optimizer": "optimizer", "link": "dense"}
+METRICS = {"loader": "loader_ms", "optimizer": "optimizer_ms", "link": "wait_dense_ms"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("cause", ["loader", "optimizer", "link"])
+def test_a_planted_cause_is_told(cause: str, ranks: int, tmp_path: Path) -> None:
+    if ranks == 1 and cause == "link":
+        pytest.skip("one rank sends nothing")
+    headlines = run_ranks(ranks, trains, cause, tmp_path)
+    assert len(set(headlines)) == 1, "a timeline is the same on all ranks"
+
+
+def test_the_parts_stand_in_order_of_share_and_what_is_small_stands_together() -> None:
+    told = why({"forward": 10.0, "dense": 60.0, "loader": 29.0, "ids": 0.9, "between": 0.1, "reload": 0.0})
+
+    assert told is not None
+    assert [name for name, *_ in told.parts] == [NAMES["dense"], NAMES["loader"], NAMES["forward"]]
+    assert told.headline == "A step takes 100.0 ms. Most of it, 60% or 60.0 ms, is waiting for dense gradients."
+    assert "bf16_compress_hook" in told.change
+    assert why(dict.fromkeys(SHARES, 0.0)) is None
+    small = why({"forward": 97.0, **dict.fromkeys(("ids", "dense", "delayed"), 1.0)})
+    assert small is not None
+    assert small.parts[-1][0] == "all else"
+    assert small.parts[-1][1] == pytest.approx(0.03)
