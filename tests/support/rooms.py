@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
@@ -28,6 +29,7 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the product -> its file."""
     files = (path for folder in ("embrace_fx", *OPENED) for path in (ROOT / folder).rglob("*.py"))
@@ -49,14 +51,20 @@ def rooms(*, opened: bool) -> nx.DiGraph[str]:
             continue
         room = room_of(module, opened=opened)
         graph.add_node(room)
-        for imported in _imported(path, known):
+        for imported in _imported(path):
             other = room_of(imported, opened=opened) if imported != "embrace_fx" else room
             if other != room:
                 graph.add_edge(room, other)
     return graph
 
 
-def _imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
+@cache
+def _imported(path: Path) -> tuple[str, ...]:
+    known = modules()
+    return tuple(name if name in known else name.rpartition(".")[0] for name in _names_imported(path))
+
+
+def _names_imported(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -66,7 +74,7 @@ def _imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
             continue
         for name in names:
             if name.split(".")[0] == "embrace_fx":
-                yield name if name in known else name.rpartition(".")[0]
+                yield name
 
 
 def sentence_of(room: str) -> str:

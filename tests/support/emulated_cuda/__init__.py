@@ -47,7 +47,7 @@ def environment(
     """
     found = os.environ | {
         "LD_LIBRARY_PATH": str(libraries),
-        "LD_PRELOAD": f"{libraries / 'libcudart.so.13'} {libraries / 'libnccl.so.2'}",
+        "LD_PRELOAD": " ".join(str(libraries / name) for name in ("libcudart.so.13", "libnccl.so.2", "libcudnn.so")),
         "PYTHONPATH": str(_SITE),
         "OMP_NUM_THREADS": "1",
         "EMULATED_CUDA_OPS": str(libraries / "ops.so"),

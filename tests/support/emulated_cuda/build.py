@@ -3,6 +3,7 @@
 libcudart.so.13   the runtime: devices, memory, streams, events, and the check of what orders them
 libnccl.so.2      communicators and collectives
 libcuda.so.1      what is loaded of the driver
+libcudnn.so       what torch asks of cuDNN besides its ops
 ops.so            the ops of ATen, put into their places by `site/sitecustomize.py`
 allocator.so      an allocator for `torch.cuda.memory.CUDAPluggableAllocator`
 """
@@ -44,6 +45,7 @@ def build(output: Path = OUTPUT) -> Path:
         works = [
             pool.submit(_library, output / "libnccl.so.2", _NCCL, cuda, [*runtime, "-Wl,-soname,libnccl.so.2"]),
             pool.submit(_library, output / "libcuda.so.1", ("driver.cpp",), [], ["-Wl,-soname,libcuda.so.1"]),
+            pool.submit(_library, output / "libcudnn.so", ("cudnn.cpp",), [], []),
             pool.submit(_library, output / "allocator.so", ("allocator.cpp",), cuda, runtime),
             pool.submit(_library, output / "ops.so", _OPS, [*cuda, *torch], [*linked, *runtime]),
         ]

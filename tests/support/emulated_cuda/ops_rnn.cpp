@@ -2,6 +2,7 @@
 #include "ops.h"
 
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
@@ -148,6 +149,22 @@ std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> cudnn_rnn_backward(
   return {written[0], written[1], of_cells, std::vector<Tensor>(written.begin() + states, written.end())};
 }
 
+// Under autocast. torch's own asks cuDNN for how its buffer of weights is laid out.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> cudnn_rnn_autocast(
+    const Tensor& input, at::TensorList weights, int64_t per_layer, const OptionalTensor& buffer, const Tensor& hidden,
+    const OptionalTensor& cells, int64_t mode, c10::SymInt hidden_size, c10::SymInt projection, int64_t layers,
+    bool batch_first, double dropout, bool train, bool bidirectional, c10::SymIntArrayRef batch_sizes,
+    const OptionalTensor& dropout_state) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+  auto dtype = at::autocast::get_autocast_dtype(at::kCUDA);
+  auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, at::kCUDA); };
+  std::vector<Tensor> of_weights;
+  for (auto& each : weights) of_weights.push_back(cast(each));
+  return at::_cudnn_rnn_symint(cast(input), of_weights, per_layer, OptionalTensor(), cast(hidden),
+                               is_given(cells) ? OptionalTensor(cast(*cells)) : cells, mode, hidden_size, projection, layers,
+                               batch_first, dropout, train, bidirectional, batch_sizes, dropout_state);
+}
+
 // One buffer for all weights, which become views of it.
 Tensor flatten_weights(at::TensorList weights, int64_t, c10::SymInt, int64_t, c10::SymInt, c10::SymInt, int64_t, bool, bool) {
   c10::cuda::CUDAGuard guard(weights[0].device());
@@ -222,6 +239,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
 }  // namespace
 
 void install_layers(torch::Library& library) {
+  static torch::Library autocast(torch::Library::IMPL, "aten", c10::DispatchKey::AutocastCUDA, __FILE__, __LINE__);
+  autocast.impl("_cudnn_rnn", TORCH_FN(cudnn_rnn_autocast));
   library.impl("_cudnn_rnn", TORCH_FN(cudnn_rnn));
   library.impl("_cudnn_rnn_backward", TORCH_FN(cudnn_rnn_backward));
   library.impl("_cudnn_rnn_flatten_weight", TORCH_FN(flatten_weights));
