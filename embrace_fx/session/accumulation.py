@@ -40,9 +40,11 @@ class _Backward:
         before: what `.grad` held of parameters that had one.
         kept: those of them whose hooks are to find the sum in `.grad`.
         reached: parameters whose gradients have been accumulated.
+        task: the engine's number of it; a backward within it, of a checkpoint say, has another.
     """
 
     step: GradientStep
+    task: int
     before: dict[str, Tensor] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
     reached: set[str] = field(default_factory=set)
@@ -81,6 +83,7 @@ class Accumulation:
         self._handles: list[Any] = []
         self._backward: _Backward | None = None
         self._waiting: list[weakref.ref[GradientStep]] = []  # calls, whose backwards may come, in their order
+        self._nests: bool | None = None  # whether a backward has had another one within; None: there has been none
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Watches the nodes that accumulate the gradients of these parameters."""
@@ -121,7 +124,7 @@ class Accumulation:
             step = next((found for each in reversed(self._waiting) if (found := each()) is not None), None)
         if step is None:
             raise RuntimeError(_NO_CALL)
-        backward = self._backward = _Backward(step)
+        backward = self._backward = _Backward(step, torch._C._current_graph_task_id())
         torch.autograd.Variable._execution_engine.queue_callback(_End(self))
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and is_hooked(parameter):
@@ -140,13 +143,20 @@ class Accumulation:
             return False
 
     def accumulated(self, name: str) -> None:
-        """Takes note of a gradient in `.grad`."""
+        """Takes note of a gradient in `.grad`, and has it leave, once a backward has shown that no other one comes."""
         self.begin(None)
-        if self._backward is not None:
-            self._backward.reached.add(name)
+        backward = self._backward
+        if backward is None:
+            return
+        backward.reached.add(name)
+        if torch._C._current_graph_task_id() != backward.task:
+            self._nests = True
+        if self._nests is False and self.parameters[name].grad is not None:
+            backward.step.take(name, self._own(backward, name))
 
     def end(self) -> None:
         """Exchanges the gradients of the backward, at its end. Collective."""
+        self._nests = bool(self._nests)
         step, gradients = self._taken()
         self._look(gradients)
         step.exchange(gradients)
@@ -165,12 +175,16 @@ class Accumulation:
         assert backward is not None
         gradients = {}
         for name, parameter in self.parameters.items():
-            found, before = parameter.grad, backward.before.get(name)
-            parameter.grad = before
-            if found is not None and name in backward.reached:
-                found = found.detach() if found.layout == torch.strided else found.detach().to_dense()
-                gradients[name] = found - before if name in backward.kept and before is not None else found
+            if parameter.grad is not None and name in backward.reached:
+                gradients[name] = self._own(backward, name)
+            parameter.grad = backward.before.get(name)
         return backward.step, gradients
+
+    def _own(self, backward: _Backward, name: str) -> Tensor:
+        """Returns the backward's own part of what is in `.grad`."""
+        found = self.parameters[name].grad
+        assert found is not None
+        return found.detach() - backward.before[name] if name in backward.kept else found.detach()
 
 
 def _accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:

@@ -15,7 +15,7 @@ from embrace_fx.runtime.exchanges.blocks import block_bitmap
 from embrace_fx.runtime.ranks.failure import TOLD, failure_text, is_of_ranks
 from embrace_fx.session.accumulation import Accumulation
 from embrace_fx.session.calls import Kinds, Variant
-from embrace_fx.session.gradient_graph import captured_of, gradient_graph, lookup_tables
+from embrace_fx.session.gradient_graph import captured_of, gradient_graph, lookup_tables, row_tables
 from embrace_fx.session.gradient_step import GradientStep
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.setup.setting import Setting
@@ -34,6 +34,7 @@ class EagerCalls:
 
     def __init__(self, setting: Setting, planned: PlanInUse, kinds: Kinds) -> None:
         self._tables: list[str] = []
+        self._row_tables = frozenset[str]()  # those of them whose gradients autograd makes of rows alone
         self.reason = ASKED if setting.options.route == "eager" else ""
         self._setting = setting
         self._planned = planned
@@ -114,7 +115,7 @@ class EagerCalls:
         self._setting.announcements.asks_to_plan |= not self._rows
         for name in self._tables:
             gradient = gradients.get(name)
-            self._rows[name] = torch.arange(0) if gradient is None else block_bitmap(gradient).nonzero().view(-1).cpu()
+            self._rows[name] = torch.arange(0) if gradient is None else _rows_of(gradient).cpu()
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """The parameters whose gradients are exchanged, by name."""
@@ -124,8 +125,17 @@ class EagerCalls:
 
     def _graph(self, trained: Mapping[str, nn.Parameter]) -> TrainingGraph:
         self._tables = lookup_tables(self._setting.model, trained)
+        self._row_tables = row_tables(self._setting.model, self._tables)
         whole = {name: table.shape for name, table in self._setting.state.tables.items()}  # which they are to become
         return gradient_graph(trained, self._tables, whole)
+
+    def _in_rows(self) -> frozenset[str]:
+        """Finds the tables whose gradients stay in rows: not those that are packed with others, or cut into blocks."""
+        plan = self._planned.plan
+        assert plan is not None
+        if self._setting.communicator.world_size == 1:
+            return self._row_tables
+        return frozenset(name for name in self._row_tables if plan[name].strategy in ("allgather", "zen", "ps"))
 
     def forget(self) -> None:
         """Leaves the model's parameters alone."""
@@ -136,7 +146,7 @@ class EagerCalls:
         setting, trained = self._setting, self._trained()
         setting.state.hooked = frozenset()  # autograd calls the hooks of gradients
         program = self._planned.build(variant, accumulates=accumulates)
-        step = GradientStep(program, tuple(trained), self.rows(variant) if variant.train else ())
+        step = GradientStep(program, tuple(trained), self.rows(variant) if variant.train else (), self._in_rows())
         step.announce()
         try:
             results = setting.model(*args, **kwargs)
@@ -150,3 +160,8 @@ class EagerCalls:
             setting.state.awaiting_backward.add(step)
             self._accumulation.expect(step, results)
         return results
+
+
+def _rows_of(gradient: Tensor) -> Tensor:
+    """The rows of a table's gradient that are not zero, or that are there."""
+    return gradient._indices()[0].unique() if gradient.is_sparse else block_bitmap(gradient).nonzero().view(-1)

@@ -81,6 +81,13 @@ def lookup_tables(model: nn.Module, names: Collection[str]) -> list[str]:
     return [name for name, parameter in model.named_parameters() if name in names and id(parameter) in weights]
 
 
+def row_tables(model: nn.Module, tables: Collection[str]) -> frozenset[str]:
+    """Finds the tables whose layers make gradients of rows alone (`sparse=True`)."""
+    layers = (nn.Embedding, nn.EmbeddingBag)
+    weights = {id(module.weight) for module in model.modules() if isinstance(module, layers) and module.sparse}
+    return frozenset(name for name in tables if id(model.get_parameter(name)) in weights)
+
+
 class _Always:
     """Conditions of a capture that holds nothing of the forward."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
+from embrace_fx.runtime.step.pieces import InPieces
 from embrace_fx.runtime.step.program import LoweredPhase, Program
 from embrace_fx.runtime.step.step import Opened, Step
 from embrace_fx.vocabulary.as_seen import AsSeen
@@ -24,13 +25,18 @@ class GradientStep(Step):
         program: of a graph of gradients.
         names: the parameters of that graph, in its order.
         rows: of tables, that an earlier gradient had.
+        in_rows: parameters whose gradients stay in rows, of layout COO; those of others are made dense.
     """
 
-    def __init__(self, program: Program, names: Sequence[str], rows: Sequence[Tensor]) -> None:
+    def __init__(
+        self, program: Program, names: Sequence[str], rows: Sequence[Tensor], in_rows: Collection[str]
+    ) -> None:
         super().__init__(program, rows, None)
         self._names = tuple(names)
+        self._in_rows = in_rows
         self._failure: Exception | None = None
         self._opened: Opened | None = None
+        self._taken: dict[int, Tensor] = {}  # gradients as they are exchanged
 
     def announce(self) -> None:
         """Stands for the head of a forward. Collective.
@@ -62,7 +68,25 @@ class GradientStep(Step):
             self.program.recorder.mark(OWN_CODE)
             self.program.recorder.window()
         self._opened = self._open({})
+        if isinstance(run := self._opened.phase.run, InPieces):
+            run.begin()
         super()._begin_backward(BackwardVariant(), twice=False)
+
+    def take(self, name: str, gradient: Tensor) -> None:
+        """Sends a bucket that is complete with this gradient, where sums of this rank's own do not go along.
+
+        Raises:
+            RuntimeError: one has left that is accumulated again.
+        """
+        run, state = self._opened.phase.run if self._opened is not None else None, self.program.state
+        if not isinstance(run, InPieces) or state.unreduced:
+            return
+        k = self._names.index(name)
+        if run.has_run(k):
+            raise RuntimeError(_AGAIN.format(name))
+        with torch.no_grad(), autocast_is_in_the_graph():
+            self._taken[k] = self._as_exchanged(name, gradient)
+            run.take(self._taken)
 
     def exchange(self, gradients: Mapping[str, Tensor], failure: Exception | None = None) -> None:
         """Delivers the means over ranks of what autograd has accumulated. Collective.
@@ -94,9 +118,27 @@ class GradientStep(Step):
     def _call_backward(
         self, backward: LoweredPhase, values: Values, tangents: Sequence[Tensor | None]
     ) -> tuple[Any, ...]:
-        state = self.program.state
-        dense = {
-            k: tangent if tangent is not None else torch.zeros_like(state.parameter(name))
-            for k, (name, tangent) in enumerate(zip(self._names, tangents, strict=True))
-        }
-        return backward.run(self._leaves, values, dense)
+        taken, self._taken = self._taken, {}
+        for k, (name, tangent) in enumerate(zip(self._names, tangents, strict=True)):
+            if k not in taken:
+                taken[k] = self._as_exchanged(name, tangent)
+        return backward.run(self._leaves, values, taken)
+
+    def _as_exchanged(self, name: str, gradient: Tensor | None) -> Tensor:
+        """A gradient in the layout in which it is exchanged."""
+        parameter, in_rows = self.program.state.parameter(name), name in self._in_rows
+        if gradient is None:
+            return _no_rows(parameter) if in_rows else torch.zeros_like(parameter)
+        return gradient if in_rows or gradient.layout == torch.strided else gradient.to_dense()
+
+
+_AGAIN = (
+    "expected each gradient to be accumulated once in a backward, as in those before, in backward(), found that of {} "
+    "again, after it had left: a backward within the backward. Take the step once more: it will wait for all of them"
+)
+
+
+def _no_rows(table: Tensor) -> Tensor:
+    """The gradient of a table that nothing reads."""
+    ids = torch.empty((1, 0), dtype=torch.int64, device=table.device)
+    return torch.sparse_coo_tensor(ids, table.new_empty((0, *table.shape[1:])), table.shape, is_coalesced=True)

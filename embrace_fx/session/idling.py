@@ -8,7 +8,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,11 +17,13 @@ from torch.distributed.algorithms.join import JoinHook
 from embrace_fx.passes.take_part import idle_graph
 from embrace_fx.planning.fitting import Misfit, fitted
 from embrace_fx.runtime.ranks.announcement import ACCUMULATING, ACTIVITIES, EVALUATING, JOINED
+from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import Step
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.calls import Variant
+from embrace_fx.session.gradient_graph import ROUTE as EAGER
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.plan import Plan
@@ -35,11 +37,16 @@ _NO_BATCH = (
 
 
 class Idling:
-    """Takes part in the calls of other ranks, once this one has run out of batches."""
+    """Takes part in the calls of other ranks, once this one has run out of batches.
 
-    def __init__(self, setting: Setting, planned: PlanInUse) -> None:
+    Args:
+        fit: has the plan fit some rank's batch. Collective.
+    """
+
+    def __init__(self, setting: Setting, planned: PlanInUse, fit: Callable[[], None]) -> None:
         self._setting = setting
         self._planned = planned
+        self._fit = fit
         self._sharded: Plan | None = None  # the plan in use before tables became whole
         self._variants: dict[bool, Variant] = {}
         self._of_plan: Plan | None = None  # for which there are these
@@ -86,6 +93,14 @@ class Idling:
         """Takes part in one call of the others, without a batch. Collective."""
         activity = self.meet(JOINED)
         self._setting.announcements.activity = activity
+        while True:
+            try:
+                return self._run(activity)
+            except PlanDoesNotFit:
+                self._fit()
+
+    def _run(self, activity: int) -> None:
+        """Runs the program of no batch."""
         program = self._program(activity)
         with torch.no_grad(), autocast_is_in_the_graph(), self._setting.state.pending.closed():
             step = Step(program, (), None)
@@ -112,7 +127,7 @@ class Idling:
         broadcast_state(setting.model, apart, setting.communicator, buffers=buffers, source=ranks[-1])
         setting.communicator.progress.optimizer_steps = 0  # ranks are alike again
         sharded, self._sharded = self._sharded, None
-        if sharded is not None:
+        if sharded is not None and self._planned.any_variant().captured.route != EAGER:
             self._planned.change(sharded)
 
     def _program(self, activity: int) -> Program:

@@ -153,10 +153,14 @@ class PlanInUse:
     def make_again(self, variant: Variant, leaves: Sequence[Any]) -> None:
         """Makes another plan, as rank 0 asked for in the last announcement, if this is a moment for it. Collective.
 
+        None is while ranks have run out of batches (`join`): a plan is made for every rank's batch.
+
         Raises:
             PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
         """
         setting, old = self._setting, self._in_use()
+        if setting.announcements.uneven:
+            return
         everyone = setting.announcements.announce([self._may_change(variant)])
         if not all(may for (may,) in everyone):
             return

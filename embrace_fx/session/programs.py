@@ -306,6 +306,7 @@ class ProgramBuilder:
             regions=self._region_compiler(),
             variants=of_steps.graph if of_steps is not None and of_steps.vary else None,
             copies=self._offloading.copies,
+            of_gradients=variant.captured.route == EAGER,
         )
 
     def _assigned(self, variant: Variant) -> frozenset[str]:

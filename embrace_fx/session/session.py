@@ -93,7 +93,7 @@ class Session:
         self._eager = EagerCalls(self._setting, self.planned, self._kinds)
         self.state.pending.watch(self.planned.updates(), self.planned.late_optimizers)
         self.views = Views(self._setting, self.planned, lambda: self._eager.reason)
-        self.idling = Idling(self._setting, self.planned)
+        self.idling = Idling(self._setting, self.planned, self._eager.fit)
 
     def _stepping(self) -> Stepping:
         """Listens to the optimizers of the model: those that were given, and whichever steps it."""

@@ -19,8 +19,8 @@ def plan_buckets(
     """Blocks of consecutive parameters, the last block first: about the order in which the backward yields gradients.
 
     Parameters are cut in the order in which the forward reads them, so that what is reduced and updated together is
-    also needed together. A bucket is of one dtype, and of the size that the cost model wants; what is exchanged
-    sparsely has one of its own.
+    also needed together; those that it does not read stay as they stand. A bucket is of one dtype, and of the size that
+    the cost model wants; what is exchanged sparsely has one of its own.
 
     Args:
         reduced: replicas with a gradient.
@@ -43,7 +43,7 @@ def plan_buckets(
     limit = cost.bucket_bytes(cluster, world_size, sum(sizes[name] for name in produced if name not in alone))
     buckets: list[list[str]] = []
     filled, dtype = 0, None
-    for name in sorted(produced, key=lambda n: (read[n], n)):
+    for name in sorted(produced, key=lambda n: (read[n], n if read[n] < len(position) else "")):
         apart = name in alone or (bool(buckets) and buckets[-1][-1] in alone)
         if not buckets or apart or filled + sizes[name] > limit or produced[name].meta["val"].dtype != dtype:
             buckets.append([])

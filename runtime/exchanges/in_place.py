@@ -23,7 +23,7 @@ from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges import allgather, omnireduce, ps, zen
 from embrace_fx.runtime.exchanges.blocks import write_blocks_
 from embrace_fx.runtime.exchanges.channel import Channel
-from embrace_fx.runtime.exchanges.gradient import RowSet
+from embrace_fx.runtime.exchanges.gradient import RowSet, join_parts
 from embrace_fx.runtime.exchanges.options import ExchangeOptions
 from embrace_fx.runtime.exchanges.steps import Steps, run
 from embrace_fx.runtime.exchanges.strategies import STRATEGIES
@@ -54,18 +54,29 @@ class ExchangeKind:
 
 
 def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, cluster: Cluster) -> Tensor:
-    """The mean over ranks of a dense gradient, in place; waits for every round.
+    """The mean over ranks of a gradient, in place; waits for every round.
 
     Args:
-        flat: (rows * width,).
+        flat: (rows * width,); or (rows, width) of layout COO, coalesced, where the strategy has rows for units: the
+            same travels, so that ranks need not have the same layout.
         cluster: the links that blocks are cut for.
     """
     strategy = STRATEGIES[kind.strategy]
     options = ExchangeOptions(scheme="hierarchical" if kind.scheme == "hierarchical" else "balanced", cluster=cluster)
+    exchange = MEAN_PARTS[kind.strategy]
+    if flat.is_sparse:
+        units = RowSet(flat.indices()[0], flat.values(), kind.rows)
+        mean = join_parts(run(exchange(units, channel, options)), kind.rows)
+        return flat.copy_(rows_of(mean, flat))
     units = strategy.units(flat.view(kind.rows, -1), options)
-    for part in run(MEAN_PARTS[kind.strategy](units, channel, options)):
+    for part in run(exchange(units, channel, options)):
         write_blocks_(flat, part)  # whatever is not among them is zero on this rank too
     return flat
+
+
+def rows_of(rows: RowSet, like: Tensor) -> Tensor:
+    """A row set as a coalesced tensor of layout COO, of the shape of another tensor."""
+    return torch.sparse_coo_tensor(rows.ids.view(1, -1), rows.rows, like.shape, is_coalesced=True)
 
 
 def exchange_at_once(flat: Tensor, kind: ExchangeKind, channel: Channel, cluster: Cluster) -> InFlight:

@@ -122,6 +122,8 @@ def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
 
 
 def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    if flat.is_sparse:  # rows of a table, alone in its bucket
+        return [flat]
     parts = flat.split([t.numel() for t in like])
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 

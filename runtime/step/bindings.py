@@ -292,7 +292,8 @@ class _Packer:
     def __call__(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
         part = self._hooked if self._state.hooked else self._state.with_unreduced
         parts = [part(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)]
-        flat = torch.cat([part.reshape(-1) for part in parts])
+        rows = next((part for part in parts if part.is_sparse), None)  # of a table, alone in its bucket
+        flat = torch.cat([part.reshape(-1) for part in parts]) if rows is None else rows.coalesce()
         scale = scale * self._state.gradient_scale if self._scales else 1.0
         return flat.mul_(scale) if scale != 1.0 else flat
 

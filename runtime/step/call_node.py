@@ -9,6 +9,7 @@ from torch import Tensor
 
 from embrace_fx.runtime.launch.spans import span
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
+from embrace_fx.runtime.step.twice import make_final
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.step.step import Step
@@ -31,10 +32,14 @@ class CallNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        twice = torch.is_grad_enabled()
-        ctx.step.program.state.graph_task = torch._C._current_graph_task_id()
+        program, twice = ctx.step.program, torch.is_grad_enabled()
+        program.state.graph_task = torch._C._current_graph_task_id()
         anchor, _ = ctx.next_functions[0]  # not reached by `torch.autograd.grad` or `backward(inputs=...)`
         with torch.no_grad(), autocast_is_in_the_graph():
             wanted = torch._C._will_engine_execute_node(anchor)
-            with span("backward"), ctx.step.program.state.pending.closed():
-                return (None, None, *ctx.step.backward(tangents, for_parameters=wanted, twice=twice))
+            final = twice and wanted and not program.state.tables and len(ctx.next_functions) == 1  # of no batch
+            with span("backward"), program.state.pending.closed():
+                gradients = ctx.step.backward(tangents, for_parameters=wanted, twice=twice and not final)
+        if final:
+            make_final(program)
+        return (None, None, *gradients)

@@ -65,7 +65,7 @@ class Delivery:
                 case Gradient(Parameter(name)) if name not in (absent if self._reduces(name) else absent_here):
                     # Two parameters may get the same tensor (the biases of an LSTM), but no two may share a `.grad`;
                     # nor may it be one that the backward was given, as of a parameter that is only added.
-                    shared = id(value) in given or value.untyped_storage().data_ptr() in others
+                    shared = id(value) in given or (bool(others) and value.untyped_storage().data_ptr() in others)
                     value = value.clone() if shared else value
                     if name in self.state.ignored:
                         _deliver_local(self.state, name, value)
@@ -112,13 +112,15 @@ def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised:
     hooks = own and name in state.hooked
     if hooks:
         gradient = hooked(parameter, gradient)
-    if gradient.stride() != parameter.stride():
+    if not gradient.is_sparse and gradient.stride() != parameter.stride():
         gradient = gradient.contiguous() if parameter.is_contiguous() else gradient.clone()
     if synchronised and name in state.unreduced:
         state.unreduced.discard(name)
         parameter.grad = gradient  # the bucket took the accumulated part along
     elif parameter.grad is None:
         parameter.grad = gradient
+    elif parameter.grad.is_sparse and not gradient.is_sparse:
+        parameter.grad = gradient.add(parameter.grad)
     else:
         parameter.grad.add_(gradient)
     if hooks:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.flow.ahead import Ahead
@@ -21,6 +21,7 @@ from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
 from embrace_fx.runtime.step.owed import Owed
 from embrace_fx.runtime.step.own_results import memory_of
 from embrace_fx.runtime.step.phases import Runnable, autocast_is_in_the_graph, runnable
+from embrace_fx.runtime.step.pieces import InPieces
 from embrace_fx.runtime.step.used_parameters import UsedParameters
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.as_seen import AsSeen
@@ -53,7 +54,7 @@ class LoweredPhase:
         absent: launches that are this phase's, and that it leaves out: the launcher is not to wait for them.
     """
 
-    run: Runnable
+    run: Runnable | InPieces
     owed: Owed
     absent: tuple[OperationId, ...]
 
@@ -76,6 +77,7 @@ class Program:
         regions: what compiles the compute between communications; None: every op is called by itself.
         variants: variant of a step -> the graph with its phase; None: the graph serves every step.
         copies: what copies saved values out of memory and back, where the graph does.
+        of_gradients: its backward begins with gradients that come one by one.
 
     Attributes:
         unique, ids: the phases that the others follow on.
@@ -107,8 +109,10 @@ class Program:
         regions: RegionCompiler | None = None,
         variants: Callable[[StepVariant], TrainingGraph] | None = None,
         copies: Copies | None = None,
+        of_gradients: bool = False,
     ) -> None:
         self.variants = variants
+        self._of_gradients = of_gradients
         self.copies = copies
         self.state = state
         self.announcements = announcements
@@ -150,7 +154,12 @@ class Program:
     def _lowered_phase(self, phase: str, graph: TrainingGraph, bound: Bindings) -> LoweredPhase:
         module, is_last = graph.phases[phase], phase == "backward"
         special, owed = (bound.backward, bound.owed_backward) if is_last else (bound.forward, bound.owed_forward)
-        run = runnable(module, self.state, bound.by_op, special, self.regions, last=is_last)
+
+        def lowered(part: fx.GraphModule) -> Runnable:
+            return runnable(part, self.state, bound.by_op, special, self.regions, last=is_last)
+
+        in_pieces = is_last and self._of_gradients and self.flow is not None
+        run = InPieces(module, lowered) if in_pieces else lowered(module)
         absent = self.flow.launcher.absent({*submitted(module)}, forward=not is_last) if self.flow is not None else ()
         return LoweredPhase(run, owed, absent)
 

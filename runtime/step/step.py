@@ -30,6 +30,7 @@ from embrace_fx.runtime.step.call_node import CallNode
 from embrace_fx.runtime.step.own_results import in_memory_of, own_results
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph, keep
 from embrace_fx.runtime.step.program import LoweredPhase, Program
+from embrace_fx.runtime.step.twice import TWICE
 from embrace_fx.vocabulary.as_seen import AsSeen
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result, Values
 from embrace_fx.vocabulary.operation_id import BETWEEN, END, OWN_CODE, WHOLE_BACKWARD, WHOLE_FORWARD
@@ -192,7 +193,7 @@ class Step:
                 "or add the losses and call backward once."
             )
         if twice and not self._tells_of_failures():
-            raise RuntimeError(_TWICE)
+            raise RuntimeError(TWICE)
         program.state.awaiting_backward.discard(self)
         values, self._values = self._values, None
         flow, recorder = program.flow, program.recorder
@@ -310,7 +311,7 @@ class Step:
             assert program.ids_program is not None
             program.flow.begin_backward(program.ids_program, variant)
         if twice:  # told to the others as any failure is
-            raise RuntimeError(_TWICE)
+            raise RuntimeError(TWICE)
 
     def _mark_end(self) -> None:
         """Notes that everything since the last mark was the end of the backward."""
@@ -387,9 +388,3 @@ class Step:
             if isinstance(role, Gradient) and isinstance(role.of, BatchInput)
         }
         return [found.get(k) for k, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-_TWICE = (
-    "expected a backward of the compiled model without create_graph=True, in backward(), found one with it: its "
-    "gradients cannot be differentiated again. Train such a loss with the plain model."
-)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -221,6 +221,7 @@ class Stepping:
                 step.gradients |= {parameter: (gradient, None) for parameter, gradient in taken.items()}
             else:  # rows must be cut out of whole gradients, at once; or torch's step looks at all of them
                 self.flow.buckets.release(optimizer)
+        _take_layouts(optimizer, step)
 
     def _own_tables(self, optimizer: Optimizer) -> list[RowTable]:
         """The sharded tables that an optimizer is about to step, which are its from now on."""
@@ -348,7 +349,27 @@ class Stepping:
         return own_parts(optimizer, state_dict, self._state, self._communicator)
 
 
+_TAKE_ROWS = (SGD, Adagrad, SparseAdam)
+"""Classes of torch that take gradients of layout COO."""
+
+
+def _take_layouts(optimizer: Optimizer, step: _Step) -> None:
+    """Gives torch's step gradients of the layout that the class takes."""
+    kind = type(optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse and kind not in _TAKE_ROWS:
+                step.hide(parameter, gradient.to_dense())
+            elif gradient is not None and gradient.layout == torch.strided and kind is SparseAdam:
+                step.hide(parameter, gradient.to_sparse(1))
+
+
 def _update_replica(entry: DenseTable, gradient: Tensor) -> None:
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        entry.table.update_rows(gradient.indices()[0], gradient.values())
+        return
     if entry.all_rows:
         ids = torch.arange(gradient.shape[0], device=gradient.device)
     else:

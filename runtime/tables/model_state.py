@@ -108,7 +108,9 @@ class ModelState:
     def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:
         """A gradient plus what backwards under `no_sync` left of it in `.grad`."""
         left = self.parameter(name).grad if name in self.unreduced else None
-        return gradient if left is None else gradient + left
+        if left is None:
+            return gradient
+        return left + gradient if gradient.is_sparse else gradient + left  # torch adds rows to a dense tensor alone
 
     def parameter_reader(self, name: str) -> Callable[[], Tensor]:
         owner, key = self._parameters[name]

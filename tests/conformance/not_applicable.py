@@ -22,6 +22,9 @@ ASSERTED_OF_DDP = {
     "test_ddp_native_mixed_precision_ignored_params": (
         "asserts `_mp_param` and `_fp_param`, which DDP's private mixed precision puts on parameters"
     ),
+    "test_ddp_sync_module_states": (
+        "replaces the wrapped module, for a private function that reads `broadcast_bucket_size` of DDP"
+    ),
     "test_get_data_parallel_params": "calls a private method of DDP's class",
 }
 """Body -> what it asserts of DDP itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
-from tests.eager.models import CASES, Case
+from tests.eager.models import CASES, Asserting, Case, labelled
 from tests.support.ranks import run_ranks
 
 pytestmark = [
@@ -85,3 +86,47 @@ def test_three_ranks_train_as_under_ddp() -> None:
 @pytest.mark.parametrize("strategy", ["allgather", "zen", "omnireduce", "ps"])
 def test_every_exchange_yields_the_gradients_of_ddp(strategy: str) -> None:
     run_ranks(3, _beside_ddp, ["asserting", "recommender", "sparse"], strategy)
+
+
+def _train_rows(model: Any, rank: int) -> list[float]:
+    """The losses of a loop whose tables' gradients are of layout COO, some of them sums of two backwards."""
+    tables = [p for name, p in model.named_parameters() if "rows" in name]
+    optimizers = [
+        torch.optim.SparseAdam(tables, lr=1e-2),
+        torch.optim.AdamW([p for p in model.parameters() if all(p is not table for table in tables)], lr=1e-2),
+    ]
+    losses = []
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with model.no_sync() if step % 2 else contextlib.nullcontext():
+            model(*labelled(100 + step, rank)).backward()
+        loss = model(*labelled(step, rank))
+        loss.backward()
+        assert step < 2 or all(table.grad.is_sparse for table in tables)  # by then the plan is made for gradients
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _rows_beside_ddp(rank: int, world_size: int, strategy: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(Asserting(sparse=True))
+    theirs = _train_rows(DistributedDataParallel(made[0]), rank)
+    compiled = embrace_fx.compile(made[1], strategy={"rows.weight": strategy})
+    torch.testing.assert_close(_train_rows(compiled, rank), theirs, rtol=1e-9, atol=1e-12)
+    for (key, own), other in zip(made[1].state_dict().items(), made[0].state_dict().values(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-9, atol=1e-12, msg=key)
+    assert compiled.plan["rows.weight"].strategy == strategy
+    compiled.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["allgather", "zen", "ps"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_in_rows_stay_in_rows(strategy: str, world_size: int) -> None:
+    run_ranks(world_size, _rows_beside_ddp, strategy)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import embrace_fx
-from tests.eager.models import Asserting, labelled
+from tests.eager.models import Asserting, Turning, labelled
 from tests.support.ranks import run_ranks
 
 SOON_S = 20.0
@@ -108,15 +108,6 @@ def _other_routes(rank: int, world_size: int) -> list[str]:
     return [*strategies, compiled.report().rpartition("route: ")[2]]
 
 
-class Turning(Asserting):
-    """Asserts on values where it is told to."""
-
-    def forward(self, ids: Tensor, kinds: Tensor, turns: bool = False) -> Tensor:
-        if turns and (ids < 0).any():
-            raise ValueError("ids below the table")
-        return F.cross_entropy(self.head(self.encode(ids)), kinds)
-
-
 def test_steps_are_recorded_and_the_graphs_say_why_they_are_not_of_the_forward() -> None:
     compiled = embrace_fx.compile(Asserting(), route="eager")
     with compiled.record():
@@ -130,5 +121,5 @@ def test_all_ranks_leave_the_graph_with_the_first_one_that_has_to() -> None:
     for *strategies, route in run_ranks(2, _other_routes):
         assert strategies[:2] == ["alltoall", "alltoall"]
         assert strategies[2:] == ["allreduce", "allreduce"]
-        assert "test_failures.py" in route
+        assert "eager/models.py" in route
         assert "Data-dependent" in route

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
-from tests.eager.models import Asserting, Batch, Experts, Repeating, drawn, labelled
+from tests.eager.models import Asserting, Batch, Experts, Repeating, Turning, drawn, labelled
 from tests.support.ranks import run_ranks
 
 STEPS = 6
@@ -52,6 +52,16 @@ def joining(model: Any, rank: int) -> list[float]:
     optimizer = _adam(model)
     with model.join():
         return [_step(model, optimizer, labelled(step, rank)) for step in range(STEPS - 2 * rank)]
+
+
+def joining_before_a_turn(model: Any, rank: int) -> list[float]:
+    """The last rank that has batches comes to one of which there is no graph."""
+    optimizer = _adam(model)
+    with model.join():
+        return [
+            _step(model, optimizer, (*labelled(step, rank), rank == 0 and step >= 4))
+            for step in range(STEPS - 2 * rank)
+        ]
 
 
 def hooked(model: Any, rank: int) -> list[float]:
@@ -113,6 +123,7 @@ LOOPS: dict[str, tuple[Loop, type[nn.Module]]] = {
     for loop, kind in (
         (accumulating, Asserting),
         (joining, Asserting),
+        (joining_before_a_turn, Turning),
         (hooked, Asserting),
         (scaled_and_clipped, Asserting),
         (going_on_from_a_checkpoint, Asserting),

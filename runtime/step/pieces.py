@@ -1,0 +1,101 @@
+"""A backward of gradients alone, run in pieces: a bucket leaves once its gradients are there.
+
+Autograd runs the backward then, and accumulates one gradient after the other.
+
+rewrite:  backward   b0 = pack_bucket([g3, g2]); s0 = submit_chunk(b0); b1 = pack_bucket([g1]); s1 = submit_chunk(b1)
+                     t0 = await_chunk(s0); t1 = await_chunk(s1); ...
+     ->   piece 0    b0 = pack_bucket([g3, g2]); s0 = submit_chunk(b0)      as soon as g3 and g2 are there
+          piece 1    b1 = pack_bucket([g1]); s1 = submit_chunk(b1)          then, as soon as g1 is
+          rest       t0 = await_chunk(s0); t1 = await_chunk(s1); ...        at the end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from embrace_fx.runtime.step.phases import Runnable, keep
+from embrace_fx.vocabulary.graph import OutputRole, Saved, Tangent, Values, inputs_of, outputs_of
+from embrace_fx.vocabulary.ops import op_name
+
+_Output = tuple[fx.Node | None, OutputRole]
+
+
+class InPieces:
+    """A lowered backward that begins before all of its gradients are there.
+
+    Args:
+        module: the phase.
+        lower: makes a part of it ready to run.
+    """
+
+    def __init__(self, module: fx.GraphModule, lower: Callable[[fx.GraphModule], Runnable]) -> None:
+        *pieces, rest = map(lower, modules := _cut(module))
+        needed = [{role.index for _, role in inputs_of(each) if isinstance(role, Tangent)} for each in modules]
+        self._pieces = [*zip(pieces, needed, strict=False)]
+        self._rest = rest
+        self.begin()
+
+    @property
+    def roles(self) -> tuple[OutputRole, ...]:
+        return self._rest.roles
+
+    def begin(self) -> None:
+        """Begins a backward, of which nothing has run."""
+        self._run, self._values = 0, Values()
+
+    def take(self, tangents: Mapping[int, Tensor]) -> None:
+        """Runs the pieces whose gradients are there, in their order."""
+        while self._run < len(self._pieces):
+            piece, needed = self._pieces[self._run]
+            if not needed <= tangents.keys():
+                return
+            self._run += 1
+            keep(piece.roles, piece((), {}, tangents), self._values)
+
+    def has_run(self, tangent: int) -> bool:
+        """Whether a gradient has left."""
+        return any(tangent in needed for _, needed in self._pieces[: self._run])
+
+    def __call__(self, leaves: Sequence[Any], values: Values, tangents: Mapping[int, Tensor]) -> tuple[Any, ...]:
+        """Runs what is left of the backward; the next one begins anew."""
+        self.take(tangents)
+        saved = {**values, **self._values}
+        self.begin()
+        return self._rest(leaves, saved, tangents)
+
+
+def _cut(module: fx.GraphModule) -> list[fx.GraphModule]:
+    """Cuts out the nodes that pack and submit each bucket; the rest comes last."""
+    left = dict.fromkeys(node for node in module.graph.nodes if node.op == "call_function")
+    found = []
+    for node in [*left]:
+        if op_name(node) != "embrace::pack_bucket":
+            continue
+        piece = {each for each in node.all_input_nodes if each.op == "call_function"}
+        last: fx.Node | None = node
+        while last is not None:
+            piece.add(end := last)
+            last = next((user for user in end.users if op_name(user) == "embrace::submit_chunk"), None)
+        found.append(_part(module, piece, [(end, Saved(end.name))]))
+        for each in piece:
+            left.pop(each, None)
+    return [*found, _part(module, left, [*outputs_of(module)])]
+
+
+def _part(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequence[_Output]) -> fx.GraphModule:
+    """The graph of some nodes; what they read of others is saved."""
+    read = {each for node in nodes for each in node.all_input_nodes} | {value for value, _ in outputs}
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        if node in read and node not in nodes:
+            env[node] = graph.placeholder(node.name)
+            env[node].meta = {"role": Saved(node.name), **node.meta}
+    for node in module.graph.nodes:
+        if node in nodes:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    output = graph.output(tuple(env[value] if value is not None else None for value, _ in outputs))
+    output.meta["roles"] = tuple(role for _, role in outputs)
+    return fx.GraphModule(module, graph)
