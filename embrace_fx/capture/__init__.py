@@ -175,7 +175,7 @@ def _captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captur
         written=tuple(k for k in inputs if k < of_arguments),
         constants=traced.constants,
         names=traced.names,
-        deciding=deciding(traced.symbols, joint.module.graph),
+        deciding=deciding(traced.symbols),
     )
 
 

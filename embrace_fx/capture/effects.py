@@ -154,11 +154,6 @@ class ReplayedEffects:
         """What the graph reads besides the batch's tensors, as it is now."""
         return [leaves[each] if isinstance(each, int) else eval(each, dict(self.scope)) for each in self.states]
 
-    @property
-    def decides_next(self) -> bool:
-        """Whether the next call computes with what this one leaves."""
-        return self.switches or any(isinstance(each, str) for each in self.states)
-
     def writes(self, holder: Mapping[str, Any]) -> bool:
         """Whether items of a dict are written."""
         return any(found is holder for name in self.objects if (found := _found(name, self.scope)) is not None)

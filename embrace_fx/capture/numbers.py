@@ -13,10 +13,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch import SymFloat, SymInt, Tensor, fx
+from torch import SymFloat, SymInt, fx
 from torch._dynamo.variables.builder import VariableBuilder
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols
-from torch.utils import _pytree as pytree
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 Symbol = SymInt | SymFloat
 
@@ -62,18 +61,7 @@ def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, i
     return found
 
 
-def deciding(symbols: Mapping[str, Symbol], graph: fx.Graph) -> frozenset[str]:
-    """The names of those numbers for one value of which alone the graph holds, or on which its shapes depend."""
-    found: set[str] = set()
-    for name, symbol in symbols.items():
-        own, sizes = symbol.node._expr, symbol.node.shape_env
-        equal = (guard.expr for guard in sizes.guards if getattr(guard.expr, "rel_op", "") == "==")
-        if sizes.replace(own).is_number or any(own in each.free_symbols for each in equal) or _in_shapes(own, graph):
-            found.add(name)
-    return frozenset(found)
-
-
-def _in_shapes(symbol: Any, graph: fx.Graph) -> bool:
-    values = (pytree.tree_leaves(node.meta.get("val")) for node in graph.nodes)
-    tensors = (each for found in values for each in found if isinstance(each, Tensor))
-    return any(symbol in free_symbols(tensor) for tensor in tensors)
+def deciding(symbols: Mapping[str, Symbol]) -> frozenset[str]:
+    """The names of those numbers for one value of which alone the graph holds."""
+    values = {name: symbol.node.shape_env.replace(symbol.node._expr) for name, symbol in symbols.items()}
+    return frozenset(name for name, value in values.items() if value.is_number)

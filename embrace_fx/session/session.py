@@ -286,14 +286,13 @@ class Session:
         if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
-        if (
-            variant is None
-            or variant.program is None
-            or (variant.captured.replay and variant.captured.replay.decides_next)
-        ):
-            return None  # what the next batch is computed with, this step is still to make
+        if variant is None or variant.program is None:
+            return None
+        if variant.captured.replay is not None and variant.captured.replay.switches:
+            return None  # this step is still to decide which graph comes next
         try:
-            return variant.program.ahead(variant.captured.inputs(coming))
+            inputs = variant.captured.inputs(coming)
+            return variant.program.ahead(inputs, of_objects=len(inputs) - len(coming))
         except Exception:  # what is wrong with it, its own call will tell all ranks
             return None
 

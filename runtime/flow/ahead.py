@@ -57,6 +57,7 @@ class IdsProgram:
         routing_ahead: (values, what `unpack_ids` is to yield) -> likewise.
         tables, num_rows: of the tables in `rows_of_batch`.
         routes: of the sharded tables that the forward awaits.
+        reads: indices of what `unique` reads of a batch.
     """
 
     unique: Callable[[Sequence[Any]], Values]
@@ -67,6 +68,7 @@ class IdsProgram:
     tables: tuple[str, ...]
     num_rows: tuple[int, ...]
     routes: tuple[TableRoute, ...]
+    reads: tuple[int, ...]
 
 
 class Ahead:
@@ -87,14 +89,13 @@ class Ahead:
         self.routed = False
         self.usable = True
         self.splits: Mapping[str, Split] = {}
-        self._leaves = tuple(leaves)
-        self._seen = AsSeen.of(leaves)  # a tensor that was written since makes another batch
+        self._read = [leaves[k] for k in program.reads]
+        self._seen = AsSeen.of(self._read)  # a tensor that was written since makes another batch
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
-        """Whether a flattened batch is this one."""
-        same = len(leaves) == len(self._leaves) and all(
-            a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(leaves, self._leaves, strict=True)
-        )
+        """Whether a flattened batch is this one, as far as its ids are computed from it."""
+        read = (leaves[k] for k in self.program.reads)
+        same = all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(read, self._read, strict=True))
         return same and not self._seen.written()
 
     def sizes(self) -> list[int]:

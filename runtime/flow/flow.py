@@ -102,7 +102,8 @@ class Flow:
             PeerFailure: a rank could not go on, on every rank.
         """
         expected = self._expected()
-        found = expected is not None and expected.is_batch(leaves) and expected.program is program
+        is_batch = expected is not None and expected.is_batch(leaves)
+        found = expected is not None and is_batch and expected.program is program
         values, bad = (
             (expected.values, None) if expected is not None and found else read(self.announcements, program, leaves)
         )
@@ -116,7 +117,7 @@ class Flow:
         if expected is not None and everyone.found:
             self._route(expected)
         else:
-            if expected is not None and not found:  # on this rank
+            if expected is not None and not is_batch:  # on this rank
                 self._warn()
             self._forget_rows()
             if program.tables:

@@ -14,7 +14,7 @@ from embrace_fx.runtime.flow.ahead import IdsProgram, TableRoute
 from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.runtime.step.phases import Runnable, keep, runnable
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.vocabulary.graph import Mutation, Saved, TrainingGraph, Values, inputs_of, outputs_of
+from embrace_fx.vocabulary.graph import BatchInput, Mutation, Saved, TrainingGraph, Values, inputs_of, outputs_of
 from embrace_fx.vocabulary.ops import op_name
 
 
@@ -73,6 +73,7 @@ def ids_program(
             for node in graph.phases["forward"].graph.nodes
             if op_name(node) == "embrace::submit_rows"
         ),
+        tuple(role.index for _, role in inputs_of(graph.phases["unique"]) if isinstance(role, BatchInput)),
     )
 
 

@@ -229,9 +229,15 @@ class Program:
         names |= {memory_of(self.state.parameter(name)): name for name in self.state.names}
         return ", ".join(dict.fromkeys(names.get(memory_of(tensor), "a result") for tensor in written))
 
-    def ahead(self, leaves: Sequence[Any]) -> Ahead | None:
-        """A batch to come, with the rows it reads; None where that cannot be known before its turn."""
+    def ahead(self, leaves: Sequence[Any], of_objects: int = 0) -> Ahead | None:
+        """A batch to come, with the rows it reads; None where that cannot be known before its turn.
+
+        Args:
+            of_objects: how many of the leaves, the last ones, are read from objects: they may change until its turn.
+        """
         if self.ids_program is None or not self.overlaps_steps or not self._ids_are_pure:
+            return None
+        if any(index >= len(leaves) - of_objects for index in self.ids_program.reads):
             return None
         with torch.no_grad(), autocast_is_in_the_graph():
             assert self.flow is not None

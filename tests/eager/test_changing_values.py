@@ -91,6 +91,18 @@ class Reading(nn.Module):
         return self.own_forward(self, self.rows(ids), *args)
 
 
+class Scaled(nn.Module):
+    """Reads an attribute that the loop anneals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.scale = nn.Embedding(8, 4), 1.0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = (self.rows(ids) * math.exp(self.scale)).square().sum()  # which Dynamo has for constants alone
+        return found
+
+
 IDS = torch.arange(6).view(2, 3)
 
 
@@ -136,16 +148,51 @@ def test_a_number_that_decides_a_shape_is_a_constant() -> None:
     assert _captures(lambda m, x, k: x[:, : k % 3 + 1].square().sum(), steps=3) == 3
 
 
-class Scaled(nn.Module):
-    """Reads an attribute that the loop anneals."""
+@pytest.mark.long
+def test_a_number_that_decides_in_turns_has_no_capture_for_each_value() -> None:
+    assert _captures(lambda m, x, k: x.square().sum() if k % 2 else x.sum() * k) == 3
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows, self.scale = nn.Embedding(8, 4), 1.0
+
+class Choosing(Scaled):
+    """Looks its number up: a graph holds for one of them."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = (self.rows(ids) * math.exp(self.scale)).square().sum()  # which Dynamo has for constants alone
+        scales = {number: 1.0 + number for number in range(40)}
+        found: Tensor = self.rows(ids).square().sum() * scales[self.count]
         return found
+
+
+@pytest.mark.long
+def test_the_report_names_a_number_of_which_each_value_has_a_graph() -> None:
+    model: Any = Choosing()
+    compiled = embrace_fx.compile(model)
+    for model.count in range(14):
+        compiled(torch.arange(4))
+    assert compiled._session._captures.count < 12
+    assert "the forward reads self.count, which keeps changing" in compiled.report()
+
+
+def _ahead(rank: int, world_size: int) -> list[bool]:
+    """Whether each step knows the rows of the next one, while an attribute is annealed."""
+    torch.manual_seed(0)
+    model: Any = Classifier()
+    model.scale, model.encode = 1.0, lambda ids: torch.tanh(model.mid(model.rows(ids).mean(1))) * model.scale
+    compiled = embrace_fx.compile(model, strategy="alltoall")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    known = []
+    for step, batch in enumerate(compiled.lookahead(labelled(step, rank) for step in range(6))):
+        model.scale = 1 / (1 + step)
+        compiled(*batch).backward()
+        known.append(compiled._session.planned.flow._ahead is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+    return known
+
+
+@pytest.mark.long
+def test_rows_are_known_ahead_while_a_number_changes() -> None:
+    for known in run_ranks(2, _ahead):
+        assert known == [True] * 5 + [False]
 
 
 def test_the_report_names_the_attribute_that_keeps_changing() -> None:

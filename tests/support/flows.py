@@ -87,6 +87,7 @@ def ids_program() -> IdsProgram:
         ("t",),
         (ROWS,),
         (route,),
+        (0,),
     )
 
 
