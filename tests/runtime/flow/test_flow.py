@@ -38,7 +38,7 @@ class Steps:
         self, batch: Ahead, following: Ahead | None = None, absent: Sequence[OperationId] = ()
     ) -> ForwardVariant:
         self.table.told.clear()
-        self.values, variant = self.flow.begin_forward(self.program, batch._leaves, following, lambda _: absent)
+        self.values, variant = self.flow.begin_forward(self.program, batch._read, following, lambda _: absent)
         if variant.coming:
             self.flow.submit_ids()
         self.flow.end_forward()
@@ -100,7 +100,7 @@ def test_a_batch_that_was_written_meanwhile_is_another_one(steps: Steps) -> None
     following = steps.look_at(2)
     steps.forward(steps.look_at(1), following)
     steps.backward()
-    following._leaves[0].fill_(5)
+    following._read[0].fill_(5)
 
     assert steps.forward(following).arrives == "other"
     assert steps.values["ids"].tolist() == [5]
