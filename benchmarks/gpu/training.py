@@ -49,18 +49,21 @@ class Running:
     """A system at work on one model.
 
     Args:
+        system: a name of `SYSTEMS`, or another one.
         rank: whose batches it trains on.
         on_host: the model is made on the CPU and moved: the same parameters on every device.
     """
 
-    def __init__(self, device: Device, name: str, workload: Workload, rank: int = 0, on_host: bool = False) -> None:
+    def __init__(
+        self, device: Device, system: str | Peer, workload: Workload, rank: int = 0, on_host: bool = False
+    ) -> None:
         self._device = device
         batches = [_moved(workload.batch(step, rank, 0), device) for step in range(BATCHES)]
-        task = _MadeOnHost(workload, device=device.torch) if on_host else Task(workload)
+        task = _OnDevice(workload, device=device.torch, made_on_host=on_host)
         start = time.perf_counter()
-        with warnings.catch_warnings(), device.torch:
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a result says what a warning would
-            self._training = SYSTEMS[name].prepare(task)
+            self._training = (SYSTEMS[system] if isinstance(system, str) else system).prepare(task)
         self._steps: Iterator[Tensor] = self._training.steps(itertools.cycle(batches))
         self.losses: list[Tensor] = []
         self.step()
@@ -108,11 +111,12 @@ class Running:
 
 
 @dataclass(frozen=True)
-class _MadeOnHost(Task):
+class _OnDevice(Task):
     device: Any = None
+    made_on_host: bool = False
 
     def model(self) -> Any:
-        with torch.device("cpu"):
+        with torch.device("cpu") if self.made_on_host else self.device:
             made = super().model()
         return made.to(self.device)
 

@@ -5,6 +5,7 @@
     python -m benchmarks.lab full --models lm --ranks 8 --rates-mbit 200 --minutes 8
     python -m benchmarks.lab device     8, 16, 4 and 2 ranks with an emulated device each, in slow motion; hours
     python -m benchmarks.lab device --quick        4 ranks, one model, minutes
+    python -m benchmarks.lab device --cuda         2 ranks on emulated CUDA devices; .venv-device runs it, half an hour
     python -m benchmarks.lab profile    records what the emulated device's blocks take, on one core
     python -m benchmarks.lab full --minutes 0      measures nothing, writes what is kept
 
@@ -42,6 +43,7 @@ from rich.progress import (
 )
 
 from benchmarks.device import profile
+from benchmarks.lab import cuda
 from benchmarks.lab.block import BlockRun
 from benchmarks.lab.hosts import ROOT, Crew, CrewFailed, crew
 from benchmarks.lab.kept import Kept, fingerprint
@@ -51,6 +53,7 @@ from benchmarks.lab.settings import CHOSEN, SETTINGS, Block, Setting
 from benchmarks.models import MODELS
 from benchmarks.network import Network, network
 from benchmarks.peers import SYSTEMS
+from embrace_fx.cost.devices import DEVICES
 
 PROFILE = "profile"
 """In a setting's place: records what the blocks of all models take on one core (benchmarks/device/profiles.json)."""
@@ -225,6 +228,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("setting", choices=(*SETTINGS, PROFILE))
     parser.add_argument("--quick", action="store_true", help="the short form of `device`")
+    parser.add_argument("--cuda", action="store_true", help="`device` under torch's runtime for CUDA, emulated")
+    parser.add_argument("--device", choices=tuple(DEVICES), default="H100", help="of --cuda: whose data sheet")
     parser.add_argument("--models", type=several(str), help=f"of {', '.join(MODELS)}; separated by commas")
     parser.add_argument("--groups", type=several(str), help="of the setting's groups of systems")
     parser.add_argument("--systems", type=several(str), help=f"a group of its own, of {', '.join(SYSTEMS)}")
@@ -236,7 +241,7 @@ def main() -> None:
     )
     parser.add_argument("--ratios", type=several(float), help="of emulated devices: rates by wire over compute")
     parser.add_argument("--turn-ms", type=float, help="about how long the steps of a turn are that count")
-    parser.add_argument("--size", choices=("lab", "tiny"))
+    parser.add_argument("--size", choices=("paper", "lab", "tiny"))
     parser.add_argument("--optimizer", choices=("adagrad", "sgd"))
     parser.add_argument("--timeout-s", type=float, help="of opening a system, and of a turn")
     parser.add_argument(
@@ -250,8 +255,7 @@ def main() -> None:
     if options.setting == PROFILE:
         profile.record()
         return
-    if options.quick:
-        options.setting = f"{options.setting}-quick"
+    options.setting += "-cuda" if options.cuda else "-quick" if options.quick else ""
     try:
         setting = chosen(options)
     except ValueError as error:
@@ -260,6 +264,10 @@ def main() -> None:
         if ending != signal.SIGHUP or signal.getsignal(ending) != signal.SIG_IGN:  # as under nohup
             signal.signal(ending, _interrupt)
     console = Console()
+    if options.cuda:
+        page = cuda.write(cuda.measure(setting, options.device, console.print), options.output)
+        console.print(page.read_text(encoding="utf-8"), markup=False, soft_wrap=True)
+        return
     kept = Kept(KEPT / fingerprint(setting))
     interrupted = False
     try:

@@ -125,7 +125,7 @@ def results(setting: Setting, kept: Kept) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "configuration": asdict(setting),
-        "machine": _machine(),
+        "machine": machine(),
         "versions": versions(),
         "missing": [block["title"] for block in blocks if not block["complete"]],
         "targets": targets(setting, [block for block in blocks if block["rows"]]),
@@ -284,7 +284,7 @@ def _scaling(setting: Setting, model: str, blocks: Sequence[Mapping[str, Any]]) 
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-def _machine() -> str:
+def machine() -> str:
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -327,6 +327,17 @@ SETTINGS = {
         turn_ms=1.0,
         timeout_s=900.0,
     ),
+    "device-cuda": Setting(
+        "device-cuda",
+        ("lm", "recommender", "transformer", "bert", "gnmt"),
+        {MAIN: ("ddp", "ddp_sparse", "embrace_none", "embrace_2d")},
+        rounds=3,
+        ranks=(2,),
+        rates_mbit=(100_000.0,),
+        slow=(1.0, 8.0, 16.0),
+        size="paper",
+        timeout_s=900.0,
+    ),
     "device-quick": Setting(
         "device-quick",
         ("lm",),

@@ -20,9 +20,9 @@ from pathlib import Path
 SOURCES = Path(__file__).parent
 OUTPUT = SOURCES.parents[2] / "build" / "emulated_cuda"
 
-_RUNTIME = ("streams.cpp", "memory.cpp", "hazards.cpp", "devices.cpp", "refused.cpp")
-_NCCL = ("nccl.cpp", "nccl_messages.cpp", "nccl_refused.cpp")
-_OPS = ("ops.cpp", "ops_rnn.cpp")
+_RUNTIME = ("streams.cpp", "memory.cpp", "hazards.cpp", "devices.cpp", "times.cpp", "refused.cpp")
+_NCCL = ("nccl.cpp", "nccl_messages.cpp", "nccl_times.cpp", "nccl_refused.cpp")
+_OPS = ("ops.cpp", "ops_times.cpp", "ops_rnn.cpp")
 
 
 def build(output: Path = OUTPUT) -> Path:

@@ -1,4 +1,5 @@
-// Memory and copies. A device's memory is the host's, full of 0xFF (nan, -1) when it is made.
+// Memory and copies. A device's memory is the host's, full of 0xFF (nan, -1) when it is made. A timed run leaves it as the
+// kernel gives it, zeros that take no room until they are written: models are larger there than the machine's memory.
 #include "runtime.h"
 
 #include <cstdlib>
@@ -53,14 +54,16 @@ static uint64_t sum_of(const void* at, size_t bytes) {
 
 static cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t stream) {
   auto target = range_of(to).kind, source = range_of(from).kind;
+  bool on_device = target == Kind::device && source == Kind::device;
+  double ns = on_device ? kernel_ns(2.0 * bytes, 0, 1) : host_copy_ns(bytes);
   if (source == Kind::unknown) {  // pageable memory is staged before the call returns
     auto staged = std::make_shared<std::vector<char>>((const char*)from, (const char*)from + bytes);
-    enqueue(stream, [=] { memcpy(to, staged->data(), bytes); }, {{to, bytes, true}}, "a copy from pageable memory");
+    enqueue(stream, [=] { memcpy(to, staged->data(), bytes); }, {{to, bytes, true}}, "a copy from pageable memory", ns);
     return cudaSuccess;
   }
   if (source == Kind::host) {  // pinned: the host must leave it alone until the copy has ended
-    bool ours;  // a copy that is still to come may write it, in its turn
-    {
+    bool ours = false;  // a copy that is still to come may write it, in its turn
+    if (!timed()) {
       std::lock_guard<std::mutex> held(enqueuing);
       ours = hazards.host_knows_the_end_of(from, bytes);
     }
@@ -70,18 +73,18 @@ static cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t s
         report("PINNED: memory of the host was written between the call that copies it to the device and the copy");
       memcpy(to, from, bytes);
     };
-    enqueue(stream, task, {{from, bytes, false}, {to, bytes, true}}, "a copy from pinned memory");
+    enqueue(stream, task, {{from, bytes, false}, {to, bytes, true}}, "a copy from pinned memory", ns);
     return cudaSuccess;
   }
-  if (target == Kind::host) {  // who reads it before the copy has ended finds nothing that could be right
+  if (target == Kind::host && !timed()) {  // who reads it before the copy has ended finds nothing that could be right
     std::lock_guard<std::mutex> held(enqueuing);
     if (hazards.host_knows_the_end_of(to, bytes)) memset(to, 0xFE, bytes);
   }
   const char* what = target == Kind::device ? "a copy on the device" : "a copy to the host";
-  enqueue(stream, [=] { memmove(to, from, bytes); }, {{from, bytes, false}, {to, bytes, true}}, what);
+  enqueue(stream, [=] { memmove(to, from, bytes); }, {{from, bytes, false}, {to, bytes, true}}, what, ns);
   if (target == Kind::unknown) {
     if (!watches_nccl()) host_waits.copies++;
-    WithoutPython without;
+    HostWait waits;
     stream_of(stream)->wait();
   }
   return cudaSuccess;
@@ -102,7 +105,7 @@ EXPORTED cudaError_t cudaMalloc(void** made, size_t bytes) {
     used()[device] += bytes;
   }
   if (posix_memalign(made, 2 << 20, bytes) != 0) return failed(cudaErrorMemoryAllocation);
-  memset(*made, 0xFF, bytes);
+  if (!timed()) memset(*made, 0xFF, bytes);
   note(*made, {bytes, Kind::device, device});
   return cudaSuccess;
 }
@@ -161,7 +164,7 @@ EXPORTED cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMe
   return cudaStreamSynchronize(nullptr);
 }
 EXPORTED cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t stream) {
-  enqueue(stream, [=] { memset(at, value, bytes); }, {{at, bytes, true}}, "a memset");
+  enqueue(stream, [=] { memset(at, value, bytes); }, {{at, bytes, true}}, "a memset", kernel_ns(bytes, 0, 1));
   return cudaSuccess;
 }
 EXPORTED cudaError_t cudaMemset(void* at, int value, size_t bytes) {

@@ -14,25 +14,12 @@
 
 namespace emulated {
 
-enum Kind { ALL_REDUCE = 1, BROADCAST, REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND, RECV, ALL_TO_ALL };
-static const char* const NAMES[] = {
+const char* const NAMES[] = {
     "", "AllReduce", "Broadcast", "Reduce", "AllGather", "ReduceScatter", "Send/Recv", "Send/Recv", "AlltoAll"};
-enum Type { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16 };
 static const size_t WIDTHS[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
 enum Reduction { SUM, PRODUCT, MAXIMUM, MINIMUM, MEAN };
 
-struct Call {
-  Communicator* communicator;
-  cudaStream_t stream;
-  Kind kind;
-  const char* sent;
-  char* received;
-  size_t count;  // elements, of one rank
-  int type, reduction, peer;
-
-  size_t bytes() const { return count * WIDTHS[type]; }
-  uint64_t op() const { return (uint64_t)(kind == RECV ? SEND : kind) << 32 | type << 8 | reduction; }
-};
+size_t Call::bytes() const { return count * WIDTHS[type]; }
 
 static float widened(uint16_t value, int type) {
   if (type == FLOAT16) {
@@ -125,6 +112,7 @@ static void run_reduction(const Call& call, const char* sent) {
 }
 
 static void run_one(const Call& call) {
+  if (hollow(call)) return run_hollow(call);
   auto* communicator = call.communicator;
   int own = communicator->rank, size = communicator->size;
   size_t bytes = call.bytes();
@@ -161,11 +149,12 @@ static std::string text_of(const Call& call) {
 }
 
 // What was called between one ncclGroupStart and its end, on one stream: one kernel.
-static void run(const std::vector<Call>& calls) {
+static void run(const std::vector<Call>& calls, const LinkUse& use) {
   static const double delay_us = option("NCCL_DELAY_US", 0);
   static thread_local std::mt19937 random((unsigned)option("SEED", 0) * 7919 + getpid());
   if (delay_us >= 1) usleep(random() % (unsigned)delay_us);
   Turn turn(text_of(calls[0]));
+  use.begin();
   for (size_t k = 0; k < calls.size();) {
     if (calls[k].kind != SEND && calls[k].kind != RECV) {
       run_one(calls[k++]);
@@ -175,10 +164,11 @@ static void run(const std::vector<Call>& calls) {
     for (; k < calls.size() && (calls[k].kind == SEND || calls[k].kind == RECV); k++) {
       auto& call = calls[k];
       char* at = call.kind == SEND ? (char*)call.sent : call.received;
-      messages[call.communicator].push_back({call.peer, call.kind == SEND, at, call.bytes()});
+      messages[call.communicator].push_back({call.peer, call.kind == SEND, at, call.bytes(), hollow(call)});
     }
     for (auto& [communicator, of_one] : messages) exchange(communicator, (uint64_t)SEND << 32, NAMES[SEND], of_one);
   }
+  use.end();
 }
 
 static thread_local int depth = 0;
@@ -206,7 +196,8 @@ static int enqueue_calls() {
     static char devices[64];
     if (option("ORDERED", 1) != 0) accesses.push_back({&devices[calls[0].communicator->device], 1, true});
     kernels++;
-    enqueue(stream, [calls = calls] { run(calls); }, accesses, forever(text_of(calls[0])));
+    LinkUse use(calls);
+    enqueue(stream, [calls = calls, use] { run(calls, use); }, accesses, forever(text_of(calls[0])), use.ns());
   }
   return DONE;
 }

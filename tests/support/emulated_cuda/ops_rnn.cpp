@@ -73,6 +73,16 @@ Layer layer_of(at::TensorList weights, int64_t per_layer, int64_t mode, int64_t 
   return layer;
 }
 
+// Multiplications of a forward, and its kernels: a step of a layer waits for the one before.
+std::pair<double, double> work_of(const Layer& layer, const Tensor& input, at::TensorList weights) {
+  double products = 0, tokens = (double)input.numel() / (double)input.size(-1);
+  for (auto& each : weights)
+    if (each.dim() == 2) products += (double)each.numel();
+  auto whole = input.size(layer.batch_first ? 1 : 0);
+  double length = layer.batch_sizes.empty() ? (double)whole : (double)layer.batch_sizes.size();
+  return {2 * products * tokens, (double)layer.layers * length};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> cudnn_rnn(
     const Tensor& input, at::TensorList weights, int64_t per_layer, const OptionalTensor& buffer, const Tensor& hidden,
     const OptionalTensor& cells, int64_t mode, c10::SymInt hidden_size, c10::SymInt projection, int64_t layers,
@@ -95,7 +105,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> cudnn_rnn(
     auto found = run_layer(layer, given.on_host(), on_host(of_weights), state.on_host(), cell_state.on_host());
     for (size_t k = 0; k < found.size(); k++) into[k].on_host().copy_(found[k]);
   };
-  enqueue_op(task, accesses, "aten::_cudnn_rnn");
+  auto [flops, kernels] = work_of(layer, input, weights);
+  enqueue_layer(task, accesses, "aten::_cudnn_rnn", flops, kernels);
   return {output, last, last_cells, reserve, is_given(buffer) ? *buffer : like(input, {0})};
 }
 
@@ -144,7 +155,8 @@ std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> cudnn_rnn_backward(
       else into[k].on_host().zero_();
     }
   };
-  enqueue_op(task, accesses, "aten::_cudnn_rnn_backward");
+  auto [flops, kernels] = work_of(layer, input, weights);
+  enqueue_layer(task, accesses, "aten::_cudnn_rnn_backward", 2 * flops, kernels);
   auto of_cells = states == 3 ? written[2] : like(input, {0});
   return {written[0], written[1], of_cells, std::vector<Tensor>(written.begin() + states, written.end())};
 }
@@ -197,7 +209,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention(const Tensor& query, const 
     auto found = at::_scaled_dot_product_attention_math(q.on_host(), k.on_host(), v.on_host(), given, 0.0, causal, {}, scale);
     into.on_host().copy_(std::get<0>(found));
   };
-  enqueue_op(task, accesses, "aten::_scaled_dot_product_efficient_attention");
+  double flops = 4.0 * (double)query.numel() * (double)key.size(2);
+  enqueue_layer(task, accesses, "aten::_scaled_dot_product_efficient_attention", flops, 1);
   return {output, sums, nothing, nothing.clone()};
 }
 
@@ -232,7 +245,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
       else into[k].on_host().zero_();
     }
   };
-  enqueue_op(task, accesses, "aten::_scaled_dot_product_efficient_attention_backward");
+  double flops = 10.0 * (double)query.numel() * (double)key.size(2);
+  enqueue_layer(task, accesses, "aten::_scaled_dot_product_efficient_attention_backward", flops, 1);
   return {written[0], written[1], written[2], written.size() == 4 && wanted[3] ? written[3] : Tensor()};
 }
 

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "hazards.h"
+#include "times.h"
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -15,20 +15,19 @@
 
 namespace emulated {
 
-using Moment = std::chrono::steady_clock::time_point;
-
 // Held while something is enqueued, so that streams and hazards see one order. Never held by a thread that waits.
 extern std::mutex enqueuing;
 extern Hazards& hazards;
 
-// Lets go of Python's lock while a thread of the host waits: what it waits for may run Python.
-class WithoutPython {
+// A thread of the host waits, and is counted. It lets go of Python's lock meanwhile: what it waits for may run Python.
+class HostWait {
  public:
-  WithoutPython();
-  ~WithoutPython();
+  HostWait();
+  ~HostWait();
 
  private:
   void* saved_ = nullptr;
+  const int64_t began_;
 };
 
 // What an event's record leaves behind: whether its stream has come to it.
@@ -39,7 +38,7 @@ class Passed {
   bool query();
 
   Clock clock;  // what has ended then
-  Moment at;
+  int64_t at = 0;
 
  private:
   std::mutex lock_;
@@ -52,21 +51,28 @@ class Passed {
 class Stream {
  public:
   Stream(int device, int priority) : device(device), priority(priority) {}
-  void put(std::function<void()> task);
+  void put(std::function<void()> task, double ns = 0);
   void wait();
   bool query();
   bool begun();  // it was given something
   int number();  // from the first use on
 
   const int device, priority;
+  StreamClock clock;
 
  private:
+  struct Task {
+    std::function<void()> run;
+    int64_t enqueued;
+    double ns;
+  };
+
   void run();
   void tarry();
 
   std::mutex lock_;
   std::condition_variable changed_, idle_;
-  std::deque<std::function<void()>> tasks_;
+  std::deque<Task> tasks_;
   std::mt19937 random_;
   bool busy_ = false, begun_ = false;
   int number_ = -1;
@@ -87,9 +93,9 @@ struct Range {
 };
 Range range_of(const void* at);
 
-// How often threads of the host waited, those of torch that watch NCCL not counted.
+// How often threads of the host waited, and how long, those of torch that watch NCCL not counted.
 struct HostWaits {
-  std::atomic<long> streams{0}, events{0}, copies{0};
+  std::atomic<long> streams{0}, events{0}, copies{0}, ns{0};
 };
 extern HostWaits host_waits;
 bool watches_nccl();

@@ -53,14 +53,15 @@ bool watches_nccl() {
   return found;
 }
 
-WithoutPython::WithoutPython() {
+HostWait::HostWait() : began_(real_now()) {
   static auto begun = (int (*)())dlsym(RTLD_DEFAULT, "Py_IsInitialized");
   static auto held = (int (*)())dlsym(RTLD_DEFAULT, "PyGILState_Check");
   static auto save = (void* (*)())dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
   if (begun != nullptr && begun() && held()) saved_ = save();
 }
 
-WithoutPython::~WithoutPython() {
+HostWait::~HostWait() {
+  if (!watches_nccl()) host_waits.ns += real_now() - began_;
   static auto restore = (void (*)(void*))dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
   if (saved_ != nullptr) restore(saved_);
 }
@@ -69,26 +70,29 @@ void Passed::set() {
   {
     std::lock_guard<std::mutex> held(lock_);
     done_ = true;
-    at = std::chrono::steady_clock::now();
+    at = timed() ? stream_now() : real_now();
   }
   changed_.notify_all();
 }
 
 void Passed::wait() {
-  std::unique_lock<std::mutex> held(lock_);
-  changed_.wait(held, [&] { return done_; });
+  {
+    std::unique_lock<std::mutex> held(lock_);
+    changed_.wait(held, [&] { return done_; });
+  }
+  reach(at);
 }
 
 bool Passed::query() {
   std::lock_guard<std::mutex> held(lock_);
-  return done_;
+  return done_ && reached(at);
 }
 
-void Stream::put(std::function<void()> task) {
+void Stream::put(std::function<void()> task, double ns) {
   number();
   {
     std::lock_guard<std::mutex> held(lock_);
-    tasks_.push_back(std::move(task));
+    tasks_.push_back({std::move(task), timed() ? real_now() : 0, ns});
     if (!begun_) {
       begun_ = true;
       std::thread([this] { run(); }).detach();
@@ -99,7 +103,7 @@ void Stream::put(std::function<void()> task) {
 
 void Stream::run() {
   for (;;) {
-    std::function<void()> task;
+    Task task;
     {
       std::unique_lock<std::mutex> held(lock_);
       changed_.wait(held, [&] { return !tasks_.empty(); });
@@ -108,8 +112,10 @@ void Stream::run() {
       busy_ = true;
     }
     tarry();
-    task();
-    task = nullptr;
+    clock.begin(task.enqueued);
+    task.run();
+    clock.end(task.ns);
+    task.run = nullptr;
     std::lock_guard<std::mutex> held(lock_);
     busy_ = false;
     if (tasks_.empty()) idle_.notify_all();
@@ -124,13 +130,16 @@ void Stream::tarry() {
 }
 
 void Stream::wait() {
-  std::unique_lock<std::mutex> held(lock_);
-  idle_.wait(held, [&] { return tasks_.empty() && !busy_; });
+  {
+    std::unique_lock<std::mutex> held(lock_);
+    idle_.wait(held, [&] { return tasks_.empty() && !busy_; });
+  }
+  reach(clock.now());
 }
 
 bool Stream::query() {
   std::lock_guard<std::mutex> held(lock_);
-  return tasks_.empty() && !busy_;
+  return tasks_.empty() && !busy_ && reached(clock.now());
 }
 
 bool Stream::begun() {
@@ -166,11 +175,15 @@ std::vector<Stream*> streams_of_device(int device) {
   return found;
 }
 
-void enqueue(cudaStream_t stream, std::function<void()> task, const std::vector<Access>& accesses, const char* what) {
+static std::atomic<long> enqueued{0};
+
+void enqueue(cudaStream_t stream, std::function<void()> task, const std::vector<Access>& accesses, const char* what,
+             double ns) {
+  enqueued++;
   std::lock_guard<std::mutex> held(enqueuing);
   auto* on = stream_of(stream);
-  hazards.enqueue(on->number(), accesses, what);
-  on->put(std::move(task));
+  if (!timed()) hazards.enqueue(on->number(), accesses, what);
+  on->put(std::move(task), ns);
 }
 
 }  // namespace emulated
@@ -183,13 +196,24 @@ EXPORTED void emulated_cuda_host_waits(long* counts) {
   counts[2] = host_waits.copies;
 }
 
+// How many things were enqueued; nanoseconds that the host waited, that the current device's own stream was busy, and
+// that all its streams were.
+EXPORTED void emulated_cuda_times(long* found) {
+  std::lock_guard<std::mutex> held(enqueuing);
+  found[0] = enqueued;
+  found[1] = host_waits.ns;
+  found[2] = stream_of(nullptr)->clock.busy();
+  found[3] = 0;
+  for (auto* each : streams_of_device(current_device())) found[3] += each->clock.busy();
+}
+
 static void wait_for(Stream* stream) {
   Clock clock;
   {
     std::lock_guard<std::mutex> held(enqueuing);
     clock = hazards.record(stream->number());
   }
-  WithoutPython without;
+  HostWait waits;
   stream->wait();
   std::lock_guard<std::mutex> held(enqueuing);
   hazards.host_saw(clock);
@@ -294,7 +318,7 @@ EXPORTED cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     passed = ((Event*)event)->last;
   }
   if (passed == nullptr) return cudaSuccess;
-  WithoutPython without;
+  HostWait waits;
   passed->wait();
   std::lock_guard<std::mutex> held(enqueuing);
   if (!watches_nccl()) hazards.host_saw(passed->clock);
@@ -305,6 +329,6 @@ EXPORTED cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEven
   auto from = ((Event*)begin)->last, to = ((Event*)end)->last;
   if (from == nullptr || to == nullptr) return failed(cudaErrorInvalidResourceHandle);
   if (!from->query() || !to->query()) return failed(cudaErrorNotReady);
-  *ms = std::chrono::duration<float, std::milli>(to->at - from->at).count();
+  *ms = (float)(to->at - from->at) / 1e6f;
   return cudaSuccess;
 }

@@ -1,0 +1,145 @@
+"""A rank on an emulated CUDA device: trains one system on one model, in turns at several speeds of the device.
+
+    python -m benchmarks.lab.cuda_rank '{"model": ..., "system": ..., ...}'      (started by benchmarks/lab/cuda.py)
+
+It is prepared, and warmed up, at the slowest; then only the device changes its speed, not what was planned. Prints its
+turns as JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.device import CudaDevice
+from benchmarks.gpu.training import Running
+from benchmarks.models import MODELS
+from benchmarks.peers import SYSTEMS
+from embrace_fx.runtime.launch import launcher
+
+STANDSTILL_S = launcher.STANDSTILL_S
+WARM_UP_STEPS = 14
+"""embrace_fx profiles itself, and orders its launches anew at the twelfth."""
+
+
+@dataclass(frozen=True)
+class CudaTurn:
+    """Some steps in a row on one rank, per step. Nothing is divided by `slow`.
+
+    Attributes:
+        slow: how many times longer the device and the links took than their data sheets say.
+        step_ms: until the device had done all of them.
+        host_ms: until the host had enqueued them, without what it waited.
+        waited_ms: what it waited for the device.
+        waits: how often, for streams, for events and for copies.
+        busy_ms: of the compute stream.
+        link_ms: what collectives took of the link.
+        sent_bytes: by this rank.
+        enqueued: kernels, copies and collectives.
+    """
+
+    slow: float
+    step_ms: float
+    host_ms: float
+    waited_ms: float
+    waits: tuple[float, ...]
+    busy_ms: float
+    link_ms: float
+    sent_bytes: float
+    enqueued: float
+
+
+class Counters:
+    """What the stand-ins count since this was made."""
+
+    def __init__(self) -> None:
+        self._runtime, self._nccl = ctypes.CDLL("libcudart.so.13"), ctypes.CDLL("libnccl.so.2")
+        self._before = self._now()
+
+    def _now(self) -> list[int]:
+        waits, times, link = (ctypes.c_long * 3)(), (ctypes.c_long * 4)(), (ctypes.c_long * 2)()
+        self._runtime.emulated_cuda_host_waits(waits)
+        self._runtime.emulated_cuda_times(times)
+        self._nccl.emulated_nccl_times(link)
+        return [*waits, *times, *link]
+
+    def per_step(self, steps: int) -> list[float]:
+        """Waits for streams, events and copies; things enqueued; ns waited, of the compute stream, of all streams;
+        bytes sent; ns of the link."""
+        return [(now - before) / steps for now, before in zip(self._now(), self._before, strict=True)]
+
+
+def slow_motion(slow: float) -> None:
+    """Has the device, and all that goes by a clock, take so many times as long from here on."""
+    factor = ctypes.c_double(slow)
+    ctypes.CDLL("libcudart.so.13").emulated_cuda_slow_motion(factor)
+    launcher.STANDSTILL_S = STANDSTILL_S * slow
+
+
+def turn(running: Running, device: CudaDevice, slow: float, steps: int) -> CudaTurn:
+    slow_motion(slow)
+    dist.barrier()
+    running.step()
+    device.synchronize()
+    counters, began = Counters(), time.perf_counter()
+    for _ in range(steps):
+        running.step()
+    enqueued_ms = (time.perf_counter() - began) * 1e3 / steps
+    *waits, enqueued, waited_ns, _, _, sent_bytes, link_ns = counters.per_step(steps)
+    device.synchronize()
+    step_ms = (time.perf_counter() - began) * 1e3 / steps
+    busy_ns = counters.per_step(steps)[5]
+    return CudaTurn(
+        slow=slow,
+        step_ms=step_ms,
+        host_ms=enqueued_ms - waited_ns / 1e6,
+        waited_ms=waited_ns / 1e6,
+        waits=tuple(waits),
+        busy_ms=busy_ns / 1e6,
+        link_ms=link_ns / 1e6,
+        sent_bytes=sent_bytes,
+        enqueued=enqueued,
+    )
+
+
+def run(options: dict[str, Any]) -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    device = CudaDevice()
+    slow_motion(max(options["slow"]))
+    peer = SYSTEMS[options["system"]].peer()
+    running = Running(device, peer, MODELS[options["model"]][options["size"]], rank)
+    for _ in range(WARM_UP_STEPS if options["system"].startswith("embrace") else 2):
+        running.step()
+    device.synchronize()
+    turns = [
+        turn(running, device, slow, options["steps"])
+        for _, slow in itertools.product(range(options["rounds"]), options["slow"])
+    ]
+    return {"turns": [asdict(each) for each in turns], "first_step_s": running.first_step_s}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    status = 0
+    try:
+        print(json.dumps(run(json.loads(sys.argv[1]))), flush=True)
+    except Exception as error:  # whatever a system raises is a result
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr, flush=True)
+        status = 1
+    os._exit(status)  # neither the stand-ins' threads nor NCCL's would end by themselves
+
+
+if __name__ == "__main__":
+    main()
