@@ -153,7 +153,10 @@ def _row(system: str, slow: float, of: Mapping[str, Any]) -> str:
     def middle(name: str) -> float:
         return _spread(turns, lambda turn: turn[name]).median
 
-    waits = ", ".join(f"{_spread(turns, lambda turn, k=k: turn['waits'][k]).median:.3g}" for k in range(3))
+    def waits_for(kind: int) -> float:
+        return _spread(turns, lambda turn: float(turn["waits"][kind])).median
+
+    waits = ", ".join(f"{waits_for(kind):.3g}" for kind in range(3))
     return (
         f"| {system} | {slow:g} | {step_ms(of, slow).text(1)} | {middle('host_ms'):.1f} | {waits} "
         f"| {middle('waited_ms') / slow:.1f} | {1 - middle('busy_ms') / middle('step_ms'):.0%} "
