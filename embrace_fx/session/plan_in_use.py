@@ -329,6 +329,7 @@ class PlanInUse:
 
     def close(self) -> None:
         """Applies what is pending, and ends what runs between steps."""
+        self._setting.state.pending.close()  # what is applied below reads parameters
         flow, self._setting.stepping.flow = self.flow, None
         if flow is not None:
             flow.close()

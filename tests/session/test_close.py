@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 
 import embrace_fx
 from tests.support.ranks import close_pool, run_ranks
@@ -102,15 +102,15 @@ def test_a_closed_model_keeps_its_state_and_says_that_it_is_closed() -> None:
 
 
 def drop_and_read(
-    rank: int, world_size: int, strategy: Literal["alltoall", "allreduce"]
+    rank: int, world_size: int, strategy: Literal["alltoall", "allreduce"], rows: Literal["exact", "replay"]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
     """A state after training, by a model that is closed and by one that is dropped; and what another compile() says."""
     states, plains = [], []
     for closed in (True, False):
         torch.manual_seed(0)
         plains.append(words_model())
-        model = embrace_fx.compile(plains[-1], strategy=strategy, schedule="2d")
-        optimizer = SGD(plains[-1].parameters(), lr=0.1)
+        model = embrace_fx.compile(plains[-1], strategy=strategy, schedule="2d", row_updates=rows)
+        optimizer = (Adam if rows == "replay" else SGD)(plains[-1].parameters(), lr=0.1)
         for batch in (words_batch(step, rank) for step in range(3)):
             optimizer.zero_grad()
             model(*batch).backward()
@@ -129,9 +129,11 @@ def drop_and_read(
     return states[0], states[1], message
 
 
-@pytest.mark.parametrize("strategy", ["alltoall", "allreduce"])
-def test_no_update_is_lost_where_the_compiled_model_is_dropped(strategy: Literal["alltoall", "allreduce"]) -> None:
-    for closed, dropped, message in run_ranks(2, drop_and_read, strategy):
+@pytest.mark.parametrize(("strategy", "rows"), [("alltoall", "exact"), ("alltoall", "replay"), ("allreduce", "exact")])
+def test_no_update_is_lost_where_the_compiled_model_is_closed_or_dropped(
+    strategy: Literal["alltoall", "allreduce"], rows: Literal["exact", "replay"]
+) -> None:
+    for closed, dropped, message in run_ranks(2, drop_and_read, strategy, rows):
         assert closed.keys() == dropped.keys()
         assert all(torch.equal(closed[name], dropped[name]) for name in closed)
         assert message == ""  # the model can be compiled again, with nobody there who could close the first
