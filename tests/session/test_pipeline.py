@@ -93,11 +93,19 @@ class DropsWaits:
         return result
 
 
-def test_a_broken_pass_is_named() -> None:
+class Copies:
+    """A pass that changes nothing."""
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        return graph.edit()
+
+
+@pytest.mark.parametrize("behind", [(), (Copies(),)], ids=["last", "not last"])
+def test_a_broken_pass_is_named(behind: tuple[Copies, ...]) -> None:
     shard = training_passes(plan_of(TABLE), {TABLE}, 0)[1]
 
     with pytest.raises(VerificationError, match=r"launches_and_waits_paired: .*; in pass DropsWaits"):
-        run_passes(analysed(tables_model(plain), IDS), (shard, DropsWaits()))
+        run_passes(analysed(tables_model(plain), IDS), (shard, Copies(), DropsWaits(), *behind))
 
 
 def the_whole_pipeline(rank: int, world_size: int) -> None:
