@@ -223,7 +223,7 @@ class BucketUpdates:
             for k, gradients in landed.items():
                 for parameter, gradient in zip(self._waiting.pop(k).parameters, gradients, strict=True):
                     if parameter not in without:
-                        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             return
         for k in buckets:
             for parameter in self._waiting[k].parameters:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.step.gradient_hooks import hooked, run_accumulated
 from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.runtime.tables.pending_parameters import is_kept
 from embrace_fx.vocabulary.graph import Gradient, GradientOfRows, OutputRole, Parameter, PendingGradients, PendingRows
 
 
@@ -76,21 +77,35 @@ class Delivery:
                     rows.setdefault(table, {})[part] = value
         for table, parts in rows.items():
             self.state.tables[table].add_gradient(parts["ids"], parts["rows"])
-        pending = [role for role in roles if isinstance(role, PendingGradients)]
-        for role in pending:
-            for name in self.state.unreduced.intersection(role.parameters):
-                self.state.parameter(name).grad = None  # the bucket took the accumulated part along
-                self.state.unreduced.discard(name)
-        if pending:
-            assert self.flow is not None
-            self.flow.buckets.deliver(
-                [role.bucket for role in pending], [self.state.parameter(name) for name in absent]
-            )
+        self._note_sums(rows)
+        self._deliver_buckets([role for role in roles if isinstance(role, PendingGradients)], absent)
         for role in roles:
             if isinstance(role, PendingRows):
                 assert self.flow is not None
                 exchange = self.flow.exchanges[role.table]
                 exchange.discard() if absent.issuperset(role.tables) else exchange.deliver(absent)
+                self._note_sums(name for name in role.tables if name not in absent)
+
+    def _deliver_buckets(self, pending: Sequence[PendingGradients], absent: frozenset[str]) -> None:
+        if not pending:
+            return
+        assert self.flow is not None
+        kept: dict[nn.Parameter, Tensor] = {}
+        for role in pending:
+            for name in self.state.unreduced.intersection(role.parameters):
+                parameter = self.state.parameter(name)
+                if parameter.grad is not None and is_kept(parameter):
+                    kept[parameter] = parameter.grad
+                parameter.grad = None  # the bucket took the accumulated part along
+                self.state.unreduced.discard(name)
+        self.flow.buckets.deliver([role.bucket for role in pending], [self.state.parameter(name) for name in absent])
+        for parameter, gradient in kept.items():
+            if parameter.grad is not None:
+                parameter.grad = gradient.copy_(parameter.grad)
+
+    def _note_sums(self, tables: Iterable[str]) -> None:
+        for name in tables:
+            self.state.tables[name].open_gradient().is_summed = not self.synchronised
 
     def _reduces(self, name: str) -> bool:
         """Whether a gradient is the mean over all ranks."""
@@ -116,7 +131,8 @@ def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised:
         gradient = gradient.contiguous() if parameter.is_contiguous() else gradient.clone()
     if synchronised and name in state.unreduced:
         state.unreduced.discard(name)
-        parameter.grad = gradient  # the bucket took the accumulated part along
+        # The bucket took the accumulated part along.
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.copy_(gradient)
     elif parameter.grad is None:
         parameter.grad = gradient
     elif parameter.grad.is_sparse and not gradient.is_sparse:

@@ -59,6 +59,13 @@ class Held:
         """Copies the memory."""
         return Held(self.dense().clone())
 
+    @property
+    def unreduced(self) -> bool:
+        """Whether it is of a gradient that DDP would still have each rank's own of."""
+        of = getattr(self._keeps, "of", None)
+        gradient = of() if of is not None else None
+        return gradient is not None and gradient.unreduced
+
     def viewer(self) -> object:
         """Returns the object that views of this memory keep alive."""
         return self._keeps

@@ -22,7 +22,14 @@ Rows = tuple[Tensor, Tensor]
 
 
 class _Viewer:
-    """Kept by the views of a gradient."""
+    """Kept by the views of a gradient.
+
+    Args:
+        of: the gradient.
+    """
+
+    def __init__(self, of: HeldGradient) -> None:
+        self.of = weakref.ref(of)
 
 
 class HeldGradient(Held):
@@ -37,6 +44,7 @@ class HeldGradient(Held):
 
     Attributes:
         source: what it waits for, or waited for last.
+        is_summed: whether it is of backwards under `no_sync` alone.
     """
 
     def __init__(
@@ -49,6 +57,7 @@ class HeldGradient(Held):
         self._local = None
         self.communicator = communicator
         self.source: object = None
+        self.is_summed = False
         self._siblings = siblings
         self._norms: dict[float, Tensor] = {}  # of the whole table, by order, as of `_normed`
         self._normed = 0
@@ -56,7 +65,7 @@ class HeldGradient(Held):
         self._rows: list[Rows] = []
         self._read: list[Tensor] | None = None  # of a dense one, rows that lookups gave a gradient; None: all
         self._is_zero = True
-        self._viewer: weakref.ref[_Viewer] = weakref.ref(_Viewer())
+        self._viewer: weakref.ref[_Viewer] = weakref.ref(_Viewer(self))
 
     @property
     def is_late(self) -> bool:
@@ -96,6 +105,7 @@ class HeldGradient(Held):
 
     def set_zero(self) -> None:
         """Makes it zero, in its memory if there are views of it."""
+        self.is_summed = False
         if self._local is not None and self._viewer() is not None:
             self._local.zero_()
             self._read = []
@@ -105,6 +115,7 @@ class HeldGradient(Held):
 
     def set_dense(self, dense: Tensor) -> None:
         """Makes the gradient dense, with a tensor as its memory."""
+        self.is_summed = False
         self.replace(dense)
         self._late, self._rows, self._read, self._is_zero = None, [], None, False
 
@@ -158,11 +169,15 @@ class HeldGradient(Held):
         assert self._local is not None
         return self._local
 
+    @property
+    def unreduced(self) -> bool:
+        return self.is_summed
+
     def viewer(self) -> object:
         """An object that views of it keep."""
         viewer = self._viewer()
         if viewer is None:
-            viewer = _Viewer()
+            viewer = _Viewer(self)
             self._viewer = weakref.ref(viewer)
         return viewer
 
@@ -191,7 +206,7 @@ class HeldGradient(Held):
         other = copy.copy(self)
         other._rows, other._norms = list(self._rows), dict(self._norms)
         other._siblings = lambda: ()
-        other._viewer = weakref.ref(_Viewer())
+        other._viewer = weakref.ref(_Viewer(other))
         if self._local is not None:
             other.replace(self._local.clone())
             other._read = None if self._read is None else list(self._read)

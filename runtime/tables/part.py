@@ -79,6 +79,14 @@ class Origin:
             f"strategy={{{self.name!r}: 'allreduce'}}."
         )
 
+    def unreduced(self, asked: str) -> RuntimeError:
+        """Makes the error for a question to a gradient that DDP has not reduced yet."""
+        return RuntimeError(
+            f"expected a gradient of all ranks, found {asked} of {self} under no_sync(), or before the backward that "
+            "ends its sum: what DDP has of each rank's own is the mean already. Ask after that backward, or keep the "
+            f"table whole: strategy={{{self.name!r}: 'allreduce'}}."
+        )
+
 
 class Part(Tensor):
     """One rank's part of a tensor, with the shape of the whole.
@@ -138,8 +146,9 @@ class Part(Tensor):
             if value.shape != self.shape:
                 raise self.origin.refused(f"data of shape {tuple(value.shape)}, not {tuple(self.shape)}")
             value = self.like(Held(self.spread.cut(value.detach()).clone()))
+        self.held.dense()  # an update to come is of what it has been, which others may hold
         Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
-        self.held.replace(value.held.memory())
+        self.held = Held(value.held.memory().detach())
 
     def apply_(self, function: Callable[[Any], Any]) -> Part:
         self.held.memory().apply_(function)

@@ -53,6 +53,9 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = next(leaf for leaf in leaves if isinstance(leaf, Part))
     if any(isinstance(leaf, DTensor) for leaf in leaves):
         raise first.origin.refused(f"{func._schema.name} with a DTensor")
+    summed = not first.origin.is_alone and any(leaf.held.unreduced for leaf in leaves if isinstance(leaf, Part))
+    if summed and not _is_of_sums(func):
+        raise first.origin.unreduced(func._schema.name)
     rule = _RULES.get(func)
     if rule is not None and (isinstance(args[0], Part | list | tuple) or rule in _OF_TWO):
         found = rule(func, args, kwargs)
@@ -66,6 +69,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return found
     if first.origin.is_alone:
         return _alone(func, args, kwargs)
+    if func._can_decompose():  # called below autograd, by one of these rules too
+        return func.decompose(*args, **kwargs)
     raise first.origin.refused(func._schema.name)
 
 
@@ -346,4 +351,22 @@ _RULES: Mapping[Any, Rule] = MappingProxyType(
         **ROWS,
     }
 )
+_OF_SUMS = frozenset(
+    {
+        *(*VIEWS, aten.detach.default, aten.alias.default, aten.detach_.default),
+        *(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default),
+        *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+        *(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.zero_.default),
+        *(aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.index_put_.default),
+        *(aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor, aten.index_copy_.default),
+        *(aten.masked_fill_.Scalar, aten.masked_fill_.Tensor),
+    }
+)
+"""What does the same to the sum of all ranks' gradients as to each of them."""
+
+
+def _is_of_sums(func: Any) -> bool:
+    return func in _OF_SUMS or func._schema.name.startswith("aten::_foreach_")  # which goes by its single ones
+
+
 _OF_TWO = frozenset({REDUCTIONS[aten.equal.default]})

@@ -28,7 +28,10 @@ class PartState(MutableMapping[str, Any]):
         return found
 
     def __getitem__(self, key: str) -> Any:
-        value = self._kept[key]
+        kept, parameter = self._kept, self._parameter
+        value = kept[key]
+        if isinstance(value, Tensor) and isinstance(parameter, Part) and value.shape == parameter.shape:
+            value = kept[key] = as_state(parameter, value)  # whole: the user's own
         return value.held.memory() if isinstance(value, Part) else value
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -51,9 +54,11 @@ class PartState(MutableMapping[str, Any]):
 
 
 def as_state(parameter: nn.Parameter, value: Any) -> Any:
-    """A value of an optimizer's state: a part, where it has an element for each of this rank's part of the table."""
+    """A value of an optimizer's state: a part, where it has an element for each of the table's, or of this rank's."""
     if not isinstance(parameter, Part) or isinstance(value, Part) or not isinstance(value, Tensor):
         return value
+    if value.dim() and value.shape == parameter.shape != parameter.held.shape:
+        value = parameter.spread.cut(value).clone()
     if not value.dim() or value.shape != parameter.held.shape:
         return value
     return TablePart(Held(value), parameter.spread, parameter.origin.of("the optimizer's state of "))

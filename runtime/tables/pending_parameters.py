@@ -295,6 +295,15 @@ def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bo
     return any(holders[address] - alone >= count for address, count in known.items())
 
 
+def is_kept(parameter: nn.Parameter) -> bool:
+    """Whether anyone but a parameter holds its gradient, or memory of that."""
+    other = nn.Parameter(torch.empty(0))
+    other.grad = torch.empty(0)
+    gradient, alone = parameter.grad, other.grad
+    assert gradient is not None
+    return sys.getrefcount(gradient) > sys.getrefcount(alone) or share_memory([gradient])
+
+
 def _holders(tensor: Tensor) -> tuple[int, int]:
     """Tells a memory's address, and how many hold it, in C++ or as a storage in Python; of other processes', many."""
     storage = tensor.untyped_storage()
