@@ -41,7 +41,8 @@ class Loop:
     @property
     def state(self) -> dict[str, Any]:
         """The optimizer's, of the table."""
-        return self.optimizer.state[self.table]
+        found: dict[str, Any] = self.optimizer.state[self.table]
+        return found
 
     def backward(self) -> None:
         draw = torch.Generator().manual_seed(10 * self.count + self.rank)
