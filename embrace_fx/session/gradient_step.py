@@ -33,6 +33,7 @@ class GradientStep(Step):
     ) -> None:
         super().__init__(program, rows, None)
         self._names = tuple(names)
+        self._places = {name: k for k, name in enumerate(names)}
         self._in_rows = in_rows
         self._failure: Exception | None = None
         self._opened: Opened | None = None
@@ -73,15 +74,15 @@ class GradientStep(Step):
         super()._begin_backward(BackwardVariant(), twice=False)
 
     def take(self, name: str, gradient: Tensor) -> None:
-        """Sends a bucket that is complete with this gradient, where sums of this rank's own do not go along.
+        """Sends a bucket that is complete with this gradient, on hosts, where no sums of this rank's own go along.
 
         Raises:
             RuntimeError: one has left that is accumulated again.
         """
         run, state = self._opened.phase.run if self._opened is not None else None, self.program.state
-        if not isinstance(run, InPieces) or state.unreduced:
+        if not isinstance(run, InPieces) or state.unreduced or not self._tells_of_failures():
             return
-        k = self._names.index(name)
+        k = self._places[name]
         if run.has_run(k):
             raise RuntimeError(_AGAIN.format(name))
         with torch.no_grad(), autocast_is_in_the_graph():

@@ -14,8 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
-from tests.eager.models import Asserting, Batch, Experts, Repeating, Turning, drawn, labelled
+from tests.eager.models import Asserting, Batch, Critic, Experts, Repeating, Turning, drawn, labelled, placed
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:Grad strides do not match bucket view strides:UserWarning")  # DDP's
 
 STEPS = 6
 
@@ -113,6 +115,21 @@ def own_experts(model: Any, rank: int) -> list[float]:
     return losses
 
 
+def penalised(model: Any, rank: int) -> list[float]:
+    """The loss has the slope of the scores by the batch, a gradient that is differentiated again."""
+    optimizer, losses = _adam(model), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        place = placed(step, rank)[1].requires_grad_()
+        scores = model(place)
+        (slope,) = torch.autograd.grad(scores.sum(), place, create_graph=True)
+        loss = scores.mean() + (slope.norm(dim=1) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def plain(model: Any, rank: int) -> list[float]:
     optimizer = _adam(model)
     return [_step(model, optimizer, labelled(step, rank)) for step in range(STEPS)]
@@ -129,6 +146,7 @@ LOOPS: dict[str, tuple[Loop, type[nn.Module]]] = {
         (going_on_from_a_checkpoint, Asserting),
         (evaluating, Asserting),
         (own_experts, Experts),
+        (penalised, Critic),
         (plain, Repeating),
     )
 }
