@@ -31,7 +31,7 @@ def batch_check(
     if not tables or setting.communicator.world_size == 1:
         return lambda leaves: None
     read_ids = reader(extract_ids(graph, tables), setting.state)
-    uses = [(t.parameter, t.num_rows) for t in tables for _ in t.uses]
+    names, num_rows = zip(*((t.parameter, t.num_rows) for t in tables for _ in t.uses), strict=True)
     watched = [t for t in tables if t.parameter in plan.watched] if train else []
 
     def look(leaves: Sequence[Any]) -> str | None:
@@ -40,11 +40,10 @@ def batch_check(
                 ids = read_ids(leaves)
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 return unreadable(error)
-            found = (bad_id_report(each, *use) for each, use in zip(ids, uses, strict=True))
-            failure = next((report for report in found if report is not None), None)
+            failure = bad_id_report(ids, names, num_rows)
             if failure is None and calls.count % SAMPLED_EVERY == 0:
                 for table in watched:
-                    own = [each for each, (name, _) in zip(ids, uses, strict=True) if name == table.parameter]
+                    own = [each for each, name in zip(ids, names, strict=True) if name == table.parameter]
                     rows = unique_ids(own, table.num_rows, table.uses[0].padding_idx)[0].numel()
                     announcements.rows_seen[table.parameter] = rows
             return failure

@@ -101,8 +101,7 @@ class Ahead:
     def sizes(self) -> list[int]:
         """Unique rows by table; -1 where the batch holds an id that is to fail at its turn."""
         unique = self.program.rows_of_batch(self.values)
-        named = zip(unique, self.program.tables, self.program.num_rows, strict=True)
-        if any(bad_id_report(*each) is not None for each in named):
+        if bad_id_report(unique, self.program.tables, self.program.num_rows) is not None:
             return [-1] * len(unique)
         return [rows.numel() for rows in unique]
 

@@ -82,6 +82,4 @@ def read(announcements: Announcements, program: IdsProgram, leaves: Sequence[Any
     except Exception as error:  # whatever it is, the other ranks must hear of it
         announcements.announce((), unreadable(error))
         raise
-    named = zip(program.rows_of_batch(values), program.tables, program.num_rows, strict=True)
-    reports = (bad_id_report(*each) for each in named)
-    return values, next((report for report in reports if report is not None), None)
+    return values, bad_id_report(program.rows_of_batch(values), program.tables, program.num_rows)

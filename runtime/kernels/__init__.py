@@ -34,15 +34,18 @@ def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[T
 _BELOW_ALL = torch.iinfo(torch.int64).min
 
 
-def bad_id(unique: Tensor, num_rows: int) -> int | None:
-    """An id outside the table among a rank's unique rows, or None."""
-    if unique.numel() == 0:
-        return None
-    # One pass and one host read; the first entry may be the padding row, so the ends of the order do not suffice.
-    low, high = torch.stack(torch.aminmax(unique)).tolist()
-    if low < 0:
-        return int(low)
-    return int(high) if high >= num_rows else None
+def bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | None]:
+    """Finds of each tensor of ids one outside its table, or None.
+
+    The host reads once, however many there are: on a device it waits each time for all that was enqueued before.
+    """
+    ends = [torch.stack(torch.aminmax(each)).to(torch.int64) for each in ids if each.numel()]
+    known = iter(torch.stack(ends).tolist() if ends else ())
+    found: list[int | None] = []
+    for each, rows in zip(ids, num_rows, strict=True):
+        low, high = next(known) if each.numel() else (0, -1)
+        found.append(low if low < 0 else high if high >= rows else None)
+    return found
 
 
 def lookup(shard: Tensor, ids: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.kernels import bad_id
+from embrace_fx.runtime.kernels import bad_ids
 from embrace_fx.runtime.ranks.checksums import digest_of, diverged
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.failure import (
@@ -320,8 +320,7 @@ class Announcements:
     ) -> InFlight:
         """The op of that name: the announcement tells the sizes."""
         counts = [u.numel() for u in unique]
-        reports = (bad_id_report(*each) for each in zip(unique, tables, num_rows, strict=True))
-        everyone = self.announce(counts, next((report for report in reports if report is not None), None))
+        everyone = self.announce(counts, bad_id_report(unique, tables, num_rows))
         self.note_rows(tables, everyone)
         return self.communicator.gather_rows_read(unique, everyone, num_rows, group)
 
@@ -380,12 +379,12 @@ def unreadable(error: Exception) -> str:
     return f"expected ids that can be computed from the batch, found {type(error).__name__}: {error}; look at the batch"
 
 
-def bad_id_report(ids: Tensor, table: str, num_rows: int) -> str | None:
-    """The report of an id outside a table; None where all are inside."""
-    found = bad_id(ids, num_rows)
-    if found is None:
-        return None
-    return (
-        f"expected ids from 0 to {num_rows - 1}, in a lookup of {table} ({num_rows} rows), found {found}; "
-        "look at the batch, or give the table more rows"
-    )
+def bad_id_report(ids: Sequence[Tensor], tables: Sequence[str], num_rows: Sequence[int]) -> str | None:
+    """Reports an id outside the table that it is for, of ids by table; None where all are inside."""
+    for found, table, rows in zip(bad_ids(ids, num_rows), tables, num_rows, strict=True):
+        if found is not None:
+            return (
+                f"expected ids from 0 to {rows - 1}, in a lookup of {table} ({rows} rows), found {found}; "
+                "look at the batch, or give the table more rows"
+            )
+    return None

@@ -143,7 +143,7 @@ class Updates:
     def open(self) -> None:
         """Has any use of a parameter apply what is pending, from now on; at once, if memory of one is shared."""
         parameters = list(self._parameters())
-        if share_memory(parameters, self._own()):
+        if parameters and share_memory(parameters, self._own()):
             self._apply()
             return
         self._opener = threading.get_ident()

@@ -111,7 +111,11 @@ def _draw_ids(data: st.DataObject, num_rows: int, dims: int) -> Tensor:
     [([0, 4], 5, None), ([], 5, None), ([0, 5], 5, 5), ([-1, 3], 5, -1), ([3, -2, 9], 5, -2), ([4, 0, 9, 1], 5, 9)],
 )
 def test_an_id_outside_the_table_is_named(ids: list[int], num_rows: int, expected: int | None) -> None:
-    assert kernels.bad_id(torch.tensor(ids, dtype=torch.int64), num_rows) == expected
+    inside = torch.tensor([1], dtype=torch.int32)  # of other lookups, which are read with it
+
+    found = kernels.bad_ids([inside, torch.tensor(ids, dtype=torch.int64), inside], [2, num_rows, 2])
+
+    assert found == [None, expected, None]
 
 
 def test_a_negative_id_is_found_beside_padding() -> None:
@@ -119,7 +123,7 @@ def test_a_negative_id_is_found_beside_padding() -> None:
     unique, _ = kernels.unique_ids([torch.tensor([3, -1])], 5, 3)
 
     assert unique.tolist() == [3, -1]
-    assert kernels.bad_id(unique, 5) == -1
+    assert kernels.bad_ids([unique], [5]) == [-1]
 
 
 @given(st.lists(st.lists(ids_of(30), min_size=2, max_size=2), min_size=1, max_size=4), st.integers(0, 3), st.booleans())
