@@ -21,6 +21,8 @@ from embrace_fx.planning.links import links_between
 from embrace_fx.planning.reads import grid_rows, reads_of, used_parameters
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.runtime.tables.holders import Holders
+from embrace_fx.runtime.tables.part import Part
+from embrace_fx.runtime.tables.pending_parameters import share_memory
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage
 from embrace_fx.vocabulary.exactness import RowUpdatesOption, semantics
@@ -30,6 +32,10 @@ from embrace_fx.vocabulary.plan import LinksAre, Plan
 MOST_GATHERED_IDS = 2**22
 """Ids of one table, of all ranks together, that every rank may receive at set-up: 16 MiB."""
 
+SHARED = (
+    "its data, a view, an array or another tensor that is kept has its memory: it would not see the table train; "
+    "let go of that, or make the table of a clone, to shard it"
+)
 HOOKED = "the communication hook reduces whole gradients"
 
 
@@ -135,7 +141,9 @@ def find(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], used: Co
     except Exception as error:  # the batch may be bad, on this rank alone
         failure = failure_text(error)
     tables = tuple(table.parameter for table in graph.tables)
-    whole = tuple(sorted({*unshardable(graph), *setting.state.hooked}))
+    whole = dict.fromkeys(sorted({*unshardable(graph), *setting.state.hooked}), WHOLE)
+    plain = [name for name in tables if not isinstance(setting.state.parameter(name), Part)]
+    whole |= {name: SHARED for name in plain if share_memory([setting.state.parameter(name)])}
     own = _Report(tuple(sorted(used_parameters(graph))), tables, whole, reads, failure)
     everyone = setting.communicator.gather(own, _Report)
     if failures := {rank: report.failure for rank, report in enumerate(everyone) if report.failure is not None}:
@@ -186,8 +194,8 @@ def _findings(setting: Setting, graph: TrainingGraph, everyone: list[_Report], u
     sharded = {name: table.shape for name, table in setting.state.tables.items()}
     facts = facts_of(setting.model, setting.stepping.holders, setting.options.row_updates, used, sharded)
     facts = tuple(replace(f, local=f.name in setting.state.ignored) for f in facts)
-    blocked = {name for report in everyone for name in report.whole}
-    facts = tuple(replace(f, row_update_blocker=WHOLE) if f.name in blocked else f for f in facts)
+    blocked = {name: reason for report in everyone for name, reason in report.whole.items()}
+    facts = tuple(replace(f, row_update_blocker=blocked[f.name]) if f.name in blocked else f for f in facts)
     sparsity = {
         table.parameter: found
         for table in graph.tables
@@ -259,13 +267,13 @@ class _Reported:
 
 @dataclass(frozen=True)
 class _Report:
-    """One rank's report of its batch: parameters with a gradient, tables, what cannot be read in shards, what is read
+    """One rank's report of its batch: parameters with a gradient, tables, why some cannot lie in shards, what is read
     of each table; or why that could not be measured.
     """
 
     used: tuple[str, ...]
     tables: tuple[str, ...]
-    whole: tuple[str, ...]
+    whole: dict[str, str]
     reads: dict[str, _Reported]
     failure: str | None
 
