@@ -78,7 +78,7 @@ class Views:
         found = {
             "sent_bytes_predicted": float(plan.sent_bytes_per_step),
             "sent_bytes_ddp": float(sum(d.ddp_bytes_per_step for d in plan)),
-            "tables_sharded": float(len(plan.sharded)),
+            "tables_sharded": float(len(plan.sharded)) if plan.world_size > 1 else 0.0,
         }
         if steps:
             parts, sent_bytes = steps[-1]

@@ -1,0 +1,66 @@
+"""LightningModules whose network is not one child: compiled by their forward, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.long  # importing Lightning takes seconds
+lightning = pytest.importorskip("lightning", reason="of the extra `test`")
+
+
+def strategy_of(module: nn.Module) -> object:
+    from embrace_fx.integrations.lightning import EmbraceStrategy  # noqa: PLC0415
+
+    strategy = EmbraceStrategy()
+    strategy.model = module
+    strategy._lightning_module = module  # type: ignore[assignment]
+    return strategy
+
+
+def parts() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    return {"words": nn.Embedding(50, 4), "top": nn.Linear(4, 1)}
+
+
+def test_parts_without_a_forward_are_refused() -> None:
+    class Apart(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.top = parts().values()
+
+    strategy = strategy_of(Apart())
+    with pytest.raises(ValueError, match=r"found them in top, words of Apart, which has no forward"):
+        strategy.configure_ddp()  # type: ignore[attr-defined]
+
+
+def test_a_step_that_does_not_call_the_forward_is_refused() -> None:
+    class Apart(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        calls_forward = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.top = parts().values()
+
+        def forward(self, words: Tensor) -> Tensor:
+            found: Tensor = self.top(self.words(words)).square().mean()
+            return found
+
+        def training_step(self, words: Tensor) -> Tensor:
+            loss: Tensor = self(words) if self.calls_forward else self.top(self.words(words)).mean()
+            return loss
+
+    module, words = Apart(), torch.arange(6)
+    expected = module(words)
+    strategy = strategy_of(module)
+    strategy.configure_ddp()  # type: ignore[attr-defined]
+    found = strategy.training_step(words)  # type: ignore[attr-defined]
+    found.backward()
+
+    assert torch.equal(found, expected)
+    assert strategy.compiled.metrics()["tables_sharded"] == 0  # type: ignore[attr-defined]
+    module.calls_forward = False
+    with pytest.raises(RuntimeError, match=r"expected training_step of Apart to compute by self\(...\)"):
+        strategy.training_step(words)  # type: ignore[attr-defined]
+    strategy.compiled.close()  # type: ignore[attr-defined]
