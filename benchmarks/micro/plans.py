@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 import embrace_fx
@@ -31,6 +31,7 @@ def rank_main(rank: int, ranks: int, name: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     torch.manual_seed(0)
+    batch: tuple[Tensor, ...]
     if name == SMALL:
         plain: nn.Module = nn.Sequential(nn.Embedding(8_000, 32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 50))
         batch = (torch.randint(8_000, (32, 16), generator=torch.Generator().manual_seed(rank)),)

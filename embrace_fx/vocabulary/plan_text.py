@@ -164,9 +164,11 @@ NARROWEST, WIDEST, NO_TERMINAL = 80, 200, 160
 
 def terminal_width() -> int:
     """Reads how wide the terminal is, within bounds; wide where there is none."""
-    if not sys.stdout.isatty():
+    try:
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns
+    except (AttributeError, OSError, ValueError):  # no standard output, one that is no file, or no terminal
         return NO_TERMINAL
-    return min(max(os.get_terminal_size(sys.stdout.fileno()).columns, NARROWEST), WIDEST)
+    return min(max(columns, NARROWEST), WIDEST)
 
 
 def readable_bytes(count: float) -> str:
