@@ -137,6 +137,8 @@ class Stepping:
 
     def _notice(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer, anyone's, is about to step."""
+        if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
+            return  # around another one, whose step is told too; or it steps by ops on parameters, as a loop does
         own = {id(parameter) for parameter in self._state.parameters()}
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             return
