@@ -169,7 +169,7 @@ class PlanInUse:
             findings = find(setting, variant.analysed, variant.captured.inputs(leaves), used)
         if findings is not None:
             findings = findings.with_whole(self._whole, WHOLE)
-        if findings is not None and self._drift is not None:
+        if findings is not None and self._drift is not None and self._drift.wants_plan:  # else it has seen nothing yet
             findings = findings.with_rows(self._drift.rows)
         new = plan_on_links(setting, findings, old)
         setting.announcements.asks_to_plan = False

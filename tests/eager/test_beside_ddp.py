@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
+from embrace_fx.cost.links import Cluster
 from tests.eager.models import CASES, Asserting, Case, labelled
 from tests.support.ranks import run_ranks
 
@@ -130,3 +131,36 @@ def _rows_beside_ddp(rank: int, world_size: int, strategy: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_in_rows_stay_in_rows(strategy: str, world_size: int) -> None:
     run_ranks(world_size, _rows_beside_ddp, strategy)
+
+
+class Wide(nn.Module):
+    """A table of which a batch reads next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(20_000, 32, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.rows(ids).square().mean()
+        return loss
+
+
+def _planned_by_gradients(rank: int, world_size: int) -> list[str]:
+    """The strategies of a table, step by step: before a gradient is known, every row is taken to have one."""
+    compiled = embrace_fx.compile(Wide(), route="eager", cluster=Cluster(bandwidth_bytes_per_ms=12_500))
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    strategies = []
+    for step in range(4):
+        compiled(labelled(step, rank)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        strategies.append(compiled.plan["rows.weight"].strategy)
+    compiled.close()
+    return strategies
+
+
+@pytest.mark.long
+def test_the_exchange_is_planned_for_the_rows_that_gradients_have() -> None:
+    for first, *_, last in run_ranks(2, _planned_by_gradients):
+        assert first == "allreduce"
+        assert last in ("allgather", "zen", "ps")
