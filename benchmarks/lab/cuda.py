@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.lab.cuda_rank import AGREES, WARM_UP_SLOW
 from benchmarks.lab.kept import write_whole
 from benchmarks.lab.results import machine
 from benchmarks.lab.rounds import Spread
@@ -32,14 +33,12 @@ from tests.support.emulated_cuda.build import build
 
 STEPS = 6
 """Of a turn, after one that does not count."""
-AGREES = 0.03
-"""Two speeds of the device whose perceived steps differ by less show what the device takes, and not the host."""
 
 
 def measure(setting: Setting, device: str, say: Callable[[str], None]) -> dict[str, Any]:
     """All models and systems of a setting; a system that fails is told of, and left out."""
     (ranks,), (rate_mbit,) = setting.ranks, setting.rates_mbit
-    times = Times(device, rate_mbit / 1e3, slow=max(setting.slow))
+    times = Times(device, rate_mbit / 1e3, slow=WARM_UP_SLOW)
     found: dict[str, Any] = {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "configuration": asdict(setting),
@@ -88,7 +87,7 @@ def _run(options: Mapping[str, Any], ranks: int, times: Times, libraries: Path, 
                 process.kill()
         for process, (_, errors) in zip(processes, ended, strict=True):
             if process.returncode != 0:
-                return {"failed": (errors.strip().splitlines() or ["nothing was said"])[-1][:300], "details": errors}
+                return {"failed": (errors.strip().splitlines() or ["nothing was said"])[-1][:300]}
         found = findings.read_text(encoding="utf-8") if findings.exists() else ""
     return {"ranks": [json.loads(output.splitlines()[-1]) for output, _ in ended], "findings": found}
 
@@ -116,9 +115,10 @@ def markdown(found: Mapping[str, Any]) -> str:
     ]
     for model, systems in found["models"].items():
         lines += ["", f"## {model}", "", *_HEAD]
-        lines += [_row(system, slow, of) for system, of in systems.items() if "ranks" in of for slow in setting["slow"]]
+        measured = {system: of for system, of in systems.items() if "ranks" in of}
+        lines += [_row(system, slow, of) for system, of in measured.items() for slow in _speeds(of)]
         lines += [f"\n{system} did not run: {of['failed']}" for system, of in systems.items() if "failed" in of]
-        lines += ["", *_valid(systems, setting["slow"])]
+        lines += ["", *_valid(measured)]
     return "\n".join(lines) + "\n"
 
 
@@ -127,6 +127,10 @@ _HEAD = (
     "| link busy | sent MB | launches |",
     "|---|---|---|---|---|---|---|---|---|---|",
 )
+
+
+def _speeds(of: Mapping[str, Any]) -> list[float]:
+    return list(dict.fromkeys(turn["slow"] for turn in of["ranks"][0]["turns"]))
 
 
 def _turns(of: Mapping[str, Any], slow: float) -> list[list[Mapping[str, Any]]]:
@@ -165,16 +169,18 @@ def _row(system: str, slow: float, of: Mapping[str, Any]) -> str:
     )
 
 
-def _valid(systems: Mapping[str, Mapping[str, Any]], slow: Sequence[float]) -> list[str]:
-    """The last two speeds compared; `embrace_2d` beside the others at the last one."""
-    steps = {name: [step_ms(of, k).median for k in slow[-2:]] for name, of in systems.items() if "ranks" in of}
-    lines = []
-    for name, (last_but_one, last) in steps.items() if len(slow) > 1 else ():
-        differ = abs(last_but_one / last - 1)
-        says = "the device's time" if differ < AGREES else "the host's time still counts"
-        lines.append(f"- `{name}`: k = {slow[-2]:g} and {slow[-1]:g} differ by {differ:.1%}: {says}.")
-    if "embrace_2d" in steps:
-        own = steps["embrace_2d"][-1]
-        others = [f"{name} {of[-1] / own:.2f}" for name, of in steps.items() if name != "embrace_2d"]
-        lines.append(f"- Over `embrace_2d` at k = {slow[-1]:g}: {', '.join(others)}.")
+def _valid(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Of each system the last two speeds compared; `embrace_2d` beside the others, each at its last one."""
+    lines, last = [], {}
+    for name, of in systems.items():
+        speeds = _speeds(of)[-2:]
+        steps = [step_ms(of, slow).median for slow in speeds]
+        last[name] = steps[-1]
+        if len(steps) == 2:
+            differ = abs(steps[0] / steps[1] - 1)
+            says = "the device's time" if differ < AGREES else "the host still counts"
+            lines.append(f"- `{name}`: k = {speeds[0]:g} and {speeds[1]:g} differ by {differ:.1%}: {says}.")
+    if own := last.pop("embrace_2d", None):
+        others = [f"{name} {ms / own:.2f}" for name, ms in last.items()]
+        lines.append(f"- Over `embrace_2d`, each at its last k: {', '.join(others)}.")
     return lines

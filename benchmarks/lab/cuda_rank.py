@@ -2,20 +2,21 @@
 
     python -m benchmarks.lab.cuda_rank '{"model": ..., "system": ..., ...}'      (started by benchmarks/lab/cuda.py)
 
-It is prepared, and warmed up, at the slowest; then only the device changes its speed, not what was planned. embrace_fx
-shards every table: its planner would price the host's part, which other work of the machine changes. Prints JSON.
+It is prepared, and warmed up, on a slow device; then only that changes its speed, not what was planned. It becomes
+slower until two speeds agree. embrace_fx shards every table: its planner would price the host's part, which other work
+of the machine changes. Prints JSON.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
 import os
 import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,8 +30,10 @@ from benchmarks.peers.embrace import EmbraceFx
 from embrace_fx.runtime.launch import launcher
 
 STANDSTILL_S = launcher.STANDSTILL_S
-WARM_UP_STEPS = 14
-"""embrace_fx profiles itself, and orders its launches anew at the twelfth."""
+AGREES = 0.03
+"""Perceived steps at two speeds of the device that differ by less show what the device takes, and not the host."""
+WARM_UP_SLOW, WARM_UP_STEPS = 16.0, 14
+"""embrace_fx profiles itself, and orders its launches anew at the twelfth step."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     dist.init_process_group("cpu:gloo,cuda:nccl")
     device = CudaDevice()
-    slow_motion(max(options["slow"]))
+    slow_motion(WARM_UP_SLOW)
     peer = SYSTEMS[options["system"]].peer()
     if isinstance(peer, EmbraceFx):
         peer = replace(peer, strategy="alltoall")
@@ -125,10 +128,16 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
     for _ in range(WARM_UP_STEPS if isinstance(peer, EmbraceFx) else 2):
         running.step()
     device.synchronize()
-    turns = [
-        turn(running, device, slow, options["steps"])
-        for _, slow in itertools.product(range(options["rounds"]), options["slow"])
-    ]
+    turns: list[CudaTurn] = []
+    steps_ms: list[float] = []
+    for slow in options["slow"]:
+        if len(steps_ms) > 1 and abs(steps_ms[-1] / steps_ms[-2] - 1) < AGREES:
+            break
+        of_slow = [turn(running, device, slow, options["steps"]) for _ in range(options["rounds"])]
+        turns += of_slow
+        step_ms = torch.tensor(median(each.step_ms for each in of_slow) / slow)
+        dist.broadcast(step_ms, 0)
+        steps_ms.append(step_ms.item())
     return {"turns": [asdict(each) for each in turns], "first_step_s": running.first_step_s}
 
 
