@@ -5,7 +5,8 @@ Contract
     writes one, by whichever reference, finds every update applied, and nothing that left ahead is used unseen. What
     only asks for a shape, a dtype or `.grad` waits for nothing. So it is with `optimizer.state`.
     A tensor that shares a parameter's memory (`.data`, `detach()`, a view, a NumPy array) can be used without a word
-    to the parameter. Where one is there when an update would begin to wait, the update is applied at that moment.
+    to the parameter. Where one is there when an update would begin to wait, the update is applied at that moment; so it
+    is where someone holds a tensor of the optimizer's state.
     Memory that is reached by no tensor (a kept `data_ptr()`) is nobody's to see.
 """
 
@@ -258,6 +259,10 @@ class PendingUpdates:
             self.close()
             for kind in self._kinds:
                 kind.open()
+            if any(kind.is_open for kind in self._kinds):
+                states = [state for optimizer in set(self._optimizers()) for state in optimizer.state.values()]
+                if _most_holders(states) > _most_holders([{"": torch.empty(1)}]):
+                    self._apply()  # who holds a tensor of it reads and writes it unseen
             self._take_states()
 
     def _take_states(self) -> None:
@@ -293,6 +298,12 @@ def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bo
         address, holders[address] = _holders(tensor)
         known[address] += 1
     return any(holders[address] - alone >= count for address, count in known.items())
+
+
+def _most_holders(states: Iterable[Mapping[str, Any]]) -> int:
+    """Counts the references to the tensor of some state that has most."""
+    values = (value for state in states for value in state.values())
+    return max((sys.getrefcount(value) for value in values if isinstance(value, Tensor) and value.dim()), default=0)
 
 
 def is_kept(parameter: nn.Parameter) -> bool:

@@ -179,6 +179,15 @@ def state_is_another_whole_one(loop: Loop) -> None:
 
 
 @loop
+def kept_state_is_halved(loop: Loop) -> None:
+    kept = [value for state in loop.optimizer.state.values() for value in state.values()]
+    kept = [value for value in kept if isinstance(value, Tensor) and value.dim()]
+    loop.step()
+    for value in kept:
+        value.mul_(0.5)
+
+
+@loop
 def rows_are_scaled_by_their_ids(loop: Loop) -> None:
     loop.backward()
     loop.gradients[0][[-1, 3]] *= 3
