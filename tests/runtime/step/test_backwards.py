@@ -372,3 +372,18 @@ def test_backwards_of_several_calls_come_in_one_order_on_all_ranks(alike: bool) 
     for told in run_ranks(2, partial(_two_orders, alike=alike)):
         assert ("rank 1: expected the backwards of several calls in the same order" in told) == (not alike)
         assert ("found that of the call 1 before the last one" in told) == (not alike)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")  # torch's
+def test_gradients_that_are_to_be_differentiated_again_are_there_and_raise_where_they_are() -> None:
+    model = nn.Linear(2, 1)
+    compiled = embrace_fx.compile(model)
+    compiled(torch.ones(3, 2)).square().sum().backward(create_graph=True)
+    found = model.weight.grad
+    assert found is not None
+    assert found.requires_grad
+    (expected,) = torch.autograd.grad(model(torch.ones(3, 2)).square().sum(), model.weight)
+    torch.testing.assert_close(found.detach(), expected)
+    with pytest.raises(RuntimeError, match=r"route='eager'"):
+        found.sum().backward()
