@@ -51,9 +51,10 @@ def write(folder: Path, known: Done, found: Found, epochs: int) -> None:
     lines = [
         "# How often a training comes near the best",
         "",
-        f"`python -m benchmarks.admm.spread --output benchmarks/results`, {today()}: {epochs} epochs at {seeds} seeds "
-        f"from {FIRST_SEED}, that have neither chosen a setting nor been judged before, scale 1, all from ADMM's "
-        f"start; torch {environment()['torch']}. *Within* counts trainings that reach {SHARE:.0%} of the best tuned "
+        f"`python -m benchmarks.admm.spread --seeds {seeds} --output benchmarks/results`, {today()}: {epochs} epochs "
+        f"at {seeds} seeds from {FIRST_SEED}, that have neither chosen a setting nor been judged before, scale 1, all "
+        f"from ADMM's start; torch {environment()['torch']}. *Within* counts trainings that reach {SHARE:.0%} of the "
+        "best tuned "
         "optimizer's mean in [the comparison](admm-stability.md). *Hardest* is the judged seed at which ADMM is "
         "worst, from the same start.",
         "",
