@@ -131,6 +131,8 @@ class Flow:
             current = {route.table: Routing.of(values[route.ids], values[route.counts]) for route in program.routes}
             self._coming = Coming(following, everyone.coming, current)
         variant = ForwardVariant(self._arrives(), self._coming is not None)
+        if variant.arrives == "other":  # whose rows wait for gradients that the order has behind them
+            self.launcher.catch_up()
         self.launcher.skip(absent(variant))
         self._begin_compute()
         return values, variant

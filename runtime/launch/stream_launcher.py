@@ -114,8 +114,13 @@ class _Issuer:
         self.unwaited: dict[tuple[int, int], StreamTicket] = {}
         self._issued: list[tuple[tuple[int, ...], Lane, Event]] = []  # place, class and end of launches, by place
 
-    def issue(self, hurry: bool = False) -> None:
-        """Enqueues everything whose turn it is; with `hurry` all that has been submitted, each class in its order."""
+    def issue(self, hurry: bool = False, agreed: bool = False) -> None:
+        """Enqueues everything whose turn it is; with `hurry` all that has been submitted, each class in its order.
+
+        Args:
+            agreed: all ranks do so at this place: what leaves is behind what has been issued, and before all that will
+                be, as in its turn.
+        """
         state = self.state
         with state.changed:
             if state.error is not None:
@@ -124,10 +129,11 @@ class _Issuer:
             try:
                 while (ticket := state.next()) is not None:
                     assert isinstance(ticket, StreamTicket)
-                    in_turn = not self._is_out_of_turn(ticket)
+                    in_turn = agreed or not self._is_out_of_turn(ticket)
                     if not in_turn:  # told before: over gloo the host waits here for a rank that does likewise
                         self.overtook, self.tells = True, self.place()
-                    self._enqueue(ticket, in_turn)
+                    last = self._issued[-1][0] if self._issued else (-1,)
+                    self._enqueue(ticket, in_turn, (*last, 1) if agreed else ticket.place)
             except BaseException as error:
                 state.error = error
                 raise
@@ -194,10 +200,9 @@ class _Issuer:
         ]
         return bool(before)
 
-    def _enqueue(self, ticket: StreamTicket, in_turn: bool) -> None:
+    def _enqueue(self, ticket: StreamTicket, in_turn: bool, place: tuple[int, ...]) -> None:
         streams, recorder = self.streams, self.state.recorder
         recorded = ticket.window > OUTSIDE and recorder.recording is not None
-        place: tuple[int, ...] = ticket.place
         at = bisect.bisect_left(self._issued, place, key=lambda each: each[0])
         with streams.on(ticket.id.lane, str(ticket.id)):
             streams.wait(ticket.ready)
@@ -217,7 +222,7 @@ class _Issuer:
         if in_turn:
             streams.last = (id(self), ticket.ended)
         ticket.value, ticket.held = launched.value, launched.reads
-        self._issued.insert(at, (ticket.place, ticket.id.lane, ticket.ended))
+        self._issued.insert(at, (place, ticket.id.lane, ticket.ended))
         del self._issued[:-_REMEMBERED]
         recorder.tally.sent(ticket.sent_bytes)
         if recorded:
@@ -308,5 +313,5 @@ class StreamLauncher(Launcher):
 
     def catch_up(self) -> None:
         """Launches everything that has been submitted, as another rank may have done already. On all ranks."""
-        self._issuer.issue(hurry=True)
+        self._issuer.issue(hurry=True, agreed=True)
         self._issuer.overtook, self._issuer.tells = False, None

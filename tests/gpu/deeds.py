@@ -206,6 +206,17 @@ def reads_on_one_rank(rank: int, world_size: int, kind: str) -> Found:
     return training.parameters()
 
 
+def reads_in_every_step(rank: int, world_size: int, kind: str) -> Found:
+    """A loop that copies dense parameters after each step, without a wait: rows that left early are sent again."""
+    training, copies = Training(rank, kind), []
+    for batch in training.batches(range(8)):
+        training.model(*batch).backward()
+        training.step()
+        copies.append({name: value.detach().clone() for name, value in training.model.module.named_parameters()})
+    kept = {f"{name} {step}": value for step, copied in enumerate(copies) for name, value in copied.items()}
+    return training.parameters() | on_host({name: value for name, value in kept.items() if "rnn" in name})
+
+
 class _Critic(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -248,5 +259,6 @@ DEEDS: tuple[Callable[[int, int, str], Found], ...] = (
     has_a_budget,
     stands_still,
     reads_on_one_rank,
+    reads_in_every_step,
     trains_two_models,
 )

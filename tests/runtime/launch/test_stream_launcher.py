@@ -193,6 +193,19 @@ def test_all_ranks_catch_up_together() -> None:
     assert device.launcher.took_turns()
 
 
+def test_what_leaves_when_all_ranks_catch_up_is_before_all_that_leaves_later() -> None:
+    """Streams would run both at once otherwise: on another rank in the other order."""
+    device = Device()
+    first = ["early rows", "bucket 0", "delayed"]
+    device.submit(*first)
+    device.launcher.catch_up()
+    rest = [name for name in NAMES if name not in first]
+    device.submit(*rest)
+
+    assert device.launched == first + rest
+    assert too_many_in_flight(device.program(), IN_FLIGHT) == []
+
+
 class Store(dict[str, bytes]):
     """The ranks' store."""
 
