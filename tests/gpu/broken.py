@@ -45,8 +45,8 @@ def no_record_stream() -> Iterator[None]:
 def what_is_sent_is_freed_at_once() -> Iterator[None]:
     enqueue = stream_launcher._Issuer._enqueue
 
-    def forgetting(self: Any, ticket: Any, in_turn: bool) -> None:
-        enqueue(self, ticket, in_turn)
+    def forgetting(self: Any, ticket: Any, *how: Any) -> None:
+        enqueue(self, ticket, *how)
         ticket.held = ()
 
     with patch.object(stream_launcher._Issuer, "_enqueue", forgetting):
@@ -57,10 +57,10 @@ def what_is_sent_is_freed_at_once() -> Iterator[None]:
 def the_event_of_a_launch_is_recorded_before_it() -> Iterator[None]:
     enqueue = stream_launcher._Issuer._enqueue
 
-    def early(self: Any, ticket: Any, in_turn: bool) -> None:
+    def early(self: Any, ticket: Any, *how: Any) -> None:
         with self.streams.on(ticket.id.lane, "early"):
             ended = self.streams.record("too early")
-        enqueue(self, ticket, in_turn)
+        enqueue(self, ticket, *how)
         ticket.ended = ended
 
     with patch.object(stream_launcher._Issuer, "_enqueue", early):

@@ -188,14 +188,15 @@ def _run(cases: Iterable[Case], output: Path) -> int:
     wrong = 0
     for case in cases:
         begun = time.monotonic()
+        line: dict[str, object] = {**vars(case), "right": False}
         try:
             distance = farthest(case)
-            is_right, found = distance.is_right, {"apart": distance.found, "allowed": distance.allowed}
+            line |= {"right": distance.is_right, "apart": distance.found, "allowed": distance.allowed}
         except Exception as error:
             close_pool()
-            is_right, found = False, {"error": f"{type(error).__name__}: {str(error)[-300:]}"}
-        wrong += not is_right
-        line = {**vars(case), **found, "right": is_right, "seconds": round(time.monotonic() - begun, 1)}
+            line["error"] = f"{type(error).__name__}: {str(error)[-300:]}"
+        wrong += not line["right"]
+        line["seconds"] = round(time.monotonic() - begun, 1)
         with output.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     return wrong
