@@ -265,7 +265,7 @@ def main() -> None:
             signal.signal(ending, _interrupt)
     console = Console()
     if options.cuda:
-        page = cuda.write(cuda.measure(setting, options.device, console.print), options.output)
+        page = cuda.measure(setting, options.device, console.print, options.output)
         console.print(page.read_text(encoding="utf-8"), markup=False, soft_wrap=True)
         return
     kept = Kept(KEPT / fingerprint(setting))

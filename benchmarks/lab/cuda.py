@@ -31,12 +31,17 @@ from benchmarks.records import write_record
 from tests.support.emulated_cuda import Times, environment
 from tests.support.emulated_cuda.build import build
 
-STEPS = 6
+STEPS = 4
 """Of a turn, after one that does not count."""
 
 
-def measure(setting: Setting, device: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """All models and systems of a setting; a system that fails is told of, and left out."""
+def measure(setting: Setting, device: str, say: Callable[[str], None], output: Path) -> Path:
+    """Measures the models and systems of a setting; who fails is told of. Returns the page, written model by model.
+
+    Args:
+        device: a name of `embrace_fx.cost.DEVICES`.
+        output: the folder of the page.
+    """
     (ranks,), (rate_mbit,) = setting.ranks, setting.rates_mbit
     times = Times(device, rate_mbit / 1e3, slow=WARM_UP_SLOW)
     found: dict[str, Any] = {
@@ -54,7 +59,8 @@ def measure(setting: Setting, device: str, say: Callable[[str], None]) -> dict[s
             options |= {"rounds": setting.rounds, "slow": setting.slow}
             of_model[system] = _run(options, ranks, times, libraries, setting.timeout_s)
             say(f"{model}, {system}: {of_model[system].get('failed') or 'measured'}")
-    return found
+        page = write(found, output)
+    return page
 
 
 def _run(options: Mapping[str, Any], ranks: int, times: Times, libraries: Path, timeout_s: float) -> dict[str, Any]:

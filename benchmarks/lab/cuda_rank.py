@@ -32,7 +32,7 @@ from embrace_fx.runtime.launch import launcher
 STANDSTILL_S = launcher.STANDSTILL_S
 AGREES = 0.03
 """Perceived steps at two speeds of the device that differ by less show what the device takes, and not the host."""
-WARM_UP_SLOW, WARM_UP_STEPS = 16.0, 14
+WARM_UP_SLOW, WARM_UP_STEPS = 8.0, 14
 """embrace_fx profiles itself, and orders its launches anew at the twelfth step."""
 
 

@@ -334,7 +334,7 @@ SETTINGS = {
         rounds=3,
         ranks=(2,),
         rates_mbit=(100_000.0,),
-        slow=(1.0, 8.0, 16.0, 32.0, 64.0),
+        slow=(1.0, 4.0, 8.0, 16.0, 32.0, 64.0),
         size="paper",
         timeout_s=900.0,
     ),
