@@ -22,7 +22,7 @@ OUTPUT = SOURCES.parents[2] / "build" / "emulated_cuda"
 
 _RUNTIME = ("streams.cpp", "memory.cpp", "hazards.cpp", "devices.cpp", "times.cpp", "refused.cpp")
 _NCCL = ("nccl.cpp", "nccl_messages.cpp", "nccl_times.cpp", "nccl_refused.cpp")
-_OPS = ("ops.cpp", "ops_times.cpp", "ops_rnn.cpp")
+_OPS = ("ops.cpp", "ops_sizes.cpp", "ops_times.cpp", "ops_rnn.cpp")
 
 
 def build(output: Path = OUTPUT) -> Path:

@@ -81,8 +81,6 @@ namespace {
 const std::set<std::string> SIZES_DEPEND_ON_VALUES = {
     "nonzero", "unique_dim", "_unique2", "_unique", "unique_consecutive", "masked_select", "repeat_interleave",
     "bincount", "equal", "histc", "_local_scalar_dense"};
-// Sizes of their results follow from those of their arguments, but on meta tensors otherwise than on a device.
-const std::set<std::string> SIZES_BY_RUNNING = {"_embedding_bag", "_embedding_bag_forward_only"};
 const std::set<std::string> LEFT_TO_TORCH = {
     "empty", "empty_strided", "as_strided", "view", "_reshape_alias", "set_", "resize_", "record_stream", "is_pinned",
     "_pin_memory", "pin_memory", "unfold", "is_set_to", "_efficientzerotensor", "view_as_real", "view_as_complex",
@@ -106,19 +104,6 @@ at::Tensor kept(const at::Tensor& of_host) {  // as it is now: the host may writ
   auto copy = of_host.clone();
   if (of_host.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
   return copy;
-}
-
-at::Tensor as_meta(const at::Tensor& tensor) {
-  if (!tensor.is_cuda() && tensor.dim() == 0) return tensor;
-  return at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions(at::kMeta).dtype(tensor.scalar_type()));
-}
-
-at::Tensor as_zeros(const at::Tensor& tensor) {
-  return at::zeros(tensor.sizes(), at::TensorOptions(at::kCPU).dtype(tensor.scalar_type()));
-}
-
-IValue on(c10::Device device, const IValue& value) {
-  return value.isDevice() && value.toDevice().is_cuda() ? IValue(device) : value;
 }
 
 // A generator of the host, at the device generator's place, which moves on.
@@ -179,24 +164,12 @@ class Call {
 
   // Finds the sizes of results, makes them, and gives tensors of an `out=` theirs.
   void plan() {
-    c10::impl::ExcludeDispatchKeyGuard no_python(
-        c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
-    at::AutoDispatchBelowAutograd below;
-    bool by_running = SIZES_BY_RUNNING.count(op_.base) != 0;
-    Stack given;
-    for (auto& each : arguments_)
-      given.push_back(each.isGenerator() ? IValue()
-                                         : with_tensors(on(by_running ? at::kCPU : at::kMeta, each),
-                                                        by_running ? as_zeros : as_meta));
-    Stack found = given;
-    handle_.callBoxed(&found);
-    if (op_.is_out) {
-      for (size_t k = 0; k < given.size(); k++)
-        if (op_.writes[k] && arguments_[k].isTensor() && arguments_[k].toTensor().defined() &&
-            arguments_[k].toTensor().sizes() != given[k].toTensor().sizes())
-          arguments_[k].toTensor().resize_(given[k].toTensor().sizes());
-      return;
-    }
+    auto found = sizes_of(op_, handle_, arguments_);
+    for (size_t k = 0; op_.is_out && k < found.size(); k++)
+      if (op_.writes[k] && arguments_[k].isTensor() && arguments_[k].toTensor().defined() &&
+          arguments_[k].toTensor().sizes() != found[k].toTensor().sizes())
+        arguments_[k].toTensor().resize_(found[k].toTensor().sizes());
+    if (op_.is_out) return;
     for (auto& each : found)
       results_.push_back(with_tensors(each, [](const at::Tensor& tensor) {
         return empty_on_device(tensor.sizes(), tensor.strides(), tensor.scalar_type());

@@ -4,6 +4,7 @@
 #include "emulated.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -48,12 +49,17 @@ struct Op {
   bool is_out = false, makes = false;  // makes: returns new tensors
 };
 
+// What an op returns, on meta tensors; of an `out=`, its arguments. Throws where it has no such kernel.
+using torch::jit::Stack;
+Stack sizes_of(const Op& op, const c10::OperatorHandle& handle, const Stack& arguments);
+// A device's name among arguments, if it is that, in the words of another one.
+c10::IValue on(c10::Device device, const c10::IValue& value);
+
 // Of an op in a timed run: whether it is computed, and how long it takes.
 struct Timing {
   bool computed = true;
   double ns = 0;
 };
-using torch::jit::Stack;
 Timing timing_of(const Op& op, const Stack& arguments, const Stack& results);
 Timing timing_of_copy(const at::Tensor& to, const at::Tensor& from);
 
