@@ -66,7 +66,7 @@ class Walk:
         early = row_TB[0]
         late = row_TB.gather(0, (alive_TB.sum(0) - 1).unsqueeze(0)).squeeze(0)
         first, last = (late, early) if self.reverse else (early, late)
-        return first.to(device), last.to(device)
+        return _moved(first, device), _moved(last, device)
 
     def mirror(self, device: torch.device) -> Tensor:
         """The row numbers (R,) that turn every sequence end to start; the permutation is its own inverse.
@@ -76,7 +76,7 @@ class Walk:
         alive_TB, row_TB = self._table()
         step_T1 = torch.arange(len(self.sizes)).unsqueeze(1)
         mirrored_TB = (alive_TB.sum(0) - 1 - step_T1).clamp(min=0)
-        return row_TB.gather(0, mirrored_TB)[alive_TB].to(device)
+        return _moved(row_TB.gather(0, mirrored_TB)[alive_TB], device)
 
     def _table(self) -> tuple[Tensor, Tensor]:
         """Tells of each sequence and step whether there is one, and its row where there is."""
@@ -307,3 +307,8 @@ def rnn_backward(
     first, _ = walk.ends(x.device)
     grad_input, gradients = _weight_gradients(grad_output, grad_output, x, walk.previous(h0, output), w, input_grad)
     return Backward(grad_input, grad_output[first] @ w.hh, None, gradients)
+
+
+def _moved(numbers: Tensor, device: torch.device) -> Tensor:
+    """Moves numbers of the host to a device, without waiting for what that has been given."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

@@ -10,6 +10,7 @@ import torch
 from embrace_fx.runtime.flow.routing import Routing, RowSplitter
 from embrace_fx.runtime.flow.split_ahead import SplitAhead, routed, unique_ids
 from embrace_fx.runtime.launch.streams import streams_of
+from embrace_fx.runtime.lower.rnn_loop import Walk
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.backward_flags import launch_flags
 from embrace_fx.vocabulary.schedule import ScheduleName
@@ -46,6 +47,16 @@ def test_the_next_batch_is_prepared_without_the_host() -> None:
         copy, done = streams.to_host(torch.cat([table.counts, split.sizes()])), streams.record("sizes copied")
 
     assert streams.read(done, copy)[0] == 7
+
+
+@gpus(1)
+@pytest.mark.usefixtures("_strict")
+def test_sequences_are_turned_without_the_host() -> None:
+    walk, device = Walk([2, 1], reverse=True), torch.device("cuda", 0)
+    found = [walk.mirror(device), *walk.ends(device)]
+    set_sync_debug_mode("default")
+
+    assert [each.tolist() for each in found] == [[2, 1, 0], [2, 1], [0, 1]]
 
 
 @gpus(1)
