@@ -164,7 +164,7 @@ def farthest(case: Case, timeout_s: float = 400.0) -> Distance:
 
     Raises:
         RankError: a rank fails.
-        AssertionError: the training has other parameters, or has moved none.
+        AssertionError: the training has other parameters, or has moved few.
     """
     (expected,) = run_ranks(1, reference, case, timeout_s=timeout_s)
     allowed = BOUNDS[case.precision]
@@ -172,7 +172,8 @@ def farthest(case: Case, timeout_s: float = 400.0) -> Distance:
         (unrounded,) = run_ranks(1, reference, replace(case, precision="float32"), timeout_s=timeout_s)
         allowed = max(allowed, ROUNDED * _apart(expected, unrounded))
     before = dict(WORKLOADS[case.model].make(torch.float32, seed=SEED).named_parameters())
-    assert all(not torch.equal(before[name], value) for name, value in expected.items())
+    moved = [name for name, value in expected.items() if not torch.equal(before[name], value)]
+    assert len(moved) >= 0.9 * len(expected)  # what cancels in the loss has no gradient: a key's bias, say
     ranks = run_ranks(case.devices, trains, case, timeout_s=timeout_s)
     return Distance(max(_apart(of_rank, expected) for of_rank in ranks), allowed)
 
