@@ -54,9 +54,8 @@ def write(folder: Path, known: Done, found: Found, epochs: int) -> None:
         f"`python -m benchmarks.admm.spread --seeds {seeds} --output benchmarks/results`, {today()}: {epochs} epochs "
         f"at {seeds} seeds from {FIRST_SEED}, that have neither chosen a setting nor been judged before, scale 1, all "
         f"from ADMM's start; torch {environment()['torch']}. *Within* counts trainings that reach {SHARE:.0%} of the "
-        "best tuned "
-        "optimizer's mean in [the comparison](admm-stability.md). *Hardest* is the judged seed at which ADMM is "
-        "worst, from the same start.",
+        "best tuned optimizer's mean in [the comparison](admm-stability.md). *Hardest* is the judged seed at which "
+        "ADMM is worst, from the same start.",
         "",
         "| task | bar | method | mean | standard deviation | lowest | within | hardest |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,7 +1,7 @@
 """Adds up where the calling thread's time goes, step by step: always on, for reports and metrics.
 
 Contract
-    A mark costs well under a microsecond: a clock, and one number that grows. A step is from the start of one backward
+    A mark costs less than a microsecond: a clock, and one number that grows. A step is from the start of one backward
     to that of the next. On a device it is the host's time, which waits where the host waits.
 """
 
