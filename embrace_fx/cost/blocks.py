@@ -80,22 +80,17 @@ class Streaming:
         return max(1, math.ceil(busy_lanes / self.slots))
 
 
-def streaming_of(
-    num_blocks: int, width: int, itemsize: int, world_size: int, cluster: Cluster, slots: int | None = None
-) -> Streaming:
+def streaming_of(num_blocks: int, width: int, itemsize: int, world_size: int, cluster: Cluster) -> Streaming:
     """Chooses lanes and slots for a tensor in blocks.
 
-    Many lanes need many bytes to tell the block with which each begins; few lanes need many rounds. Without `slots`,
-    it takes the lanes that are cheapest for gradients of `TYPICAL_DENSITY`, and so many slots that a round's bytes
-    outweigh its start-ups.
+    Many lanes need many bytes to tell the block with which each begins; few lanes need many rounds. It takes the
+    lanes that are cheapest for gradients of `TYPICAL_DENSITY`, and so many slots that a round's bytes outweigh its
+    start-ups.
 
     Args:
         num_blocks, width, itemsize: of the tensor.
-        slots: what was asked for; `STREAMS` times as many lanes.
     """
     of_aggregator = math.ceil(num_blocks / world_size)
-    if slots:
-        return Streaming(max(1, min(STREAMS * slots, of_aggregator)), slots)
     link = cluster.link("messages")
     message_bytes = START_UP_SHARE * link.start_up_ms * link.bandwidth_bytes_per_ms
     slots = max(1, round(message_bytes / record_bytes(num_blocks, width, itemsize)))

@@ -78,7 +78,6 @@ def predict(
     sparsity: Sparsity,
     *,
     scheme: Scheme = "balanced",
-    slots: int | None = None,
     cluster: Cluster = Cluster(),
 ) -> Prediction:
     """Predicts the bytes and the work of a strategy of replicas.
@@ -86,7 +85,6 @@ def predict(
     Args:
         sparsity: in the strategy's own units; blocks of `omnireduce` (`embrace_fx.cost.sparsity.in_blocks`).
         scheme: of "zen".
-        slots: of "omnireduce"; None: as `streaming_of` chooses.
         cluster: what lanes and slots are chosen for.
 
     Raises:
@@ -103,7 +101,7 @@ def predict(
         return _balanced(sparsity) if scheme == "balanced" else _hierarchical(sparsity)
     if strategy == "omnireduce":
         shape = sparsity.num_units, sparsity.width, sparsity.itemsize
-        return _streamed(sparsity, streaming_of(*shape, sparsity.world_size, cluster, slots))
+        return _streamed(sparsity, streaming_of(*shape, sparsity.world_size, cluster))
     raise ValueError(
         f"expected a strategy that exchanges gradients of replicas, in predict, found {strategy!r}: use one of "
         "allreduce, allgather, omnireduce, zen, ps."

@@ -16,9 +16,9 @@ from embrace_fx.vocabulary.sizes import RowCounts
 STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps")
 """What keeps a parameter consistent: "alltoall" is column shards and AlltoAll of rows, of tables only; all others
 exchange the gradient of replicas, "allreduce" densely."""
-EXCHANGES = ("allgather", "omnireduce", "zen", "ps")
+EXCHANGES = tuple(name for name in STRATEGIES if name not in ("allreduce", "alltoall"))
 """The strategies of replicas whose exchange is sparse (`embrace_fx.runtime.exchanges`)."""
-CANDIDATES = ("allreduce", "allgather", "alltoall", "zen", "ps")
+CANDIDATES = tuple(name for name in STRATEGIES if name != "omnireduce")
 """What "auto" weighs for a table. The cost model never finds "omnireduce" to be the fastest, and no measurement has
 (`docs/strategies.md`): it is weighed where it is asked for."""
 

@@ -1,8 +1,4 @@
-"""Gradients as the exchanges see them: dense tensors, and sets of rows.
-
-A row set is also what every sparse strategy works on inside: elements are rows of one column, blocks are rows as wide
-as a block (`blocks.py`).
-"""
+"""Sets of rows, which every strategy exchanges: rows of a gradient, or its blocks, each as a row (`blocks.py`)."""
 
 from __future__ import annotations
 
@@ -44,8 +40,6 @@ class RowSet:
         """Columns of a row."""
         return self.rows.shape[1]
 
-
-Gradient = Tensor | RowSet
 
 MARKED_ROWS_PER_ID = 32
 """Up to so many rows of the tensor per id, ids are told apart by marking rows instead of by a sort."""

@@ -11,14 +11,15 @@ from __future__ import annotations
 import torch
 
 from embrace_fx.cost.exchanges import paired_ranks
+from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
 from embrace_fx.runtime.exchanges.rounds import send
 from embrace_fx.runtime.exchanges.steps import Steps
 
 
-def mean_by_doubling(units: RowSet, channel: Channel) -> Steps[RowSet]:
-    """The mean of all ranks' units. Partial sums travel in the units' own type."""
+def mean_parts(units: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
+    """The mean of all ranks' units, in one part. Partial sums travel in the units' own type."""
     rank, paired = channel.rank, paired_ranks(channel.world_size)
     extra = channel.world_size - paired
     above, below = rank + paired, rank - paired
@@ -36,7 +37,7 @@ def mean_by_doubling(units: RowSet, channel: Channel) -> Steps[RowSet]:
     if extra:
         received = yield from _swap(total, above if rank < extra else None, below if rank >= paired else None, channel)
         total = received if rank >= paired else total
-    return RowSet(total.ids, total.rows / channel.world_size, total.num_rows)
+    return [RowSet(total.ids, total.rows / channel.world_size, total.num_rows)]
 
 
 def _sum(first: RowSet, second: RowSet) -> RowSet:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,22 +20,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.cost.links import Cluster
-from embrace_fx.runtime.exchanges import allgather, omnireduce, ps, zen
-from embrace_fx.runtime.exchanges.blocks import write_blocks_
+from embrace_fx.runtime.exchanges import allgather, hierarchical, omnireduce, ps, zen
+from embrace_fx.runtime.exchanges.blocks import cut_rows, write_blocks_
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import RowSet, join_parts
-from embrace_fx.runtime.exchanges.options import ExchangeOptions
 from embrace_fx.runtime.exchanges.steps import Steps, run
-from embrace_fx.runtime.exchanges.strategies import STRATEGIES
 from embrace_fx.runtime.ranks.communicator import InFlight
 
-MEAN_PARTS: dict[str, Callable[[RowSet, Channel, ExchangeOptions], Steps[list[RowSet]]]] = {
-    "allgather": allgather.mean_parts,
-    "omnireduce": omnireduce.mean_parts,
-    "zen": zen.mean_parts,
-    "ps": ps.mean_parts,
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to the mean of all ranks' gradients, which has the same bits on all of them.
+
+    Attributes:
+        mean_parts: from a rank's units to disjoint parts of the mean, which have no common order.
+        units: cuts a gradient (rows, width) into units: what has an index of its own on the wire.
+    """
+
+    mean_parts: Callable[[RowSet, Channel, Cluster], Steps[list[RowSet]]]
+    units: Callable[[Tensor, Cluster], RowSet] = cut_rows
+
+
+STRATEGY_OF: Mapping[tuple[str, str], Strategy] = {
+    ("allgather", ""): Strategy(allgather.mean_parts),
+    ("omnireduce", ""): Strategy(omnireduce.mean_parts, omnireduce.units),
+    ("zen", "balanced"): Strategy(zen.mean_parts),
+    ("zen", "hierarchical"): Strategy(hierarchical.mean_parts),
+    ("ps", ""): Strategy(ps.mean_parts),
 }
-"""From a rank's units to disjoint parts of the mean, which have no common order."""
+"""By name, one of `embrace_fx.plan.EXCHANGES`, and scheme."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +57,7 @@ class ExchangeKind:
 
     Attributes:
         rows: size of the gradient's first dimension, whose indices have an index of their own on the wire.
-        strategy: one of `MEAN_PARTS`.
-        scheme: of "zen": "balanced" or "hierarchical"; "" otherwise.
+        strategy, scheme: a key of `STRATEGY_OF`.
     """
 
     rows: int
@@ -61,15 +73,13 @@ def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, clust
             same travels, so that ranks need not have the same layout.
         cluster: the links that blocks are cut for.
     """
-    strategy = STRATEGIES[kind.strategy]
-    options = ExchangeOptions(scheme="hierarchical" if kind.scheme == "hierarchical" else "balanced", cluster=cluster)
-    exchange = MEAN_PARTS[kind.strategy]
+    strategy = STRATEGY_OF[kind.strategy, kind.scheme]
     if flat.is_sparse:
         units = RowSet(flat.indices()[0], flat.values(), kind.rows)
-        mean = join_parts(run(exchange(units, channel, options)), kind.rows)
+        mean = join_parts(run(strategy.mean_parts(units, channel, cluster)), kind.rows)
         return flat.copy_(rows_of(mean, flat))
-    units = strategy.units(flat.view(kind.rows, -1), options)
-    for part in run(exchange(units, channel, options)):
+    units = strategy.units(flat.view(kind.rows, flat.numel() // max(kind.rows, 1)), cluster)
+    for part in run(strategy.mean_parts(units, channel, cluster)):
         write_blocks_(flat, part)  # whatever is not among them is zero on this rank too
     return flat
 

@@ -11,7 +11,7 @@ ranks, and the rounds of two streams overlap. One round of a stream:
 
 So a block that no rank has is never sent, and but for the first of a lane never spoken of; and no message says how long
 it is: who sends which block is known from the round before. Many lanes make first blocks dear and rounds few
-(`exchange_cost.streaming_of`).
+(`embrace_fx.cost.blocks.streaming_of`).
 
     two ranks, one lane       rank 0 has blocks 0, 3    rank 1 has blocks 3, 7
     round 0                   sends block 0, next 3     (has announced 3: nothing)   reply: mean of 0, next 3
@@ -27,45 +27,25 @@ import torch
 from torch import Tensor
 
 from embrace_fx.cost.blocks import STREAMS, cheapest_block, place_bytes, places_of_lane, record_bytes, streaming_of
+from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import even_ranges
-from embrace_fx.runtime.exchanges.blocks import cut_blocks, cut_row_blocks, join_blocks, join_row_blocks
+from embrace_fx.runtime.exchanges.blocks import cut_blocks, row_width
 from embrace_fx.runtime.exchanges.channel import Channel
-from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, accumulate, join_parts
-from embrace_fx.runtime.exchanges.options import ExchangeOptions
+from embrace_fx.runtime.exchanges.gradient import RowSet, accumulate
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 from embrace_fx.runtime.exchanges.steps import Steps
-from embrace_fx.runtime.exchanges.units import row_width
 from embrace_fx.runtime.ranks.communicator import InFlight
 
 
-def exchange(gradient: Gradient, channel: Channel, options: ExchangeOptions) -> Steps[Gradient]:
-    """The mean over ranks, each block's computed by its aggregator."""
-    blocks = units(gradient, options)
-    parts = yield from mean_parts(blocks, channel, options)
-    mean = join_parts(parts, blocks.num_rows)
-    if isinstance(gradient, RowSet):
-        return join_row_blocks(mean, _rows_per_block(gradient, options), gradient.num_rows)
-    return join_blocks(mean, gradient.shape)
+def units(dense: Tensor, cluster: Cluster) -> RowSet:
+    """The non-zero blocks of a gradient (rows, width), of the length that is the cheapest on these links."""
+    return cut_blocks(dense, cheapest_block(row_width(dense), dense.itemsize, cluster))
 
 
-def units(gradient: Gradient, options: ExchangeOptions) -> RowSet:
-    """The non-zero blocks of a dense gradient; of a row set blocks of whole rows."""
-    if isinstance(gradient, RowSet):
-        return cut_row_blocks(gradient, _rows_per_block(gradient, options))
-    size = options.block_size or cheapest_block(row_width(gradient), gradient.itemsize, options.cluster)
-    return cut_blocks(gradient, size)
-
-
-def _rows_per_block(rows: RowSet, options: ExchangeOptions) -> int:
-    """Rows are not cut: all of a row is there, or nothing."""
-    size = options.block_size or cheapest_block(rows.width, rows.rows.itemsize, options.cluster)
-    return max(1, size // rows.width)
-
-
-def mean_parts(blocks: RowSet, channel: Channel, options: ExchangeOptions) -> Steps[list[RowSet]]:
+def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list[RowSet]]:
     """The mean of all ranks' blocks, a part from each round, whose ids do not ascend."""
     shape = blocks.num_rows, blocks.width, blocks.rows.itemsize
-    streaming = streaming_of(*shape, channel.world_size, options.cluster, options.slots)
+    streaming = streaming_of(*shape, channel.world_size, cluster)
     lanes = streaming.lanes
     ranges = _Ranges(blocks.num_rows, channel.world_size, lanes, blocks.ids.device)
     queues = _Queues(blocks, ranges)

@@ -10,25 +10,15 @@ from __future__ import annotations
 
 import torch
 
+from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import even_ranges
 from embrace_fx.runtime.exchanges.channel import Channel
-from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, join_parts, mean_by_id
-from embrace_fx.runtime.exchanges.options import ExchangeOptions
+from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
 from embrace_fx.runtime.exchanges.rounds import gather, push
 from embrace_fx.runtime.exchanges.steps import Steps
-from embrace_fx.runtime.exchanges.units import restore, units_of
-
-units = units_of
 
 
-def exchange(gradient: Gradient, channel: Channel, options: ExchangeOptions) -> Steps[Gradient]:
-    """The mean over ranks, each unit's computed by its server."""
-    own = units_of(gradient, options)
-    parts = yield from mean_parts(own, channel, options)
-    return restore(join_parts(parts, own.num_rows), gradient)
-
-
-def mean_parts(own: RowSet, channel: Channel, _options: ExchangeOptions) -> Steps[list[RowSet]]:
+def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
     """The mean of all ranks' units, a part from each server."""
     starts = torch.tensor([*even_ranges(own.num_rows, channel.world_size), own.num_rows], device=own.ids.device)
     ids, rows, counts = yield from push(own, torch.searchsorted(own.ids, starts).diff(), channel)

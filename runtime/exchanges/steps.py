@@ -8,7 +8,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import TypeVar
 
 from torch import Tensor
@@ -22,32 +22,13 @@ Steps = Generator[InFlight, Tensor, T]
 
 
 def run(steps: Steps[T]) -> T:
-    """Runs one to its end; nothing else happens meanwhile."""
-    return run_all([steps])[0]
-
-
-def run_all(exchanges: Sequence[Steps[T]]) -> list[T]:
-    """Runs several to their ends, one round of each in turn, so that each has a collective in flight.
-
-    All ranks give the same exchanges in the same order.
-
-    Returns: their results, in the order given.
-    """
-    results: dict[int, T] = {}
-    in_flight: dict[int, InFlight | None] = dict.fromkeys(range(len(exchanges)))
-    while in_flight:
-        for index, launch in list(in_flight.items()):
-            try:
-                in_flight[index] = _resume(exchanges[index], launch)
-            except StopIteration as end:
-                results[index] = end.value
-                del in_flight[index]
-    return [results[index] for index in range(len(exchanges))]
-
-
-def _resume(steps: Steps[T], launch: InFlight | None) -> InFlight:
-    if launch is None:
-        return next(steps)
-    if launch.work is not None:
-        launch.work.wait()
-    return steps.send(launch.value)
+    """Runs an exchange to its end, and returns its result; nothing else happens meanwhile."""
+    try:
+        launch = next(steps)
+        while True:
+            if launch.work is not None:
+                launch.work.wait()
+            launch = steps.send(launch.value)
+    except StopIteration as end:
+        result: T = end.value
+        return result

@@ -6,48 +6,34 @@ Balanced parallelism: every rank is the server of the units whose index hashes t
     add     each server, in the order of ranks
     pull    AllGather of hash bitmaps, then of the values they announce
 
-Hierarchical centralisation (`hierarchical.py`) is the other optimum of the paper's design space.
+Hierarchical centralisation (`hierarchical.py`), the other optimum of the paper's design space, is a scheme of its own.
 """
 
 from __future__ import annotations
 
 import torch
 
-from embrace_fx.runtime.exchanges import hierarchical
+from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges.channel import Channel
-from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet, join_parts, mean_by_id
+from embrace_fx.runtime.exchanges.gradient import RowSet, mean_by_id
 from embrace_fx.runtime.exchanges.hashing import hash_bitmap, hash_partition, ids_of_bitmap, index_sets
-from embrace_fx.runtime.exchanges.options import ExchangeOptions
 from embrace_fx.runtime.exchanges.records import row_bytes
 from embrace_fx.runtime.exchanges.rounds import push
 from embrace_fx.runtime.exchanges.steps import Steps
-from embrace_fx.runtime.exchanges.units import restore, units_of
 
-units = units_of
-
-
-def exchange(gradient: Gradient, channel: Channel, options: ExchangeOptions) -> Steps[Gradient]:
-    """The mean over ranks, by the scheme of the options."""
-    own = units_of(gradient, options)
-    parts = yield from mean_parts(own, channel, options)
-    return restore(join_parts(parts, own.num_rows), gradient)
+SEED = 0
+"""Of the hash functions, the same on all ranks."""
 
 
-def mean_parts(own: RowSet, channel: Channel, options: ExchangeOptions) -> Steps[list[RowSet]]:
-    """The mean of all ranks' units, by the scheme of the options: in one part, or a part from each server."""
-    if options.scheme == "hierarchical":
-        return [(yield from hierarchical.mean_by_doubling(own, channel))]
-    return (yield from _balanced(own, channel, options.seed))
-
-
-def _balanced(own: RowSet, channel: Channel, seed: int) -> Steps[list[RowSet]]:
+def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
+    """The mean of all ranks' units, a part from each server."""
     world_size, num_units = channel.world_size, own.num_rows
-    partition = hash_partition(own.ids, world_size, seed)
+    partition = hash_partition(own.ids, world_size, SEED)
     grouped = RowSet(own.ids[partition.order], own.rows.index_select(0, partition.order), num_units)
     ids, rows, counts = yield from push(grouped, partition.counts, channel)
     served = mean_by_id(ids, rows, counts, num_units, world_size)
 
-    sets = index_sets(num_units, world_size, seed, own.ids.device)
+    sets = index_sets(num_units, world_size, SEED, own.ids.device)
     length = -(-max(index_set.numel() for index_set in sets) // 8)
     bitmap = hash_bitmap(served.ids, sets[channel.rank])
     padded = torch.nn.functional.pad(bitmap, (0, length - bitmap.numel()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
@@ -11,16 +11,18 @@ from statistics import fmean
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from embrace_fx.cost.blocks import cheapest_block
-from embrace_fx.cost.exchanges import Prediction, cheaper_scheme
+from embrace_fx.cost.exchanges import Prediction, Scheme, cheaper_scheme, predict
 from embrace_fx.cost.links import Cluster, Work, passes_over
 from embrace_fx.cost.sparsity import Sparsity, even_ranges, measure, random_sparsity
+from embrace_fx.runtime.exchanges.blocks import cut_rows
 from embrace_fx.runtime.exchanges.channel import Channel
-from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
-from embrace_fx.runtime.exchanges.options import ExchangeOptions
-from embrace_fx.runtime.exchanges.steps import run
-from embrace_fx.runtime.exchanges.strategies import STRATEGIES
+from embrace_fx.runtime.exchanges.gradient import RowSet
+from embrace_fx.runtime.exchanges.in_place import STRATEGY_OF, exchange_gradient_
+from embrace_fx.vocabulary.plan import EXCHANGES
+from tests.support.exchange_cases import Way
 from tests.support.ranks import run_ranks
 from tests.support.wire import sent_by_connection
 
@@ -30,31 +32,32 @@ TOLERANCE = 0.04
 FRAME_BYTES = 144
 """Of gloo, for each message (`test_wire.py`)."""
 
-VARIANTS: dict[str, tuple[str, ExchangeOptions]] = {
-    "allreduce": ("allreduce", ExchangeOptions()),
-    "allgather": ("allgather", ExchangeOptions()),
-    "omnireduce": ("omnireduce", ExchangeOptions(block_size=4 * D)),
-    "omnireduce_many_rounds": ("omnireduce", ExchangeOptions(block_size=D, slots=100)),
-    "zen": ("zen", ExchangeOptions()),
-    "zen_elements": ("zen", ExchangeOptions(unit="element")),
-    "zen_hierarchical": ("zen", ExchangeOptions(scheme="hierarchical")),
-    "ps": ("ps", ExchangeOptions()),
+WAYS: dict[str, Way | None] = {
+    "allreduce": None,
+    "allgather": Way("allgather"),
+    "omnireduce": Way("omnireduce", block_size=4 * D),
+    "omnireduce_many_rounds": Way("omnireduce", block_size=D, slots=100),
+    "zen": Way("zen", "balanced"),
+    "zen_elements": Way("zen", "balanced", elements=True),
+    "zen_hierarchical": Way("zen", "hierarchical"),
+    "ps": Way("ps"),
 }
+"""None: the collective of that name."""
 
 
-def dense_gradient(rank: int) -> Gradient:
+def few_rows(rank: int) -> Tensor:
     random = torch.Generator().manual_seed(rank)
     return torch.randn(V, D, generator=random) * (torch.rand(V, 1, generator=random) < 0.1)
 
 
-def skewed_rows(rank: int) -> Gradient:
+def skewed_rows(rank: int) -> Tensor:
     """Rows as words sorted by frequency are read; more of them on later ranks."""
     random = torch.Generator().manual_seed(rank)
     ids = (torch.rand(1500 + 500 * rank, generator=random) ** 5 * V).long().unique()
-    return RowSet(ids, torch.randn(ids.numel(), D, generator=random), V)
+    return torch.zeros(V, D).index_copy_(0, ids, torch.randn(ids.numel(), D, generator=random))
 
 
-GRADIENTS: dict[str, Callable[[int], Gradient]] = {"dense": dense_gradient, "skewed rows": skewed_rows}
+GRADIENTS: dict[str, Callable[[int], Tensor]] = {"few rows": few_rows, "skewed rows": skewed_rows}
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,17 @@ def all_ranks_here(world_size: int) -> None:
 def exchange_all(rank: int, world_size: int) -> dict[tuple[str, str], Sent]:
     channel = Channel(dist.group.WORLD)
     sent = {}
-    for variant, (strategy, options) in VARIANTS.items():
+    for variant, way in WAYS.items():
         for name, gradient_of in GRADIENTS.items():
             counted, messages = channel.sent_bytes, channel.messages
             all_ranks_here(world_size)
             before = sent_by_connection()
-            run(STRATEGIES[strategy].exchange(gradient_of(rank), channel, options))
+            gradient = gradient_of(rank)
+            if way is None:
+                channel.all_reduce_(gradient.view(-1)).work.wait()
+            else:
+                with way.chosen():
+                    exchange_gradient_(gradient.view(-1), way.kind(gradient), channel, Cluster())
             all_ranks_here(world_size)
             after = sent_by_connection()
             tcp_bytes = sum(after.values()) - sum(before.values())
@@ -96,12 +104,26 @@ def visit(world_size: int) -> list[dict[tuple[str, str], Sent]]:
 
 
 def predicted(variant: str, gradient: str, world_size: int) -> Prediction:
-    strategy, options = VARIANTS[variant]
-    return STRATEGIES[strategy].profile([GRADIENTS[gradient](rank) for rank in range(world_size)], options)
+    by_rank, way = [GRADIENTS[gradient](rank) for rank in range(world_size)], WAYS[variant]
+    if way is None:
+        return predict("allreduce", sparsity_of([cut_rows(each, Cluster()) for each in by_rank]))
+    strategy = STRATEGY_OF[way.strategy, way.scheme]
+    with way.chosen():
+        units = [strategy.units(each.view(way.kind(each).rows, -1), Cluster()) for each in by_rank]
+        return predict(way.strategy, sparsity_of(units), scheme=scheme_of(way))
+
+
+def sparsity_of(units: Sequence[RowSet]) -> Sparsity:
+    first = units[0]
+    return measure([each.ids for each in units], first.num_rows, first.width, first.rows.itemsize)
+
+
+def scheme_of(way: Way) -> Scheme:
+    return "hierarchical" if way.scheme == "hierarchical" else "balanced"
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", WAYS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_bytes_are_as_predicted(world_size: int, variant: str, gradient: str) -> None:
     by_rank = [results[variant, gradient] for results in visit(world_size)]
@@ -114,24 +136,24 @@ def test_bytes_are_as_predicted(world_size: int, variant: str, gradient: str) ->
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", WAYS)
 def test_channels_count_what_connections_carry(variant: str, gradient: str) -> None:
     for sent in (results[variant, gradient] for results in visit(3)):
         # Messages without content are not counted, and are frames alone.
         assert sent.counted_bytes + FRAME_BYTES * sent.messages == pytest.approx(sent.tcp_bytes, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if not v.startswith(("omnireduce", "zen_hierarchical"))])
+@pytest.mark.parametrize("variant", [v for v in WAYS if not v.startswith(("omnireduce", "zen_hierarchical"))])
 def test_messages_are_as_predicted(variant: str) -> None:
     for results in visit(4):
-        assert results[variant, "dense"].messages == predicted(variant, "dense", 4).mean.messages
+        assert results[variant, "few rows"].messages == predicted(variant, "few rows", 4).mean.messages
 
 
 def test_messages_of_doubling_are_as_predicted() -> None:
     """Of four ranks, each sends a count and records to one other, twice. Of three, rank 0 has most to do."""
     for world_size in (2, 3, 4):
-        busiest = max(results["zen_hierarchical", "dense"].messages for results in visit(world_size))
-        assert busiest == predicted("zen_hierarchical", "dense", world_size).mean.messages - 2 * (world_size == 3)
+        busiest = max(results["zen_hierarchical", "few rows"].messages for results in visit(world_size))
+        assert busiest == predicted("zen_hierarchical", "few rows", world_size).mean.messages - 2 * (world_size == 3)
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS)
@@ -144,29 +166,31 @@ def test_messages_of_streams_are_estimated(gradient: str) -> None:
 
 # -- what the predictions say ------------------------------------------------------------------------------------------
 
+OF_REPLICAS = ("allreduce", *EXCHANGES)
+
 SLOW = Cluster(bandwidth_bytes_per_ms=25e3, latency_ms=0.1)  # 200 Mb/s
 
 
-def time_ms(strategy: str, sparsity: Sparsity, options: ExchangeOptions) -> float:
-    return STRATEGIES[strategy].predict(sparsity, options).time_ms(SLOW)
+def time_ms(strategy: str, sparsity: Sparsity) -> float:
+    return predict(strategy, sparsity).time_ms(SLOW)
 
 
-WORK = {
-    "allreduce": (ExchangeOptions(), passes_over(1000 * 8)),
+WORK: dict[str, tuple[Scheme, Work]] = {
+    "allreduce": ("balanced", passes_over(1000 * 8)),
     "allgather": (
-        ExchangeOptions(),
+        "balanced",
         passes_over((3 * 60 + 2 * 100 + 2 * 80 + 80) * 8) + Work(1000 * 8, units=100, rounds=2),
     ),
     "ps": (
-        ExchangeOptions(),
+        "balanced",
         passes_over((2 * 60 + 2 * 50 + 2 * 40 + 2 * 40 + 80) * 8) + Work(1000 * 8, units=50, rounds=4),
     ),
     "zen": (
-        ExchangeOptions(),
+        "balanced",
         passes_over((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8) + Work(1000 * 8, units=110, rounds=6),
     ),
     "zen, hierarchical": (
-        ExchangeOptions(scheme="hierarchical"),
+        "hierarchical",
         passes_over((60 + 3 * 60 + 2 * 120 + 2 * 80 + 80 + 80) * 8) + Work(1000 * 8, units=120, rounds=2),
     ),
 }
@@ -175,17 +199,18 @@ WORK = {
 @pytest.mark.parametrize("variant", WORK)
 def test_work_by_hand(variant: str) -> None:
     """Two ranks have 40 and 60 units of 8 bytes of 1000, and together 80."""
-    options, expected = WORK[variant]
+    scheme, expected = WORK[variant]
     sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60), unions=(50.0, 80.0))
 
-    assert STRATEGIES[variant.split(",", maxsplit=1)[0]].predict(sparsity, options).work == expected
+    assert predict(variant.split(",", maxsplit=1)[0], sparsity, scheme=scheme).work == expected
 
 
 def test_work_of_streams_by_hand() -> None:
     """Two lanes of each aggregator, one per stream, and whatever rounds they take."""
     sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60), unions=(50.0, 80.0))
 
-    prediction = STRATEGIES["omnireduce"].predict(sparsity, ExchangeOptions(slots=1))
+    with Way("omnireduce", slots=1).chosen():
+        prediction = predict("omnireduce", sparsity)
 
     values = passes_over((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8)
     lanes = Work(units=3 * 2 * 2, rounds=2 * prediction.mean.messages)
@@ -198,7 +223,8 @@ def test_streams_send_means_while_blocks_come_in() -> None:
     skewed = replace(even, push_imbalance=4.0, pull_imbalance=1.5)
 
     def critical(slots: int) -> float:
-        return STRATEGIES["omnireduce"].predict(skewed, ExchangeOptions(slots=slots)).critical.sent_bytes
+        with Way("omnireduce", slots=slots).chosen():
+            return predict("omnireduce", skewed).critical.sent_bytes
 
     record = 7 / 8 * (4 + 512 * 4)
     means = 1.5 * even.union * record
@@ -217,7 +243,7 @@ def test_skew_makes_a_server_add_up_more() -> None:
 
 
 def _added(strategy: str, sparsity: Sparsity) -> float:
-    return STRATEGIES[strategy].predict(sparsity, ExchangeOptions()).work.units
+    return predict(strategy, sparsity).work.units
 
 
 def test_sparsity_is_measured() -> None:
@@ -235,12 +261,12 @@ def test_zen_is_fastest_where_ranks_share_rows(density: float) -> None:
     """Zen, OSDI 2025: balanced parallelism, at 16 ranks, rows as long as the LSTM's."""
     sparsity = random_sparsity(100_000, 512, 4, density, world_size=16)
     for other in ("allreduce", "allgather", "ps", "omnireduce"):
-        assert time_ms("zen", sparsity, ExchangeOptions()) < time_ms(other, sparsity, ExchangeOptions())
+        assert time_ms("zen", sparsity) < time_ms(other, sparsity)
 
 
 def test_all_gather_is_fastest_where_they_share_none() -> None:
     sparsity = replace(random_sparsity(100_000, 512, 4, 0.001, 16), unions=tuple(100.0 * k for k in range(1, 17)))
-    times_ms = {strategy: time_ms(strategy, sparsity, ExchangeOptions()) for strategy in STRATEGIES}
+    times_ms = {strategy: time_ms(strategy, sparsity) for strategy in OF_REPLICAS}
     assert min(times_ms, key=times_ms.__getitem__) == "allgather"
 
 
@@ -248,13 +274,13 @@ def test_skew_slows_ranges_and_not_hashing() -> None:
     even = random_sparsity(100_000, 512, 4, 0.01, world_size=8)
     skewed = replace(even, push_imbalance=4.8, pull_imbalance=4.0)  # 60 % of the non-zeros in the first of 8 ranges
     for strategy in ("ps", "omnireduce"):
-        assert time_ms(strategy, skewed, ExchangeOptions()) > 3 * time_ms(strategy, even, ExchangeOptions())
-    assert time_ms("zen", skewed, ExchangeOptions()) == time_ms("zen", even, ExchangeOptions())
+        assert time_ms(strategy, skewed) > 3 * time_ms(strategy, even)
+    assert time_ms("zen", skewed) == time_ms("zen", even)
 
 
 def test_dense_gradients_are_for_all_reduce() -> None:
     sparsity = random_sparsity(100_000, 512, 4, 1.0, world_size=8)
-    times_ms = {strategy: time_ms(strategy, sparsity, ExchangeOptions()) for strategy in STRATEGIES}
+    times_ms = {strategy: time_ms(strategy, sparsity) for strategy in OF_REPLICAS}
     assert min(times_ms, key=times_ms.__getitem__) == "allreduce"
 
 

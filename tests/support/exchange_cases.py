@@ -1,30 +1,74 @@
-"""Gradients that exchanges are tried with."""
+"""Gradients that exchanges are tried with, and ways to exchange them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.exchanges.options import ExchangeOptions
+from embrace_fx.cost import exchanges as prediction
+from embrace_fx.cost.blocks import STREAMS, Streaming
+from embrace_fx.runtime.exchanges import omnireduce
+from embrace_fx.runtime.exchanges.in_place import ExchangeKind
 
 V, D = 45, 6
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
-VARIANTS: dict[str, tuple[str, ExchangeOptions]] = {
-    "allreduce": ("allreduce", ExchangeOptions()),
-    "allgather": ("allgather", ExchangeOptions()),
-    "allgather_elements": ("allgather", ExchangeOptions(unit="element")),
-    "omnireduce": ("omnireduce", ExchangeOptions()),
-    "omnireduce_many_rounds": ("omnireduce", ExchangeOptions(block_size=2 * D, slots=2)),
-    "omnireduce_odd_blocks": ("omnireduce", ExchangeOptions(block_size=7, slots=5)),
-    "zen": ("zen", ExchangeOptions(seed=-1)),
-    "zen_elements": ("zen", ExchangeOptions(unit="element")),
-    "zen_hierarchical": ("zen", ExchangeOptions(scheme="hierarchical")),
-    "ps": ("ps", ExchangeOptions()),
-    "ps_elements": ("ps", ExchangeOptions(unit="element")),
+
+@dataclass(frozen=True)
+class Way:
+    """One way to exchange a gradient.
+
+    Attributes:
+        strategy, scheme: as of `ExchangeKind`.
+        elements: each element has an index of its own, as those of a gradient of one column.
+        block_size, slots: of "omnireduce", in place of those that the links call for; 0: those.
+    """
+
+    strategy: str
+    scheme: str = ""
+    elements: bool = False
+    block_size: int = 0
+    slots: int = 0
+
+    def kind(self, dense: Tensor) -> ExchangeKind:
+        rows = dense.numel() if self.elements else dense.shape[0] if dense.ndim else 1
+        return ExchangeKind(rows, self.strategy, self.scheme)
+
+    @contextlib.contextmanager
+    def chosen(self) -> Iterator[None]:
+        """Has this way's blocks and slots chosen."""
+        with pytest.MonkeyPatch.context() as patch:
+            if self.block_size:
+                patch.setattr(omnireduce, "cheapest_block", lambda *_: self.block_size)
+            if self.slots:
+                patch.setattr(omnireduce, "streaming_of", self._streaming_of)
+                patch.setattr(prediction, "streaming_of", self._streaming_of)
+            yield
+
+    def _streaming_of(
+        self, num_blocks: int, _width: int, _itemsize: int, world_size: int, _cluster: object
+    ) -> Streaming:
+        of_aggregator = -(-num_blocks // world_size)
+        return Streaming(max(1, min(STREAMS * self.slots, of_aggregator)), self.slots)
+
+
+WAYS: dict[str, Way] = {
+    "allgather": Way("allgather"),
+    "allgather_elements": Way("allgather", elements=True),
+    "omnireduce": Way("omnireduce"),
+    "omnireduce_many_rounds": Way("omnireduce", block_size=2 * D, slots=2),
+    "omnireduce_odd_blocks": Way("omnireduce", block_size=7, slots=5),
+    "zen": Way("zen", "balanced"),
+    "zen_elements": Way("zen", "balanced", elements=True),
+    "zen_hierarchical": Way("zen", "hierarchical"),
+    "ps": Way("ps"),
+    "ps_elements": Way("ps", elements=True),
 }
 
 

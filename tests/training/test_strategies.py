@@ -178,7 +178,7 @@ def _gradient(rank: int, k: int) -> Tensor:
 def _exchange_many(rank: int, world_size: int) -> list[tuple[Tensor, int]]:
     thread = ExchangeThread(dist.new_group(list(range(world_size))), Cluster())
     started = [
-        thread.start(_gradient(rank, k).view(-1), ExchangeKind(ROWS, strategy, ""))
+        thread.start(_gradient(rank, k).view(-1), ExchangeKind(ROWS, strategy, "balanced" if strategy == "zen" else ""))
         for k, strategy in enumerate(EXCHANGES)
     ]
     found = []
@@ -200,7 +200,7 @@ def test_exchanges_in_place_are_the_mean(world_size: int) -> None:
 
 def _start_a_bad_one(rank: int, world_size: int) -> None:
     thread = ExchangeThread(dist.new_group(list(range(world_size))), Cluster())
-    thread.start(torch.ones(7), ExchangeKind(3, "zen", "")).work.get_future().wait()
+    thread.start(torch.ones(7), ExchangeKind(3, "zen", "balanced")).work.get_future().wait()
 
 
 def test_an_exchange_that_fails_tells_whoever_waits() -> None:

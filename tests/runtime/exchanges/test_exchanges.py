@@ -1,7 +1,7 @@
-"""Every exchange on real ranks: the mean is the dense AllReduce's, the same bits on all ranks, the input untouched.
+"""Every exchange on real ranks: the mean is the dense AllReduce's, the same bits on all ranks.
 
-The ranks are visited once per world size: all cases run interleaved there, and the tests look at what came back.
-Gradients of float64 hold integers, whose sums are exact, so that means must be equal; other types are allowed a
+The ranks are visited once per world size: all cases run there one after the other, and the tests look at what came
+back. Gradients of float64 hold integers, whose sums are exact, so that means must be equal; other types are allowed a
 rounding per summand.
 """
 
@@ -25,81 +25,76 @@ from embrace_fx.cost.blocks import Streaming
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges import omnireduce
 from embrace_fx.runtime.exchanges.channel import Channel
-from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
-from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradient_
-from embrace_fx.runtime.exchanges.options import ExchangeOptions
-from embrace_fx.runtime.exchanges.steps import run, run_all
-from embrace_fx.runtime.exchanges.strategies import STRATEGIES
-from tests.support.exchange_cases import DTYPES, PATTERNS, VARIANTS, D, V, bernoulli
+from embrace_fx.runtime.exchanges.in_place import STRATEGY_OF, exchange_gradient_
+from embrace_fx.vocabulary.plan import EXCHANGES
+from tests.support.exchange_cases import DTYPES, PATTERNS, WAYS, D, V, Way, bernoulli
 from tests.support.ranks import RankError, run_ranks
 
-IN_PLACE = {
-    "allgather": ExchangeKind(V, "allgather", ""),
-    "omnireduce": ExchangeKind(V, "omnireduce", ""),
-    "zen": ExchangeKind(V, "zen", "balanced"),
-    "zen_hierarchical": ExchangeKind(V, "zen", "hierarchical"),
-    "ps": ExchangeKind(V, "ps", ""),
-}
-"""Those of `VARIANTS` that a compiled model has: they write the mean where the gradient was."""
-
-
-Form = Literal["dense", "row set", "in place"]
+Form = Literal["dense", "rows"]
+"""A dense tensor, or rows of layout COO."""
 
 
 @dataclass(frozen=True)
 class Case:
-    variant: str
+    way: str
     pattern: str
     dtype: torch.dtype
     form: Form
 
     def __str__(self) -> str:
-        return f"{self.variant}, {self.pattern}, {self.dtype}, {self.form}"
+        return f"{self.way}, {self.pattern}, {self.dtype}, {self.form}"
 
 
 EVERYTHING = [
-    Case(variant, pattern, dtype, form)
-    for variant in VARIANTS
+    Case(name, pattern, dtype, form)
+    for name, way in WAYS.items()
     for pattern in PATTERNS
     for dtype in DTYPES
     for form in get_args(Form)
-    if form != "in place" or variant in IN_PLACE
+    if form == "dense" or (way.strategy != "omnireduce" and not way.elements)
 ]
 QUICK = [case for case in EVERYTHING if case.dtype == torch.float64 or case.pattern in {"rows", "density_by_rank"}]
 
 
-def gradient_of(case: Case, rank: int, world_size: int) -> Gradient:
+def gradient_of(case: Case, rank: int, world_size: int) -> Tensor:
     torch.manual_seed(100 * list(PATTERNS).index(case.pattern) + rank)
     mask = PATTERNS[case.pattern](rank, world_size)
     values = torch.randint(1, 100, (V, D)).double() if case.dtype == torch.float64 else torch.randn(V, D)
     dense = torch.where(mask, values, 0).to(case.dtype)
-    if case.form != "row set":
+    if case.form == "dense":
         return dense
     # Some rows are present although they are zero, as a lookup without influence on the loss leaves them.
     ids = (mask.any(dim=1) | bernoulli(0.1, V)).nonzero().view(-1)
-    return RowSet(ids, dense[ids], V)
+    return torch.sparse_coo_tensor(ids.view(1, -1), dense[ids], (V, D), is_coalesced=True)
 
 
-def dense_of(gradient: Gradient) -> Tensor:
-    if isinstance(gradient, Tensor):
-        return gradient
-    return gradient.rows.new_zeros(V, D).index_copy_(0, gradient.ids, gradient.rows)
+def exchanged(gradient: Tensor, way: Way, channel: Channel) -> Tensor:
+    """The mean over ranks, in the gradient's shape and layout."""
+    if gradient.is_sparse:
+        return exchange_gradient_(gradient.clone(), way.kind(gradient), channel, Cluster())
+    flat = gradient.clone(memory_format=torch.contiguous_format).view(-1)
+    with way.chosen():
+        return exchange_gradient_(flat, way.kind(gradient), channel, Cluster()).view(gradient.shape)
 
 
-def digest(gradient: Gradient) -> str:
-    tensors = (gradient.ids, gradient.rows) if isinstance(gradient, RowSet) else (gradient,)
+def dense_of(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def digest(gradient: Tensor) -> str:
+    tensors = (gradient.indices(), gradient.values()) if gradient.is_sparse else (gradient,)
     return hashlib.sha256(b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)).hexdigest()
 
 
-def fault(case: Case, found: Gradient, world_size: int) -> str | None:
+def fault(case: Case, found: Tensor, world_size: int) -> str | None:
     """What is wrong with the mean; None where it is the dense AllReduce's."""
     by_rank = [gradient_of(case, rank, world_size) for rank in range(world_size)]
-    if isinstance(found, RowSet) != (case.form == "row set"):
-        return f"found a {type(found).__name__}"
-    if isinstance(found, RowSet):
-        union = torch.cat([rows.ids for rows in by_rank if isinstance(rows, RowSet)]).unique()
-        if not torch.equal(found.ids, union):
-            return f"expected rows {union.tolist()}, found {found.ids.tolist()}"
+    if found.is_sparse != (case.form == "rows"):
+        return f"found layout {found.layout}"
+    if found.is_sparse:
+        union = torch.cat([each.indices()[0] for each in by_rank]).unique()
+        if not torch.equal(found.indices()[0], union):
+            return f"expected rows {union.tolist()}, found {found.indices()[0].tolist()}"
     reference = dense_of(by_rank[dist.get_rank()]).double()
     dist.all_reduce(reference)
     reference /= world_size
@@ -118,25 +113,10 @@ Results = dict[Case, tuple[str | None, str]]
 
 def exchange_all(rank: int, world_size: int, cases: list[Case]) -> Results:
     channel = Channel(dist.group.WORLD)
-    gradients = [gradient_of(case, rank, world_size) for case in cases]
-    before = [digest(gradient) for gradient in gradients]
-    steps = []
-    for case, gradient in zip(cases, gradients, strict=True):
-        strategy, options = VARIANTS[case.variant]
-        if case.form != "in place":
-            steps.append(STRATEGIES[strategy].exchange(gradient, channel, options))
-    means = iter(run_all(steps))
     results = {}
-    for case, gradient, unchanged in zip(cases, gradients, before, strict=True):
-        if case.form == "in place":
-            flat = dense_of(gradient).clone().view(-1)
-            mean: Gradient = exchange_gradient_(flat, IN_PLACE[case.variant], channel, Cluster()).view(V, D)
-        else:
-            mean = next(means)
-        wrong = fault(case, mean, world_size)
-        if digest(gradient) != unchanged:
-            wrong = "the gradient given was written to"
-        results[case] = (wrong, digest(mean))
+    for case in cases:
+        mean = exchanged(gradient_of(case, rank, world_size), WAYS[case.way], channel)
+        results[case] = (fault(case, mean, world_size), digest(mean))
     return results
 
 
@@ -167,11 +147,11 @@ def faults_of(by_rank: list[Results], cases: list[Case]) -> list[str]:
     return faults + differing
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_mean_is_the_dense_all_reduces(world_size: int, variant: str) -> None:
+def test_the_mean_is_the_dense_all_reduces(world_size: int, way: str) -> None:
     """And has the same bits on all ranks, or replicas would drift apart."""
-    assert not faults_of(visit(world_size), [case for case in QUICK if case.variant == variant])
+    assert not faults_of(visit(world_size), [case for case in QUICK if case.way == way])
 
 
 @pytest.mark.long
@@ -192,11 +172,9 @@ def stream_all(rank: int, world_size: int) -> list[str]:
     expected /= world_size
     faults = []
     for streaming in (Streaming(1, 1), Streaming(2, 1), Streaming(24, 1), Streaming(24, 5)):
-        options = ExchangeOptions(block_size=1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(omnireduce, "streaming_of", lambda *_, streaming=streaming: streaming)
-            mean = run(omnireduce.exchange(gradient, Channel(dist.group.WORLD), options))
-        assert isinstance(mean, Tensor)
+            mean = exchanged(gradient, Way("omnireduce", block_size=1), Channel(dist.group.WORLD))
         if not torch.equal(mean, expected):
             faults.append(f"{streaming}: off by {float((mean - expected).abs().max())}")
     return faults
@@ -244,9 +222,8 @@ def exchange_shapes(rank: int, world_size: int) -> list[str]:
         reference = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(reference)
         reference /= world_size
-        for name, (strategy, options) in VARIANTS.items():
-            mean = run(STRATEGIES[strategy].exchange(gradient, channel, options))
-            assert isinstance(mean, Tensor)
+        for name, way in WAYS.items():
+            mean = exchanged(gradient, way, channel)
             if mean.shape != gradient.shape or not torch.equal(mean.nan_to_num(-1), reference.nan_to_num(-1)):
                 faults.append(f"{name}: expected {reference}, found {mean}")
     return faults
@@ -288,9 +265,11 @@ def test_receives_are_posted_before_sends_and_nothing_empty_is_sent() -> None:
 
 def test_a_single_process_needs_no_group() -> None:
     dense = torch.arange(6.0).view(3, 2)
-    for strategy, options in VARIANTS.values():
+    for way in WAYS.values():
         channel = Channel(None)
-        mean = run(STRATEGIES[strategy].exchange(dense, channel, options))
-        assert isinstance(mean, Tensor)
-        assert torch.equal(mean, dense)
+        assert torch.equal(exchanged(dense, way, channel), dense)
         assert (channel.sent_bytes, channel.messages) == (0, 0)
+
+
+def test_every_sparse_strategy_of_a_plan_has_an_exchange() -> None:
+    assert {strategy for strategy, _ in STRATEGY_OF} == set(EXCHANGES)

@@ -13,9 +13,6 @@ from embrace_fx.runtime.exchanges.blocks import (
     SHORT_BLOCK,
     block_bitmap,
     cut_blocks,
-    cut_row_blocks,
-    join_blocks,
-    join_row_blocks,
     write_blocks_,
 )
 from embrace_fx.runtime.exchanges.gradient import RowSet, accumulate, mean_by_id
@@ -30,7 +27,6 @@ from embrace_fx.runtime.exchanges.hashing import (
     murmur,
     server_of,
 )
-from embrace_fx.runtime.exchanges.options import ExchangeOptions
 from embrace_fx.runtime.exchanges.records import decode_records, encode_records
 
 CPU = torch.device("cpu")
@@ -99,7 +95,9 @@ def test_records(rows: RowSet, offset: int) -> None:
 def test_blocks_of_a_dense_tensor(dense: Tensor, block_size: int) -> None:
     blocks = cut_blocks(dense, block_size)
     assert (blocks.rows != 0).any(dim=1).all()  # none is sent for nothing
-    torch.testing.assert_close(join_blocks(blocks, dense.shape), dense, rtol=0, atol=0, equal_nan=True)
+    written = torch.zeros_like(dense)
+    write_blocks_(written, blocks)
+    torch.testing.assert_close(written, dense, rtol=0, atol=0, equal_nan=True)
 
 
 @given(dense_tensors(), st.integers(1, 2 * SHORT_BLOCK), st.integers(0, 2**31))
@@ -122,13 +120,6 @@ def test_which_blocks_are_not_zero(block_size: int) -> None:
     blocks = torch.zeros(len(values), block_size).index_fill_(1, torch.tensor([0]), -0.0)
     blocks[:, -1] = values
     assert block_bitmap(blocks).tolist() == [False, False, True, True, True, True, True]
-
-
-@given(row_sets(), st.integers(1, 9))
-def test_blocks_of_a_row_set_keep_rows_of_zeros(rows: RowSet, rows_per_block: int) -> None:
-    blocks = cut_row_blocks(rows, rows_per_block)
-    assert torch.equal(blocks.ids, (rows.ids // rows_per_block).unique())
-    assert_same_rows(join_row_blocks(blocks, rows_per_block, rows.num_rows), rows)
 
 
 # -- hashing -----------------------------------------------------------------------------------------------------------
@@ -225,11 +216,6 @@ def test_sums_of_narrow_values_are_wide() -> None:
     rows = torch.cat([torch.full((1, 1), 256.0), torch.ones(256, 1)]).bfloat16()
     total = accumulate(torch.zeros(257, dtype=torch.int64), rows, [1] * 257, size=1)
     assert total.item() == 512.0
-
-
-def test_blocks_of_no_elements_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected block_size of at least 1 in the options of an exchange, found 0"):
-        ExchangeOptions(block_size=0)
 
 
 def test_a_row_set_without_a_row_per_id_is_refused() -> None:

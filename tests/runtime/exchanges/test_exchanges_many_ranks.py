@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges.channel import Channel
-from embrace_fx.runtime.exchanges.gradient import Gradient, RowSet
+from embrace_fx.runtime.exchanges.gradient import RowSet, join_parts
+from embrace_fx.runtime.exchanges.in_place import STRATEGY_OF
 from embrace_fx.runtime.exchanges.steps import Steps
-from embrace_fx.runtime.exchanges.strategies import STRATEGIES
 from embrace_fx.runtime.ranks.communicator import InFlight
-from tests.support.exchange_cases import VARIANTS
+from tests.support.exchange_cases import WAYS
 
 
 @dataclass
@@ -47,10 +48,7 @@ class Wire:
             for rank, launch in enumerate(together):
                 incoming = [part[rank] for part in parts]
                 assert [part.numel() for part in incoming] == list(launch.receive_sizes)
-                if launch.kind == "all_reduce":
-                    launch.received.copy_(torch.stack(incoming).sum(dim=0))
-                else:
-                    launch.received.copy_(torch.cat(incoming))
+                launch.received.copy_(torch.cat(incoming))
             self._delivered += 1
 
 
@@ -66,10 +64,6 @@ class SimulatedChannel(Channel):
         self._wire.launches[self.rank].append(Launch(kind, sent, send_sizes, received, receive_sizes))
         return InFlight(received, None)
 
-    def all_reduce_(self, flat: Tensor) -> InFlight:
-        sizes = [flat.numel()] * self.world_size
-        return self._launch("all_reduce", flat.repeat(self.world_size), sizes, flat, sizes)
-
     def all_to_all(self, sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> InFlight:
         return self._launch("all_to_all", sent, send_sizes, sent.new_empty((sum(receive_sizes),)), receive_sizes)
 
@@ -82,13 +76,13 @@ class SimulatedChannel(Channel):
         return self._launch("all_gather", copies, [own.numel()] * self.world_size, own.new_empty((sum(sizes),)), sizes)
 
 
-def run_simulated(world_size: int, start: Callable[[int, Channel], Steps[Gradient]]) -> list[Gradient]:
+def run_simulated(world_size: int, start: Callable[[int, Channel], Steps[list[RowSet]]]) -> list[list[RowSet]]:
     """Every rank's result; each rank has as many rounds as the others."""
     wire = Wire(world_size)
     ranks = [start(rank, SimulatedChannel(rank, wire)) for rank in range(world_size)]
     values: list[Tensor | None] = [None] * world_size
     while True:
-        results: list[Gradient] = []
+        results: list[list[RowSet]] = []
         for rank, steps in enumerate(ranks):
             value = values[rank]
             try:
@@ -107,19 +101,19 @@ def rows_of(rank: int, density: float, seed: int) -> RowSet:
     return RowSet(ids, torch.randint(-50, 50, (ids.numel(), 3), generator=random).double(), 53)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", [name for name, way in WAYS.items() if not way.elements])
 @settings(max_examples=15)
 @given(world_size=st.integers(5, 17), density=st.sampled_from([0.0, 0.02, 0.3, 1.0]), seed=st.integers(0, 1000))
-def test_the_mean_of_many_ranks(variant: str, world_size: int, density: float, seed: int) -> None:
-    strategy, options = VARIANTS[variant]
+def test_the_mean_of_many_ranks(name: str, world_size: int, density: float, seed: int) -> None:
+    way = WAYS[name]
+    mean_parts = STRATEGY_OF[way.strategy, way.scheme].mean_parts
     by_rank = [rows_of(rank, density, seed) for rank in range(world_size)]
     dense = torch.zeros(53, 3, dtype=torch.float64)
     for rows in by_rank:
         dense.index_add_(0, rows.ids, rows.rows)
     union = torch.cat([rows.ids for rows in by_rank]).unique()
-    for mean in run_simulated(
-        world_size, lambda rank, channel: STRATEGIES[strategy].exchange(by_rank[rank], channel, options)
-    ):
-        assert isinstance(mean, RowSet)
+    with way.chosen():
+        found = run_simulated(world_size, lambda rank, channel: mean_parts(by_rank[rank], channel, Cluster()))
+    for mean in (join_parts(parts, 53) for parts in found):
         assert torch.equal(mean.ids, union)
         assert torch.equal(mean.rows, dense[union] / world_size)
