@@ -44,10 +44,16 @@ test-all: $(READY) ## run every test; those of a GPU on emulated ones, where .ve
 	fi
 
 # torch's own build for CUDA, 5 GB, in an environment of its own: with stand-ins for CUDA's libraries in the place of a GPU.
-# No part of .ci/run, whose tests fill its time already: five gigabytes to fetch, a minute to compile, an hour to run.
+EMULATED := $(DEVICE)/bin/python -m tests.support.emulated_cuda
+
+.PHONY: device-brief
+device-brief: $(DEVICE)/.ready ## run a part of the tests of a GPU on 2 emulated ones, with jitter; 5 GB, minutes
+	$(EMULATED) --devices 2 --jitter-us 400 --seed 1 -m pytest -m '' tests/gpu \
+	    -k 'memory or streams or copies or no_host_wait or found or deeds or (nccl and 2d)'
+
 .PHONY: device
 device: $(DEVICE)/.ready ## run the tests of a GPU on 1, 2 and 4 emulated ones, with jitter and slow streams; 5 GB, an hour
-	device() { $(DEVICE)/bin/python -m tests.support.emulated_cuda "$$@"; }
+	device() { $(EMULATED) "$$@"; }
 	device --devices 4 -m pytest -m '' tests/gpu
 	device --devices 1 -m pytest -m '' tests/gpu -k 'matrix or one_gpu or memory or streams or copies'
 	device --devices 1 --triton -m pytest -m '' tests/gpu/test_kernels.py -k test_case

@@ -1,4 +1,4 @@
-"""Streams and events of a device, as the launcher uses them: CUDA's, or a recording of what CUDA would be given.
+"""Streams and events of a device, as the launcher uses them.
 
 Contract
     Nothing here makes the host wait but `read`, whose event has as a rule long passed. Every call is about the

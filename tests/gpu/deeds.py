@@ -19,6 +19,7 @@ from torch.optim import SGD, Adagrad
 
 import embrace_fx
 from embrace_fx.session import batch_check, plan_in_use
+from embrace_fx.vocabulary.plan import Grid
 from tests.support.drifting import LINKS, ROWS, SPARSE_AGAIN, TABLE, make
 from tests.support.drifting import batch as drifting_batch
 from tests.support.models import MODELS, Batch
@@ -97,6 +98,13 @@ def returns_to_a_checkpoint(rank: int, world_size: int, kind: str) -> Found:
     training.model.load_state_dict(saved[0])
     training.optimizer.load_state_dict(saved[1])
     training.train(range(7, 10))
+    return training.parameters()
+
+
+def trains_on_a_grid(rank: int, world_size: int, kind: str) -> Found:
+    """Tables are cut by rows and columns: two parts of rows, 1 x 2 columns where there are four ranks."""
+    training = Training(rank, kind, strategy=Grid(2, world_size // 2))
+    training.train(range(8))
     return training.parameters()
 
 
@@ -252,6 +260,7 @@ DEEDS: tuple[Callable[[int, int, str], Found], ...] = (
     accumulates,
     clips,
     returns_to_a_checkpoint,
+    trains_on_a_grid,
     evaluates,
     plans_anew,
     joins,

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.deeds import DEEDS, Found, fails_on_one_rank, plans_anew
+from tests.gpu.deeds import (
+    DEEDS,
+    Found,
+    accumulates,
+    fails_on_one_rank,
+    plans_anew,
+    trains_on_a_grid,
+    trains_two_models,
+)
 from tests.gpu.needs import gpus
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
@@ -40,6 +48,6 @@ def test_on_two_devices(deed: Callable[[int, int, str], Found]) -> None:
 
 
 @gpus(4)
-@pytest.mark.parametrize("deed", [DEEDS[0], DEEDS[-1]], ids=lambda deed: deed.__name__)
+@pytest.mark.parametrize("deed", [accumulates, trains_on_a_grid, trains_two_models], ids=lambda deed: deed.__name__)
 def test_on_four_devices(deed: Callable[[int, int, str], Found]) -> None:
     check(deed, 4)

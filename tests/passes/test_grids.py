@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -34,13 +33,9 @@ from tests.support.lookups import Lookups, LookupsWorkload, ManyUsesWorkload
 from tests.support.models import MODELS, Batch, Workload
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
-from tests.support.streams.stream_order import hazards
-from tests.support.streams.trainings import on_paper
 from tests.support.training import (
-    SEED,
     Way,
     expected_parameters,
-    make_optimizers,
     train_compiled,
     whole_parameters,
 )
@@ -270,37 +265,3 @@ def test_whatever_else_a_training_does_is_as_on_columns(grid: Grid, backend: str
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def _on_streams(rank: int, world_size: int, grid: Grid, schedule: Any) -> tuple[list[Any], dict[str, Tensor]]:
-    """Trains on streams on paper, as on a GPU; what is not ordered in three steps, and the parameters."""
-    with on_paper() as recorded:
-        workload = WORKLOADS["padded"]
-        module = workload.make(DTYPE, seed=SEED + rank)
-        optimizers = make_optimizers("adagrad", module)
-        compiled = embrace_fx.compile(module, optimizer=optimizers, strategy=grid, schedule=schedule)
-        coming = iter(compiled.lookahead([workload.batches(step, rank, SEED) for step in range(STEPS)]))
-
-        def train(steps: int) -> None:
-            for batch in islice(coming, steps):
-                compiled(*batch).backward()
-                for each in optimizers:
-                    each.step()
-                    each.zero_grad()
-
-        train(2)
-        with recorded:
-            train(3)
-        train(1)
-        found = recorded.program(f"a grid under {schedule}, rank {rank}")
-        return list(hazards(found)), whole_parameters(compiled)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("schedule", ["none", "2d"])
-def test_a_grid_trains_on_streams(schedule: str) -> None:
-    expected = expected_parameters(4, WORKLOADS["padded"], DTYPE, "adagrad", "exact", STEPS)
-
-    for unordered, parameters in run_ranks(4, _on_streams, Grid(2, 2), schedule):
-        assert unordered == []
-        assert_same(parameters, expected, DTYPE)

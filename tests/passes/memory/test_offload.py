@@ -36,7 +36,7 @@ from tests.support.budgets import IDS, make, measured
 from tests.support.checkpointed import Block, Normalised, Odd, Recurrent, assert_equal_gradients, gradients
 from tests.support.graphs import analysed
 from tests.support.ranks import run_ranks
-from tests.support.streams.recorded_streams import RecordedStreams
+from tests.support.streams.noted_streams import NotedStreams
 from tests.support.training import whole
 
 FAST = CopyRate(1e9)
@@ -318,7 +318,7 @@ def test_copies_are_placed_within_the_limit_or_as_near_as_can_be(
 
 @pytest.mark.parametrize("kind", ["file", "pinned"])
 def test_what_comes_back_is_what_left(kind: str, tmp_path: Path) -> None:
-    streams = RecordedStreams()
+    streams = NotedStreams()
     copies = FileCopies(tmp_path) if kind == "file" else PinnedCopies(streams)
     values = [torch.randn(7, 5).t(), torch.arange(3), torch.randn(4, 4)[:, 1:3], torch.tensor(True), torch.empty(0)]
     for _ in range(2):

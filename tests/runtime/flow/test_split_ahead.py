@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from embrace_fx.runtime import kernels
-from embrace_fx.runtime.flow.routing import Routing, RowSplitter, chunks_of
+from embrace_fx.runtime.flow.routing import Routing, RowSplitter
 from embrace_fx.runtime.flow.split_ahead import SplitAhead, routed, unique_ids
 from embrace_fx.runtime.launch.streams import first_true
-from tests.support.streams.recorded_streams import RecordedStreams
 
 V = 9
 CPU = torch.device("cpu")
@@ -89,16 +88,3 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
         summed = part.coalesce(of_part, rows.view(-1), 3, padding_idx, 0.5)
         for mine, reference in zip(summed, kernels.coalesce(of_part, rows.view(-1), 3, padding_idx, 0.5), strict=True):
             assert torch.equal(mine, reference)
-
-
-def test_nothing_asks_the_device_for_a_value() -> None:
-    ids = torch.randint(V, (40,))
-    gathered, capacities, _ = packed([[1, 2, 3], [3, 4]])
-    current, splitter = Routing(torch.tensor([1, 3, 3]), (1, 2)), RowSplitter(V, CPU)
-
-    with RecordedStreams() as recorded:
-        unique_ids([ids], V, 0)
-        SplitAhead(current, routed(gathered, capacities, [(0, 0)]), splitter, 3, 0).sizes()
-        assert recorded.host_waits == []
-        chunks_of(ids, ids > 2, 2)
-    assert recorded.host_waits != []

@@ -20,21 +20,21 @@ from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
 from tests.support.launches import ID, LANE_OF, LONG_S, NAMES, OF_FORWARD, ORDER, windows
-from tests.support.streams.recorded_streams import RecordedStreams
+from tests.support.streams.noted_streams import NotedStreams
 from tests.support.streams.stream_order import hazards, too_many_in_flight
 from tests.support.streams.stream_program import Launch, StreamProgram, WaitEvent
 
 
 class Device:
-    """A launcher on recorded streams."""
+    """A launcher on streams that are noted."""
 
     def __init__(
         self,
         recorder: Recorder | None = None,
         channel: Mapping[Lane, str] = LANE_GROUP,
-        streams: RecordedStreams | None = None,
+        streams: NotedStreams | None = None,
     ) -> None:
-        self.streams = streams or RecordedStreams()
+        self.streams = streams or NotedStreams()
         self.left = threading.Event()  # something has
         self.launcher = StreamLauncher(ORDER, OF_FORWARD, recorder or Recorder(), self.streams, channel)
 

@@ -6,11 +6,9 @@ Contract
     happens before another exactly if its clock is part of the other's. Edges go from earlier to later records only, so
     a program that passes has no cycle.
 
-    A value is one piece of memory: to write it is ordered after all earlier uses, to read it after the last write. Once
-    freed, its memory belongs to whatever is enqueued next on the stream it came from, so that all uses must happen
-    before that, unless the allocator was told of the other streams.
+    A value is one piece of memory: to write it is ordered after all earlier uses, to read it after the last write.
 
-Each check returns what it finds, in the grammar of errors; `verify_streams` raises with all of it.
+Each check returns what it finds, in the grammar of errors.
 """
 
 from __future__ import annotations
@@ -20,9 +18,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from tests.support.streams.stream_program import (
-    Free,
     HostRead,
-    Keep,
     Kernels,
     Launch,
     Record,
@@ -33,10 +29,6 @@ from tests.support.streams.stream_program import (
 
 Clock = dict[str, int]
 """By stream, how many of its records have certainly ended."""
-
-
-class StreamError(ValueError):
-    """A stream program in which something is not ordered."""
 
 
 @dataclass(frozen=True)
@@ -55,29 +47,9 @@ class _Memory:
 
     write: _Use | None = None
     reads: list[_Use] = field(default_factory=list)
-    kept: set[str] = field(default_factory=set)
 
     def uses(self) -> list[_Use]:
         return [*([self.write] if self.write else []), *self.reads]
-
-
-def verify_streams(
-    program: StreamProgram, in_flight: int | None = None, ordered: Collection[str] | None = None
-) -> None:
-    """Raises where something in the program is not ordered.
-
-    Args:
-        in_flight: also prove that a launch begins after the launch so many places before it has ended.
-        ordered: the launches of which that is to be proved; None: all.
-
-    Raises:
-        StreamError: with everything that was found.
-    """
-    found = hazards(program)
-    if in_flight is not None:
-        found += too_many_in_flight(program, in_flight, ordered)
-    if found:
-        raise StreamError(f"in {program.title}: " + "\n".join(found))
 
 
 def hazards(program: StreamProgram) -> list[str]:
@@ -97,19 +69,6 @@ def too_many_in_flight(program: StreamProgram, limit: int, ordered: Collection[s
                 f"{earlier.op!r}, launched {limit} places earlier, has ended. Let its stream wait for that one's event."
             )
     return found
-
-
-def different_orders(programs: Sequence[StreamProgram]) -> list[str]:
-    """Communication classes whose launches are not the same, in the same order, on all ranks."""
-    digests = [program.digest() for program in programs]
-    classes = sorted(set().union(*digests))
-    return [
-        f"expected the launches of class {each!r} to be the same on all ranks, found that ranks "
-        f"{[r for r, d in enumerate(digests) if d.get(each) != digests[0].get(each)]} differ from rank 0: they would "
-        "wait for each other. Launch what all ranks have submitted, in one order."
-        for each in classes
-        if len({digest.get(each) for digest in digests}) > 1
-    ]
 
 
 class _Run:
@@ -145,10 +104,6 @@ class _Run:
                 clock = self._passed(event, "the host")
                 for value in reads:
                     self._check_read(value, f"the host's read after event {event!r}", clock)
-            case Keep(value, stream):
-                self._memory[value].kept.add(stream)
-            case Free(value, stream):
-                self._free(value, stream)
 
     def _enqueue(self, stream: str, text: str) -> _Use:
         clock = self._clocks[stream]
@@ -179,16 +134,6 @@ class _Run:
         write = self._memory[value].write
         if write is not None and not write.before(clock):
             self._report(value, "read", who, write)
-
-    def _free(self, value: str, stream: str) -> None:
-        memory = self._memory.pop(value, _Memory())
-        for use in memory.uses():
-            if use.stream not in memory.kept and not use.before(self._clocks[stream]):
-                self.found.append(
-                    f"expected {value!r} to be freed to stream {stream!r} after its last use, found that nothing "
-                    f"orders {use.text} before what reuses the memory. Wait for that use's event first, or tell the "
-                    "allocator of the stream (Tensor.record_stream)."
-                )
 
     def _report(self, value: str, what: str, who: str, earlier: _Use) -> None:
         self.found.append(

@@ -5,18 +5,14 @@
     Record(event, stream)   the event passes when everything enqueued on the stream before has ended
     WaitEvent(event, stream)     what is enqueued on the stream from here on waits for the event; the host does not
     HostRead(event, reads)  the host reads what was copied to pinned memory, and waits only if the event has not passed
-    Keep(value, stream)     the allocator is told that a stream uses a value (`Tensor.record_stream`)
-    Free(value, stream)     the last reference is gone: the allocator gives the memory to what is enqueued next on the
-                            stream that the value was allocated on
 
 Records stand in the order in which the host enqueues them. Streams run beside each other: only a stream's own order and
 the edges from an event's record to its waits order anything. `schedule_program` predicts a program from a
-schedule, `recorded_streams` records the one that the runtime executes, `stream_order` proves either.
+schedule, `noted_streams` notes what a launcher does, `stream_order` proves either.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -60,19 +56,7 @@ class HostRead:
     reads: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Keep:
-    value: str
-    stream: str
-
-
-@dataclass(frozen=True)
-class Free:
-    value: str
-    stream: str
-
-
-Step = Launch | Kernels | Record | WaitEvent | HostRead | Keep | Free
+Step = Launch | Kernels | Record | WaitEvent | HostRead
 
 
 @dataclass(frozen=True)
@@ -94,13 +78,6 @@ class StreamProgram:
     def launches(self) -> tuple[Launch, ...]:
         return tuple(step for step in self.records() if isinstance(step, Launch))
 
-    def digest(self) -> dict[str, str]:
-        """By communication class: SHA-256 of its launches in order, which must be equal on all ranks."""
-        by_class: dict[str, list[str]] = {}
-        for launch in self.launches():
-            by_class.setdefault(launch.stream, []).append(launch.op)
-        return {stream: hashlib.sha256("\n".join(ops).encode()).hexdigest() for stream, ops in sorted(by_class.items())}
-
 
 def story(program: StreamProgram) -> str:
     """The program as text, a line each: where, what, and which values it reads and writes."""
@@ -121,10 +98,6 @@ def _line(step: Step | str) -> str:
             return f"{stream:<9}    wait     {event}"
         case HostRead(event, reads):
             return f"{'host':<9}    read     {', '.join(reads)}, once {event}"
-        case Keep(value, stream):
-            return f"{stream:<9}    keep     {value}"
-        case Free(value, stream):
-            return f"{stream:<9}    free     {value}"
 
 
 def _values(reads: Iterable[str], writes: Iterable[str]) -> str:

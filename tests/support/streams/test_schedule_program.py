@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,16 +13,11 @@ from embrace_fx.vocabulary.schedule import IN_FLIGHT, SCHEDULES
 from tests.support.golden import check_golden
 from tests.support.streams.schedule_program import FLAGS, stream_program
 from tests.support.streams.stream_order import (
-    StreamError,
-    different_orders,
     hazards,
     too_many_in_flight,
-    verify_streams,
 )
 from tests.support.streams.stream_program import (
-    Free,
     HostRead,
-    Keep,
     Kernels,
     Launch,
     Record,
@@ -76,8 +72,7 @@ def test_events_on_both_sides_order_a_launch() -> None:
     ],
 )
 def test_what_no_event_orders_is_found(broken: StreamProgram, expected: str) -> None:
-    with pytest.raises(StreamError, match=expected):
-        verify_streams(broken)
+    assert re.search(expected, "\n".join(hazards(broken)))
 
 
 def test_order_is_transitive_over_streams() -> None:
@@ -97,17 +92,6 @@ def test_readers_on_several_streams_need_no_order_but_the_next_writer_waits_for_
     assert "after 'read' on stream 'b'" in found
 
 
-def test_freed_memory_belongs_to_what_its_stream_runs_next() -> None:
-    launched = (MADE, *READY, Launch("dense", "send", ("bucket",)), DONE[0])
-    freed = Free("bucket", "compute")
-
-    assert hazards(program(*launched, DONE[1], freed)) == []
-    assert hazards(program(*launched, Keep("bucket", "dense"), freed)) == []
-    (found,) = hazards(program(*launched, freed, DONE[1]))
-    assert "'bucket' to be freed to stream 'compute' after its last use" in found
-    assert "record_stream" in found
-
-
 def test_the_host_reads_what_was_copied_before_its_event() -> None:
     copied = Kernels("copy", ("ids",), ("sizes",), "ids")
 
@@ -123,18 +107,6 @@ def test_launches_that_nothing_bounds_are_found() -> None:
     assert too_many_in_flight(program(*ordered), 2) == []
     (found,) = too_many_in_flight(program(*launches), 2)
     assert "'dense' may begin before 'ids', launched 2 places earlier" in found
-
-
-def test_ranks_whose_launches_of_a_class_differ_are_found() -> None:
-    one, other = Launch("dense", "one"), Launch("dense", "other")
-
-    assert different_orders([program(one, other), program(one, MADE, other)]) == []
-    (found,) = different_orders([program(one, other), program(one, other), program(other, one)])
-    assert "'dense'" in found
-    assert "ranks [2]" in found
-    # Between classes the order is for speed.
-    rows = Launch("embedding", "rows")
-    assert different_orders([program(one, rows), program(rows, one)]) == []
 
 
 # -- the four schedules ------------------------------------------------------------------------------------------------
@@ -194,18 +166,6 @@ def test_programs_broken_by_hand_are_found() -> None:
     assert "'source.weight prior'" in broken(*(wrong if step == right else step for step in steps))[0]
     unread = {WaitEvent(f"bucket 2 [{k}] done@0", "compute") for k in (0, 1)}
     assert "to be read by 'update bucket 2'" in broken(*(s for s in steps if s not in unread))[0]
-
-
-def test_launches_swapped_on_one_rank_are_found() -> None:
-    whole = predicted("2d")
-    first, second = (next(k for k, step in enumerate(whole.steps) if _launch(f"bucket {b} [0]")(step)) for b in (0, 1))
-    swapped = list(whole.steps)
-    swapped[first], swapped[second] = swapped[second], swapped[first]
-
-    (found,) = different_orders([whole, whole, replace(whole, steps=tuple(swapped))])
-
-    assert "'dense'" in found
-    assert "ranks [2]" in found
 
 
 def test_an_order_that_blocks_is_refused() -> None:

@@ -1,0 +1,64 @@
+"""Streams without a device: they note events, waits and reads, and run everything at once on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.launch.recorder import Clock, HostClock
+from embrace_fx.vocabulary.operation_id import Lane
+from tests.support.streams.stream_program import HostRead, Record, Step, StreamProgram, WaitEvent
+
+
+class NotedStreams:
+    """Streams of which `program` tells in which order they were given what; a launch is noted by whoever makes it."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step | str] = []
+        self.last: tuple[int, str] | None = None
+        self._stream: Lane = "compute"
+        self._events = 0
+
+    def program(self, title: str) -> StreamProgram:
+        return StreamProgram(title, tuple(self.steps))
+
+    @contextmanager
+    def on(self, lane: Lane, what: str) -> Iterator[None]:
+        before, self._stream = self._stream, lane
+        try:
+            yield
+        finally:
+            self._stream = before
+
+    def record(self, name: str) -> str:
+        self._events += 1
+        event = f"{name} #{self._events}"
+        self.steps.append(Record(event, self._stream))
+        return event
+
+    def wait(self, event: str) -> None:
+        self.steps.append(WaitEvent(event, self._stream))
+
+    def keep(self, *tensors: Tensor) -> None:
+        """Does nothing: no memory is used again."""
+
+    def from_host(self, values: Sequence[int], device: torch.device) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def read(self, event: str, copy: Tensor) -> list[Any]:
+        self.steps.append(HostRead(event, ()))
+        values: list[Any] = copy.tolist()
+        return values
+
+    def clock(self) -> Clock:
+        return HostClock()
+
+    def use_device(self) -> None:
+        """Does nothing: there is none."""
