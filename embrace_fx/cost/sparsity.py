@@ -153,7 +153,7 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
 
     known, other = present(world_size)
     ranges = range_index(units, num_units, world_size)
-    starts = torch.tensor([*even_ranges(num_units, world_size), num_units])
+    starts = torch.tensor([*even_ranges(num_units, world_size), num_units], device="cpu")
     lacking_by_range = starts.diff() - torch.bincount(ranges, minlength=world_size)
 
     filled = torch.bincount(ranges, weights=known, minlength=world_size) + other * lacking_by_range

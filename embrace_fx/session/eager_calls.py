@@ -106,7 +106,10 @@ class EagerCalls:
     def rows(self, variant: Variant) -> list[Tensor]:
         """Returns the rows of each table that the last gradient had; before the first one, every row."""
         tables = {table.parameter: table.num_rows for table in variant.analysed.tables}
-        return [self._rows[name] if name in self._rows else torch.arange(size) for name, size in tables.items()]
+        return [
+            self._rows[name] if name in self._rows else torch.arange(size, device="cpu")
+            for name, size in tables.items()
+        ]
 
     def _look(self, gradients: Mapping[str, Tensor]) -> None:
         """Notes, every so many steps, which rows gradients have; after the first one, asks for a plan by them."""
@@ -115,7 +118,7 @@ class EagerCalls:
         self._setting.announcements.asks_to_plan |= not self._rows
         for name in self._tables:
             gradient = gradients.get(name)
-            self._rows[name] = torch.arange(0) if gradient is None else _rows_of(gradient).cpu()
+            self._rows[name] = torch.arange(0, device="cpu") if gradient is None else _rows_of(gradient).cpu()
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """The parameters whose gradients are exchanged, by name."""

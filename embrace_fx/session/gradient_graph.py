@@ -54,7 +54,7 @@ def gradient_graph(
     with FakeTensorMode(shape_env=ShapeEnv()):
         shapes = {name: parameter.shape for name, parameter in parameters.items()} | dict(whole or {})
         values = {n: torch.empty(shapes[n], dtype=p.dtype, device=p.device) for n, p in parameters.items()}
-        no_rows = torch.empty((0,), dtype=torch.int64)
+        no_rows = torch.empty((0,), dtype=torch.int64, device="cpu")
         nothing = next(iter(values.values())).new_zeros([])
     read = {name: _placeholder(graph, name, Parameter(name), value) for name, value in values.items()}
     rows = [_placeholder(graph, f"rows_{name}", BatchInput(k), no_rows) for k, name in enumerate(tables)]

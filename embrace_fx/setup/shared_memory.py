@@ -48,7 +48,7 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
         return True
     if one.element_size() != other.element_size():
         return True  # elements of one lie across those of the other
-    touched = torch.zeros(max(stop, other_stop) // one.element_size(), dtype=torch.bool)
+    touched = torch.zeros(max(stop, other_stop) // one.element_size(), dtype=torch.bool, device="cpu")
     touched.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(touched.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 

@@ -21,7 +21,7 @@ define("embrace::random_state", "(Device device) -> Tensor", tags=_RANDOM)
 @register_fake("embrace::random_state")
 def _(device: torch.device) -> Tensor:
     """The state of a device's default generator: uint8 on the host, 5,056 bytes of a CPU's, 16 of a GPU's."""
-    return torch.empty(5056 if device.type == "cpu" else 16, dtype=torch.uint8)
+    return torch.empty(5056 if device.type == "cpu" else 16, dtype=torch.uint8, device="cpu")
 
 
 define("embrace::begin_replay", "(Tensor state, Device device) -> Tensor", tags=_RANDOM)

@@ -97,6 +97,10 @@ def _integers(value: list[Any], where: str) -> Tensor:
     try:
         dtype, data = value
         content = bytearray(base64.b64decode(data, validate=True))
-        return torch.frombuffer(content, dtype=_INTEGERS[dtype]) if content else torch.empty(0, dtype=_INTEGERS[dtype])
+        return (
+            torch.frombuffer(content, dtype=_INTEGERS[dtype])
+            if content
+            else torch.empty(0, dtype=_INTEGERS[dtype], device="cpu")
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{where} is no tensor of integers ({error!r})") from error

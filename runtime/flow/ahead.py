@@ -147,7 +147,9 @@ class AheadOfDevice(Ahead):
             streams.wait(there)
             streams.keep(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
             values, counts = program.unique_ahead(leaves)
-            return AheadOfDevice(program, leaves, values, torch.stack(counts) if counts else torch.empty(0), streams)
+            return AheadOfDevice(
+                program, leaves, values, torch.stack(counts) if counts else torch.empty(0, device="cpu"), streams
+            )
 
     def sizes(self) -> list[int]:
         """The most rows that the batch can read, by table."""
@@ -199,7 +201,7 @@ class AheadOfDevice(Ahead):
         unpacked = []
         for table, of_table in zip(self._tables, counts, strict=True):
             self._streams.keep(table.ids)
-            unpacked += [table.ids[: sum(of_table)], torch.tensor(of_table)]
+            unpacked += [table.ids[: sum(of_table)], torch.tensor(of_table, device="cpu")]
         self.program.routing_ahead(self.values, unpacked)
         rest = sizes[len(self._tables) * ranks :]
         found = {}

@@ -50,7 +50,7 @@ class GridPart:
             positions = selection.own(routing, rank)
         if grid.rows == 1:
             return GridPart(ids, [(size,) for size in sizes], (sizes[rank],), positions, grid.columns)
-        own_ids, by_row, order = route_grid(ids, torch.tensor(sizes), rank, grid.rows, grid.columns)
+        own_ids, by_row, order = route_grid(ids, torch.tensor(sizes, device="cpu"), rank, grid.rows, grid.columns)
         positions = order if positions is None else positions.index_select(0, order)
         counts = by_row.tolist()
         return GridPart(own_ids, counts, counts[rank], positions, grid.columns)

@@ -67,7 +67,7 @@ class Selection:
     def of(routing: Routing, mask: Tensor) -> Selection:
         """The rows that a mask (R,) bool selects."""
         # One host read for all ranks: differences of a running sum at the ranks' bounds.
-        bounds = torch.tensor([0, *routing.counts]).cumsum(0)
+        bounds = torch.tensor([0, *routing.counts], device="cpu").cumsum(0)
         sums = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
         return Selection(mask.nonzero().view(-1), tuple(sums[bounds].diff().tolist()))
 

@@ -55,7 +55,9 @@ class SoloRows:
             case "_c10d_functional::wait_tensor" if op_name(node.all_input_nodes[0]) == "embrace::all_gather_ids":
                 return lambda unique: unique
             case "embrace::unpack_ids":
-                return lambda unique, *_: [t for rows in unique for t in (rows, torch.tensor([rows.numel()]))]
+                return lambda unique, *_: [
+                    t for rows in unique for t in (rows, torch.tensor([rows.numel()], device="cpu"))
+                ]
             case "embrace::coalesce":
                 return self.coalesce
         return None

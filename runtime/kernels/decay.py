@@ -81,10 +81,10 @@ class Moments:
     def __init__(self, most: int, eps: float, *, fades: bool) -> None:
         self.eps, self._fades = eps, fades
         self._count, self._correction = 0, 1.0
-        self.sums = torch.zeros(self.TERMS + 1, most, dtype=torch.float64)
-        self.centre = torch.ones(most, dtype=torch.float64)
-        self._faded = torch.ones(most, dtype=torch.float64)  # of the momentum
-        self._root = torch.ones(most, dtype=torch.float64)  # 1 - u
+        self.sums = torch.zeros(self.TERMS + 1, most, dtype=torch.float64, device="cpu")
+        self.centre = torch.ones(most, dtype=torch.float64, device="cpu")
+        self._faded = torch.ones(most, dtype=torch.float64, device="cpu")  # of the momentum
+        self._root = torch.ones(most, dtype=torch.float64, device="cpu")  # 1 - u
 
     def add(self, counted: int, size: float, correction: float, fading: tuple[float, float, float]) -> None:
         """Adds a step.
@@ -235,5 +235,5 @@ def _decay(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, histor
     exp_avg_sq.index_copy_(0, ids, second.mul_(whole[:, LOG_BETA2, None]))
 
 
-_HALF_OF_SECOND = torch.tensor([1.0, 0.5], dtype=torch.float64)
+_HALF_OF_SECOND = torch.tensor([1.0, 0.5], dtype=torch.float64, device="cpu")
 """The root of the second average fades by the root of its factor."""

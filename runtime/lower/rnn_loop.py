@@ -74,14 +74,14 @@ class Walk:
         Sizes [2, 1]: [2, 1, 0]: sequence 0 (rows 0 and 2) is turned, sequence 1 (row 1) stays.
         """
         alive_TB, row_TB = self._table()
-        step_T1 = torch.arange(len(self.sizes)).unsqueeze(1)
+        step_T1 = torch.arange(len(self.sizes), device="cpu").unsqueeze(1)
         mirrored_TB = (alive_TB.sum(0) - 1 - step_T1).clamp(min=0)
         return _moved(row_TB.gather(0, mirrored_TB)[alive_TB], device)
 
     def _table(self) -> tuple[Tensor, Tensor]:
         """Tells of each sequence and step whether there is one, and its row where there is."""
-        sizes_T1 = torch.tensor(self.sizes).unsqueeze(1)
-        sequence_B = torch.arange(self.sizes[0])
+        sizes_T1 = torch.tensor(self.sizes, device="cpu").unsqueeze(1)
+        sequence_B = torch.arange(self.sizes[0], device="cpu")
         return sizes_T1 > sequence_B, sizes_T1.cumsum(0) - sizes_T1 + sequence_B
 
 

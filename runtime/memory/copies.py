@@ -173,7 +173,7 @@ class FileCopies(Copies):
         return replace(stored, place=slot, leaving=leaving)
 
     def _come(self, stored: Stored, watch: _Watch) -> Reloading:
-        data = torch.empty(stored.nbytes, dtype=torch.uint8)
+        data = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
         return Reloading(stored, data, self._threads["reload"].submit(_read, stored.place, data, watch))
 
     def _end(self, copying: Future[None]) -> None:

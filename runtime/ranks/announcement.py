@@ -255,7 +255,7 @@ class Announcements:
         """
         communicator = self.communicator
         communicator.check_open()
-        own = torch.tensor([activity])
+        own = torch.tensor([activity], device="cpu")
         everyone = own.new_empty(communicator.world_size)
         with communicator.watching(ANNOUNCEMENT):
             gather_single(everyone, own, communicator.host_group())
@@ -281,7 +281,7 @@ class Announcements:
         """Starts the exchange: (announcements of all ranks (N, length), the work to wait for before reading them)."""
         communicator = self.communicator
         # A step with the next batch's sizes in it has most to say.
-        numbers = torch.tensor(own.encode(1 + 2 * self.tables), dtype=torch.int64)
+        numbers = torch.tensor(own.encode(1 + 2 * self.tables), dtype=torch.int64, device="cpu")
         everyone = numbers.new_empty((communicator.world_size, numbers.numel()))
         work = gather_single(everyone.view(-1), numbers, communicator.host_group(), async_op=True)
         return everyone, work

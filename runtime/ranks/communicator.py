@@ -130,7 +130,7 @@ class Communicator(Groups):
         longest = max(map(sum, sizes))
         dtype = torch.int32 if max(num_rows) < 2**31 else torch.int64
         own = torch.empty((len(counts) + longest,), dtype=dtype, device=unique[0].device)
-        own[: len(counts)] = torch.tensor(counts, dtype=dtype)
+        own[: len(counts)] = torch.tensor(counts, dtype=dtype, device="cpu")
         torch.cat([u.to(dtype) for u in unique], out=own[len(counts) : len(counts) + sum(counts)])
         if self.world_size == 1:
             return InFlight(own.view(1, -1), None)

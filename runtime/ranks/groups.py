@@ -313,16 +313,16 @@ class Groups:
         if self.world_size == 1:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(to_plain(value)).encode()), dtype=torch.uint8)
-        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device="cpu")
         with self.watching():
-            gather_single(sizes, torch.tensor([own.numel()]), self._hosts)
+            gather_single(sizes, torch.tensor([own.numel()], device="cpu"), self._hosts)
         longest = int(sizes.max())
         if longest > MOST_BYTES:
             raise RuntimeError(
                 f"expected at most {MOST_BYTES} bytes from each rank, in what ranks tell each other, found {longest} "
                 f"from rank {int(sizes.argmax())}. Leave out what no other rank needs to know."
             )
-        everyone = torch.empty((self.world_size, longest), dtype=torch.uint8)
+        everyone = torch.empty((self.world_size, longest), dtype=torch.uint8, device="cpu")
         with self.watching():
             padded = torch.cat([own, own.new_zeros(longest - own.numel())])
             gather_single(everyone.view(-1), padded, self._hosts)
@@ -385,7 +385,7 @@ def _check_counts(group: dist.ProcessGroup) -> None:
         ValueError: ranks are in different numbers of groups, by which torch names the next one.
     """
     count = len(dist.distributed_c10d._world.pg_names)
-    extremes = torch.tensor([count, -count])
+    extremes = torch.tensor([count, -count], device="cpu")
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     most, fewest = extremes[0].item(), -extremes[1].item()
     if most != fewest and dist.get_world_size(group) < dist.get_world_size():

@@ -85,7 +85,7 @@ def _launch(
     if communicator.world_size == 1:
         return lambda: own
     communicator.progress.note(_NAME)
-    launched = communicator.gather_alike(torch.tensor(own, dtype=torch.int64), "ids")
+    launched = communicator.gather_alike(torch.tensor(own, dtype=torch.int64, device="cpu"), "ids")
 
     def read() -> list[int]:
         flags = communicator.wait(launched, _NAME)

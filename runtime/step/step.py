@@ -58,7 +58,7 @@ def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following:
 def _tensors(program: Program, step: Step, leaves: Sequence[Any], train: bool) -> tuple[Tensor, ...]:
     if train and program.has_backward:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        anchor = torch.empty((), requires_grad=True)
+        anchor = torch.empty((), requires_grad=True, device="cpu")
         step.anchor = torch.autograd.graph.get_gradient_edge(anchor).node
         tensors: tuple[Tensor, ...] = CallNode.apply(step, anchor, *inputs)  # type: ignore[no-untyped-call]
         return tensors

@@ -40,7 +40,7 @@ def mesh_of(communicator: Communicator, device_type: str, grid: Grid | None) -> 
         return DeviceMesh.from_group(group, device_type)
     found = communicator.meshes.get((device_type, grid))
     if found is None:
-        ranks = torch.tensor(dist.get_process_group_ranks(group)).view(grid.rows, grid.columns)
+        ranks = torch.tensor(dist.get_process_group_ranks(group), device="cpu").view(grid.rows, grid.columns)
         along = {f"a column of a {grid}": ranks.t().tolist(), f"a row of a {grid}": ranks.tolist()}
         groups = [communicator.sub_group(name, parts) for name, parts in along.items()]
         found = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=("rows", "columns"))

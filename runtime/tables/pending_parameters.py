@@ -261,7 +261,7 @@ class PendingUpdates:
                 kind.open()
             if any(kind.is_open for kind in self._kinds):
                 states = [state for optimizer in set(self._optimizers()) for state in optimizer.state.values()]
-                if _most_holders(states) > _most_holders([{"": torch.empty(1)}]):
+                if _most_holders(states) > _most_holders([{"": torch.empty(1, device="cpu")}]):
                     self._apply()  # who holds a tensor of it reads and writes it unseen
             self._take_states()
 
@@ -291,7 +291,7 @@ class PendingUpdates:
 
 def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bool:
     """Whether memory of parameters can be read or written by other tensors than these, or by other processes."""
-    _, alone = _holders(torch.empty(0))  # the tensor, and what asking takes
+    _, alone = _holders(torch.empty(0, device="cpu"))  # the tensor, and what asking takes
     known: Counter[int] = Counter()
     holders: dict[int, int] = {}
     for tensor in (*(p.held.now() if isinstance(p, Part) else p for p in parameters), *own):
@@ -308,8 +308,8 @@ def _most_holders(states: Iterable[Mapping[str, Any]]) -> int:
 
 def is_kept(parameter: nn.Parameter) -> bool:
     """Whether anyone but a parameter holds its gradient, or memory of that."""
-    other = nn.Parameter(torch.empty(0))
-    other.grad = torch.empty(0)
+    other = nn.Parameter(torch.empty(0, device="cpu"))
+    other.grad = torch.empty(0, device="cpu")
     gradient, alone = parameter.grad, other.grad
     assert gradient is not None
     return sys.getrefcount(gradient) > sys.getrefcount(alone) or share_memory([gradient])

@@ -215,7 +215,7 @@ def _give_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, value
                 fill = optimizer.defaults["initial_accumulator_value"]
                 state[key] = torch.full_like(parameter, fill, requires_grad=False)
             else:
-                state[key] = torch.zeros(state[key].shape)  # its number of steps
+                state[key] = torch.zeros(state[key].shape, device="cpu")  # its number of steps
 
 
 def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:

@@ -154,7 +154,9 @@ class Decaying(SkippedSteps):
         self._logs = tuple(log + math.log(factor) for log, factor in zip(self._logs, fading, strict=True))
         size = lr / (1 - beta1**self._counted)
         correction = (1 - beta2**self._counted) ** -0.5
-        self._coefficients[self.count] = torch.tensor([*self._logs, size, correction, eps], dtype=torch.float64)
+        self._coefficients[self.count] = torch.tensor(
+            [*self._logs, size, correction, eps], dtype=torch.float64, device="cpu"
+        )
         if self._moments is not None and self._moments.eps == eps:
             self._moments.add(self._counted, size, correction, fading)
         else:

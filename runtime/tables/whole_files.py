@@ -78,7 +78,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 def _laid_out(state: Any) -> Any:
     """The same with tensors that have no memory yet, each in a storage of its own."""
     if isinstance(state, Tensor):
-        return torch.empty(state.shape, dtype=state.dtype)
+        return torch.empty(state.shape, dtype=state.dtype, device="cpu")
     if isinstance(state, dict):
         return {key: _laid_out(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
