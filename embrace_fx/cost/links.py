@@ -335,13 +335,18 @@ def chunk_bytes(
     return max(MIN_CHUNK_BYTES, ceil((1 / share - 1) * start_up_ms / ms_per_byte))
 
 
-def bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int) -> int:
+def bucket_bytes(cluster: Cluster, world_size: int, total_bytes: int, *, read_later: bool = True) -> int:
     """Size of the buckets of dense gradients, of `total_bytes` together: that of a chunk.
 
     Smaller ones would pay more start-ups. Larger ones would be cut into chunks again, but would leave later, and be
     waited for as a whole by the first parameter that is read.
+
+    Args:
+        read_later: whether a forward waits for each by itself; else all are waited for at the end of the backward, and
+            nothing passes between two of them.
     """
-    return max(1, min(total_bytes, chunk_bytes(cluster, world_size)))
+    share = START_UP_SHARE if read_later else START_UP_SHARE / 5
+    return max(1, min(total_bytes, chunk_bytes(cluster, world_size, share=share)))
 
 
 def _affine(cluster: Cluster, world_size: int, collective: Collective) -> tuple[float, float]:

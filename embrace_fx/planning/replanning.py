@@ -98,4 +98,4 @@ def story(calls: int, old: Plan, new: Plan) -> str:
             f"{name} {before.strategy} -> {after.strategy} ({after.reason}; planned for: {before.reason}; predicted "
             f"{after.predicted_ms:.3f} ms instead of {here:.3f} ms)"
         )
-    return f"after {calls} calls: {'; '.join(told)}"
+    return f"after {calls} calls: {'; '.join(told) or 'buckets in the order of the backward'}"

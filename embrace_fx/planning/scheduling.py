@@ -72,6 +72,7 @@ class Scheduling:
 
     Args:
         graph: the first training batch's, as it runs.
+        name: one of `embrace_fx.vocabulary.schedule.SCHEDULES`.
         cuts: in what pieces its communication travels.
         compute_in_order: has the backward computed in an order of its units; yields the graph that does. None: it
             stays as it stands.
@@ -82,12 +83,14 @@ class Scheduling:
         setting: Setting,
         plan: Plan,
         graph: TrainingGraph,
+        name: str,
         cuts: Cuts,
         compute_in_order: ComputeInOrder | None = None,
     ) -> None:
         self._setting = setting
         self._plan = plan
         self._graph = graph
+        self._name = name
         self._compute_in_order = compute_in_order
         self._steps, self._profiled = 0, False
         self._recording: Recording | None = None
@@ -200,7 +203,7 @@ class Scheduling:
         return replace(agreed, predicted=replace(agreed.predicted, memory=line))
 
     def _search(self, profiled: Profile | None) -> _Ordered:
-        steps, name = self._step_graph(profiled), self._setting.options.schedule
+        steps, name = self._step_graph(profiled), self._name
         if profiled is None or not self._may_reorder():
             return _Ordered(schedule(steps, name, "profile" if profiled else "cost model"), ())
         backward, expected = self._graph.phases["backward"], self._graph.expected

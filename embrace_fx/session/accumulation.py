@@ -39,7 +39,7 @@ class _Backward:
     Attributes:
         before: what `.grad` held of parameters that had one.
         kept: those of them whose hooks are to find the sum in `.grad`.
-        reached: parameters whose gradients have been accumulated.
+        reached: parameters whose gradients have been accumulated, in that order.
         task: the engine's number of it; a backward within it, of a checkpoint say, has another.
     """
 
@@ -47,7 +47,7 @@ class _Backward:
     task: int
     before: dict[str, Tensor] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
-    reached: set[str] = field(default_factory=set)
+    reached: dict[str, None] = field(default_factory=dict)
 
 
 class _End:
@@ -148,7 +148,7 @@ class Accumulation:
         backward = self._backward
         if backward is None:
             return
-        backward.reached.add(name)
+        backward.reached[name] = None
         if torch._C._current_graph_task_id() != backward.task:
             self._nests = True
         if self._nests is False and self.parameters[name].grad is not None:
@@ -170,13 +170,12 @@ class Accumulation:
             step.exchange({}, RuntimeError(_RAISED))
 
     def _taken(self) -> tuple[GradientStep, dict[str, Tensor]]:
-        """Ends the backward: returns its step and its gradients, and restores `.grad` to its value before."""
+        """Ends the backward: returns its step and its gradients, as they came, and restores `.grad` to what it was."""
         backward, self._backward = self._backward, None
         assert backward is not None
-        gradients = {}
+        there = [name for name in backward.reached if self.parameters[name].grad is not None]
+        gradients = {name: self._own(backward, name) for name in there}
         for name, parameter in self.parameters.items():
-            if parameter.grad is not None and name in backward.reached:
-                gradients[name] = self._own(backward, name)
             parameter.grad = backward.before.get(name)
         return backward.step, gradients
 

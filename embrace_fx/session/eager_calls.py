@@ -21,6 +21,7 @@ from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import tell
 from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.plan import BY_ROWS
 
 ASKED = "route='eager' was asked for"
 
@@ -37,6 +38,7 @@ class EagerCalls:
         self._row_tables = frozenset[str]()  # those of them whose gradients autograd makes of rows alone
         self.reason = ASKED if setting.options.route == "eager" else ""
         self._setting = setting
+        setting.stepping.of_any_layout = bool(self.reason)
         self._planned = planned
         self._kinds = kinds
         itself = weakref.ref(self)
@@ -47,10 +49,13 @@ class EagerCalls:
 
         self._accumulation = Accumulation(look)
         self._rows: dict[str, Tensor] = {}  # of tables, that gradients have had
+        self._came: tuple[str, ...] = ()  # parameters whose gradients the first backward has made, in that order
+        self._order: tuple[str, ...] = ()  # the same, once a plan is made for it
 
     def take_over(self, reason: str) -> None:
         """Runs calls eagerly from here on."""
         self.reason = reason
+        self._setting.stepping.of_any_layout = True
         self._kinds.clear()
         self._rows = {}
         if self._setting.communicator.rank == 0:
@@ -80,23 +85,30 @@ class EagerCalls:
         Raises:
             PeerFailure: a rank cannot go on; on every rank.
         """
-        planned, announcements, variant = self._planned, self._setting.announcements, self.variant(train=train)
+        planned, announcements, trained = self._planned, self._setting.announcements, self._trained()
+        variant = self._variant(trained, train=train)
         rows = self.rows(variant)
         if planned.plan is None:
             make_plan(variant, rows)
         if train and announcements.asked_to_plan:
+            self._order = self._came
+            trained = self._trained()
+            variant = self._variant(trained, train=train)
             planned.make_again(variant, rows)
         planned.calls.count += train
         if train:
             check_replicas()
-        results = self._run(variant, args, kwargs, accumulates=train and not self._setting.state.synchronised)
+        accumulates = train and not self._setting.state.synchronised
+        results = self._run(variant, trained, args, kwargs, accumulates=accumulates)
         if train:
             planned.observe()
         return results
 
     def variant(self, *, train: bool) -> Variant:
         """Returns the variant that stands for a captured call, and makes it at first."""
-        trained = self._trained()
+        return self._variant(self._trained(), train=train)
+
+    def _variant(self, trained: Mapping[str, nn.Parameter], *, train: bool) -> Variant:
         kind = self._kinds["eager", tuple(trained), train]
         if not kind.variants:
             graph = self._graph(trained) if train else idle_graph(*next(iter(trained.items())))
@@ -104,49 +116,59 @@ class EagerCalls:
         return kind.variants[0]
 
     def rows(self, variant: Variant) -> list[Tensor]:
-        """Returns the rows of each table that the last gradient had; before the first one, every row."""
-        tables = {table.parameter: table.num_rows for table in variant.analysed.tables}
+        """Returns the rows of each table that the last gradient had; before the first one, all that it may have."""
+        tables = {t.parameter: 0 if t.parameter in self._row_tables else t.num_rows for t in variant.analysed.tables}
         return [
             self._rows[name] if name in self._rows else torch.arange(size, device="cpu")
             for name, size in tables.items()
         ]
 
     def _look(self, gradients: Mapping[str, Tensor]) -> None:
-        """Notes, every so many steps, which rows gradients have; after the first one, asks for a plan by them."""
-        if not self._tables or (self._rows and self._planned.calls.count % SAMPLED_EVERY):
+        """Notes which rows gradients have, every so many steps; after the first one, has a plan made for its order."""
+        if self._came and (not self._tables or self._planned.calls.count % SAMPLED_EVERY):
             return
-        self._setting.announcements.asks_to_plan |= not self._rows
+        self._setting.announcements.asks_to_plan |= not self._came and self._setting.options.given_plan is None
+        self._came = self._came or tuple(gradients)
         for name in self._tables:
             gradient = gradients.get(name)
             self._rows[name] = torch.arange(0, device="cpu") if gradient is None else _rows_of(gradient).cpu()
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """The parameters whose gradients are exchanged, by name."""
-        state = self._setting.state
-        named = ((name, parameter) for name, parameter in self._setting.model.named_parameters())
+        """The parameters whose gradients are exchanged: first those that come last, and before them what has not come.
+
+        Buckets are filled from the end on, and leave as they are filled.
+        """
+        state, place = self._setting.state, {name: k for k, name in enumerate(self._order)}
+        named = sorted(self._setting.model.named_parameters(), key=lambda each: -place.get(each[0], len(place)))
         return {name: p for name, p in named if p.requires_grad and name not in state.ignored}
 
     def _graph(self, trained: Mapping[str, nn.Parameter]) -> TrainingGraph:
         self._tables = lookup_tables(self._setting.model, trained)
         self._row_tables = row_tables(self._setting.model, self._tables)
         whole = {name: table.shape for name, table in self._setting.state.tables.items()}  # which they are to become
-        return gradient_graph(trained, self._tables, whole)
+        return gradient_graph(trained, self._tables, whole, self._row_tables)
 
     def _in_rows(self) -> frozenset[str]:
-        """Finds the tables whose gradients stay in rows: not those that are packed with others, or cut into blocks."""
-        plan = self._planned.plan
+        """Finds the tables whose gradients stay in rows."""
+        plan, alone = self._planned.plan, self._setting.communicator.world_size == 1
         assert plan is not None
-        if self._setting.communicator.world_size == 1:
-            return self._row_tables
-        return frozenset(name for name in self._row_tables if plan[name].strategy in ("allgather", "zen", "ps"))
+        return frozenset(name for name in self._row_tables if alone or plan[name].strategy in BY_ROWS)
 
     def forget(self) -> None:
         """Leaves the model's parameters alone."""
         self._accumulation.forget()
 
-    def _run(self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulates: bool) -> Any:
+    def _run(
+        self,
+        variant: Variant,
+        trained: Mapping[str, nn.Parameter],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        accumulates: bool,
+    ) -> Any:
         """Announces a call, and runs the forward."""
-        setting, trained = self._setting, self._trained()
+        setting = self._setting
         setting.state.hooked = frozenset()  # autograd calls the hooks of gradients
         program = self._planned.build(variant, accumulates=accumulates)
         step = GradientStep(program, tuple(trained), self.rows(variant) if variant.train else (), self._in_rows())

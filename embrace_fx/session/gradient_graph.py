@@ -25,6 +25,7 @@ from embrace_fx.capture import Captured
 from embrace_fx.capture.read_values import Changed
 from embrace_fx.vocabulary.graph import (
     FROM_GRADIENT,
+    FROM_ROWS,
     BatchInput,
     Gradient,
     InputRole,
@@ -41,7 +42,10 @@ ROUTE = "eager"
 
 
 def gradient_graph(
-    parameters: Mapping[str, Tensor], tables: Sequence[str], whole: Mapping[str, torch.Size] | None = None
+    parameters: Mapping[str, Tensor],
+    tables: Sequence[str],
+    whole: Mapping[str, torch.Size] | None = None,
+    in_rows: Collection[str] = (),
 ) -> TrainingGraph:
     """The graph of the gradients of `parameters`; number k of them is the tangent with index k.
 
@@ -49,6 +53,7 @@ def gradient_graph(
         parameters: those that take gradients, by name, in the order in which the forward is taken to read them.
         tables: those of them that lookups read; number k of them is the batch input with index k.
         whole: the whole shapes of those that are in shards.
+        in_rows: tables whose gradients autograd makes of rows alone.
     """
     graph = fx.Graph()
     with FakeTensorMode(shape_env=ShapeEnv()):
@@ -64,7 +69,8 @@ def gradient_graph(
     zero.meta["val"] = nothing
     roles: list[OutputRole] = [Result(len(values)), *(Gradient(Parameter(name)) for name in values)]
     graph.output((zero, *gradients.values())).meta["roles"] = tuple(roles)
-    found = tuple(_table(name, values[name], node) for name, node in zip(tables, rows, strict=True))
+    read_by = zip(tables, rows, strict=True)
+    found = tuple(_table(n, values[n], node, FROM_ROWS if n in in_rows else FROM_GRADIENT) for n, node in read_by)
     behind = {name: frozenset({k}) for k, name in enumerate(values)}
     return TrainingGraph(fx.GraphModule(nn.Module(), graph), found, results_behind=behind)
 
@@ -107,6 +113,6 @@ def _placeholder(graph: fx.Graph, name: str, role: InputRole, value: Tensor) -> 
     return node
 
 
-def _table(name: str, weight: Tensor, rows: fx.Node) -> Table:
-    use = TableUse("", (), rows.name, -1, FROM_GRADIENT, False, True, False, "")
+def _table(name: str, weight: Tensor, rows: fx.Node, kind: str) -> Table:
+    use = TableUse("", (), rows.name, -1, kind, False, True, False, "")
     return Table(name, weight.shape[0], weight.shape[1], weight.dtype, (use,), (), False)

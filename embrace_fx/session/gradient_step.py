@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,9 +85,10 @@ class GradientStep(Step):
         k = self._places[name]
         if run.has_run(k):
             raise RuntimeError(_AGAIN.format(name))
-        with torch.no_grad(), autocast_is_in_the_graph():
-            self._taken[k] = self._as_exchanged(name, gradient)
-            run.take(self._taken)
+        self._taken[k] = self._as_exchanged(name, gradient)
+        if run.may_run(self._taken):
+            with torch.no_grad(), autocast_is_in_the_graph():
+                run.take(self._taken)
 
     def exchange(self, gradients: Mapping[str, Tensor], failure: Exception | None = None) -> None:
         """Delivers the means over ranks of what autograd has accumulated. Collective.
@@ -117,12 +118,15 @@ class GradientStep(Step):
             raise self._failure  # told to the others as any failure is
 
     def _call_backward(
-        self, backward: LoweredPhase, values: Values, tangents: Sequence[Tensor | None]
+        self, backward: LoweredPhase, values: Values, tangents: Sequence[Tensor | None], tell: Callable[[], None]
     ) -> tuple[Any, ...]:
         taken, self._taken = self._taken, {}
         for k, (name, tangent) in enumerate(zip(self._names, tangents, strict=True)):
             if k not in taken:
                 taken[k] = self._as_exchanged(name, tangent)
+        if isinstance(backward.run, InPieces):
+            backward.run.take(taken)
+            tell()  # while the last buckets are on their way
         return backward.run(self._leaves, values, taken)
 
     def _as_exchanged(self, name: str, gradient: Tensor | None) -> Tensor:

@@ -173,7 +173,7 @@ class PlanInUse:
             findings = findings.with_rows(self._drift.rows)
         new = plan_on_links(setting, findings, old)
         setting.announcements.asks_to_plan = False
-        if not changes(old, new):
+        if not changes(old, new) and new.buckets == old.buckets:
             self._drift = _drift(old, findings)
             return
         self._place_anew(variant.analysed, new, findings)

@@ -104,7 +104,7 @@ class ProgramBuilder:
         assert joint is not None
         assert compiled is not None
         if train:
-            self._start(compiled)
+            self._start(compiled, gradients_alone=variant.captured.route == EAGER)
             self._show(compiled)
             log_text("pass_times", compiled.times)
             self._joint = compiled.graph
@@ -213,7 +213,8 @@ class ProgramBuilder:
             return compiled
         analysed = variant.analysed
         if variant.captured.route == EAGER:
-            return run_passes(analysed, (ChunkBuckets(self._cuts.chunks),), compiled)
+            whole = tuple((sum(chunks),) for chunks in self._cuts.chunks)
+            return run_passes(analysed, (ChunkBuckets(whole),), compiled)
         passes = overlap_passes(self._plan, self._setting.options.schedule, self._communicator.rank, self._cuts)
         return run_passes(analysed, (*passes, *self._ordering()), compiled)
 
@@ -228,8 +229,12 @@ class ProgramBuilder:
         one_device = len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda")
         return self._communicator.world_size > 1 and one_device and self._communicator.comm_hook is None
 
-    def _start(self, compiled: Compiled) -> None:
-        """Makes the flow, at the first training program. Collective then."""
+    def _start(self, compiled: Compiled, *, gradients_alone: bool) -> None:
+        """Makes the flow, at the first training program. Collective then.
+
+        Args:
+            gradients_alone: the graph has no more than gradients, in the order in which autograd makes them.
+        """
         name, devices = self._setting.options.schedule, {p.device for p in self._setting.model.parameters()}
         if self._communicator.world_size == 1:
             if self.alone is None:
@@ -247,7 +252,10 @@ class ProgramBuilder:
                 stacklevel=2,
             )
             return
-        self.scheduling = Scheduling(self._setting, self._plan, compiled.graph, self._cuts, self._compute_in_order)
+        order = "none" if gradients_alone else name
+        self.scheduling = Scheduling(
+            self._setting, self._plan, compiled.graph, order, self._cuts, self._compute_in_order
+        )
         flow = self._setting.stepping.flow = self.scheduling.start(self._on_other_batch)
         self._setting.stepping.recorder = flow.recorder
 

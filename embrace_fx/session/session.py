@@ -359,7 +359,10 @@ class Session:
     def _note_places(self) -> None:
         """Notes that parameters are where the plan has them."""
         self._placed.note(self)
-        self._outside.watch(frozenset(d.parameter for d in self.plan if d.strategy in ("unused", "frozen")))
+        if self._eager.reason:  # autograd brings all gradients to parameters, and they are taken from there
+            self._outside.stop()
+        else:
+            self._outside.watch(frozenset(d.parameter for d in self.plan if d.strategy in ("unused", "frozen")))
 
     @property
     def synchronised(self) -> bool:

@@ -131,8 +131,9 @@ OutputRole = Result | Mutation | Gradient | GradientOfRows | PendingGradients | 
 Role = InputRole | OutputRole
 
 
-FROM_GRADIENT = "gradient"
-"""The kind of a lookup that no graph shows: its rows are known by the gradient that they get."""
+FROM_GRADIENT, FROM_ROWS = "gradient", "gradient of rows"
+"""The kinds of a lookup that no graph shows: its rows are known by the gradient that they get, which is a whole one, or
+one of these rows alone."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class TableUse:
         backward: names of the nodes that make this lookup's share of the table's gradient.
         ids: name of the node that yields the ids.
         padding_idx: the row that gets no gradient, -1 for none.
-        kind: "embedding", "bag:sum" / "bag:mean" / "bag:max", or `FROM_GRADIENT`.
+        kind: "embedding", "bag:sum" / "bag:mean" / "bag:max", `FROM_GRADIENT` or `FROM_ROWS`.
         constant_ids: the ids do not depend on the batch (position and type tables).
         ids_from_batch: the ids are a pure function of the batch (random draws included), of no parameter and of no
             other rank.

@@ -18,6 +18,8 @@ STRATEGIES = ("allreduce", "allgather", "alltoall", "omnireduce", "zen", "ps")
 exchange the gradient of replicas, "allreduce" densely."""
 EXCHANGES = tuple(name for name in STRATEGIES if name not in ("allreduce", "alltoall"))
 """The strategies of replicas whose exchange is sparse (`embrace_fx.runtime.exchanges`)."""
+BY_ROWS = tuple(name for name in EXCHANGES if name != "omnireduce")
+"""Those that send rows, not blocks: a gradient that autograd makes of rows alone goes and comes as such."""
 CANDIDATES = tuple(name for name in STRATEGIES if name != "omnireduce")
 """What "auto" weighs for a table. The cost model never finds "omnireduce" to be the fastest, and no measurement has
 (`docs/strategies.md`): it is weighed where it is asked for."""

@@ -40,7 +40,9 @@ def plan_buckets(
         for node, role in graph.inputs()
         if isinstance(role, Parameter) and role.name in produced
     }
-    limit = cost.bucket_bytes(cluster, world_size, sum(sizes[name] for name in produced if name not in alone))
+    together = sum(sizes[name] for name in produced if name not in alone)
+    given = all(node.op == "placeholder" for node in produced.values())  # to a graph of gradients alone
+    limit = cost.bucket_bytes(cluster, world_size, together, read_later=not given)
     buckets: list[list[str]] = []
     filled, dtype = 0, None
     for name in sorted(produced, key=lambda n: (read[n], n if read[n] < len(position) else "")):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, inf
 
 from embrace_fx import cost
 from embrace_fx.cost.sparsity import Sparsity
@@ -251,10 +251,10 @@ def _of_table(
     asked = f"{wanted} was asked for"
     if wanted in EXCHANGES:
         return _Choice(priced[wanted], f"asked for; {read}", priced, asked)
-    if wanted == "alltoall":
-        if blocker is not None:
-            return _Choice(allreduce, blocker, priced, "alltoall was asked for")
+    if wanted == "alltoall" and blocker is None:
         return _Choice(sharded, f"asked for; {what}", priced, asked)
+    if wanted == "alltoall" and allreduce.blocker is None:
+        return _Choice(allreduce, blocker or "", priced, asked)
     if wanted == "allreduce":
         return _Choice(allreduce, blocker or "asked for", priced, asked)
     if blocker is None and fact.updated_by_rows:
@@ -309,7 +309,7 @@ def _sparsely(pricing: Pricing, priced: Mapping[str, Priced]) -> str | None:
     cheapest = min((priced[name] for name in EXCHANGES if name in priced), key=lambda each: each.predicted_ms)
     others = [p for p in priced.values() if p.strategy not in EXCHANGES and p.blocker is None]
     limits_ms = (each.sharing_ms * (CLEARLY if each.strategy == "alltoall" else 1.0) for each in others)
-    return cheapest.strategy if cheapest.added_ms < min(limits_ms) else None
+    return cheapest.strategy if cheapest.added_ms < min(limits_ms, default=inf) else None
 
 
 def _slower(other: Priced, chosen: Priced) -> str:

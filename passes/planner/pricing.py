@@ -26,7 +26,7 @@ from embrace_fx.passes.planner.shard_cost import (
     sweep_work,
     widest_useful,
 )
-from embrace_fx.vocabulary.graph import FROM_GRADIENT, Table, TrainingGraph
+from embrace_fx.vocabulary.graph import FROM_GRADIENT, FROM_ROWS, Table, TrainingGraph
 from embrace_fx.vocabulary.plan import CANDIDATES, EXCHANGES, Decision, Grid, check_grid
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID
 
@@ -133,6 +133,8 @@ class Pricing:
         weighed = [each for each in ("allreduce", *EXCHANGES) if each in (*CANDIDATES, wanted, used)]
         sparsity = self._sparsity_of(table, fact, rows)
         replicas = self._replicas(fact, sparsity, upkeep, replica_work(fact.nbytes), weighed)
+        if any(use.kind == FROM_ROWS for use in table.uses):
+            replicas["allreduce"] = replace(replicas["allreduce"], blocker="its gradient is of rows alone")
         return replicas | {"alltoall": self._laid_out(table, fact, rows, wanted)}
 
     def of_dense(self, fact: ParameterFacts, strategies: Collection[str]) -> dict[str, Priced]:
@@ -267,7 +269,7 @@ def shard_blocker(table: Table) -> str | None:
     """Names the reason for which a table's columns cannot be spread, whatever the cost; None: they can."""
     kinds = {use.kind for use in table.uses}
     paddings = {use.padding_idx for use in table.uses}
-    if FROM_GRADIENT in kinds:
+    if not kinds.isdisjoint((FROM_GRADIENT, FROM_ROWS)):
         return "no graph holds the forward"
     if table.use != "sparse":
         return f"also read densely ({', '.join(table.dense_users[:2])}): its gradient has every row"

@@ -91,6 +91,8 @@ def _union(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def join_parts(parts: Sequence[RowSet], num_rows: int) -> RowSet:
-    """Disjoint row sets as one."""
+    """Disjoint row sets as one; a single one, of which ids ascend, is that."""
+    if len(parts) == 1:
+        return parts[0]
     ids, order = torch.cat([part.ids for part in parts]).sort()
     return RowSet(ids, torch.cat([part.rows for part in parts]).index_select(0, order), num_rows)

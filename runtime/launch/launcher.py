@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,10 +56,20 @@ class _Window:
         self.held = held
         self.dropped = False
         self.order = order
+        self._passed = 0  # of them, the first so many, that have been launched or are not coming
         self.number = number
         self.waiting: dict[OperationId, Ticket] = {}  # submitted, and not launched
         self.expected = set(order)  # may still be submitted
         self.in_forward = False
+
+    def to_come(self) -> Sequence[OperationId]:
+        """The launches from the first one on that has not been launched, and may still be."""
+        while self._passed < len(self.order) and not self._may_leave(self.order[self._passed]):
+            self._passed += 1
+        return self.order[self._passed :]
+
+    def _may_leave(self, launch: OperationId) -> bool:
+        return launch in self.waiting or launch in self.expected
 
     def drop(self) -> None:
         """Has nothing of it leave."""
@@ -109,7 +119,7 @@ class _State:
         for window in self.windows:
             if window.held:
                 return None
-            for launch in window.order:
+            for launch in window.to_come():
                 ticket = window.waiting.get(launch)
                 if ticket is None and launch not in window.expected:
                     continue

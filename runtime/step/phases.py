@@ -109,8 +109,13 @@ def keep(roles: Sequence[OutputRole], outputs: Sequence[Any], values: Values) ->
             values[role.name] = value
 
 
-@contextlib.contextmanager
-def autocast_is_in_the_graph() -> Iterator[None]:
+def autocast_is_in_the_graph() -> contextlib.AbstractContextManager[None]:
     """The capture made the casts of an autocast region nodes: running them under autocast would cast twice."""
+    enabled = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return _without_autocast() if enabled else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield

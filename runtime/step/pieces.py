@@ -46,12 +46,14 @@ class InPieces:
         """Begins a backward, of which nothing has run."""
         self._run, self._values = 0, Values()
 
+    def may_run(self, tangents: Mapping[int, Tensor]) -> bool:
+        """Whether the gradients of the next piece are there."""
+        return self._run < len(self._pieces) and self._pieces[self._run][1] <= tangents.keys()
+
     def take(self, tangents: Mapping[int, Tensor]) -> None:
         """Runs the pieces whose gradients are there, in their order."""
-        while self._run < len(self._pieces):
-            piece, needed = self._pieces[self._run]
-            if not needed <= tangents.keys():
-                return
+        while self.may_run(tangents):
+            piece, _ = self._pieces[self._run]
             self._run += 1
             keep(piece.roles, piece((), {}, tangents), self._values)
 

@@ -10,7 +10,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -281,11 +281,18 @@ class Step:
             written, names = self._written()
             if gate is None:  # on the host, what ranks tell each other is read at the end, and tells of failures too
                 finish = self._launch_flags(used, written)
-            outputs = self._call_backward(backward, values, tangents)
+
+            def tell() -> None:
+                nonlocal finish
+                if gate is not None:
+                    self._check_gate(gate)
+                finish = finish or self._launch_flags(used, written)
+
+            outputs = self._call_backward(backward, values, tangents, tell)
         except Dropped:
             pass
         except Exception as failure:
-            if gate is not None and not is_of_ranks(failure):
+            if gate is not None and finish is None and not is_of_ranks(failure):
                 self._fail_backward(backward, gate, opened.needed, used, failure)
             raise
         if gate is not None:
@@ -339,8 +346,13 @@ class Step:
         return len(written), self.program.name_written(written, self._leaves)
 
     def _call_backward(
-        self, backward: LoweredPhase, values: Values, tangents: Sequence[Tensor | None]
+        self, backward: LoweredPhase, values: Values, tangents: Sequence[Tensor | None], tell: Callable[[], None]
     ) -> tuple[Any, ...]:
+        """The backward's outputs.
+
+        Args:
+            tell: tells the others of its end. May be called before it has ended, where it cannot fail any more.
+        """
         program = self.program
         dense = {
             # The graph was traced for contiguous gradients, and autograd leaves out those of unused results.

@@ -101,6 +101,7 @@ class Stepping:
         dense_tables: data-parallel tables updated by rows.
         flow: what runs from one step into the next, where there is such.
         recorder: told of the time of each step.
+        of_any_layout: whether gradients are as autograd makes them, some of rows alone.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Stepping:
         self.dense_tables: list[DenseTable] = []
         self.flow: Flow | None = None
         self.recorder = Recorder()
+        self.of_any_layout = False
         self._state = state
         self._communicator = communicator
         self._make_whole = make_whole
@@ -163,6 +165,8 @@ class Stepping:
         elif closure is not None:
             found = (args[0], self._mean_loss(closure)), {}  # it may want the loss many times, as LBFGS does
         self._take(optimizer)
+        if self.of_any_layout:
+            _take_layouts(optimizer, self._steps[id(optimizer)])
         return found
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -223,7 +227,6 @@ class Stepping:
                 step.gradients |= {parameter: (gradient, None) for parameter, gradient in taken.items()}
             else:  # rows must be cut out of whole gradients, at once; or torch's step looks at all of them
                 self.flow.buckets.release(optimizer)
-        _take_layouts(optimizer, step)
 
     def _own_tables(self, optimizer: Optimizer) -> list[RowTable]:
         """The sharded tables that an optimizer is about to step, which are its from now on."""

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
 from embrace_fx.cost.links import Cluster
+from embrace_fx.vocabulary.plan import BY_ROWS
 from tests.eager.models import CASES, Asserting, Case, labelled
 from tests.support.ranks import run_ranks
 
@@ -136,18 +137,19 @@ def test_gradients_in_rows_stay_in_rows(strategy: str, world_size: int) -> None:
 class Wide(nn.Module):
     """A table of which a batch reads next to nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sparse: bool) -> None:
         super().__init__()
-        self.rows = nn.Embedding(20_000, 32, sparse=True)
+        self.rows = nn.Embedding(20_000, 32, sparse=sparse)
 
     def forward(self, ids: Tensor) -> Tensor:
         loss: Tensor = self.rows(ids).square().mean()
         return loss
 
 
-def _planned_by_gradients(rank: int, world_size: int) -> list[str]:
-    """The strategies of a table, step by step: before a gradient is known, every row is taken to have one."""
-    compiled = embrace_fx.compile(Wide(), route="eager", cluster=Cluster(bandwidth_bytes_per_ms=12_500))
+def _strategies(rank: int, world_size: int, sparse: bool, bytes_per_ms: float) -> list[str]:
+    """The strategies of a table, step by step."""
+    cluster = Cluster(bandwidth_bytes_per_ms=bytes_per_ms)
+    compiled = embrace_fx.compile(Wide(sparse=sparse), route="eager", cluster=cluster)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     strategies = []
     for step in range(4):
@@ -161,6 +163,12 @@ def _planned_by_gradients(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.long
 def test_the_exchange_is_planned_for_the_rows_that_gradients_have() -> None:
-    for first, *_, last in run_ranks(2, _planned_by_gradients):
+    for first, *_, last in run_ranks(2, _strategies, False, 12_500.0):
         assert first == "allreduce"
-        assert last in ("allgather", "zen", "ps")
+        assert last in BY_ROWS
+
+
+@pytest.mark.long
+def test_gradients_of_rows_are_not_filled_up_however_fast_the_link_is() -> None:
+    for strategies in run_ranks(2, _strategies, True, 1e9):
+        assert set(strategies) <= set(BY_ROWS)
