@@ -11,6 +11,7 @@ from torch import nn
 
 from embrace_fx.compiled_model import CompiledModel
 from embrace_fx.cost.links import Cluster
+from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.setup.options import Optimizers, Options, as_tuple
 from embrace_fx.setup.telling import stage
@@ -42,6 +43,8 @@ def compile(
     offload_to: str | Path | None = None,
     device_mesh: DeviceMesh | None = None,
     route: Literal["graph", "eager"] | None = None,
+    rows: Format = "exact",
+    buckets: Format = "exact",
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
@@ -90,6 +93,9 @@ def compile(
         route: None: the forward is captured as a graph; where no graph holds it, it runs as it is written, on replicas,
             with gradients exchanged as the plan says (docs/from_ddp.md). "graph": a forward that no graph holds is an
             error. "eager": nothing is captured.
+        rows: the format in which sharded tables' rows and their gradients travel: "exact", as they are, or rounded to
+            "bf16", "fp16" or "int8" (docs/exactness.md). Parameters stay what they are; evaluations read exact rows.
+        buckets: likewise of gradients that are AllReduced; sparse exchanges of replicas stay exact.
 
     Raises:
         SetUpError: a ValueError and a RuntimeError: an option that does not exist; no trainable parameter; no compiler
@@ -98,7 +104,17 @@ def compile(
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):  # the group's rank is not known yet
         from embrace_fx.session.session import Session  # noqa: PLC0415  (takes seconds)
 
-    more = check_replicas, broadcast_buffers, forward_sync_buffers, dump_to, offload_to, device_mesh, route
+    more = (
+        check_replicas,
+        broadcast_buffers,
+        forward_sync_buffers,
+        dump_to,
+        offload_to,
+        device_mesh,
+        route,
+        rows,
+        buckets,
+    )
     options = Options(strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, *more)
     optimizers = as_tuple(optimizer)
     if isinstance(model, CompiledModel) and model._is_as_asked(options, optimizers, process_group):

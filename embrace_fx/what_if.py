@@ -18,6 +18,7 @@ from embrace_fx.capture.meta_models import as_on_cpu, is_on_meta
 from embrace_fx.compiled_model import CompiledModel
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, extrapolate, measure
+from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.planning.background import background_of
@@ -98,7 +99,7 @@ class _Imagined(Communicator):
         return [value] * self.world_size
 
 
-def plan(
+def plan(  # noqa: PLR0913
     model: nn.Module,
     batch: Any,
     *,
@@ -108,6 +109,8 @@ def plan(
     strategy: Strategy = "auto",
     schedule: ScheduleName = "2d",
     row_updates: RowUpdatesOption = "exact",
+    rows: Format = "exact",
+    buckets: Format = "exact",
 ) -> Forecast:
     """The plan that `compile` would make on `world_size` ranks of a cluster. Needs one process and no network.
 
@@ -126,12 +129,14 @@ def plan(
         strategy: as `compile` takes it.
         schedule: as `compile` takes it.
         row_updates: as `compile` takes it.
+        rows: as `compile` takes it.
+        buckets: as `compile` takes it.
 
     Raises:
         CaptureError: the forward cannot be captured.
         ValueError: an option that does not exist; a compiled model; fewer ranks than batches, or fewer than 1.
     """
-    options = Options(strategy, schedule, row_updates, "eager", None, cluster)
+    options = Options(strategy, schedule, row_updates, "eager", None, cluster, rows=rows, buckets=buckets)
     options.check("plan()")
     if isinstance(model, CompiledModel):
         raise ValueError("expected a plain model, in plan(), found a compiled one, which has a plan: read model.plan.")
@@ -156,6 +161,8 @@ def plan(
         sparsity={name: of_table.sparsity for name, of_table in known.items()},
         rows_at_home={name: of_table.at_home for name, of_table in known.items() if of_table.at_home is not None},
         schedule=schedule,
+        rows_as=rows,
+        buckets_as=buckets,
     )
     planned = replace(planned, links_are="assumed" if cluster == Cluster() else "given")
     return Forecast.of(planned, Setting(model, stepping, state, Announcements(communicator), options), graph)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, measure, with_units
+from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Moving, ParameterFacts
@@ -57,6 +58,8 @@ class Findings:
     strategy: Strategy
     schedule: str
     rows_at_home: Mapping[str, RowsAtHome] = field(default_factory=dict)
+    rows_as: Format = "exact"
+    buckets_as: Format = "exact"
 
     def plan(self, links: Cluster, links_are: LinksAre, current: Plan | None) -> Plan:
         """The plan for these links; `current`: the one in use, if any."""
@@ -71,13 +74,15 @@ class Findings:
             rows_at_home=self.rows_at_home,
             current=current,
             schedule=self.schedule,
+            rows_as=self.rows_as,
+            buckets_as=self.buckets_as,
         )
         return replace(planned, links_are=links_are)
 
     def plan_as_last_run(self, links: Cluster) -> Plan:
         """The plan for probed links, steady from one run to the next."""
         tables = [(table.parameter, table.num_rows, table.embedding_dim) for table in self.graph.tables]
-        key = tables, self.facts, self.world_size, self.strategy, self.schedule
+        key = tables, self.facts, self.world_size, self.strategy, self.schedule, self.rows_as, self.buckets_as
         return as_last_run(key, links, lambda links, current: self.plan(links, "probed", current))
 
     def with_whole(self, names: Collection[str], reason: str) -> Findings:
@@ -208,7 +213,8 @@ def _findings(setting: Setting, graph: TrainingGraph, everyone: list[_Report], u
         if all(name in own for own in reads)
     }
     options = setting.options
-    findings = Findings(graph, facts, rows, sparsity, ranks, options.strategy, options.schedule, at_home)
+    asked = options.strategy, options.schedule
+    findings = Findings(graph, facts, rows, sparsity, ranks, *asked, at_home, options.rows, options.buckets)
     if setting.communicator.comm_hook is None:
         return findings
     return replace(findings.with_whole(everyone[0].tables, HOOKED), strategy="allreduce")

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.pricing import shard_blocker
 from embrace_fx.planning.reads import used_parameters
 from embrace_fx.vocabulary.graph import Parameter, TrainingGraph
@@ -62,7 +63,8 @@ def fitted(plan: Plan, misfits: Sequence[Misfit], why_whole: str = WHOLE) -> Pla
     late = sorted({name for each in misfits for name in each.late})
     whole = sorted({name for each in misfits for name in each.whole})
     reasons = dict.fromkeys(late, LATE) | dict.fromkeys(whole, why_whole)
-    decisions = tuple(_reduced(d, reasons[d.parameter]) if d.parameter in reasons else d for d in plan)
+    reduced_as: Format = next((d.travels_as for d in plan if d.strategy == "allreduce"), "exact")
+    decisions = tuple(_reduced(d, reasons[d.parameter], reduced_as) if d.parameter in reasons else d for d in plan)
     stacks = (_without(plan, stack, whole) for stack in plan.stacks)
     return replace(
         plan,
@@ -72,7 +74,7 @@ def fitted(plan: Plan, misfits: Sequence[Misfit], why_whole: str = WHOLE) -> Pla
     )
 
 
-def _reduced(decision: Decision, reason: str) -> Decision:
+def _reduced(decision: Decision, reason: str, travels_as: Format) -> Decision:
     return replace(
         decision,
         strategy="allreduce",
@@ -80,6 +82,7 @@ def _reduced(decision: Decision, reason: str) -> Decision:
         sent_bytes_per_step=decision.ddp_bytes_per_step,
         scheme="",
         grid=None,
+        travels_as=travels_as,
     )
 
 

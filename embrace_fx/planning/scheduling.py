@@ -12,8 +12,6 @@ from functools import partial
 from math import ceil
 from statistics import mean, median
 
-from torch import Tensor
-
 from embrace_fx import cost
 from embrace_fx.passes.memory.line import memory_line
 from embrace_fx.passes.node_cost import estimate
@@ -24,8 +22,16 @@ from embrace_fx.passes.scheduler.step_graph import Sizes, build, compute_duratio
 from embrace_fx.passes.step_memory import backward_peak, step_memory
 from embrace_fx.passes.verifier.windows import check_launches
 from embrace_fx.runtime.exchanges.channel import Channel
-from embrace_fx.runtime.exchanges.in_place import ExchangeKind, ExchangeThread, exchange_at_once
-from embrace_fx.runtime.flow.bucket_updates import BucketUpdates
+from embrace_fx.runtime.exchanges.in_place import (
+    Exchange,
+    ExchangeKind,
+    ExchangeThread,
+    exchange_at_once,
+    exchange_gradient_,
+)
+from embrace_fx.runtime.exchanges.rounded import sum_rounded_
+from embrace_fx.runtime.exchanges.steps import run
+from embrace_fx.runtime.flow.bucket_updates import BucketExchange, BucketUpdates
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.flow.under_way import waiting
@@ -34,7 +40,6 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder, Recording, compute_spans
 from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
 from embrace_fx.runtime.memory.resident import bytes_in_use
-from embrace_fx.runtime.ranks.communicator import InFlight
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.copy_ops import COPY_OPS
@@ -119,6 +124,7 @@ class Scheduling:
             communicator.look_each_time(launcher.looks())
         communicator.in_turn = launcher.in_turn
         wait, pieces = waiting(communicator, recorder), dict(self._cuts.pieces)
+        communicator.rounding.forget()  # what other buckets have left out
         stacks = {stack.name: StackedTable(stack, [state.tables[t] for t in stack.tables]) for stack in plan.stacks}
         tables = {name: stacks.get(name) or state.tables[name] for name in self._exchanged}
         by_bucket = self._exchanges(on_streams=on is not None)
@@ -137,28 +143,35 @@ class Scheduling:
         )
         return self._flow
 
-    def _exchanges(self, on_streams: bool) -> dict[int, Callable[[Tensor], InFlight]]:
+    def _exchanges(self, on_streams: bool) -> dict[int, BucketExchange]:
         """The functions that start the exchanges of those buckets that are not AllReduced. Collective.
 
         Args:
             on_streams: each runs to its end where it is launched, on the stream of its class.
         """
-        plan, state = self._plan, self._setting.state
-        found: dict[int, Callable[[Tensor], InFlight]] = {}
-        if not plan.exchanged:
-            return found
+        by_bucket = {
+            k: found for k, each in enumerate(self._plan.buckets) if (found := self._exchange(each)) is not None
+        }
+        if not by_bucket:
+            return {}
         group = self._setting.communicator.open_group("exchanges")
-        start: Callable[..., InFlight]
         if on_streams:
-            start = partial(exchange_at_once, channel=Channel(group), cluster=plan.links)
-        else:
-            start = ExchangeThread(group, plan.links).start
-        for k, bucket in enumerate(plan.buckets):
-            if bucket[0] in plan.exchanged:
-                decision = plan[bucket[0]]
-                rows = next(iter(state.parameter(bucket[0]).shape), 1)
-                found[k] = partial(start, kind=ExchangeKind(rows, decision.strategy, decision.scheme))
-        return found
+            channel = Channel(group)
+            return {k: partial(exchange_at_once, each, channel) for k, each in by_bucket.items()}
+        start = ExchangeThread(group).start
+        return {k: partial(start, each) for k, each in by_bucket.items()}
+
+    def _exchange(self, bucket: tuple[str, ...]) -> Exchange | None:
+        """The exchange of a bucket; None: it is AllReduced."""
+        plan, first = self._plan, self._setting.state.parameter(bucket[0])
+        if bucket[0] in plan.exchanged:
+            decision = plan[bucket[0]]
+            kind = ExchangeKind(next(iter(first.shape), 1), decision.strategy, decision.scheme)
+            return lambda flat, _, channel: exchange_gradient_(flat, kind, channel, plan.links)
+        rounding = self._setting.communicator.rounding
+        if not rounding.rounds(first, "buckets"):
+            return None
+        return lambda flat, name, channel: run(sum_rounded_(flat, name, channel, rounding))
 
     def _after_announcement(self) -> None:
         """Counts, profiles and orders steps, where every rank is known to go on with this one."""
@@ -241,6 +254,7 @@ class Scheduling:
             {name: sum(_rows_bytes(plan, table) // 2 for table in tables) for name, tables in self._exchanged.items()},
             sum(_ids_bytes(plan, table) for table in plan.sharded),
             {name: sum(plan[table].norm_bytes for table in tables) for name, tables in self._exchanged.items()},
+            self._setting.options.buckets,
         )
         durations = profiled.compute_ms if profiled else compute_durations(self._graph, self._cluster)
         return build(self._graph, sizes, durations, self._cluster, plan.world_size)

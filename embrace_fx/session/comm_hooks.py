@@ -31,13 +31,19 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
     Raises:
         RuntimeError: the model has been called, or has a hook.
         TypeError: no hook.
-        ValueError: other strategies than AllReduce are asked for, of which a hook would not see all gradients.
+        ValueError: rows or buckets are rounded; or other strategies than AllReduce are asked for, of which a hook would
+            not see all gradients.
     """
     if begun or registered:
         found = "it has been called" if begun else f"{registered} is registered"
         raise RuntimeError(
             f"expected one hook, before the model's first call, in register_comm_hook(), found that {found} already. "
             "Register it after compile(), once."
+        )
+    if (options.rows, options.buckets) != ("exact", "exact"):
+        raise ValueError(
+            "expected rows='exact' and buckets='exact' with a communication hook, in register_comm_hook(), found "
+            f"rows={options.rows!r} and buckets={options.buckets!r}: both say how gradients travel. Leave one out."
         )
     hook, state, group = asked.hook, asked.state, communicator.group
     if not callable(hook):
@@ -63,10 +69,10 @@ def register_hook(communicator: Communicator, asked: CommHook, options: Options,
 
 
 def told_of(communicator: Communicator) -> str:
-    """Describes the communication hook, for a report."""
+    """Describes what the communication hook, or rounding, does to what travels, for a report."""
     if communicator.comm_hook is not None:
         return f"gradients are reduced by {communicator.comm_hook.name}, within the backward\n"
     if communicator.gradient_dtype is None:
-        return ""
+        return communicator.rounding.told()
     dtype, error = communicator.gradient_dtype, torch.finfo(communicator.gradient_dtype).eps / 2
     return f"gradients, and rows of them, travel as {dtype}: each is off by up to {error:.1e} of its value\n"

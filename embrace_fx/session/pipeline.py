@@ -23,6 +23,7 @@ from embrace_fx.passes.overlap.submit_early import SubmitGradientsEarly
 from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.reduce import ReduceGradients
 from embrace_fx.passes.replicas import GlobalFrequency
+from embrace_fx.passes.round_gradients import RoundRowGradients
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.tables import FindTables
 from embrace_fx.passes.take_part import TakePart
@@ -83,6 +84,8 @@ def training_passes(
         # tables -> shards, rows by AlltoAll
         ShardTables(sharded, renormed, rank, plan.world_size, plan.grids, in_order=not reduce, rows=plan.rows),
         NarrowExchange(),  # rows travel in the narrow dtype of an autocast region
+        # rows that are to travel in fewer bits
+        *((RoundRowGradients(plan.rows_as),) if plan.rows_as != "exact" else ()),
         GlobalFrequency(plan.world_size),  # scale_grad_by_freq: counts over all ranks
         # dense gradients -> buckets, AllReduce or a sparse exchange
         ReduceGradients(

@@ -21,6 +21,7 @@ from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
+from embrace_fx.runtime.ranks.rounding import Rounding
 from embrace_fx.runtime.step.hooked_buckets import CommHook
 from embrace_fx.runtime.step.outside_uses import OutsideUses
 from embrace_fx.runtime.step.program import Program
@@ -69,7 +70,8 @@ class Session:
         given, group = group, group or group_of_mesh(options.device_mesh)
         self._given_group = group
         dump_to = options.dump_to if isinstance(options.dump_to, Path | None) else Path(options.dump_to)
-        self.communicator = Communicator(group if group is not None else default_group(), dump_to)
+        rounding = Rounding(options.rows, options.buckets)
+        self.communicator = Communicator(group if group is not None else default_group(), dump_to, rounding)
         self._begun = False
         self._hook = ""
         self.announcements = Announcements(self.communicator)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from embrace_fx.cost.links import Cluster
+from embrace_fx.cost.wire import FORMATS, Format
 from embrace_fx.passes.planner.asked_strategies import Strategy, check_strategy
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.plan import Plan
@@ -42,6 +43,8 @@ class Options:
     offload_to: str | Path | None = None
     device_mesh: DeviceMesh | None = None
     route: str | None = None
+    rows: Format = "exact"
+    buckets: Format = "exact"
 
     @property
     def shares_buffers(self) -> bool:
@@ -74,6 +77,8 @@ class Options:
             "row_updates": ("exact", "sweep", "replay", "lazy"),
             "backend": ("eager", "inductor"),
             "route": (None, "graph", "eager"),
+            "rows": FORMATS,
+            "buckets": FORMATS,
         }
         for name, values in allowed.items():
             found = getattr(self, name)

@@ -280,6 +280,20 @@ def _(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor:
     return empty_as(rows, (rows.shape[0] * rows.shape[1],))
 
 
+define("embrace::round_rows", "(Tensor rows, Tensor ids, str form, int grid_columns, str table) -> Tensor")
+
+
+@register_fake("embrace::round_rows")
+def _(rows: Tensor, ids: Tensor, form: str, grid_columns: int, table: str) -> Tensor:
+    """Gradients (U, D) of the rows `ids` (U,) as they are to arrive, rounded to `form` for each rank's columns; with
+    what the last rounding has left out of the same rows.
+
+    Example, "int8", one column per rank: the steps of 1.003 and 100 are 1/64 and 1: [[1.003, 100.4]] -> [[1, 100]], and
+    when the row comes again with the same gradient [[1.0, 101]].
+    """
+    return torch.empty_like(rows)
+
+
 define(
     "embrace::all_to_all_gradients",
     "(Tensor flat, Tensor counts, int embedding_dim, str group, int group_size, int grid_rows=1) -> Tensor",

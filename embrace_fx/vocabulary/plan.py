@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from embrace_fx.cost.links import Cluster
+from embrace_fx.cost.wire import Format
 from embrace_fx.vocabulary.json_files import read_json, write_json
 from embrace_fx.vocabulary.plan_text import explain, preformatted, render
 from embrace_fx.vocabulary.sizes import RowCounts
@@ -144,6 +145,7 @@ class Decision:
         padding_idx: of a table, the row that gets no gradient, -1 for none.
         rows: of a table, how many rows a step is expected to read; None: it is not known.
         norm_bytes: of what is sent, squares of rows: where the optimizer steps rows as a whole.
+        travels_as: the format in which its rows, or its gradient, travel.
     """
 
     parameter: str
@@ -162,6 +164,7 @@ class Decision:
     padding_idx: int = -1
     rows: RowCounts | None = None
     norm_bytes: int = 0
+    travels_as: Format = "exact"
 
     @property
     def name(self) -> str:
@@ -211,6 +214,13 @@ class Plan:
         return {d.parameter: d.rows for d in self.decisions if d.rows is not None}
 
     @property
+    def rows_as(self) -> Format:
+        """The format in which rows of sharded tables travel, where that is narrower than they are."""
+        return next(
+            (d.travels_as for d in self.decisions if d.strategy == "alltoall" and d.travels_as != "exact"), "exact"
+        )
+
+    @property
     def exchanged(self) -> tuple[str, ...]:
         """Replicas whose gradients are exchanged sparsely."""
         return tuple(d.parameter for d in self.decisions if d.strategy in EXCHANGES)
@@ -233,7 +243,7 @@ class Plan:
 
     def digest(self) -> str:
         """A hash of everything the ranks must agree on."""
-        agreed = [(d.parameter, d.shape, d.strategy, d.scheme, d.grid) for d in self.decisions]
+        agreed = [(d.parameter, d.shape, d.strategy, d.scheme, d.grid, d.travels_as) for d in self.decisions]
         everything = (self.world_size, agreed, self.buckets, self.renormed, self.links, self.stacks)
         return hashlib.sha256(repr(everything).encode()).hexdigest()
 

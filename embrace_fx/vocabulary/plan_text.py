@@ -61,12 +61,26 @@ def render(plan: Plan, *, folded: bool = False) -> str:
         f"{len(plan.buckets)} bucket(s)",
     )
     told = [f"rows travel together: {', '.join(stack.tables)}" for stack in plan.stacks]
+    told += _formats(plan)
     if not any(d.is_table for d in plan.decisions):
         told.append("no tables: every gradient is reduced densely")
     if plan.world_size > 1:
         told.append(_ALONE)
     text.caption = "\n".join(told)
     return _printed(text)
+
+
+def _formats(plan: Plan) -> list[str]:
+    """Tells what travels in fewer bits than it has, and what stays as it is then."""
+    rounded: dict[str, list[str]] = {}
+    for decision in plan.decisions:
+        if decision.travels_as != "exact":
+            rounded.setdefault(f"{decision.strategy} travels as {decision.travels_as}", []).append(decision.parameter)
+    if not rounded:
+        return []
+    exact = [d.parameter for d in plan.decisions if d.travels_as == "exact" and d.sent_bytes_per_step]
+    lines = [f"{how}, rounded: {len(of)} parameter(s)" for how, of in rounded.items()]
+    return [*lines, *([f"exact all the same: {', '.join(exact[:5])}"] if exact else []), "ids are exact"]
 
 
 def _row(decision: Decision) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from math import ceil, inf
 
 from embrace_fx import cost
 from embrace_fx.cost.sparsity import Sparsity
+from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.asked_strategies import Strategy, requested_strategies
 from embrace_fx.passes.planner.bucketing import plan_buckets
 from embrace_fx.passes.planner.pricing import CLEARLY, ParameterFacts, Priced, Pricing, nothing_sent
@@ -79,6 +80,8 @@ def decide(  # noqa: PLR0913
     rows_at_home: Mapping[str, RowsAtHome] | None = None,
     current: Plan | None = None,
     schedule: str = "2d",
+    rows_as: Format = "exact",
+    buckets_as: Format = "exact",
 ) -> Plan:
     """Decides the plan for a graph.
 
@@ -96,13 +99,16 @@ def decide(  # noqa: PLR0913
             and shards stay as they lie.
         schedule: that will be followed. Under "none" each table's rows travel alone, so that gradients can be summed in
             the order of the reference.
+        rows_as, buckets_as: in which formats sharded tables' rows and AllReduced gradients travel.
 
     Raises:
         ValueError: a strategy that does not exist, a pattern that nothing matches, or a grid of other ranks.
     """
     in_use = {d.parameter: d for d in current} if current is not None else {}
     tables = {table.parameter: table for table in graph.tables}
-    pricing = Pricing(graph, world_size, cluster, sparsity or {}, rows_at_home or {}, in_use, schedule)
+    pricing = Pricing(
+        graph, world_size, cluster, sparsity or {}, rows_at_home or {}, in_use, schedule, rows_as, buckets_as
+    )
     wanted = requested_strategies(strategy, tuple(tables), tuple(fact.name for fact in facts if fact.trainable))
     choices: dict[str, _Choice] = {}
     watched = []
@@ -163,6 +169,7 @@ def _decision(
         table.uses[0].padding_idx if table is not None and table.uses else -1,
         rows,
         chosen.norm_bytes,
+        chosen.travels_as if world_size > 1 else "exact",
     )
 
 

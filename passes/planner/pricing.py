@@ -15,6 +15,7 @@ from embrace_fx import cost
 from embrace_fx.cost.blocks import cheapest_block
 from embrace_fx.cost.exchanges import Scheme, cheaper_scheme, predict
 from embrace_fx.cost.sparsity import Sparsity, in_blocks, independent
+from embrace_fx.cost.wire import Format, Wire
 from embrace_fx.passes.narrow import exchange_dtype
 from embrace_fx.passes.planner.shard_cost import (
     FEWEST_RANKS,
@@ -37,6 +38,10 @@ columns': what a grid must."""
 
 INDEX_BYTES = 8
 """Of a unit in the index sets of Zen (`embrace_fx.runtime.exchanges.hashing.index_sets`)."""
+
+
+RESIDUAL_BYTES = 4
+"""Of an element, in what rounding has left out (`embrace_fx.runtime.ranks.rounding`)."""
 
 
 Moving = Literal["", "sweep", "replay", "either"]
@@ -76,6 +81,7 @@ class Priced:
         blocker: why it is not legal, or None.
         rests: of shards: rows without gradient move when they are read next.
         norm_bytes: of what is sent, squares of rows.
+        travels_as: the format on the wire.
     """
 
     strategy: str
@@ -88,6 +94,7 @@ class Priced:
     grid: Grid | None = None
     rests: bool = False
     norm_bytes: int = 0
+    travels_as: Format = "exact"
 
     @property
     def start_ups_ms(self) -> float:
@@ -110,6 +117,7 @@ class Pricing:
             there at random.
         in_use: parameter -> what the plan in use decided of it.
         schedule: that will be followed.
+        rows_as, buckets_as: in which formats sharded tables' rows and AllReduced gradients travel.
     """
 
     graph: TrainingGraph
@@ -119,6 +127,8 @@ class Pricing:
     rows_at_home: Mapping[str, RowsAtHome]
     in_use: Mapping[str, Decision]
     schedule: str
+    rows_as: Format = "exact"
+    buckets_as: Format = "exact"
 
     @property
     def cluster(self) -> cost.Cluster:
@@ -152,15 +162,21 @@ class Pricing:
     ) -> dict[str, Priced]:
         """Strategies of replicas, and the `upkeep` and the work `around` the exchange that all of them need."""
         priced = {}
+        wire = Wire(fact.itemsize, self.buckets_as)
         for strategy in strategies:
             scheme: Scheme = cheaper_scheme(rows, self.cluster) if strategy == "zen" else "balanced"
             found = predict(strategy, self._units(rows, strategy), scheme=scheme, cluster=self.links)
+            if rounds := strategy == "allreduce" and wire.rounds:
+                narrow = cost.all_reduce(wire.dense_bytes(prod(fact.shape)), self.world_size)
+                found = replace(found, mean=narrow, critical=narrow)
             held = 0 if strategy == "allreduce" else 2 * found.mean.sent_bytes
             if strategy == "zen" and scheme == "balanced":
                 held += INDEX_BYTES * rows.num_units  # every server's index set, kept from step to step
             others_ms = around.time_ms(self.cluster) + upkeep.time_ms(self.cluster, "all_reduce")
             shared = replace(found, critical=replace(found.critical, messages=0)) if strategy == "allreduce" else found
-            priced[strategy] = self._priced(
+            if rounds:  # what is left out, by the rank and of the share that it adds up
+                held += RESIDUAL_BYTES * prod(fact.shape) * (self.world_size + 1) // self.world_size
+            of_strategy = self._priced(
                 strategy,
                 found.mean + upkeep,
                 found.time_ms(self.cluster) + others_ms,
@@ -168,6 +184,7 @@ class Pricing:
                 2 * fact.nbytes + held,
                 scheme if strategy == "zen" else "",
             )
+            priced[strategy] = replace(of_strategy, travels_as=self.buckets_as if rounds else "exact")
         return priced
 
     def _laid_out(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...], wanted: str | Grid) -> Priced:
@@ -196,7 +213,8 @@ class Pricing:
         grid = grid if grid is not None and grid.rows > 1 else None
         itemsize = exchange_dtype(self.graph, table).itemsize
         at_home = self.rows_at_home.get(fact.name, {}).get(grid.rows) if grid is not None else None
-        exchange = shard_exchange(table, rows, itemsize, self.world_size, grid, at_home, self.schedule)
+        wire = Wire(itemsize, self.rows_as)
+        exchange = shard_exchange(table, rows, wire, self.world_size, grid, at_home, self.schedule)
         norms = self._norms(table, fact, rows)
         exchange += norms
         rests, moving = self._moving(table, fact, rows)
@@ -213,7 +231,8 @@ class Pricing:
             or (NOT_ON_A_GRID if grid is not None and fact.adds_up_norms else None),
             grid=grid,
         )
-        return replace(priced, rests=rests, norm_bytes=norms.sent_bytes)
+        travels_as = self.rows_as if wire.rounds else "exact"
+        return replace(priced, rests=rests, norm_bytes=norms.sent_bytes, travels_as=travels_as)
 
     def _norms(self, table: Table, fact: ParameterFacts, rows: tuple[int, ...]) -> cost.Exchange:
         """The AllReduce of a square for each row that any rank reads, where the optimizer needs it."""

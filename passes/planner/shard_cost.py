@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from embrace_fx import cost
+from embrace_fx.cost.wire import Wire
 from embrace_fx.vocabulary.graph import Table
 from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
@@ -53,7 +54,7 @@ def launches_of(schedule: str) -> int:
 def shard_exchange(
     table: Table,
     rows_by_rank: tuple[int, ...],
-    itemsize: int,
+    wire: Wire,
     world_size: int,
     grid: Grid | None = None,
     at_home: tuple[int, ...] | None = None,
@@ -62,7 +63,7 @@ def shard_exchange(
     """Mean over ranks of what one rank sends per step for a sharded table: ids, rows, gradients.
 
     Args:
-        itemsize: bytes of an element on the wire.
+        wire: bytes of its rows' columns on the wire.
         grid: on which it lies; None: by columns.
         at_home: how many of its rows each rank's own row of the grid has; None: as many as any other.
         schedule: which cuts rows and gradients in two, or does not.
@@ -70,16 +71,18 @@ def shard_exchange(
     if world_size == 1 or not rows_by_rank:
         return cost.Exchange(0, 0)
     sent_bytes = 0.0  # by all ranks
+    columns = grid.columns if grid is not None else world_size
+    chunks = [own_columns(table.embedding_dim, columns, column) for column in range(columns)]
+    piece_bytes = [wire.piece_bytes(last - first) for first, last in chunks]
+    row_bytes = sum(piece_bytes)
     for rank, rows in enumerate(rows_by_rank):
         if grid is None:
-            first, last = own_columns(table.embedding_dim, world_size, rank)
-            sent_bytes += cost.all_to_all_rows(rows_by_rank, last - first, itemsize, rank).sent_bytes
-            other_columns = table.embedding_dim - (last - first)
-            sent_bytes += cost.all_to_all_gradients(rows, other_columns, itemsize, world_size).sent_bytes
+            own_bytes = piece_bytes[rank]
+            sent_bytes += cost.all_to_all_rows(rows_by_rank, own_bytes, 1, rank).sent_bytes
+            sent_bytes += cost.all_to_all_gradients(rows, row_bytes - own_bytes, 1, world_size).sent_bytes
         else:  # all that a rank reads arrives once and leaves once, but for what it owns itself
-            first, last = own_columns(table.embedding_dim, grid.columns, grid.place(rank)[1])
             own_rows = at_home[rank] if at_home is not None else rows / grid.rows
-            sent_bytes += 2 * itemsize * (rows * table.embedding_dim - own_rows * (last - first))
+            sent_bytes += 2 * (rows * row_bytes - own_rows * piece_bytes[grid.place(rank)[1]])
     both_ways = cost.Exchange(round(sent_bytes / world_size), 2 * ONE_WAY[schedule] * (world_size - 1))
     return both_ways + cost.gather_ids(rows_by_rank, table.num_rows)
 

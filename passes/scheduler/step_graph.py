@@ -26,6 +26,7 @@ from typing import Any
 from torch import fx
 
 from embrace_fx import cost
+from embrace_fx.cost.wire import Format, Wire
 from embrace_fx.passes.node_cost import NodeMs, estimate
 from embrace_fx.passes.step_memory import nbytes
 from embrace_fx.vocabulary.copy_ops import COPY_OPS, OFFLOAD, RELOAD, compute_up_to, offload_id
@@ -57,12 +58,14 @@ class Sizes:
         row_bytes: table -> bytes one rank sends for all rows of a batch, one way.
         ids_bytes: of the AllGather of ids, on each rank.
         norm_bytes: table -> bytes one rank sends for the squares of its rows, which the optimizer's step adds up.
+        buckets_as: in which format buckets travel.
     """
 
     sent: Mapping[OperationId, int]
     row_bytes: Mapping[str, int]
     ids_bytes: int
     norm_bytes: Mapping[str, int] = field(default_factory=dict)
+    buckets_as: Format = "exact"
 
 
 @dataclass
@@ -320,7 +323,9 @@ def _sent_bytes(node: fx.Node, launch: OperationId, sizes: Sizes, pieces: Mappin
         value = node.meta["val"]
         elements = node.args[2] if op_name(node) == "embrace::submit_chunk" else value.numel()
         assert isinstance(elements, int)
-        return cost.all_reduce(elements * value.element_size(), world_size).sent_bytes
+        return cost.all_reduce(
+            Wire(value.element_size(), sizes.buckets_as).dense_bytes(elements), world_size
+        ).sent_bytes
     rows = sizes.row_bytes.get(launch.what, 0)
     match launch.part:
         case "early":

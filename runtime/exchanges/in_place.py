@@ -89,19 +89,24 @@ def rows_of(rows: RowSet, like: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(rows.ids.view(1, -1), rows.rows, like.shape, is_coalesced=True)
 
 
-def exchange_at_once(flat: Tensor, kind: ExchangeKind, channel: Channel, cluster: Cluster) -> InFlight:
-    """`exchange_gradient_`, ended when this returns; with what it sent."""
+Exchange = Callable[[Tensor, str, Channel], object]
+"""Exchanges a packed gradient in place, and waits for every round; given the name of its launch."""
+
+
+def exchange_at_once(exchange: Exchange, channel: Channel, flat: Tensor, name: str) -> InFlight:
+    """An exchange that has ended when this returns; with what it sent."""
     before = channel.sent_bytes
     with torch.no_grad():
-        exchange_gradient_(flat, kind, channel, cluster)
+        exchange(flat, name, channel)
     sent = channel.sent_bytes - before
     return InFlight(flat, None, lambda: sent)
 
 
 @dataclass
 class _Job:
+    exchange: Exchange
     flat: Tensor
-    kind: ExchangeKind
+    name: str
     done: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
     sent_bytes: int = 0
 
@@ -115,29 +120,28 @@ class ExchangeThread:
 
     Args:
         group: used by nobody else.
-        cluster: the links that blocks are cut for.
     """
 
-    def __init__(self, group: dist.ProcessGroup, cluster: Cluster) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        arguments = (self._jobs, Channel(group), cluster)
+        arguments = (self._jobs, Channel(group))
         threading.Thread(target=_serve, args=arguments, name="embrace_fx exchanges", daemon=True).start()
         # Not at the end of the interpreter, where exchanges may still be on their way: the thread ends with it.
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
-    def start(self, flat: Tensor, kind: ExchangeKind) -> InFlight:
-        """`exchange_gradient_` in the background; `sent_bytes` of what is in flight is known once it has arrived."""
-        job = _Job(flat, kind)
+    def start(self, exchange: Exchange, flat: Tensor, name: str) -> InFlight:
+        """An exchange in the background; `sent_bytes` of what is in flight is known once it has arrived."""
+        job = _Job(exchange, flat, name)
         self._jobs.put(job)
         return InFlight(flat, job, lambda: job.sent_bytes)
 
 
-def _serve(jobs: queue.SimpleQueue[_Job | None], channel: Channel, cluster: Cluster) -> None:
+def _serve(jobs: queue.SimpleQueue[_Job | None], channel: Channel) -> None:
     with torch.no_grad():
         while (job := jobs.get()) is not None:
             before = channel.sent_bytes
             try:
-                exchange_gradient_(job.flat, job.kind, channel, cluster)
+                job.exchange(job.flat, job.name, channel)
             except Exception as error:  # whoever waits for it shall hear of it
                 job.done.set_exception(error)
                 continue

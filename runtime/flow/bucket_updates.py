@@ -93,6 +93,10 @@ class PendingGradient(Tensor):
         return self.resolve().__reduce_ex__(protocol)
 
 
+BucketExchange = Callable[[Tensor, str], InFlight]
+"""Starts the exchange of a flat tensor, in place; given the name of its launch."""
+
+
 class _Bucket:
     """One bucket's gradients, from their submission to their update."""
 
@@ -130,7 +134,7 @@ class BucketUpdates:
         buckets: parameter names by bucket.
         parameter: finds a parameter by name.
         wait: waits for a ticket (and takes the time of it).
-        exchanges: by bucket, those that are not AllReduced: what starts the exchange of a flat tensor, in place.
+        exchanges: by bucket, those that are not AllReduced.
     """
 
     def __init__(
@@ -140,7 +144,7 @@ class BucketUpdates:
         communicator: Communicator,
         launcher: Launcher,
         wait: Callable[[Ticket], Tensor],
-        exchanges: Mapping[int, Callable[[Tensor], InFlight]],
+        exchanges: Mapping[int, BucketExchange],
     ) -> None:
         self._exchanges = exchanges
         self._names = tuple(buckets)
@@ -158,9 +162,9 @@ class BucketUpdates:
     def launch(self, launch: OperationId, flat: Tensor, start: int, length: int) -> Ticket:
         """Submits the AllReduce of a part of a packed bucket, in place, or the exchange of a whole one."""
         exchange = self._exchanges.get(self._bucket_of[launch.what])
+        part = flat if flat.is_sparse or length == flat.numel() else flat[start : start + length]
         if exchange is not None:
-            return self._launcher.submit(launch, lambda: exchange(flat), 0)
-        part = flat[start : start + length]
+            return self._launcher.submit(launch, lambda: exchange(part, str(launch)), 0)
         return self._launcher.submit(
             launch,
             lambda: self._communicator.all_reduce_(part, "sum", LANE_GROUP[launch.lane]),

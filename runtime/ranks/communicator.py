@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from embrace_fx import cost
 from embrace_fx.runtime.kernels import column_widths
+from embrace_fx.runtime.kernels.rounding import Pieces, decode_into, wire_elements
 from embrace_fx.runtime.ranks.backends import alone_on, backend_name, travels_by_host
 from embrace_fx.runtime.ranks.gathering import gather_single
-from embrace_fx.runtime.ranks.groups import CLASSES, Groups
+from embrace_fx.runtime.ranks.groups import CLASSES, LANE_GROUPS, Groups
 from embrace_fx.runtime.ranks.messages import send_parts
+from embrace_fx.runtime.ranks.rounding import Rounding
 
 
 @dataclass(slots=True)
@@ -41,10 +44,10 @@ class InFlight:
 class _Widening:
     """The work of a collective on a narrower tensor: it ends when the values have been written into a wider one."""
 
-    def __init__(self, work: Any, narrow: Tensor, into: Tensor) -> None:
+    def __init__(self, work: Any, widen: Callable[[], Tensor]) -> None:
         def write(future: torch.futures.Future[Any]) -> Tensor:
             future.wait()
-            return into.copy_(narrow)
+            return widen()
 
         self._done: torch.futures.Future[Any] = work.get_future().then(write)
 
@@ -55,13 +58,19 @@ class _Widening:
         self._done.wait()
 
 
-def widened(launched: InFlight, into: Tensor, sent_bytes: int) -> InFlight:
-    """A narrower tensor that is under way, as a wider one."""
+def widened(
+    launched: InFlight, into: Tensor, sent_bytes: int, write: Callable[[Tensor, Tensor], Tensor] = Tensor.copy_
+) -> InFlight:
+    """A narrower tensor that is under way, as a wider one.
+
+    Args:
+        write: writes into the wider one what the narrower one stands for.
+    """
     narrow, work = launched.value, None
     if launched.work is None:
-        into.copy_(narrow)
+        write(into, narrow)
     else:
-        work = _Widening(launched.work, narrow, into)
+        work = _Widening(launched.work, lambda: write(into, narrow))
     return InFlight(into, work, lambda: sent_bytes, (narrow, *launched.reads))
 
 
@@ -78,13 +87,22 @@ def by_row(counts: Tensor) -> Counts:
     return found
 
 
+def _sizes(pieces: Pieces) -> list[int]:
+    return [rows * columns for rows, columns in pieces]
+
+
+def _elements(pieces: Pieces) -> int:
+    return sum(_sizes(pieces))
+
+
 class Communicator(Groups):
     """Issues this rank's collectives.
 
     Without torch.distributed, or in a group of one, there is nothing to send: launches return their own data.
 
     Attributes:
-        gradient_dtype: in which gradients travel; None: their own.
+        gradient_dtype: in which gradients travel, as a hook of the user's says; None: their own.
+        rounding: the formats in which rows and buckets travel on the launcher's groups.
         comm_hook: the user's, which reduces buckets in place of an AllReduce; None: there is none.
         in_turn: gives a device's collectives of the calling thread a place among those that a launcher launches: two
             that nothing orders could begin in different orders on two ranks, and wait for each other for ever. None:
@@ -94,6 +112,12 @@ class Communicator(Groups):
     gradient_dtype: torch.dtype | None = None
     comm_hook: Any = None
     in_turn: InTurn | None = None
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, dump_to: Path | None = None, rounding: Rounding | None = None
+    ) -> None:
+        super().__init__(group, dump_to)
+        self.rounding = rounding or Rounding()
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """One rank's values, in place."""
@@ -180,17 +204,31 @@ class Communicator(Groups):
         """`all_to_all_rows` with counts on the host."""
         if self.world_size == 1:
             return InFlight(columns.view(-1), None)
-        received = columns.new_empty((sum(counts[self.rank]) * embedding_dim,))
-        of_owners, of_readers = self._sizes(counts, embedding_dim)
-        return self.all_to_all(received, columns.view(-1), of_owners, of_readers, group)
+        of_owners, of_readers = self._pieces(counts, embedding_dim)
+        if group in LANE_GROUPS and self.rounding.rounds(columns, "rows"):
+            return self._all_to_all_rounded(self.rounding.encode_rows, columns.view(-1), of_owners, of_readers, group)
+        received = columns.new_empty((_elements(of_owners),))
+        return self.all_to_all(received, columns.view(-1), _sizes(of_owners), _sizes(of_readers), group)
 
-    def _sizes(self, counts: Counts, embedding_dim: int) -> tuple[list[int], list[int]]:
-        """Elements of the own rows that each rank has, and of each rank's rows that this one has."""
+    def _pieces(self, counts: Counts, embedding_dim: int) -> tuple[Pieces, Pieces]:
+        """Rows and columns of the own rows that each rank has, and of each rank's rows that this one has."""
         grid_columns = self.world_size // len(counts[0])
         row, column = divmod(self.rank, grid_columns)
         widths = column_widths(embedding_dim, grid_columns)
-        of_owners = [rows * width for rows in counts[self.rank] for width in widths]
-        return of_owners, [of_rank[row] * widths[column] for of_rank in counts]
+        of_owners = [(rows, width) for rows in counts[self.rank] for width in widths]
+        return of_owners, [(of_rank[row], widths[column]) for of_rank in counts]
+
+    def _all_to_all_rounded(
+        self, encode: Callable[[Tensor, Pieces], Tensor], sent: Tensor, come: Pieces, leave: Pieces, group: str
+    ) -> InFlight:
+        """An AlltoAll of pieces of rows, rounded: those from each rank, and for each."""
+        form = self.rounding.rows
+        coded = encode(sent, leave)
+        coming, leaving = ([wire_elements(*piece, form) for piece in pieces] for pieces in (come, leave))
+        launched = self.all_to_all(coded.new_empty((sum(coming),)), coded, coming, leaving, group)
+        sent_bytes = (coded.numel() - leaving[self.rank]) * coded.element_size()
+        received = sent.new_empty((_elements(come),))
+        return widened(launched, received, sent_bytes, lambda out, codes: decode_into(out, codes, come, form))
 
     def all_to_all_gradients(
         self, flat: Tensor, counts: Tensor, embedding_dim: int, group: str, group_size: int, grid_rows: int = 1
@@ -201,8 +239,11 @@ class Communicator(Groups):
         """`all_to_all_gradients` with counts on the host."""
         if self.world_size == 1:
             return InFlight(flat, None)
-        of_owners, of_readers = self._sizes(counts, embedding_dim)
-        return self._all_to_all_narrowly(flat.new_empty((sum(of_readers),)), flat, of_readers, of_owners, group)
+        of_owners, of_readers = self._pieces(counts, embedding_dim)
+        if group in LANE_GROUPS and self.rounding.rounds(flat, "rows"):  # as `round_rows` has rounded them already
+            return self._all_to_all_rounded(self.rounding.encode, flat, of_readers, of_owners, group)
+        received = flat.new_empty((_elements(of_readers),))
+        return self._all_to_all_narrowly(received, flat, _sizes(of_readers), _sizes(of_owners), group)
 
     def all_to_all(
         self, received: Tensor, sent: Tensor, receive_sizes: list[int], send_sizes: list[int], group: str

@@ -69,6 +69,7 @@ class Bindings:
         self.by_op: dict[str, Callable[..., Any]] = {
             **communicator.launches(),
             "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
+            "embrace::round_rows": communicator.rounding.round_rows,
             **({"_c10d_functional::wait_tensor": self._calls.wait_for} if self._calls is not None else {}),
         }
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import embrace_fx
 from embrace_fx.cost.links import Cluster
-from embrace_fx.runtime.exchanges.in_place import ExchangeKind, ExchangeThread
+from embrace_fx.runtime.exchanges.in_place import Exchange, ExchangeKind, ExchangeThread, exchange_gradient_
 from embrace_fx.vocabulary.exactness import RowUpdates
 from embrace_fx.vocabulary.plan import EXCHANGES
 from embrace_fx.vocabulary.schedule import SCHEDULES, ScheduleName
@@ -175,10 +175,18 @@ def _gradient(rank: int, k: int) -> Tensor:
     return dense * (torch.rand(ROWS, 1, generator=random) < 0.2)
 
 
+def _scheme(strategy: str) -> str:
+    return "balanced" if strategy == "zen" else ""
+
+
+def _exchange(kind: ExchangeKind) -> Exchange:
+    return lambda flat, _, channel: exchange_gradient_(flat, kind, channel, Cluster())
+
+
 def _exchange_many(rank: int, world_size: int) -> list[tuple[Tensor, int]]:
-    thread = ExchangeThread(dist.new_group(list(range(world_size))), Cluster())
+    thread = ExchangeThread(dist.new_group(list(range(world_size))))
     started = [
-        thread.start(_gradient(rank, k).view(-1), ExchangeKind(ROWS, strategy, "balanced" if strategy == "zen" else ""))
+        thread.start(_exchange(ExchangeKind(ROWS, strategy, _scheme(strategy))), _gradient(rank, k).view(-1), strategy)
         for k, strategy in enumerate(EXCHANGES)
     ]
     found = []
@@ -199,8 +207,8 @@ def test_exchanges_in_place_are_the_mean(world_size: int) -> None:
 
 
 def _start_a_bad_one(rank: int, world_size: int) -> None:
-    thread = ExchangeThread(dist.new_group(list(range(world_size))), Cluster())
-    thread.start(torch.ones(7), ExchangeKind(3, "zen", "balanced")).work.get_future().wait()
+    thread = ExchangeThread(dist.new_group(list(range(world_size))))
+    thread.start(_exchange(ExchangeKind(3, "zen", "balanced")), torch.ones(7), "zen").work.get_future().wait()
 
 
 def test_an_exchange_that_fails_tells_whoever_waits() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from embrace_fx import cost
 from embrace_fx.cost.sparsity import Sparsity
+from embrace_fx.cost.wire import Wire
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import CLEARLY, upkeep_of_replicas
 from embrace_fx.passes.planner.shard_cost import ROUNDS, UPDATE_PASSES, launches_of, shard_exchange, shard_work
@@ -337,12 +338,16 @@ def test_bytes_of_a_sharded_table_by_hand() -> None:
     ids = 8 + 4 * (1 + 140)
     rows_and_gradients = (100 * 2 + 140 * 2) * 8
 
-    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), 8, 2) == cost.Exchange(
+    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(8), 2) == cost.Exchange(
         ids + rows_and_gradients, 1 + 4
     )
-    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), 8, 2, schedule="none").messages == 1 + 2
-    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), 4, 2).sent_bytes == ids + rows_and_gradients // 2
-    assert shard_exchange(table_of(graph_of(10_000)), (100,), 8, 1) == cost.Exchange(0, 0)
+    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(8), 2, schedule="none").messages == 1 + 2
+    assert (
+        shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(4), 2).sent_bytes == ids + rows_and_gradients // 2
+    )
+    rounded = shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(8, "int8"), 2)
+    assert rounded.sent_bytes == ids + (100 + 140) * (2 + 1)
+    assert shard_exchange(table_of(graph_of(10_000)), (100,), Wire(8), 1) == cost.Exchange(0, 0)
 
 
 def test_replicas_of_a_scaled_table_send_their_counts_once_for_each_backward() -> None:

@@ -1,0 +1,45 @@
+"""The formats in which numbers travel, and how many bytes they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal, get_args
+
+Format = Literal["exact", "bf16", "fp16", "int8"]
+"""Formats on the wire: as in memory; rounded to 16 bits; to 8 bits, with a power of two for each piece."""
+
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+BLOCK = 256
+"""Elements of a dense gradient that share a power of two, under "int8"."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The bytes of numbers on the wire.
+
+    Attributes:
+        itemsize: bytes of a number in memory.
+        form: in which it travels, where that is narrower.
+    """
+
+    itemsize: int
+    form: Format = "exact"
+
+    @property
+    def rounds(self) -> bool:
+        """Whether numbers travel in fewer bytes than they have in memory."""
+        return self.form != "exact" and self.itemsize > (1 if self.form == "int8" else 2)
+
+    def piece_bytes(self, columns: int) -> int:
+        """Counts the bytes of one rank's columns of a row."""
+        if not self.rounds or not columns:
+            return columns * self.itemsize
+        return columns + 1 if self.form == "int8" else 2 * columns
+
+    def dense_bytes(self, elements: int) -> int:
+        """Counts the bytes of a dense gradient."""
+        if not self.rounds:
+            return elements * self.itemsize
+        return elements + ceil(elements / BLOCK) if self.form == "int8" else 2 * elements

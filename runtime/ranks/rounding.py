@@ -1,0 +1,128 @@
+"""What travels in fewer bits than it has: in which form, what rounding has left out, and by how much it is off.
+
+Contract
+    A gradient's rounding is made good by the next one (error feedback): a rank keeps what it has left out, and adds it
+    to what it sends next. Of buckets that is all of it. Of rows it keeps that of the last batch's, and adds it where
+    the next batch reads a row again: of others it is lost, as a rank would have to keep the whole table for them.
+    What is kept is not part of a state dict, and is dropped where the plan changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from embrace_fx.cost.wire import Format, Wire
+from embrace_fx.runtime.kernels import column_widths, join_columns, split_columns
+from embrace_fx.runtime.kernels.rounding import Pieces, decode_into, encode, rounded
+
+MEASURED_EVERY = 16
+"""Roundings of a kind, of which one is measured: it takes a pass more."""
+
+
+@dataclass
+class _Error:
+    """The sums of squares of errors and of values, of those roundings that were measured."""
+
+    calls: int = 0
+    of_errors: float | Tensor = 0.0
+    of_values: float | Tensor = 0.0
+
+    def add(self, values: Tensor, arrived: Tensor) -> None:
+        self.of_errors = self.of_errors + (arrived - values).float().square().sum()
+        self.of_values = self.of_values + values.float().square().sum()
+
+    @property
+    def relative(self) -> float | None:
+        """Root mean square of the error, over that of the values."""
+        return sqrt(float(self.of_errors) / float(self.of_values)) if float(self.of_values) else None
+
+
+@dataclass
+class Rounding:
+    """One model's formats on the wire, and what their rounding has left out on this rank.
+
+    Attributes:
+        rows: of tables' rows and their gradients.
+        buckets: of dense gradients.
+    """
+
+    rows: Format = "exact"
+    buckets: Format = "exact"
+    _left: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _errors: dict[str, _Error] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """Drops what rounding has left out."""
+        self._left.clear()
+
+    def encode_rows(self, columns: Tensor, pieces: Pieces) -> Tensor:
+        """Rounds looked-up rows."""
+        error = self._errors.setdefault("rows", _Error())
+        error.calls += 1
+        if error.calls % MEASURED_EVERY == 1:
+            error.add(columns, rounded(columns, pieces, self.rows))
+        return encode(columns, pieces, self.rows)
+
+    def encode(self, rounded: Tensor, pieces: Pieces) -> Tensor:
+        """Puts gradients of rows, rounded already, into their form on the wire."""
+        return encode(rounded, pieces, self.rows)
+
+    def round_rows(self, rows: Tensor, ids: Tensor, form: Format, grid_columns: int, table: str) -> Tensor:
+        """The op `embrace::round_rows`."""
+        kept = self._left.get(table)
+        wanted = rows.float()
+        if kept is not None and kept[0].numel():
+            places = torch.searchsorted(kept[0], ids).clamp_(max=kept[0].numel() - 1)
+            again = kept[0].index_select(0, places) == ids
+            wanted = wanted + kept[1].index_select(0, places).mul_(again[:, None])
+        pieces = [(rows.shape[0], width) for width in column_widths(rows.shape[1], grid_columns)]
+        sent = rounded(split_columns(wanted, grid_columns), pieces, form)
+        sent = join_columns(sent, rows.shape[1], grid_columns)
+        ids, order = ids.sort()  # the padding row comes first
+        self._left[table] = ids, _finite(wanted - sent).index_select(0, order)
+        self._measure("gradients of rows", wanted, sent)
+        return sent.to(rows.dtype)
+
+    def rounded_bucket(self, flat: Tensor, pieces: Pieces, name: str) -> Tensor:
+        """Rounds a dense gradient, or a mean of it, to its form on the wire; keeps what that leaves out."""
+        kept = self._left.get(name)
+        wanted = flat.float() if kept is None else flat.float() + kept[1]
+        coded = encode(wanted, pieces, self.buckets)
+        sent = decode_into(torch.empty_like(wanted), coded, pieces, self.buckets)
+        self._left[name] = flat.new_empty(0), _finite(wanted - sent)
+        self._measure("buckets", wanted, sent)
+        return coded
+
+    def _measure(self, kind: str, wanted: Tensor, sent: Tensor) -> None:
+        error = self._errors.setdefault(kind, _Error())
+        error.calls += 1
+        if error.calls % MEASURED_EVERY == 1:
+            error.add(wanted, sent)
+
+    def rounds(self, values: Tensor, kind: str) -> bool:
+        """Whether a tensor of "rows" or "buckets" travels in fewer bits than it has."""
+        form = self.rows if kind == "rows" else self.buckets
+        return form != "exact" and values.is_floating_point() and Wire(values.element_size(), form).rounds
+
+    def told(self) -> str:
+        """Tells in a report what is rounded, and by how much this rank's was off; "" where nothing is."""
+        lines = []
+        for kind, form, made_good in (
+            ("rows", self.rows, ""),
+            ("gradients of rows", self.rows, ", which the next gradient makes good of a row that is read again"),
+            ("buckets", self.buckets, ", which the next gradient makes good"),
+        ):
+            if form != "exact":
+                error = self._errors.get(kind, _Error()).relative
+                off = "none has been sent yet" if error is None else f"off by {error:.2%} (root mean square, measured)"
+                lines.append(f"{kind} travel as {form}: {off}{made_good}\n")
+        return "".join(lines)
+
+
+def _finite(left: Tensor) -> Tensor:
+    """What is left out, of numbers that are not finite nothing: the next gradient shall be."""
+    return left.nan_to_num_(0.0, 0.0, 0.0)

@@ -1,0 +1,87 @@
+"""What rounding leaves out of gradients is sent later: of buckets all of it, of rows where they are read again."""
+
+from __future__ import annotations
+
+import torch
+
+from embrace_fx.runtime.kernels.rounding import Pieces, decode_into, in_blocks
+from embrace_fx.runtime.ranks.rounding import Rounding
+
+
+def test_a_row_that_comes_again_makes_good_what_was_left_out() -> None:
+    rounding, ids, rows = Rounding("int8"), torch.tensor([7]), torch.tensor([[1.003, 100.4]])
+
+    first, second = (rounding.round_rows(rows, ids, "int8", 2, "words") for _ in range(2))
+
+    assert first.tolist() == [[1.0, 100.0]]
+    assert second.tolist() == [[1.0, 101.0]]
+
+
+def test_rows_sent_again_and_again_are_right_in_the_mean() -> None:
+    """The padding row comes first, as the row with the smallest number; other rows come and go."""
+    rounding, random = Rounding("int8"), torch.Generator().manual_seed(0)
+    rows, sent = torch.randn(3, 6, generator=random), torch.zeros(3, 6)
+    for step in range(64):
+        ids = torch.tensor([9, 2, 5, 20 + step])
+        more = torch.cat([rows, torch.randn(1, 6, generator=random)])
+        sent += rounding.round_rows(more, ids, "int8", 2, "words")[:3]
+
+    largest = rows.abs().max()
+    assert (sent / 64 - rows).abs().max() < largest / 127 / 32
+    assert (
+        rounding.round_rows(rows, torch.tensor([40, 41, 42]), "int8", 2, "words") - rows
+    ).abs().max() > largest / 999
+
+
+def test_rows_of_other_ids_and_tables_get_nothing_of_what_was_left_out() -> None:
+    rounding, rows = Rounding("int8"), torch.tensor([[100.4]])
+    rounding.round_rows(rows, torch.tensor([3]), "int8", 1, "words")
+
+    assert rounding.round_rows(rows, torch.tensor([3]), "int8", 1, "others").item() == 100.0
+    assert rounding.round_rows(rows, torch.tensor([4]), "int8", 1, "words").item() == 100.0
+    assert rounding.round_rows(rows, torch.tensor([3]), "int8", 1, "words").item() == 100.0  # not read in between
+    assert rounding.round_rows(rows, torch.tensor([3]), "int8", 1, "words").item() == 101.0
+
+
+def test_a_batch_without_rows_sends_none() -> None:
+    rounding, none = Rounding("int8"), torch.zeros(0, dtype=torch.int64)
+    for ids in (none, torch.tensor([3]), none, none):
+        assert rounding.round_rows(torch.ones(ids.numel(), 4), ids, "int8", 2, "words").shape == (ids.numel(), 4)
+
+
+def test_buckets_are_right_in_the_mean_and_forget_when_they_are_told() -> None:
+    rounding, pieces = Rounding(buckets="int8"), in_blocks(300)
+    flat, sent = torch.randn(300, generator=torch.Generator().manual_seed(0)), torch.zeros(300)
+    first = _arrived(rounding, flat, pieces)
+    for _ in range(63):
+        sent += _arrived(rounding, flat, pieces)
+
+    assert ((sent + first) / 64 - flat).abs().max() < flat.abs().max() / 127 / 32
+    assert not torch.equal(_arrived(rounding, flat, pieces), first)
+    rounding.forget()
+    assert torch.equal(_arrived(rounding, flat, pieces), first)
+
+
+def test_a_gradient_that_is_not_finite_leaves_nothing_behind() -> None:
+    rounding, bad = Rounding("int8", "int8"), torch.tensor([[torch.inf, 1.0]])
+    rounding.round_rows(bad, torch.tensor([1]), "int8", 1, "words")
+    _arrived(rounding, bad.view(-1), [(1, 2)])
+
+    assert rounding.round_rows(torch.ones(1, 2), torch.tensor([1]), "int8", 1, "words").tolist() == [[1.0, 1.0]]
+    assert _arrived(rounding, torch.ones(2), [(1, 2)]).tolist() == [1.0, 1.0]
+
+
+def test_the_report_tells_what_was_measured() -> None:
+    rounding = Rounding("bf16")
+    assert "none has been sent yet" in rounding.told()
+
+    rounding.round_rows(torch.randn(9, 8, generator=torch.Generator().manual_seed(0)), torch.arange(9), "bf16", 2, "t")
+
+    (told,) = [line for line in rounding.told().splitlines() if line.startswith("gradients")]
+    assert 0.05 < float(told.split("off by ")[1].split("%")[0]) < 0.4  # per cent
+    assert "buckets" not in rounding.told()
+
+
+def _arrived(rounding: Rounding, flat: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    sent = rounding.rounded_bucket(flat, pieces, "bucket 0 [0]")
+    return decode_into(torch.empty_like(flat), sent, pieces, rounding.buckets)
