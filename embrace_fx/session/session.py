@@ -70,8 +70,7 @@ class Session:
         given, group = group, group or group_of_mesh(options.device_mesh)
         self._given_group = group
         dump_to = options.dump_to if isinstance(options.dump_to, Path | None) else Path(options.dump_to)
-        rounding = Rounding(options.rows, options.buckets)
-        self.communicator = Communicator(group if group is not None else default_group(), dump_to, rounding)
+        self.communicator = Communicator(group or default_group(), dump_to, Rounding(options.rows, options.buckets))
         self._begun = False
         self._hook = ""
         self.announcements = Announcements(self.communicator)
