@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from embrace_fx.runtime.ranks.announcement import Form
 from embrace_fx.runtime.step.stepping import DenseTable
 from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.part_state import own_state
@@ -94,5 +95,4 @@ def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
             table = RowTable(found.parameter, parameter, Place(parameter.shape, None), None, row_updates)
             stepping.dense_tables.append(DenseTable(table, all_rows=found.use != "sparse"))
     exchanged = (*plan.sharded, *plan.renormed)
-    setting.announcements.tables = len(exchanged)
-    setting.announcements.watched = tuple(name for name in plan.watched if name not in exchanged)
+    setting.announcements.form = Form(len(exchanged), tuple(name for name in plan.watched if name not in exchanged))

@@ -9,10 +9,12 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from embrace_fx.planning.findings import Findings
 from embrace_fx.planning.last_run import changes
+from embrace_fx.runtime.ranks.announcement import Announcement
+from embrace_fx.runtime.ranks.checksums import digest_of
 from embrace_fx.vocabulary.plan import Plan
 
 SAMPLED_EVERY = 4
@@ -28,10 +30,37 @@ DRIFTED = 0.2
 
 
 @dataclass
-class TrainingCalls:
-    """A counter of calls for training: the session counts them, samplers of calls read it."""
+class Calls:
+    """The state that a model's calls share, and that its next announcement tells of.
+
+    Attributes:
+        count: of calls for training.
+        asks_to_plan: this rank would have another plan made.
+        rows_seen: of watched tables, in the coming step.
+        checksums: of this rank's replicas, where the coming step is to compare them; else empty.
+        authority: the rank whose buffers count.
+        uneven: ranks may have taken different numbers of optimizer steps (`join`).
+    """
 
     count: int = 0
+    asks_to_plan: bool = False
+    rows_seen: dict[str, int] = field(default_factory=dict)
+    checksums: dict[str, int] = field(default_factory=dict)
+    authority: int = 0
+    uneven: bool = False
+
+    def announcement(self, own: Announcement, optimizer_steps: int) -> Announcement:
+        """Completes what a step announces by what it is to tell once."""
+        seen, self.rows_seen = self.rows_seen, {}
+        checksums, self.checksums = self.checksums, {}
+        return replace(
+            own,
+            asks_to_plan=self.asks_to_plan,
+            steps=0 if self.uneven else optimizer_steps,
+            digest=digest_of(checksums),
+            rows_seen=seen,
+            checksums=checksums,
+        )
 
 
 class Drift:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from embrace_fx.passes.tables import draws_randomly, extract_ids
-from embrace_fx.planning.replanning import SAMPLED_EVERY, TrainingCalls
+from embrace_fx.planning.replanning import SAMPLED_EVERY, Calls
 from embrace_fx.runtime.kernels import unique_ids
 from embrace_fx.runtime.ranks.announcement import bad_id_report, unreadable
 from embrace_fx.runtime.step.phases import reader
@@ -18,7 +18,7 @@ from embrace_fx.vocabulary.plan import Plan
 
 
 def batch_check(
-    setting: Setting, plan: Plan, graph: TrainingGraph, calls: TrainingCalls, *, train: bool
+    setting: Setting, plan: Plan, graph: TrainingGraph, calls: Calls, *, train: bool
 ) -> Callable[[Sequence[Any]], str | None]:
     """Makes the check of whole tables' ids, which runs ahead of the announcement. That one checks ids of shards.
 
@@ -27,7 +27,6 @@ def batch_check(
     exchanged = (*plan.sharded, *plan.renormed)
     tables = [t for t in graph.tables if t.parameter not in exchanged and all(u.ids_from_batch for u in t.uses)]
     tables = [t for t in tables if not draws_randomly(extract_ids(graph, [t]))]
-    announcements = setting.announcements
     if not tables or setting.communicator.world_size == 1:
         return lambda leaves: None
     read_ids = reader(extract_ids(graph, tables), setting.state)
@@ -45,7 +44,7 @@ def batch_check(
                 for table in watched:
                     own = [each for each, name in zip(ids, names, strict=True) if name == table.parameter]
                     rows = unique_ids(own, table.num_rows, table.uses[0].padding_idx)[0].numel()
-                    announcements.rows_seen[table.parameter] = rows
+                    calls.rows_seen[table.parameter] = rows
             return failure
 
     return look

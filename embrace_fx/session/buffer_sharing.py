@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from embrace_fx.passes.buffers import live_buffers, mutated_buffers
+from embrace_fx.planning.replanning import Calls
 from embrace_fx.runtime.ranks.announcement import CHANGED_BUFFERS, Announcements
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.as_seen import AsSeen
@@ -28,11 +29,11 @@ class ForwardBuffers:
     """Two calls by which one program shares buffers.
 
     Attributes:
-        tell: called before the announcement, which says what this rank would share.
+        told: returns what the announcement tells of what this rank would share.
         share: called behind it, before anything of the forward reads a buffer. Collective.
     """
 
-    tell: Callable[[], None]
+    told: Callable[[], int]
     share: Callable[[], None]
 
 
@@ -43,9 +44,10 @@ class BufferSharing:
         on: false: each rank keeps its own buffers, as DDP's `broadcast_buffers=False`.
     """
 
-    def __init__(self, state: ModelState, announcements: Announcements, *, on: bool) -> None:
+    def __init__(self, state: ModelState, announcements: Announcements, calls: Calls, *, on: bool) -> None:
         self._state = state
         self._announcements = announcements
+        self._calls = calls
         self._on = on and announcements.communicator.world_size > 1
         self._live = frozenset[str]()  # what training forwards change and live on
         self._stale = frozenset[str]()  # changed by training since the ranks last shared them
@@ -63,7 +65,7 @@ class BufferSharing:
             reduce: its gradients are reduced: the next forward shares buffers again.
         """
         if not self._on:
-            return ForwardBuffers(lambda: None, lambda: None)
+            return ForwardBuffers(lambda: 0, lambda: None)
         ignored = self._state.ignored
         mutated = assigned.union(mutated_buffers(graph)) - ignored
         if train:
@@ -74,23 +76,23 @@ class BufferSharing:
         def names() -> frozenset[str]:
             return self._live if train else self._stale
 
-        def tell() -> None:
+        def told() -> int:
             changed = self._due and not self._were.is_of(self._unwritten())
-            self._announcements.buffers = CHANGED_BUFFERS if changed else _told(names())
+            return CHANGED_BUFFERS if changed else _number_of(names())
 
         def share() -> None:
             due, self._due = self._due, reduce
             if due:
                 # Ranks other than 0 are asked in turn, as others run out of batches: what one of them has, the next
                 # one goes on with.
-                every = self._announcements.buffers_differ or self._announcements.authority != 0
+                every = self._announcements.buffers_differ or self._calls.authority != 0
                 self._share(self._shared() if every else sorted(names()))
                 self._stale = frozenset()
                 self._were = AsSeen.of(self._unwritten())
             if train:
                 self._stale |= mutated
 
-        return ForwardBuffers(tell, share)
+        return ForwardBuffers(told, share)
 
     def _unwritten(self) -> Iterable[Tensor]:
         """The buffers that no forward writes."""
@@ -101,13 +103,11 @@ class BufferSharing:
         return [name for name in self._state.buffer_names() if name not in self._state.ignored]
 
     def _share(self, names: Sequence[str]) -> None:
-        announcements = self._announcements
-        announcements.communicator.broadcast(
-            [self._state.buffer_reader(name)() for name in names], announcements.authority
-        )
+        tensors = [self._state.buffer_reader(name)() for name in names]
+        self._announcements.communicator.broadcast(tensors, self._calls.authority)
 
 
 @functools.lru_cache(maxsize=64)
-def _told(names: frozenset[str]) -> int:
+def _number_of(names: frozenset[str]) -> int:
     """Hashes names into a number, the same on all ranks. Cached, because steps repeat the same names."""
     return zlib.crc32("\n".join(sorted(names)).encode())

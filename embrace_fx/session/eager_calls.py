@@ -127,7 +127,7 @@ class EagerCalls:
         """Notes which rows gradients have, every so many steps; after the first one, has a plan made for its order."""
         if self._came and (not self._tables or self._planned.calls.count % SAMPLED_EVERY):
             return
-        self._setting.announcements.asks_to_plan |= not self._came and self._setting.options.given_plan is None
+        self._planned.calls.asks_to_plan |= not self._came and self._setting.options.given_plan is None
         self._came = self._came or tuple(gradients)
         for name in self._tables:
             gradient = gradients.get(name)

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from embrace_fx.passes.take_part import idle_graph
 from embrace_fx.planning.fitting import Misfit, fitted
-from embrace_fx.runtime.ranks.announcement import ACCUMULATING, ACTIVITIES, EVALUATING, JOINED
+from embrace_fx.runtime.ranks.announcement import ACCUMULATING, EVALUATING, JOINED
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
 from embrace_fx.runtime.step.phases import autocast_is_in_the_graph
 from embrace_fx.runtime.step.program import Program
@@ -56,16 +56,16 @@ class Idling:
         """Tells, at the head of each call under `join`, what the ranks do that still have batches. Collective.
 
         Args:
-            activity: of this rank, as index into `ACTIVITIES`, or `JOINED`.
+            activity: of this rank, `JOINED` where it has none left.
 
         Raises:
             RuntimeError: a rank has joined before the first batch; on every rank.
         """
-        announcements, planned = self._setting.announcements, self._planned
-        everyone = announcements.meet(activity)
+        planned, calls = self._planned, self._planned.calls
+        everyone = self._setting.announcements.meet(activity)
         active = [rank for rank, each in enumerate(everyone) if each != JOINED]
         joined = [rank for rank, each in enumerate(everyone) if each == JOINED]
-        announcements.authority, announcements.uneven = active[-1], bool(joined)
+        calls.authority, calls.uneven = active[-1], bool(joined)
         self._setting.state.gradient_scale = 1.0 if self.divides_by_all else len(everyone) / len(active)
         plan = planned.plan
         if joined and plan is None:
@@ -92,7 +92,6 @@ class Idling:
     def take_part(self) -> None:
         """Takes part in one call of the others, without a batch. Collective."""
         activity = self.meet(JOINED)
-        self._setting.announcements.activity = activity
         while True:
             try:
                 return self._run(activity)
@@ -107,7 +106,7 @@ class Idling:
             step.forward()
             if program.has_backward:
                 step.backward([None], for_parameters=False)
-            elif ACTIVITIES[activity] != EVALUATING:
+            elif activity != EVALUATING:
                 step.tell_nothing()
 
     def end(self, *, last: bool) -> None:
@@ -117,7 +116,7 @@ class Idling:
             last: this rank was among the last.
         """
         setting = self._setting
-        setting.announcements.authority, setting.announcements.uneven = 0, False
+        self._planned.calls.authority, self._planned.calls.uneven = 0, False
         setting.state.gradient_scale = 1.0
         ranks = [rank for rank, each in enumerate(setting.communicator.gather(last, bool)) if each]
         if self._planned.plan is None:
@@ -135,7 +134,7 @@ class Idling:
         state, planned = self._setting.state, self._planned
         if self._of_plan is not planned.plan:
             self._variants, self._of_plan = {}, planned.plan
-        train, accumulates = ACTIVITIES[activity] != EVALUATING, ACTIVITIES[activity] == ACCUMULATING
+        train, accumulates = activity != EVALUATING, activity == ACCUMULATING
         if train not in self._variants:
             name = state.names[0]
             graph = idle_graph(name, state.parameter(name))

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from embrace_fx.runtime.ranks.announcement import EVALUATING
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.parameter_watch import check_has_values
@@ -30,7 +31,7 @@ class PlainCalls:
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the model's own forward: before the first training call no table is sharded. Collective."""
         setting = self._setting
-        agree_on_first_call(setting.announcements, None)
+        agree_on_first_call(setting.communicator, EVALUATING, None)
         check_has_values(setting.model)
         if not self._replicated and setting.communicator.group is not None:
             buffers = setting.options.shares_buffers

@@ -19,8 +19,9 @@ from embrace_fx.planning.fitting import WHOLE, Misfit, fitted, misfit
 from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.last_run import changes
 from embrace_fx.planning.placing import gather_tables, place, place_anew
-from embrace_fx.planning.replanning import SAMPLED_EVERY, Drift, TrainingCalls, story
+from embrace_fx.planning.replanning import SAMPLED_EVERY, Calls, Drift, story
 from embrace_fx.runtime.flow.flow import Flow
+from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.tables.pending_parameters import Updates
@@ -40,26 +41,27 @@ class PlanInUse:
 
     Args:
         kinds: the calls that there have been, whose programs are built under the plan.
+        calls: what they share.
         on_other_batch: called when the batch that was looked ahead to does not come.
         on_placed: called when tables have been placed as a plan says.
 
     Attributes:
         plan: None before the first training call.
         builder: of the programs under the plan.
-        calls: for training, so far.
     """
 
     def __init__(
         self,
         setting: Setting,
         kinds: Mapping[Any, Kind],
+        calls: Calls,
         buffers: BufferSharing,
         on_other_batch: Callable[[], None],
         on_placed: Callable[[], None],
     ) -> None:
         self.plan: Plan | None = None
         self.builder: ProgramBuilder | None = None
-        self.calls = TrainingCalls()
+        self.calls = calls
         self._setting = setting
         self._kinds = kinds
         self._buffers = buffers
@@ -91,7 +93,8 @@ class PlanInUse:
         assert self.builder is not None
         if variant.program is None:
             state = self._setting.state
-            self.fits(misfit(self._in_use(), variant.analysed, state.hooked, state.ignored))
+            found = misfit(self._in_use(), variant.analysed, state.hooked, state.ignored)
+            self.fits(found, activity_of(train=variant.train, reduces=not accumulates))
             with stage("compiling", self._setting.communicator.rank), not_collecting():
                 self.builder.build(variant)
         if accumulates and variant.accumulating is None:
@@ -101,15 +104,18 @@ class PlanInUse:
         assert program is not None
         return program
 
-    def fits(self, found: Misfit) -> None:
+    def fits(self, found: Misfit, activity: int) -> None:
         """Has all ranks change the plan, where it lacks anything for this rank's batch.
+
+        Args:
+            activity: of the call.
 
         Raises:
             PlanDoesNotFit: it does; on every rank.
         """
         self._misfit = found
         if found:
-            self._setting.announcements.announce((), does_not_fit=True)
+            self._setting.announcements.announce(Announcement(activity=activity, does_not_fit=True))
 
     def any_variant(self) -> Variant:
         """One of the model's captures."""
@@ -146,9 +152,8 @@ class PlanInUse:
     def observe(self) -> None:
         """Takes what a training call has told of its batch; asks for another plan where that is due."""
         if self._drift is not None and self.calls.count % SAMPLED_EVERY == 0:
-            announcements = self._setting.announcements
-            self._drift.observe(announcements.rows_read)
-            announcements.asks_to_plan = self._drift.wants_plan
+            self._drift.observe(self._setting.announcements.rows_read)
+            self.calls.asks_to_plan = self._drift.wants_plan
 
     def make_again(self, variant: Variant, leaves: Sequence[Any]) -> None:
         """Makes another plan, as rank 0 asked for in the last announcement, if this is a moment for it. Collective.
@@ -159,9 +164,10 @@ class PlanInUse:
             PeerFailure: the ranks are not doing the same thing, or a batch is bad; on every rank, and nothing changed.
         """
         setting, old = self._setting, self._in_use()
-        if setting.announcements.uneven:
+        if self.calls.uneven:
             return
-        everyone = setting.announcements.announce([self._may_change(variant)])
+        activity = activity_of(train=variant.train, reduces=setting.state.synchronised)
+        everyone = setting.announcements.announce(Announcement(activity=activity, sizes=(self._may_change(variant),)))
         if not all(may for (may,) in everyone):
             return
         used = {d.parameter for d in old if d.strategy not in ("frozen", "unused")}
@@ -172,7 +178,7 @@ class PlanInUse:
         if findings is not None and self._drift is not None and self._drift.wants_plan:  # else it has seen nothing yet
             findings = findings.with_rows(self._drift.rows)
         new = plan_on_links(setting, findings, old)
-        setting.announcements.asks_to_plan = False
+        self.calls.asks_to_plan = False
         if not changes(old, new) and new.buckets == old.buckets:
             self._drift = _drift(old, findings)
             return

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import fx
@@ -19,10 +19,11 @@ from embrace_fx.passes.overlap.order import OrderCompute
 from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.passes.take_part import ExchangedParameter, TakePart
 from embrace_fx.planning.one_process import SoloSchedule
-from embrace_fx.planning.replanning import TrainingCalls
+from embrace_fx.planning.replanning import Calls
 from embrace_fx.planning.scheduling import Scheduling, cuts
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.launch.recorder import Recorder
+from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
 from embrace_fx.runtime.step.program import Program
 from embrace_fx.session.batch_check import batch_check
 from embrace_fx.session.buffer_sharing import BufferSharing
@@ -31,7 +32,7 @@ from embrace_fx.session.gradient_graph import ROUTE as EAGER
 from embrace_fx.session.offloading import Offloading
 from embrace_fx.session.pipeline import Compiled, overlap_passes, run_passes, training_passes
 from embrace_fx.session.step_graphs import StepGraphs
-from embrace_fx.setup.agreement import agree_on_build, give_up
+from embrace_fx.setup.agreement import give_up
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import tell
 from embrace_fx.viz.graphs import Graphs
@@ -60,7 +61,7 @@ class ProgramBuilder:
         self,
         setting: Setting,
         plan: Plan,
-        calls: TrainingCalls,
+        calls: Calls,
         buffers: BufferSharing,
         on_other_batch: Callable[[], None],
     ) -> None:
@@ -97,7 +98,7 @@ class ProgramBuilder:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
         if first:
-            agree_on_build(self._communicator, failure)
+            self._communicator.check_none_failed(failure)
             self._built = True
         elif failure is not None:
             give_up(self._announcements, failure)
@@ -298,17 +299,24 @@ class ProgramBuilder:
         analysed, train = variant.analysed, variant.train
         flow = self.flow if train and reduce else None
         buffers = self._buffers.of_forward(analysed, self._assigned(variant), train=train, reduce=reduce)
+        check = batch_check(self._setting, self._plan, analysed, self._calls, train=train)
+        launched, activity = self._launched(joint, flow), activity_of(train=train, reduces=reduce)
+
+        def head(leaves: Sequence[Any]) -> Announcement:
+            return self._calls.announcement(
+                Announcement(activity=activity, failure=check(leaves), program=launched, buffers=buffers.told()),
+                self._communicator.progress.optimizer_steps,
+            )
+
         return Program(
             compiled.graph,
             self._setting.state,
             self._announcements,
             self._plan.buckets if reduce else None,
             variant.captured.result_constants,
-            batch_check(self._setting, self._plan, analysed, self._calls, train=train),
+            head,
             flow,
-            tell_buffers=buffers.tell,
             share_buffers=buffers.share,
-            launched=self._launched(joint, flow),
             recorder=self.alone.recorder if self.alone is not None and train else None,
             links=self._plan.links,
             regions=self._region_compiler(),

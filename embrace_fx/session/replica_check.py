@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embrace_fx.planning.replanning import Calls
 from embrace_fx.runtime.ranks.checksums import checksum, checksum_of_text
 from embrace_fx.setup.agreement import settings_of
 from embrace_fx.setup.setting import Setting
 
 
-def have_replicas_compared(setting: Setting, synchronize: Callable[[], None]) -> None:
+def have_replicas_compared(setting: Setting, calls: Calls, synchronize: Callable[[], None]) -> None:
     """Has the coming announcement compare them, where it is time.
 
     Args:
@@ -27,7 +28,7 @@ def have_replicas_compared(setting: Setting, synchronize: Callable[[], None]) ->
     """
     if is_due(setting):
         synchronize()
-        setting.announcements.checksums = checksums_of_replicas(setting)
+        calls.checksums = checksums_of_replicas(setting)
 
 
 def is_due(setting: Setting) -> bool:

@@ -16,9 +16,10 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.planning.fitting import Misfit
+from embrace_fx.planning.replanning import Calls
 from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
-from embrace_fx.runtime.ranks.announcement import Announcements
+from embrace_fx.runtime.ranks.announcement import Announcements, activity_of
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
 from embrace_fx.runtime.ranks.rounding import Rounding
@@ -51,8 +52,6 @@ from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage, tell
 from embrace_fx.vocabulary.plan import Plan
-
-_TRAINING, _ACCUMULATING, _EVALUATING = range(3)
 
 
 class Session:
@@ -87,9 +86,10 @@ class Session:
         self._placed = add_state_hooks(self)
         self._outside = OutsideUses(self.state, self.communicator)
         self._kinds = Kinds()
-        buffers = BufferSharing(self.state, self.announcements, on=options.shares_buffers)
+        calls = Calls()
+        buffers = BufferSharing(self.state, self.announcements, calls, on=options.shares_buffers)
         self.planned = PlanInUse(
-            self._setting, self._kinds, buffers, self.lookahead.warn_of_other_batch, self._note_places
+            self._setting, self._kinds, calls, buffers, self.lookahead.warn_of_other_batch, self._note_places
         )
         self._eager = EagerCalls(self._setting, self.planned, self._kinds)
         self.state.pending.watch(self.planned.updates(), self.planned.late_optimizers)
@@ -189,17 +189,16 @@ class Session:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec) -> Any:
         """Runs the model on a batch; raises PlanDoesNotFit where the plan must be changed first, on every rank."""
-        train, announcements = torch.is_grad_enabled(), self.announcements
+        train = torch.is_grad_enabled()
         self.communicator.check_open()
-        announcements.activity = self._activity(train)
-        self._look_at_model()
+        self._look_at_model(train)
         if self.planned.plan is None and not train:
             return self._plainly.evaluate(args, kwargs)
         if self._eager.reason:
             return self._eager.call(args, kwargs, train, self._make_plan, self._check_replicas)
         kind = self._kinds[kind_key(self._modes(), leaves, spec, train)]
         variant = self._variant(kind, leaves, args, kwargs, train)
-        if announcements.asked_to_plan:
+        if self.announcements.asked_to_plan:
             self.planned.make_again(variant, leaves)
         variant, program = self._runs(variant, kind, leaves, args, kwargs, train)
         following = self._following(kind, program, leaves, spec) if program.flow is not None else None
@@ -227,12 +226,12 @@ class Session:
         return (*self._watch.modes(), *self._parameters.trains)
 
     def _activity(self, train: bool) -> int:
-        return _EVALUATING if not train else _TRAINING if self.synchronised else _ACCUMULATING
+        return activity_of(train=train, reduces=self.synchronised)
 
     def _check_replicas(self) -> None:
-        have_replicas_compared(self._setting, self.synchronize)
+        have_replicas_compared(self._setting, self.planned.calls, self.synchronize)
 
-    def _look_at_model(self) -> None:
+    def _look_at_model(self, train: bool) -> None:
         """Refuses a model with other parameters than the plan's; one with other modules is captured anew.
 
         Raises:
@@ -240,7 +239,7 @@ class Session:
         """
         if changed := self._watch.refusal() or self._parameters.refusal():
             if self.planned.plan is None:  # the other ranks make no announcements yet
-                agree_on_first_call(self.announcements, changed)
+                agree_on_first_call(self.communicator, self._activity(train), changed)
             give_up(self.announcements, changed)
         if self._watch.modules_changed():
             self.parameters_may_change()
@@ -249,7 +248,8 @@ class Session:
             self._parameters.note()
             self._kinds.clear()
         if (plan := self.planned.plan) is not None and self.state.hooked:
-            self.planned.fits(Misfit((), tuple(sorted(self.state.hooked.intersection(plan.sharded)))))
+            hooked = tuple(sorted(self.state.hooked.intersection(plan.sharded)))
+            self.planned.fits(Misfit((), hooked), self._activity(train))
 
     def _variant(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
@@ -316,11 +316,11 @@ class Session:
         route = self.options.route if self.options.memory_budget is None else "graph"  # which no other route keeps
         if self.planned.plan is None:
             with stage("waiting for the other ranks to capture", rank):
-                reason = agree_on_first_call(self.announcements, failure, route)
+                reason = agree_on_first_call(self.communicator, self._activity(train), failure, route)
             if reason:
                 raise RunsEagerly(reason)
         elif reason := runs_eagerly_for(failure, route):
-            self.planned.fits(Misfit(eager=reason))
+            self.planned.fits(Misfit(eager=reason), self._activity(train))
         elif failure is not None:
             give_up(self.announcements, failure)
         assert captured is not None

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from embrace_fx.capture.errors import CaptureError
-from embrace_fx.runtime.ranks.announcement import Announcements, check_activities
+from embrace_fx.runtime.ranks.announcement import Announcement, Announcements, check_activities
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.runtime.step.gradient_hooks import has_node_hooks
@@ -255,11 +255,14 @@ def refuse_counts_of_ignored(model: nn.Module) -> None:
             )
 
 
-def agree_on_first_call(announcements: Announcements, failure: Exception | None, route: str | None = "graph") -> str:
+def agree_on_first_call(
+    communicator: Communicator, activity: int, failure: Exception | None, route: str | None = "graph"
+) -> str:
     """Checks, before there is a plan, that all ranks do the same, and that none has failed to capture.
 
     Args:
-        failure: why this rank could not capture its batch, or None.
+        activity: of this rank.
+        failure: why it could not capture its batch, or None.
         route: the one that was asked for.
 
     Returns:
@@ -269,8 +272,8 @@ def agree_on_first_call(announcements: Announcements, failure: Exception | None,
         CaptureError: a rank could not; on every rank, but on one whose forward raises: there, what it raises.
     """
     reason = runs_eagerly_for(failure, route)
-    own = (announcements.activity, None if failure is None else failure_text(failure), reason)
-    everyone = announcements.communicator.gather(own, tuple[int, str | None, str])
+    own = (activity, None if failure is None else failure_text(failure), reason)
+    everyone = communicator.gather(own, tuple[int, str | None, str])
     check_activities([activity for activity, *_ in everyone])
     if all(report is None or reason for _, report, reason in everyone):
         return next((reason for *_, reason in everyone if reason), "")
@@ -288,20 +291,6 @@ def runs_eagerly_for(failure: Exception | None, route: str | None) -> str:
     return failure.reason
 
 
-def agree_on_build(communicator: Communicator, failure: Exception | None) -> None:
-    """The first program is there on every rank, or none goes on.
-
-    Args:
-        failure: why a pass failed on this rank, or None.
-
-    Raises:
-        PeerFailure: a pass failed on some rank; on every rank.
-    """
-    everyone = communicator.gather(None if failure is None else failure_text(failure), str | None)
-    if failures := {rank: text for rank, text in enumerate(everyone) if text is not None}:
-        raise PeerFailure(failures) from failure
-
-
 def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
     """Reports a failure in place of a step, so that the other ranks do not wait for this one.
 
@@ -311,7 +300,7 @@ def give_up(announcements: Announcements, failure: Exception) -> NoReturn:
     """
     report = None
     try:
-        announcements.announce((), failure_text(failure))
+        announcements.announce(Announcement(failure=failure_text(failure)))
     except PeerFailure as raised:
         report = raised
     assert report is not None  # what is announced is raised, on every rank

@@ -62,7 +62,7 @@ def announce(
     now = [each.numel() for each in rows]
     state = found * _FOUND + (not launcher.took_turns()) * _OVERTOOK
     with launcher.recorder.waiting(ANNOUNCEMENT):
-        everyone = announcements.announce([state, *now, *(coming or [-1] * len(now))], failure)
+        everyone = announcements.announce_step([state, *now, *(coming or [-1] * len(now))], failure)
     return Announced(
         all(row[0] & _FOUND for row in everyone),
         any(row[0] & _OVERTOOK for row in everyone),
@@ -80,6 +80,6 @@ def read(announcements: Announcements, program: IdsProgram, leaves: Sequence[Any
     try:
         values = program.unique(leaves)
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        announcements.announce((), unreadable(error))
+        announcements.announce_step((), unreadable(error))
         raise
     return values, bad_id_report(program.rows_of_batch(values), program.tables, program.num_rows)

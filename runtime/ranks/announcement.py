@@ -14,15 +14,14 @@ import time
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntFlag
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from embrace_fx.runtime.kernels import bad_ids
-from embrace_fx.runtime.ranks.checksums import digest_of, diverged
+from embrace_fx.runtime.ranks.checksums import diverged
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.failure import (
     ANNOUNCEMENT,
@@ -33,156 +32,168 @@ from embrace_fx.runtime.ranks.failure import (
 from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.lone_calls import LoneCalls
 
-ACTIVITIES = TRAINING, ACCUMULATING, EVALUATING = (
-    "training",
-    "accumulating gradients (no_sync)",
-    "evaluating (eval or no_grad)",
-)
-"""What a call of the model can be; all ranks must do the same."""
+STEP, BACKWARD, GAVE_UP, JOIN = range(4)
+"""The kinds of an announcement: of a rank at the head of a step; at the head of a backward; in a forward that all ranks
+have announced, and that it cannot finish; at the head of a call under `join`, where it may have run out of batches."""
 
+TRAINING, ACCUMULATING, EVALUATING, JOINED = range(4)
+"""The activities, of which all ranks must do the same: a call of the model can be one of three; a rank that has run out
+of batches (`join`) makes none."""
 
-JOINED = 3
-"""In place of an activity: the rank has run out of batches (`join`)."""
+_ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval or no_grad)")
 
 CHANGED_BUFFERS = -1
 """Announced of buffers: this rank has changed one besides what forwards write."""
 
-
-class Mark(IntFlag):
-    """One bit each for what a rank says of itself."""
-
-    FAILED = 1
-    """It cannot take part in this step; why follows."""
-    ASKS_TO_PLAN = 2
-    """It would have another plan made."""
-    IN_BACKWARD = 4
-    """It stands at the head of a backward, and not of a call."""
-    GAVE_UP = 8
-    """It stands in a forward that all ranks have announced, and cannot finish it; why follows."""
-    DOES_NOT_FIT = 16
-    """Its batch does not fit the plan, which all are to change before this step."""
-
-
+_FAILED, _ASKS_TO_PLAN, _DOES_NOT_FIT, _KIND = 1, 2, 4, 3  # bits, and where those of the kind begin
 _BITS = 8
-"""What marks and activity take of their numbers."""
-
-_ELSEWHERE = Mark.IN_BACKWARD | Mark.GAVE_UP
+"""What these, and the activity, take of their numbers."""
 
 _WENT_ON = "expected a backward of this call, found that it went on to another call without one"
+_NOT_JOINED = "expected every rank to call the model under join() where one does, found this one's call outside of it"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form in which announcements travel, the same on all ranks, or the exchange itself would hang.
+
+    Attributes:
+        tables: how many tables exchange ids, once planned.
+        watched: other tables of which an announcement tells the rows read.
+    """
+
+    tables: int = 0
+    watched: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> int:
+        """The most that a step tells: its state, and the rows of this batch and the next one."""
+        return 1 + 2 * self.tables
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """An announcement of one rank.
+    """One rank's announcement, as its caller builds it and as the others read it.
 
     Attributes:
-        marks: what it says of itself.
-        activity: index into `ACTIVITIES`.
-        steps: of optimizers, that this rank has taken.
+        kind: `STEP`, `BACKWARD`, `GAVE_UP` or `JOIN`.
+        activity: `TRAINING`, `ACCUMULATING`, `EVALUATING` or `JOINED`.
+        failure: why the rank cannot take part; of another rank "" until it has told why. None: it can.
+        asks_to_plan: it would have another plan made.
+        does_not_fit: its batch does not fit the plan, which all are to change before this step.
+        steps: of optimizers, that it has taken; 0 where ranks may differ (`join`).
         digest: of its replicas, where they are to be compared; else 0.
-        program: what the step launches, as a number; 0: it runs no program.
+        program: what the step launches, as a number that is the same where the same is launched; 0: nothing. Of a
+            backward which call's it is, as of `Gate`.
         buffers: which of them this rank would share, as a number, or `CHANGED_BUFFERS`.
-        rows_seen: of each watched table, how many of its rows the batch reads; -1: unknown.
+        rows_seen: of watched tables, how many of their rows the batch reads; below 0: unknown.
         sizes: what the step tells besides.
+        checksums: what `digest` is of; asked for where digests differ.
     """
 
-    marks: Mark
-    activity: int
-    steps: int
-    digest: int
-    program: int
-    buffers: int
-    rows_seen: tuple[int, ...]
-    sizes: tuple[int, ...]
+    kind: int = STEP
+    activity: int = 0
+    failure: str | None = None
+    asks_to_plan: bool = False
+    does_not_fit: bool = False
+    steps: int = 0
+    digest: int = 0
+    program: int = 0
+    buffers: int = 0
+    rows_seen: Mapping[str, int] = field(default_factory=dict)
+    sizes: tuple[int, ...] = ()
+    checksums: Mapping[str, int] = field(default_factory=dict)
 
-    def encode(self, length: int) -> list[int]:
-        """This as numbers, padded: all ranks' are of one length, or the exchange itself would hang.
-
-        Args:
-            length: of sizes, at most.
-        """
-        padding = [0] * (length - len(self.sizes))
-        marks, activity = self.marks | self.steps << _BITS, self.activity | self.digest << _BITS
-        return [marks, activity, self.program, self.buffers, *self.rows_seen, *self.sizes, *padding]
+    def encode(self, form: Form) -> list[int]:
+        """Returns this as numbers, as many of each rank."""
+        marks = self.kind << _KIND | _FAILED * (self.failure is not None)
+        marks |= _ASKS_TO_PLAN * self.asks_to_plan | _DOES_NOT_FIT * self.does_not_fit
+        head = marks | self.steps << _BITS, self.activity | self.digest << _BITS, self.program, self.buffers
+        seen = [self.rows_seen.get(name, -1) for name in form.watched]
+        return [*head, *seen, *self.sizes, *[0] * (form.sizes - len(self.sizes))]
 
     @classmethod
-    def decode(cls, numbers: Sequence[int], watched: int, sizes: int) -> Announcement:
+    def decode(cls, numbers: Sequence[int], form: Form, sizes: int) -> Announcement:
         """Reads what `encode` has written.
 
         Args:
-            watched: how many tables are watched.
             sizes: how many sizes were told.
         """
         (steps, marks), (digest, activity) = (divmod(number, 1 << _BITS) for number in numbers[:2])
         program, buffers, *others = numbers[2:]
-        seen, told = tuple(others[:watched]), tuple(others[watched : watched + sizes])
-        return cls(Mark(marks), activity, steps, digest, program, buffers, seen, told)
+        watched = len(form.watched)
+        return cls(
+            marks >> _KIND,
+            activity,
+            "" if marks & _FAILED else None,
+            bool(marks & _ASKS_TO_PLAN),
+            bool(marks & _DOES_NOT_FIT),
+            steps,
+            digest,
+            program,
+            buffers,
+            dict(zip(form.watched, others, strict=False)),
+            tuple(others[watched : watched + sizes]),
+        )
+
+
+def activity_of(*, train: bool, reduces: bool) -> int:
+    """Returns the activity of a call.
+
+    Args:
+        reduces: whether its backward reduces gradients.
+    """
+    return EVALUATING if not train else TRAINING if reduces else ACCUMULATING
 
 
 class Announcements:
-    """The announcements of these ranks: what the next one of this rank is to say, and what all said in the last.
+    """The announcements of these ranks.
 
     Attributes:
-        activity: of the coming step, as index into `ACTIVITIES`.
-        failure: found before the step's announcement, which reports it.
-        program: that the coming step runs, as a number that is the same where the same is launched; 0: none.
-        buffers: which buffers the coming step would share, as a number, or `CHANGED_BUFFERS`.
-        buffers_differ: as of the last announcement, ranks would share different ones, or one has changed its own.
-        authority: the rank whose buffers count.
-        uneven: ranks may have taken different numbers of optimizer steps (`join`).
-        tables: how many tables exchange ids, once planned.
-        watched: other tables of which an announcement tells the rows read.
-        rows_seen: of those, in the coming step; of a table that is not there, unknown.
-        rows_read: table -> rows that each rank reads, as far as announced.
-        asks_to_plan: this rank would have another plan made.
-        checksums: of this rank's replicas, where the coming step is to compare them; else empty.
+        form: in which they travel; of the plan in use.
+        of_step: what the coming step announces of this rank, but its sizes.
         made: how many there have been, on every rank.
-        asked_to_plan: any rank would, as of the last announcement.
+        asked_to_plan: any rank would have another plan made, as of the last announcement.
+        buffers_differ: as of the last one, ranks would share different buffers, or one has changed its own.
+        rows_read: table -> rows that each rank reads, as far as announced.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self.activity = 0
-        self.failure: str | None = None
-        self.program = 0
-        self.buffers = 0
-        self.buffers_differ = False
-        self.authority = 0
-        self.uneven = False
-        self.tables = 0
-        self.watched: tuple[str, ...] = ()
-        self.rows_seen: dict[str, int] = {}
-        self.rows_read: dict[str, tuple[int, ...]] = {}
-        self.asks_to_plan = False
-        self.asked_to_plan = False
-        self.checksums: dict[str, int] = {}
+        self.form = Form()
+        self.of_step = Announcement()
         self.made = 0
+        self.asked_to_plan = False
+        self.buffers_differ = False
+        self.rows_read: dict[str, tuple[int, ...]] = {}
         self._waiting_since_s: float | None = None
         self._lone_calls: LoneCalls | None = None
 
-    def announce(
-        self, sizes: Sequence[int], failure: str | None = None, *, does_not_fit: bool = False
-    ) -> list[tuple[int, ...]]:
-        """Every rank's `sizes`, at the head of a step.
+    def announce_step(self, sizes: Sequence[int], failure: str | None = None) -> list[tuple[int, ...]]:
+        """Every rank's `sizes`, at the head of a step; raises as `announce` does.
 
         Args:
-            does_not_fit: this rank's batch does not fit the plan.
+            failure: found since `of_step` was built.
+        """
+        own = self.of_step
+        return self.announce(replace(own, sizes=tuple(sizes), failure=own.failure or failure))
+
+    def announce(self, own: Announcement) -> list[tuple[int, ...]]:
+        """Every rank's `sizes`, at the head of a step.
 
         Raises:
-            PeerFailure: any rank has a `failure`, or the ranks are not doing the same thing; on all ranks.
+            PeerFailure: any rank has a failure, or the ranks are not doing the same thing; on all ranks.
             DivergedReplicas: what ranks should hold alike they do not; on all ranks.
             PlanDoesNotFit: any rank's batch does not; on all ranks.
         """
         communicator = self.communicator
         communicator.check_open()
-        failure, self.failure = self.failure or failure, None
         if communicator.world_size == 1:
-            if failure is not None:
-                raise PeerFailure({0: failure})
-            if does_not_fit:
+            if own.failure is not None:
+                raise PeerFailure({0: own.failure})
+            if own.does_not_fit:
                 raise PlanDoesNotFit
-            return [tuple(sizes)]
-        own = self._own(sizes, failure is not None, does_not_fit)
+            return [own.sizes]
         self.made += 1
         communicator.progress.begin_step()
         self._look_out()
@@ -191,32 +202,38 @@ class Announcements:
             everyone = self._meet(own)
         finally:
             self._waiting_since_s = None
-        self.asked_to_plan = any(each.marks & Mark.ASKS_TO_PLAN for each in everyone)
-        self.rows_read = {}
-        self.note_rows(self.watched, [each.rows_seen for each in everyone])
-        if any(each.marks & Mark.FAILED for each in everyone):
-            failures = communicator.gather(failure, str | None)
-            raise PeerFailure({rank: text for rank, text in enumerate(failures) if text is not None})
+        self.asked_to_plan = any(each.asks_to_plan for each in everyone)
+        self.rows_read = {name: tuple(each.rows_seen[name] for each in everyone) for name in self.form.watched}
+        if any(each.failure is not None for each in everyone):
+            raise PeerFailure(communicator.reports(own.failure))
         check_activities([each.activity for each in everyone])
-        if any(each.marks & Mark.DOES_NOT_FIT for each in everyone):
+        if any(each.does_not_fit for each in everyone):
             raise PlanDoesNotFit
         check_programs([each.program for each in everyone])
-        checksums, self.checksums = self.checksums, {}
         digests = {each.digest for each in everyone}
         if 0 not in digests and len(digests) > 1:
-            raise DivergedReplicas(diverged(communicator.gather(checksums, dict[str, int])))
-        if not self.uneven:
-            check_steps([each.steps for each in everyone])
+            raise DivergedReplicas(diverged(communicator.gather(dict(own.checksums), dict[str, int])))
+        check_steps([each.steps for each in everyone])
         buffers = {each.buffers for each in everyone}
         self.buffers_differ = len(buffers) > 1 or CHANGED_BUFFERS in buffers
         return [each.sizes for each in everyone]
 
+    def meet(self, activity: int) -> list[int]:
+        """Exchanges what every rank is about to do, `JOINED` on one that has run out of batches. Collective, ahead of a
+        step.
+        """
+        self.communicator.check_open()
+        return [each.activity for each in self._meet(Announcement(JOIN, activity))]
+
     def _meet(self, own: Announcement) -> list[Announcement]:
-        """Every rank's announcement, once all are at the head of a step."""
+        """Every rank's announcement, once all are where this one is."""
         everyone = self._exchange(own)
-        while any(each.marks & _ELSEWHERE for each in everyone):  # they come here next
+        while any(each.kind in (BACKWARD, GAVE_UP) for each in everyone):  # they come here next
             self._warn(self.reports(everyone, None))
             everyone = self._exchange(own)
+        if len({each.kind for each in everyone}) > 1:
+            outside = [rank for rank, each in enumerate(everyone) if each.kind == STEP]
+            raise PeerFailure(dict.fromkeys(outside, _NOT_JOINED))
         return everyone
 
     def _look_out(self) -> None:
@@ -243,45 +260,22 @@ class Announcements:
 
     def answer(self, failure: str) -> None:
         """Makes an announcement that others have begun, from another thread, while this rank's own stands elsewhere."""
-        communicator = self.communicator
         self.made += 1
-        communicator.progress.begin_step()
-        self._meet(self.elsewhere(Mark.FAILED))
-        communicator.gather(failure, str | None)
-
-    def meet(self, activity: int) -> list[int]:
-        """Exchanges what every rank is about to do, `JOINED` on one that has run out of batches. Collective, ahead of a
-        step.
-        """
-        communicator = self.communicator
-        communicator.check_open()
-        own = torch.tensor([activity], device="cpu")
-        everyone = own.new_empty(communicator.world_size)
-        with communicator.watching(ANNOUNCEMENT):
-            gather_single(everyone, own, communicator.host_group())
-        found: list[int] = everyone.tolist()
-        return found
-
-    def _own(self, sizes: Sequence[int], failed: bool, does_not_fit: bool) -> Announcement:
-        marks = Mark.FAILED * failed | Mark.ASKS_TO_PLAN * self.asks_to_plan | Mark.DOES_NOT_FIT * does_not_fit
-        seen, self.rows_seen = self.rows_seen, {}
-        of_watched = tuple(seen.get(name, -1) for name in self.watched)
-        program, self.program = self.program, 0
-        steps, digest = self.communicator.progress.optimizer_steps, digest_of(self.checksums)
-        return Announcement(Mark(marks), self.activity, steps, digest, program, self.buffers, of_watched, tuple(sizes))
+        self.communicator.progress.begin_step()
+        self._meet(Announcement(failure=failure))
+        self.communicator.reports(failure)
 
     def _exchange(self, own: Announcement) -> list[Announcement]:
         everyone, work = self.launch(own)
         with self.communicator.watching(ANNOUNCEMENT):
             work.wait()
-        watched, sizes = len(own.rows_seen), len(own.sizes)
-        return [Announcement.decode(row, watched, sizes) for row in everyone.tolist()]
+        form, sizes = self.form, len(own.sizes)
+        return [Announcement.decode(row, form, sizes) for row in everyone.tolist()]
 
     def launch(self, own: Announcement) -> tuple[Tensor, Any]:
         """Starts the exchange: (announcements of all ranks (N, length), the work to wait for before reading them)."""
         communicator = self.communicator
-        # A step with the next batch's sizes in it has most to say.
-        numbers = torch.tensor(own.encode(1 + 2 * self.tables), dtype=torch.int64, device="cpu")
+        numbers = torch.tensor(own.encode(self.form), dtype=torch.int64, device="cpu")
         everyone = numbers.new_empty((communicator.world_size, numbers.numel()))
         work = gather_single(everyone.view(-1), numbers, communicator.host_group(), async_op=True)
         return everyone, work
@@ -290,20 +284,15 @@ class Announcements:
 
     def give_up(self, failure: str) -> None:
         """Tells the others that this rank cannot finish a forward that it has announced. Of at least two ranks."""
-        self.reports(self._exchange(self.elsewhere(Mark.GAVE_UP)), failure)
-
-    def elsewhere(self, mark: Mark, program: int = 0) -> Announcement:
-        """An announcement of a rank that stands elsewhere while others may announce a step."""
-        return Announcement(mark, self.activity, 0, 0, program, 0, (-1,) * len(self.watched), ())
+        self.reports(self._exchange(Announcement(GAVE_UP)), failure)
 
     def reports(self, everyone: Sequence[Announcement], failure: str | None) -> dict[int, str]:
         """Collects the reasons that keep ranks from going on as the others do. Collective where one of them says
         why.
         """
-        found = {rank: _WENT_ON for rank, each in enumerate(everyone) if not each.marks & _ELSEWHERE}
-        if any(each.marks & Mark.GAVE_UP for each in everyone):
-            failures = self.communicator.gather(failure, str | None)
-            found |= {rank: text for rank, text in enumerate(failures) if text is not None}
+        found = {rank: _WENT_ON for rank, each in enumerate(everyone) if each.kind in (STEP, JOIN)}
+        if any(each.kind == GAVE_UP for each in everyone):
+            found |= self.communicator.reports(failure)
         return found
 
     def _warn(self, reports: Mapping[int, str]) -> None:
@@ -320,7 +309,7 @@ class Announcements:
     ) -> InFlight:
         """The op of that name: the announcement tells the sizes."""
         counts = [u.numel() for u in unique]
-        everyone = self.announce(counts, bad_id_report(unique, tables, num_rows))
+        everyone = self.announce_step(counts, bad_id_report(unique, tables, num_rows))
         self.note_rows(tables, everyone)
         return self.communicator.gather_rows_read(unique, everyone, num_rows, group)
 
@@ -329,14 +318,14 @@ def check_activities(activities: Sequence[int]) -> None:
     """Raises where ranks call the model for different things.
 
     Args:
-        activities: index into `ACTIVITIES` of every rank.
+        activities: of every rank.
 
     Raises:
         PeerFailure: saying what each rank does.
     """
     if len(set(activities)) > 1:
         raise PeerFailure(
-            {r: f"expected all ranks to do the same, found this one {ACTIVITIES[a]}" for r, a in enumerate(activities)}
+            {r: f"expected all ranks to do the same, found this one {_ACTIVITIES[a]}" for r, a in enumerate(activities)}
         )
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.ranks.announcement import Announcement, Announcements, Mark
-from embrace_fx.runtime.ranks.failure import BACKWARD, PeerFailure
+from embrace_fx.runtime.ranks.announcement import BACKWARD, Announcement, Announcements, Form
+from embrace_fx.runtime.ranks.failure import BACKWARD as NAME
+from embrace_fx.runtime.ranks.failure import PeerFailure
 
 
 class Gate:
@@ -29,20 +30,20 @@ class Gate:
     """
 
     def __init__(self, announcements: Announcements, call: int) -> None:
-        announcements.communicator.progress.note(BACKWARD)
+        announcements.communicator.progress.note(NAME)
         self._announcements = announcements
         self._everyone: Tensor
-        self._everyone, self._work = announcements.launch(announcements.elsewhere(Mark.IN_BACKWARD, call))
+        self._everyone, self._work = announcements.launch(Announcement(BACKWARD, program=call))
         self.future: torch.futures.Future[Any] = self._work.get_future()
 
     def all_are_here(self) -> bool:
         """Whether all ranks are in this backward, once the gate's exchange has ended. Any thread may ask."""
         told = self._told()
-        return all(each.marks == Mark.IN_BACKWARD for each in told) and len(_calls(told)) < 2
+        return all(each.kind == BACKWARD for each in told) and len(_calls(told)) < 2
 
     def wait(self) -> None:
         """Waits until the gate's exchange has ended."""
-        with self._announcements.communicator.watching(BACKWARD):
+        with self._announcements.communicator.watching(NAME):
             self._work.wait()
 
     def check(self) -> None:
@@ -56,7 +57,7 @@ class Gate:
             raise PeerFailure(self._announcements.reports(told, None) or _of_other_calls(told))
 
     def _told(self) -> list[Announcement]:
-        return [Announcement.decode(row, 0, 0) for row in self._everyone.tolist()]
+        return [Announcement.decode(row, Form(), 0) for row in self._everyone.tolist()]
 
 
 def _calls(told: Sequence[Announcement]) -> set[int]:

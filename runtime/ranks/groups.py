@@ -329,14 +329,14 @@ class Groups:
         told = [row[:size].numpy().tobytes() for row, size in zip(everyone, sizes.tolist(), strict=True)]
         return [_of_peer(kind, content, rank) for rank, content in enumerate(told)]
 
-    def failures(self, failure: Exception | None) -> PeerFailure:
-        """Gathers the failures of all ranks into the error that each of them raises. Collective.
+    def reports(self, failure: str | None) -> dict[int, str]:
+        """Gathers what keeps ranks from going on, by rank: this one's `failure`, if any. Collective."""
+        return {rank: text for rank, text in enumerate(self.gather(failure, str | None)) if text is not None}
 
-        Args:
-            failure: this rank's own.
-        """
-        texts = self.gather(None if failure is None else failure_text(failure), str | None)
-        return PeerFailure({rank: text for rank, text in enumerate(texts) if text is not None})
+    def check_none_failed(self, failure: Exception | None) -> None:
+        """Raises `PeerFailure` on every rank, where one has failed. Collective."""
+        if found := self.reports(None if failure is None else failure_text(failure)):
+            raise PeerFailure(found) from failure
 
     def watching(self, what: str = "") -> contextlib.AbstractContextManager[None]:
         """A context in which the error of a broken collective names the ranks that are gone, or stuck.

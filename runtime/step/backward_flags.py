@@ -55,7 +55,7 @@ def launch_flags(
         flags, size = read(), communicator.world_size
         not_finite, writes, counts = flags[:size], flags[size : 2 * size], flags[2 * size :]
         if FAILED in writes:
-            raise communicator.failures(failure)
+            communicator.check_none_failed(failure)
         if ranks := _ranks(writes):
             raise RuntimeError(
                 "expected the batch, the results and the parameters to be as the forward left them, in backward(), "

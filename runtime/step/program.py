@@ -14,7 +14,7 @@ from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.memory.copies import Copies
-from embrace_fx.runtime.ranks.announcement import Announcements
+from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.delivery import Delivery, delivered
 from embrace_fx.runtime.step.ids_program import ids_are_pure, ids_program
@@ -66,13 +66,11 @@ class Program:
         graph: partitioned.
         buckets: what the graph reduces, in launch order; None: its gradients are this rank's own (`no_sync`).
         result_constants: results that are not tensors, by their index among the flattened results.
-        tell_buffers, share_buffers: called before the announcement, and once every rank has announced this same
-            program, before anything reads a buffer.
-        check: says what is wrong with a flattened batch, which the step then announces to all ranks.
+        head: builds what a step on a flattened batch announces to all ranks.
+        share_buffers: called once every rank has announced this same program, before anything reads a buffer.
         flow: launches the exchanges, and keeps what an overlapped graph leaves to the next step; None: they are
             launched on the spot.
         recorder: measures a step that no flow does.
-        launched: what it launches, as a number that is the same where the same is launched.
         links: those that exchanges are cut for.
         regions: what compiles the compute between communications; None: every op is called by itself.
         variants: variant of a step -> the graph with its phase; None: the graph serves every step.
@@ -98,12 +96,10 @@ class Program:
         announcements: Announcements,
         buckets: tuple[tuple[str, ...], ...] | None,
         result_constants: Mapping[int, Any],
-        check: Callable[[Sequence[Any]], str | None] = lambda leaves: None,
+        head: Callable[[Sequence[Any]], Announcement] = lambda leaves: Announcement(),
         flow: Flow | None = None,
         *,
-        tell_buffers: Callable[[], None] = lambda: None,
         share_buffers: Callable[[], None] = lambda: None,
-        launched: int = 0,
         recorder: Recorder | None = None,
         links: Cluster,
         regions: RegionCompiler | None = None,
@@ -118,13 +114,11 @@ class Program:
         self.announcements = announcements
         self.communicator = announcements.communicator
         self.flow = flow
-        self.launched = launched
         self.recorder = recorder
         self.regions = regions
         self.constants = dict(result_constants)
-        self.tell_buffers = tell_buffers
         self.share_buffers = share_buffers
-        self.check = check
+        self.head = head
         alone = self.communicator.world_size == 1
         # One process has nothing to reduce later: what it accumulates is a sum from the first backward on.
         self.deliver = Delivery(state, flow, buckets is not None or alone, buckets is None or alone)

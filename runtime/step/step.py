@@ -98,9 +98,7 @@ class Step:
         program = self.program
         if program.recorder is not None:
             program.recorder.mark(BETWEEN)
-        program.announcements.failure = program.check(self._leaves)
-        program.announcements.program = program.launched
-        program.tell_buffers()
+        program.announcements.of_step = program.head(self._leaves)
         values, variant = self._begin_forward()
         self._announced = program.communicator.progress.step
         forward = program.phase(variant)
@@ -163,10 +161,10 @@ class Step:
         try:
             keep(program.unique.roles, program.unique(self._leaves, values, {}), values)
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            program.announcements.announce((), unreadable(error))
+            program.announcements.announce_step((), unreadable(error))
             raise
         if not program.announces:
-            program.announcements.announce(())
+            program.announcements.announce_step(())
         keep(program.ids.roles, program.ids(self._leaves, values, {}), values)
         program.let_go(values, "ids")
         if program.flow is not None:

@@ -49,10 +49,10 @@ PLAN = Plan(1, (Decision("table.weight", (10, 4), True, "alltoall", "asked for",
 
 
 def test_a_batch_that_lacks_nothing_goes_on_and_another_asks_for_a_change(session: Session) -> None:
-    session.planned.fits(Misfit())
+    session.planned.fits(Misfit(), 0)
 
     with pytest.raises(PlanDoesNotFit):
-        session.planned.fits(Misfit(late=("layer.bias",)))
+        session.planned.fits(Misfit(late=("layer.bias",)), 0)
 
 
 def test_a_call_begins_anew_once_the_plan_has_been_changed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_batches_are_sampled_and_the_wish_is_passed_on(session: Session) -> None
     for count in range(1, 2 * SAMPLED_EVERY + 1):
         session.planned.calls.count = count
         session.planned.observe()
-        asked.append(session.announcements.asks_to_plan)
+        asked.append(session.planned.calls.asks_to_plan)
 
     assert len(seen) == 2
     assert asked == [False] * (2 * SAMPLED_EVERY - 1) + [True]

@@ -96,7 +96,7 @@ class CompiledSide(PlainSide):
 
     def ask_for_another_plan(self) -> None:
         """As rank 0 does by itself where batches come to read other rows."""
-        self.model._session.announcements.asks_to_plan = dist.get_rank() == 0
+        self.model._session.planned.calls.asks_to_plan = dist.get_rank() == 0
 
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

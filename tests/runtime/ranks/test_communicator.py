@@ -29,7 +29,7 @@ def speaks_beside_a_group_of_devices(rank: int, world_size: int) -> dict[str, ob
         total = communicator.reduce_scalar(torch.tensor(rank + 1), dist.ReduceOp.SUM)
         return {
             "apart": communicator._hosts not in communicator._groups.values(),
-            "announced": [list(each) for each in Announcements(communicator).announce([rank])],
+            "announced": [list(each) for each in Announcements(communicator).announce_step([rank])],
             "objects": communicator.gather(rank, int),
             "broadcast": values[0].item(),
             "total": total.item(),

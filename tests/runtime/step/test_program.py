@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from embrace_fx.capture import capture
 from embrace_fx.cost.links import Cluster
-from embrace_fx.runtime.ranks.announcement import Announcements
+from embrace_fx.runtime.ranks.announcement import Announcement, Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.runtime.step.program import Program
@@ -69,7 +69,16 @@ def make(check: Callable[[Any], str | None] = lambda leaves: None) -> Case:
         return partitioned()
 
     state, announcements = ModelState(model), Announcements(Communicator(None))
-    program = Program(partitioned(), state, announcements, None, {}, check, links=Cluster(), variants=variant_graph)
+    program = Program(
+        partitioned(),
+        state,
+        announcements,
+        None,
+        {},
+        lambda leaves: Announcement(failure=check(leaves)),
+        links=Cluster(),
+        variants=variant_graph,
+    )
     return Case(model, program, made)
 
 
