@@ -88,10 +88,10 @@ class CudaStreams:
                 tensor.record_stream(stream)
 
     def from_host(self, values: Sequence[int], device: torch.device) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+        return torch.tensor(values, dtype=torch.int64, device="cpu").pin_memory().to(device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     def read(self, event: Event, copy: Tensor) -> list[Any]:

@@ -256,7 +256,7 @@ class PinnedCopies(Copies):
         self._streams.record("settled").synchronize()  # on the model's device, which need not be the current one
 
     def _leave(self, stored: Stored, data: Tensor, watch: _Watch) -> Stored:
-        host = torch.empty(stored.nbytes, dtype=torch.uint8, pin_memory=data.is_cuda)
+        host = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu", pin_memory=data.is_cuda)
         return replace(stored, place=host, leaving=(self._copy("offload", host, data, watch), data))
 
     def _come(self, stored: Stored, watch: _Watch) -> Reloading:

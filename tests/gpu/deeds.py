@@ -108,6 +108,19 @@ def trains_on_a_grid(rank: int, world_size: int, kind: str) -> Found:
     return training.parameters()
 
 
+def has_a_default_device(rank: int, world_size: int, kind: str) -> Found:
+    """All that a loop makes lies on its device, as after `torch.set_default_device`; not what the library makes."""
+    model = WORKLOAD.make(torch.float64, seed=SEED + rank)
+    with device_of(kind, rank):
+        training = Training(rank, kind, model)
+    batches = training.batches(range(6))
+    with training.device:
+        for batch in batches:
+            training.model(*batch).backward()
+            training.step()
+        return training.parameters()
+
+
 def evaluates(rank: int, world_size: int, kind: str) -> Found:
     training, losses = Training(rank, kind), []
     held_out = [tuple(each.to(training.device) for each in WORKLOAD.batches(99, rank, SEED))]
@@ -261,6 +274,7 @@ DEEDS: tuple[Callable[[int, int, str], Found], ...] = (
     clips,
     returns_to_a_checkpoint,
     trains_on_a_grid,
+    has_a_default_device,
     evaluates,
     plans_anew,
     joins,
