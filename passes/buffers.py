@@ -49,5 +49,5 @@ def _reaches(buffer: fx.Node, results: set[fx.Node | None]) -> bool:
 
 
 def _ignores_statistics(node: fx.Node) -> bool:
-    """Whether a node is BatchNorm in training, which updates the running statistics and does not use them."""
+    """Tells whether a node is BatchNorm in training, which updates the running statistics and does not use them."""
     return node.target is _BATCH_NORM and node.args[_TRAINING] is True

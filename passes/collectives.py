@@ -168,7 +168,7 @@ def is_launch(node: Argument) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a launch; of the collectives of the user's forward, it may be any."""
+    """Tells whether a node waits for a launch; of the collectives of the user's forward, it may be any."""
     return op_name(node) == "_c10d_functional::wait_tensor" and not is_users_wait(node)
 
 

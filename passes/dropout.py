@@ -40,7 +40,7 @@ def _dropouts(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def _is_replaceable(node: fx.Node) -> bool:
-    """Whether a dropout is on the CPU, and its mask is used for nothing but the backward."""
+    """Tells whether a dropout is on the CPU, and its mask is used for nothing but the backward."""
     value = node.args[0]
     if not isinstance(value, fx.Node) or value.meta["val"].device.type != "cpu":
         return False

@@ -95,7 +95,7 @@ def _narrower(lookups: list[fx.Node], gradients: list[fx.Node], wide: torch.dtyp
 
 
 def _is_plain_cast(node: fx.Node) -> bool:
-    """Whether a node casts the dtype alone, not device or layout."""
+    """Tells whether a node casts the dtype alone, not device or layout."""
     return node.target is _CAST and node.meta["val"].device == node.all_input_nodes[0].meta["val"].device
 
 

@@ -73,7 +73,7 @@ def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether a node takes so long that no communication should wait for it that need not.
+    """Tells whether a node takes so long that no communication should wait for it that need not.
 
     Ops whose FLOPs torch's counter knows do, and those whose names say that they multiply.
     """

@@ -223,7 +223,7 @@ def _scratch(nodes: Sequence[fx.Node], expected: ExpectedSizes) -> list[Storage]
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Whether the sizes of a node's results are those of the capture, not of the data."""
+    """Tells whether the sizes of a node's results are those of the capture, not of the data."""
     tensors = [leaf for leaf in _leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
     return all(is_known(size) for tensor in tensors for size in tuple(tensor.shape))
 

@@ -201,7 +201,7 @@ def ids_cone(node: fx.Node) -> list[fx.Node]:
 
 
 def draws_randomly(module: fx.GraphModule) -> bool:
-    """Whether a graph takes numbers from a random generator."""
+    """Tells whether a graph takes numbers from a random generator."""
     return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in module.graph.nodes)
 
 

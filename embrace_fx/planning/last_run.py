@@ -24,7 +24,7 @@ CONFIRMED_BY = 3
 
 @dataclass(frozen=True)
 class LastRun:
-    """What a run leaves to the next.
+    """Data that a run leaves to the next.
 
     Attributes:
         plan: that it began with.

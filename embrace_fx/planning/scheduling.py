@@ -233,7 +233,7 @@ class Scheduling:
         return _Ordered(found, order)
 
     def _may_reorder(self) -> bool:
-        """Whether a backward can be put in another order at no cost.
+        """Tells whether a backward can be put in another order at no cost.
 
         Regions would have to be compiled anew, and copies placed anew.
         """

@@ -36,12 +36,12 @@ class Lookahead:
 
     @property
     def known(self) -> bool:
-        """Whether the next batch is known."""
+        """Tells whether the next batch is known."""
         return self._known
 
     @property
     def active(self) -> bool:
-        """Whether a loop is reading."""
+        """Tells whether a loop is reading."""
         active = self._active()
         return active is not None and active.gi_frame is not None
 

@@ -48,7 +48,7 @@ class ModelWatch:
         self._names = self._named()
 
     def all_stand_ins(self, *, buffers: bool) -> bool:
-        """Whether tensors stand in the places of all parameters for the time of a call, as of `functional_call`.
+        """Tells whether tensors stand in the places of all parameters for the time of a call, as of `functional_call`.
 
         Args:
             buffers: whether in those of all buffers too.
@@ -63,7 +63,7 @@ class ModelWatch:
         return tuple([module.training for module in self._modules])
 
     def modules_changed(self) -> bool:
-        """Whether there are other modules than before, or methods of other classes or of the model itself."""
+        """Tells whether there are other modules than before, or methods of other classes or of the model itself."""
         return self._now() != self._were or self._root() != self._root_was
 
     def refusal(self) -> RuntimeError | None:

@@ -32,7 +32,7 @@ def have_replicas_compared(setting: Setting, calls: Calls, synchronize: Callable
 
 
 def is_due(setting: Setting) -> bool:
-    """Whether the coming step is one of those whose replicas are compared."""
+    """Tells whether the coming step is one of those whose replicas are compared."""
     every, announcements = setting.options.check_replicas, setting.announcements
     return every is not None and announcements.made % every == 0 and announcements.communicator.world_size > 1
 

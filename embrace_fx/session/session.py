@@ -133,7 +133,7 @@ class Session:
 
     @property
     def is_training(self) -> bool:
-        """Whether the model has been called, and is open."""
+        """Tells whether the model has been called, and is open."""
         return self._begun and self.communicator.is_open
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
@@ -367,7 +367,7 @@ class Session:
 
     @property
     def synchronised(self) -> bool:
-        """Whether backwards reduce gradients."""
+        """Tells whether backwards reduce gradients."""
         return self.state.synchronised
 
     @synchronised.setter

@@ -26,7 +26,47 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `compile`."""
+    """The options of `compile`.
+
+    Attributes:
+        strategy: "auto", one strategy for every table, or {parameter name pattern: strategy}. "alltoall" shards a
+            table, an `embrace_fx.Grid` does by rows and columns; "allreduce", "allgather", "omnireduce", "zen" and "ps"
+            exchange the gradient of replicas, of any parameter that a pattern names (docs/strategies.md).
+        schedule: how much of a step's communication may run into the next step. "none": nothing. "horizontal": dense
+            gradients are reduced and applied until the next forward needs the parameters. "vertical": rows that the
+            next batch does not read are exchanged and applied later; needs `lookahead`. "2d": both.
+        row_updates: "exact": the optimizer's own semantics; where it moves rows without gradient too, all move at each
+            step ("sweep" asks for it), or each takes the steps it has skipped when it is read next ("replay"),
+            whichever is predicted to take less time. "lazy": rows without gradient stand still.
+        backend: "eager": compute runs as ATen calls. "inductor": the compute between two communications is compiled
+            into fused kernels; needs a C++ compiler, on CUDA Triton too.
+        dynamic: as `torch.compile`: None: a size is dynamic from the second batch on in which it differs; True: all
+            sizes are, from the first on; False: each new shape is captured for itself.
+        cluster: the links between ranks, by which strategies are chosen and messages cut. None: they are probed, where
+            a step sends enough for it to matter.
+        plan: a plan, or the path of a saved one, that is repeated: nothing is probed or decided anew. None: the plan is
+            made at the first call.
+        memory_budget: the most that forward and backward may hold at a time, in bytes, or, below 1, as a fraction of
+            what they hold where everything is saved, but no less than can be; parameters, optimizer state and the batch
+            come on top. What does not fit is computed again in the backward, or offloaded, at the least predicted cost
+            (docs/memory.md). None: everything is saved that the model does not checkpoint itself.
+        check_replicas: every so many calls, ranks compare checksums of what all of them hold: a rank whose parameters,
+            optimizer state or learning rate have become other ones is named (docs/operations.md). None: never.
+        broadcast_buffers: as of DDP: buffers are rank 0's from compile() on. False: each rank keeps its own.
+        forward_sync_buffers: as of DDP: forwards read rank 0's buffers. False: each rank goes on from those that have
+            been made equal in compile().
+        dump_to: a folder into which each living rank writes, when a rank is dead or stuck, what it was doing: its last
+            launches, and where its threads stood. None: nothing is written.
+        offload_to: with a memory budget, for a model on the CPU: a directory in which saved values may lie, in a file,
+            between forward and backward. None: nothing is offloaded. A model on a GPU offloads to its host's memory.
+        device_mesh: as of DDP: a mesh of one dimension, in place of the process group.
+        route: None: the forward is captured as a graph; where no graph holds it, it runs as it is written, on replicas,
+            with gradients exchanged as the plan says (docs/from_ddp.md). "graph": a forward that no graph holds is an
+            error. "eager": nothing is captured.
+        rows: the format in which sharded tables' rows and their gradients travel: "exact", as they are, or rounded to
+            "bf16", "fp16" or "int8" (docs/exactness.md). Parameters stay what they are; evaluations read exact rows.
+        buckets: likewise of gradients that are AllReduced; sparse exchanges of replicas stay exact.
+    """
 
     strategy: Strategy
     schedule: str
@@ -48,7 +88,7 @@ class Options:
 
     @property
     def shares_buffers(self) -> bool:
-        """Whether forwards read rank 0's buffers."""
+        """Tells whether forwards read rank 0's buffers."""
         return self.broadcast_buffers and self.forward_sync_buffers
 
     @cached_property

@@ -35,7 +35,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors on one storage have an element in common.
+    """Tells whether two tensors on one storage have an element in common.
 
     >>> table = torch.zeros(4, 6)
     >>> share_memory(table[:, :3], table[:, 3:]), share_memory(table[:, :4], table[:, 3:])

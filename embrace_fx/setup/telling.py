@@ -42,7 +42,7 @@ def tell(message: str, *args: object) -> None:
 
 
 def _shown_by_default() -> bool:
-    """Whether nobody has said anything to `logging` about these lines."""
+    """Tells whether nobody has said anything to `logging` about these lines."""
     level_is_silent = logger.level != logging.NOTSET and logger.level > logging.INFO
     off = logger.disabled or logging.root.manager.disable >= logging.INFO
     return not (logger.hasHandlers() or level_is_silent or off)

@@ -27,7 +27,7 @@ class AsSeen:
         return [each for each, one, other in zip(self.tensors, self.writes, now, strict=True) if one != other]
 
     def is_of(self, values: Iterable[object]) -> bool:
-        """Whether these are the tensors, and none has been written since."""
+        """Tells whether these are the tensors, and none has been written since."""
         now = AsSeen.of(values)
         return [id(each) for each in now.tensors] == [id(each) for each in self.tensors] and not self.written()
 

@@ -50,7 +50,7 @@ ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
 
 
 def is_element_wise(kind: type[Optimizer]) -> bool:
-    """Whether a class promises that its update of an element depends on that element alone.
+    """Tells whether a class promises that its update of an element depends on that element alone.
 
     A class of one's own does so by an attribute `element_wise` of that class itself: a class derived from it may do
     anything.

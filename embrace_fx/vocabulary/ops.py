@@ -78,14 +78,14 @@ def _name_of(op: OpOverload) -> str:
 
 
 def is_users_launch(node: fx.Node) -> bool:
-    """Whether a node launches a collective of the user's forward, or of its backward."""
+    """Tells whether a node launches a collective of the user's forward, or of its backward."""
     if op_name(node) not in USERS_LAUNCHES:
         return False
     return (node.kwargs["group_name"] if "group_name" in node.kwargs else node.args[-1]) not in OWN_GROUPS
 
 
 def is_users_wait(node: fx.Node) -> bool:
-    """Whether a node waits for such a collective."""
+    """Tells whether a node waits for such a collective."""
     return op_name(node) == "_c10d_functional::wait_tensor" and is_users_launch(node.all_input_nodes[0])
 
 

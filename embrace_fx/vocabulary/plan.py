@@ -53,7 +53,7 @@ class Grid:
         return slice(self.place(rank)[0], num_rows, self.rows)
 
     def takes(self, num_rows: int) -> bool:
-        """Whether torch's placements can say which rows are whose: chunks of `rows` rows, one row to each.
+        """Tells whether torch's placements can say which rows are whose: chunks of `rows` rows, one row to each.
 
         Not for a few tables of up to rows * (rows - 1) rows, whose equal chunks are smaller than that.
         """

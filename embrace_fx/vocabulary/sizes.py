@@ -57,5 +57,5 @@ NOTHING_EXPECTED = ExpectedSizes()
 
 
 def is_known(size: int | torch.SymInt) -> bool:
-    """Whether a size is the capture's, and not the data's."""
+    """Tells whether a size is the capture's, and not the data's."""
     return isinstance(size, int) or getattr(size.node, "hint", None) is not None

@@ -62,7 +62,7 @@ def compute_again(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def can_run_again(node: fx.Node, written: frozenset[object]) -> bool:
-    """Whether a node has no effect but its value, and a tensor for its value.
+    """Tells whether a node has no effect but its value, and a tensor for its value.
 
     A size is saved rather than what it is the size of. A parameter that the forward writes (`max_norm`) is not what it
     was.
@@ -89,7 +89,7 @@ def written_by(graph: TrainingGraph) -> frozenset[object]:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a node takes numbers from a random generator."""
+    """Tells whether a node takes numbers from a random generator."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _is_own(node)
 
 

@@ -84,7 +84,7 @@ def _made_of(awaits: list[fx.Node]) -> set[fx.Node]:
 
 
 def _is_light(node: fx.Node) -> bool:
-    """Whether a node may move, and is no op of a user, nor one that takes long."""
+    """Tells whether a node may move, and is no op of a user, nor one that takes long."""
     if op_name(node) == "embrace::join_rows":
         return True
     own = not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in ("aten", "embrace")

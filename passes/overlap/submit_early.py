@@ -81,7 +81,7 @@ def made_for(readers: list[fx.Node]) -> set[fx.Node]:
 
 
 def may_move(node: fx.Node) -> bool:
-    """Whether a node computes, and nothing else: wherever its inputs are there, it yields the same.
+    """Tells whether a node computes, and nothing else: wherever its inputs are there, it yields the same.
 
     A user's own op is one as well, unless it says that it writes, or draws.
     """

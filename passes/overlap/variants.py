@@ -138,7 +138,7 @@ def _delayed_of(graph: TrainingGraph) -> dict[str, list[OperationId]]:
 
 
 def is_steady(graph: TrainingGraph) -> bool:
-    """Whether steps of a graph take rows apart, so that there are variants of it."""
+    """Tells whether steps of a graph take rows apart, so that there are variants of it."""
     return any(launch_of(node) == IDS for node in nodes_of(graph.phases["forward"], embrace.submit_ids.default))
 
 

@@ -110,22 +110,15 @@ def decide(  # noqa: PLR0913
         graph, world_size, cluster, sparsity or {}, rows_at_home or {}, in_use, schedule, rows_as, buckets_as
     )
     wanted = requested_strategies(strategy, tuple(tables), tuple(fact.name for fact in facts if fact.trainable))
-    choices: dict[str, _Choice] = {}
-    watched = []
-    for fact in facts:
-        if not fact.trainable:
-            choices[fact.name] = _Choice(nothing_sent("frozen"), "takes no gradient")
-        elif fact.local:
-            choices[fact.name] = _Choice(nothing_sent("local"), "to be ignored: each rank has its own")
-        elif not fact.used:
-            choices[fact.name] = _Choice(nothing_sent("unused"), "no rank's forward gives it a gradient")
-        elif fact.name in tables:
-            table, rows = tables[fact.name], rows_by_rank.get(fact.name, ())
-            choices[fact.name] = _of_table(pricing, table, fact, rows, wanted[fact.name])
-            if wanted[fact.name] == "auto" and _depends_on_rows(pricing, table, fact):
-                watched.append(fact.name)
-        else:
-            choices[fact.name] = _of_dense(pricing, fact, wanted[fact.name])
+    choices = {fact.name: _choice(pricing, fact, tables.get(fact.name), rows_by_rank, wanted) for fact in facts}
+    watched = tuple(
+        fact.name
+        for fact in facts
+        if _is_exchanged(fact)
+        and fact.name in tables
+        and wanted[fact.name] == "auto"
+        and _depends_on_rows(pricing, tables[fact.name], fact)
+    )
     if schedule != "none":
         choices |= _travelling(graph, tables, facts, choices, pricing)
     read = {name: _rows(table, rows_by_rank.get(name, ()), pricing) for name, table in tables.items()}
@@ -135,17 +128,39 @@ def decide(  # noqa: PLR0913
     replicas = {d.parameter: d.strategy for d in decisions if d.strategy in ("allreduce", *EXCHANGES)}
     reduced = set(replicas) if world_size > 1 else set()
     alone = {name for name in reduced if replicas[name] in EXCHANGES}
-    sizes = {fact.name: fact.nbytes for fact in facts}
     renormed = tuple(
         t.parameter
         for t in graph.tables
         if t.max_norm and world_size > 1 and choices[t.parameter].chosen.strategy != "local"
     )
-    buckets = plan_buckets(graph, reduced, sizes, cluster, world_size, alone)
+    buckets = plan_buckets(graph, reduced, {fact.name: fact.nbytes for fact in facts}, cluster, world_size, alone)
     sharded = [fact for fact in facts if world_size > 1 and _by_columns(choices[fact.name])]
     fit = [_stackable(tables[fact.name], fact, world_size) for fact in sharded if schedule != "none"]
     stacks = plan_stacks(graph, fit)
-    return Plan(world_size, decisions, buckets, renormed, cluster, watched=tuple(watched), stacks=stacks)
+    return Plan(world_size, decisions, buckets, renormed, cluster, watched=watched, stacks=stacks)
+
+
+def _is_exchanged(fact: ParameterFacts) -> bool:
+    return fact.trainable and not fact.local and fact.used
+
+
+def _choice(
+    pricing: Pricing,
+    fact: ParameterFacts,
+    table: Table | None,
+    rows_by_rank: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, str | Grid],
+) -> _Choice:
+    """Chooses a parameter's strategy, the others aside."""
+    if not fact.trainable:
+        return _Choice(nothing_sent("frozen"), "takes no gradient")
+    if fact.local:
+        return _Choice(nothing_sent("local"), "to be ignored: each rank has its own")
+    if not fact.used:
+        return _Choice(nothing_sent("unused"), "no rank's forward gives it a gradient")
+    if table is None:
+        return _of_dense(pricing, fact, wanted[fact.name])
+    return _of_table(pricing, table, fact, rows_by_rank.get(fact.name, ()), wanted[fact.name])
 
 
 def _decision(
@@ -297,7 +312,7 @@ def _whole_because(pricing: Pricing, sharded: Priced, allreduce: Priced, what: s
 
 
 def _depends_on_rows(pricing: Pricing, table: Table, fact: ParameterFacts) -> bool:
-    """Whether more or fewer rows read would make another strategy the best, by itself or with others."""
+    """Tells whether more or fewer rows read would make another strategy the best, by itself or with others."""
     anywhere = replace(pricing, sparsity={}, in_use={})
     rows = {ceil(table.num_rows * share) for share in SHARES}
     choices = [_of_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]

@@ -93,7 +93,7 @@ class _Order:
         return max((self._had[node] for node in nodes), default=-1)
 
     def follows(self, one: Stackable, other: Stackable) -> bool:
-        """Whether two tables can be neighbours in a stack."""
+        """Tells whether two tables can be neighbours in a stack."""
         between = [sorted(map(where, (one.table, other.table))) for where in (self.lookup, self._gradient)]
         return self._common(one) == self._common(other) and not any(
             first < 0 or any(first < at < last for at in self._computes) for first, last in between

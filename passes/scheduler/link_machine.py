@@ -340,7 +340,7 @@ class LinkMachine:
 
 
 def _shifted(before: list[float], after: list[float]) -> bool:
-    """Whether a window is the one before it, later by one length."""
+    """Tells whether a window is the one before it, later by one length."""
     if not after:
         return True
     shift = after[0] - before[0]

@@ -43,7 +43,7 @@ def nothing_recorded(mode: FakeTensorMode) -> ExitStack:
 
 
 def is_derived(node: fx.Node) -> bool:
-    """Whether a node's value is what a pass has derived from the very fake values that its inputs have now."""
+    """Tells whether a node's value is what a pass has derived from the very fake values that its inputs have now."""
     derived: Derived | None = node.meta.get("derived")
     return (
         derived is not None
@@ -55,7 +55,7 @@ def is_derived(node: fx.Node) -> bool:
 
 
 def _is_of(value: Any, argument: Any) -> bool:
-    """Whether `value` is what an argument stands for: of nodes their values, the same objects."""
+    """Tells whether `value` is what an argument stands for: of nodes their values, the same objects."""
     if isinstance(argument, fx.Node):
         return value is argument.meta.get("val")
     if isinstance(argument, list | tuple):

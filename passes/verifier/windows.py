@@ -58,7 +58,7 @@ def _id(node: fx.Node) -> OperationId:
 
 
 def _crosses(launch: OperationId) -> bool:
-    """Whether a launch is awaited in the window after that of its submission."""
+    """Tells whether a launch is awaited in the window after that of its submission."""
     return launch == IDS or launch.part == "delayed"
 
 

@@ -93,7 +93,7 @@ class Ahead:
         self._seen = AsSeen.of(self._read)  # a tensor that was written since makes another batch
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
-        """Whether a flattened batch is this one, as far as its ids are computed from it."""
+        """Tells whether a flattened batch is this one, as far as its ids are computed from it."""
         read = (leaves[k] for k in self.program.reads)
         same = all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(read, self._read, strict=True))
         return same and not self._seen.written()

@@ -111,12 +111,12 @@ class _Bucket:
         """What was put into `.grad`, as long as someone holds it."""
 
     def stands_in(self, parameter: nn.Parameter) -> bool:
-        """Whether `.grad` is still what was put there, and nobody has looked at it."""
+        """Tells whether `.grad` is still what was put there, and nobody has looked at it."""
         stand_in = self.stand_ins[parameter]() if parameter in self.stand_ins else None
         return isinstance(stand_in, PendingGradient) and parameter.grad is stand_in and stand_in.landed is None
 
     def is_held(self) -> bool:
-        """Whether someone holds what was put into `.grad`."""
+        """Tells whether someone holds what was put into `.grad`."""
         return any(stand_in() is not None for stand_in in self.stand_ins.values())
 
     def arrived(self, gradients: Sequence[Tensor]) -> None:
@@ -185,7 +185,7 @@ class BucketUpdates:
 
     @property
     def waiting(self) -> bool:
-        """Whether there are gradients that no optimizer has taken over."""
+        """Tells whether there are gradients that no optimizer has taken over."""
         return any(not bucket.updates for bucket in self._waiting.values())
 
     @property

@@ -30,7 +30,7 @@ class EarlyRows:
 
     @property
     def usable(self) -> bool:
-        """Whether they are those of the table, as far as that can be told without looking at them."""
+        """Tells whether they are those of the table, as far as that can be told without looking at them."""
         return not self.stale and self._supposed is None
 
     def look_up(self, ids: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class EarlyRows:
         return self._left
 
     def hold(self, *, stepped: bool) -> bool:
-        """Whether rows that have left are still those of the table, by their values: anyone may have written.
+        """Tells whether rows that have left are still those of the table, by their values: anyone may have written.
 
         Args:
             stepped: a step has been taken that is still to be applied.

@@ -278,7 +278,7 @@ class Flow:
 
     @property
     def has_tables_under_way(self) -> bool:
-        """Whether an update of a table is still to be applied, or rows have left ahead."""
+        """Tells whether an update of a table is still to be applied, or rows have left ahead."""
         return any(exchange.is_under_way for exchange in self.exchanges.values())
 
     def settle_buckets(self) -> None:

@@ -16,7 +16,7 @@ class ForwardSegments:
 
     @property
     def runs(self) -> bool:
-        """Whether a forward runs."""
+        """Tells whether a forward runs."""
         return self._segment is not None
 
     def begin(self, operation: OperationId) -> None:

@@ -163,7 +163,7 @@ class RowExchange:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def can_split(self, ids: Tensor | None) -> bool:
-        """Whether the gradient of the batch with these ids will be all that the coming step applies."""
+        """Tells whether the gradient of the batch with these ids will be all that the coming step applies."""
         return (
             self._routing is not None and self._routing.ids is ids and not self.table.has_gradient and not self.waiting
         )
@@ -219,17 +219,17 @@ class RowExchange:
 
     @property
     def stepped(self) -> bool:
-        """Whether there is a gradient that a step has taken."""
+        """Tells whether there is a gradient that a step has taken."""
         return any(gradient.step is not None for gradient in self._gradients)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether an update is still to be applied, or rows have left ahead."""
+        """Tells whether an update is still to be applied, or rows have left ahead."""
         return bool(self._arriving.rows) or self.stepped
 
     @property
     def waiting(self) -> bool:
-        """Whether there is a gradient on its way that no step has taken, and that `.grad` still is of."""
+        """Tells whether there is a gradient on its way that no step has taken, and that `.grad` still is of."""
         if not self._gradients or self._gradients[-1].step is not None:
             return False
         latest = self._gradients[-1]
@@ -257,7 +257,7 @@ class RowExchange:
                     held.add_rows(*rows)
 
     def may_step(self) -> bool:
-        """Whether a step can take the gradient as it is, on its way, and leave the update to the next forward."""
+        """Tells whether a step can take the gradient as it is, on its way, and leave the update to the next forward."""
         return (
             self.waiting
             and all(waits_for(table, self._gradients[-1]) for table in self.table.members)

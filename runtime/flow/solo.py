@@ -90,7 +90,7 @@ class SoloRows:
 
 
 def fits(graph: TrainingGraph) -> bool:
-    """Whether nothing in a graph needs to know how many unique rows there are, but what takes their gradients."""
+    """Tells whether nothing in a graph needs to know how many unique rows there are, but what takes their gradients."""
     phases = graph.phases
     if "backward" not in phases or not any(op_name(n) == "embrace::unpack_ids" for n in phases["ids"].graph.nodes):
         return False
@@ -106,7 +106,7 @@ def fits(graph: TrainingGraph) -> bool:
 
 
 def _is_rows(node: fx.Node) -> bool:
-    """Whether a value is unique rows, or what `unpack_ids` makes of them."""
+    """Tells whether a value is unique rows, or what `unpack_ids` makes of them."""
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     return op_name(source) == "embrace::unpack_ids" or (
         op_name(source) == "embrace::unique_ids" and node.args[1:] == (0,)

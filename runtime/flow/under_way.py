@@ -104,6 +104,6 @@ class Arriving:
 
 
 def waits_for(table: RowTable, gradient: StepGradient) -> bool:
-    """Whether what a table's `.grad` is, nobody having looked at it, is a gradient on its way."""
+    """Tells whether what a table's `.grad` is, nobody having looked at it, is a gradient on its way."""
     held = table.held
     return held is not None and held.is_late and held.source is gradient

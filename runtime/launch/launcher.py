@@ -148,7 +148,7 @@ class _State:
         self.moved_s = ticket.started_s = time.perf_counter()
 
     def under_way(self) -> bool:
-        """Whether anything has been submitted that has not completed."""
+        """Tells whether anything has been submitted that has not completed."""
         return bool(self.in_flight) or any(window.waiting for window in self.windows)
 
 
@@ -244,7 +244,7 @@ class Launcher:
         future.add_done_callback(ended)
 
     def expects(self, launch: OperationId) -> bool:
-        """Whether a launch of the current window is still to be submitted, and may be."""
+        """Tells whether a launch of the current window is still to be submitted, and may be."""
         return launch in self._state.windows[-1].expected
 
     def leave_backward(self) -> None:

@@ -63,7 +63,7 @@ class StreamTicket(Ticket):
 
     @property
     def done(self) -> bool:
-        """Whether the current stream has waited for it."""
+        """Tells whether the current stream has waited for it."""
         return self.waited
 
     def issue(self) -> None:

@@ -73,12 +73,12 @@ def lower(
 
 
 def _is_in_flight(node: fx.Node) -> bool:
-    """Whether a value is no tensor yet: only its wait yields one."""
+    """Tells whether a value is no tensor yet: only its wait yields one."""
     return any(op_name(user) == "_c10d_functional::wait_tensor" for user in node.users)
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Whether a value lies at the same address at every step."""
+    """Tells whether a value lies at the same address at every step."""
     if node.op == "placeholder":
         return isinstance(node.meta.get("role"), Parameter | Buffer | Shard)
     return op_name(node) in ("embrace::update_bucket", "embrace::update_rows")

@@ -104,7 +104,7 @@ def _is_compute(node: fx.Node) -> bool:
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """Whether eager code would launch something for it: not for views and sizes."""
+    """Tells whether eager code would launch something for it: not for views and sizes."""
     return isinstance(node.target, torch._ops.OpOverload) and not any(
         result.alias_info is not None or str(result.type) == "int" for result in node.target._schema.returns
     )
@@ -189,14 +189,14 @@ def _cut_out(
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Whether a node is a parameter, buffer or shard as such, or as its pending update leaves it."""
+    """Tells whether a node is a parameter, buffer or shard as such, or as its pending update leaves it."""
     if node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return node.meta.get("fixed", False) is True
 
 
 def _stays_in_step(value: fx.Node, user: fx.Node) -> bool:
-    """Whether a reader makes something new of a value, before the step ends."""
+    """Tells whether a reader makes something new of a value, before the step ends."""
     if user.op == "output":
         returned = zip(user.args[0], user.meta["roles"], strict=True)  # type: ignore[arg-type]
         return all(isinstance(role, Saved) for each, role in returned if each is value)

@@ -190,7 +190,7 @@ def probed_links(
 
 
 def still_holds(communicator: Communicator, links: Cluster, device: torch.device = CPU) -> bool:
-    """Whether AllReduces of a small and of a large tensor take about what they would on these links. Collective.
+    """Tells whether AllReduces of a small and of a large tensor take about what they would on these links. Collective.
 
     Two of the many figures of a probe: a network of another rate or another latency is another one in these too.
     """

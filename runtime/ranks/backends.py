@@ -21,7 +21,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a group has a back end for tensors of a device."""
+    """Tells whether a group has a back end for tensors of a device."""
     try:
         group._get_backend(device)
     except RuntimeError:
@@ -30,7 +30,7 @@ def carries(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether a group takes a tensor only from the host: one on a GPU, over gloo."""
+    """Tells whether a group takes a tensor only from the host: one on a GPU, over gloo."""
     return tensor.is_cuda and "nccl" not in backend_name(group, tensor.device)
 
 

@@ -86,7 +86,7 @@ TOLD = "All ranks have been told. Nothing of this step was applied, on any rank.
 
 
 def is_of_ranks(error: BaseException) -> bool:
-    """Whether an error is one that other ranks raise too, or cannot be told any more."""
+    """Tells whether an error is one that other ranks raise too, or cannot be told any more."""
     return isinstance(error, PeerFailure | DeadRank | StuckRank | DivergedReplicas)
 
 

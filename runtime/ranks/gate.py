@@ -37,7 +37,7 @@ class Gate:
         self.future: torch.futures.Future[Any] = self._work.get_future()
 
     def all_are_here(self) -> bool:
-        """Whether all ranks are in this backward, once the gate's exchange has ended. Any thread may ask."""
+        """Tells whether all ranks are in this backward, once the gate's exchange has ended. Any thread may ask."""
         told = self._told()
         return all(each.kind == BACKWARD for each in told) and len(_calls(told)) < 2
 

@@ -266,7 +266,7 @@ class Groups:
             all_gather_single(own.new_empty(own.numel() ** 2), own, group=group)
 
     def uses_nccl(self, device: torch.device) -> bool:
-        """Whether tensors of a device travel by NCCL."""
+        """Tells whether tensors of a device travel by NCCL."""
         assert self.group is not None
         return device.type == "cuda" and carries(self.group, device) and "nccl" in backend_name(self.group, device)
 

@@ -104,7 +104,7 @@ class Rounding:
             error.add(wanted, sent)
 
     def rounds(self, values: Tensor, kind: str) -> bool:
-        """Whether a tensor of "rows" or "buckets" travels in fewer bits than it has."""
+        """Tells whether a tensor of "rows" or "buckets" travels in fewer bits than it has."""
         form = self.rows if kind == "rows" else self.buckets
         return form != "exact" and values.is_floating_point() and Wire(values.element_size(), form).rounds
 

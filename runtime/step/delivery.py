@@ -108,7 +108,7 @@ class Delivery:
             self.state.tables[name].open_gradient().is_summed = not self.synchronised
 
     def _reduces(self, name: str) -> bool:
-        """Whether a gradient is the mean over all ranks."""
+        """Tells whether a gradient is the mean over all ranks."""
         return self.synchronised and name not in self.state.ignored
 
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 
 def is_hooked(parameter: Tensor) -> bool:
-    """Whether a parameter has gradient hooks."""
+    """Tells whether a parameter has gradient hooks."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def has_node_hooks(parameter: nn.Parameter) -> bool:
-    """Whether the node that would accumulate a parameter's gradient has hooks: it never runs here."""
+    """Tells whether the node that would accumulate a parameter's gradient has hooks: it never runs here."""
     if getattr(parameter, "_in_backward_optimizers", None):  # torch.distributed.optim's
         return True
     with torch.enable_grad():

@@ -50,7 +50,7 @@ class HookedBucket:
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the last one of the backward."""
+        """Tells whether it is the last one of the backward."""
         return self._is_last
 
     def buffer(self) -> Tensor:

@@ -139,7 +139,7 @@ def _ahead_of_host(
 
 
 def ids_are_pure(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
-    """Whether a batch's ids are the same a step earlier: no random numbers, nothing that the forward writes."""
+    """Tells whether a batch's ids are the same a step earlier: no random numbers, nothing that the forward writes."""
     draws = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in unique.graph.nodes)
     written = {role.of for _, role in outputs_of(forward) if isinstance(role, Mutation)}
     return not draws and written.isdisjoint(role for _, role in inputs_of(unique))

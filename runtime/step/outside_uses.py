@@ -86,7 +86,7 @@ class OutsideUses:
         )
 
     def _is_of_a_call(self) -> bool:
-        """Whether the backward under way comes, or came, to a call of the model: else it is this rank's own."""
+        """Tells whether the backward under way comes, or came, to a call of the model: else it is this rank's own."""
         calls: Any = self._state.awaiting_backward
         to_come = any(torch._C._will_engine_execute_node(call.anchor) for call in tuple(calls))
         return to_come or torch._C._current_graph_task_id() == self._state.graph_task

@@ -36,7 +36,7 @@ def own_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[
 
 
 def in_memory_of(made: Iterable[Tensor], read: AsSeen) -> AsSeen:
-    """Those tensors that share memory with what the backward reads.
+    """Finds the tensors that share memory with what the backward reads.
 
     Args:
         made: plain tensors that `own_results` made.

@@ -260,7 +260,7 @@ class Stepping:
         return [entry for entry in found if not entry.table.rule.moves_all]
 
     def _may_wait(self, optimizer: Optimizer) -> bool:
-        """Whether torch's own step does nothing that an update in the next forward could not do."""
+        """Tells whether torch's own step does nothing that an update in the next forward could not do."""
         if self.flow is None or type(optimizer) not in ELEMENT_WISE:  # others may write into their groups as they step
             return False
         if optimizer.__dict__.get("found_inf") is not None:  # a GradScaler leaves unscaling and skipping to the step

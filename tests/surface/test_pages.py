@@ -118,7 +118,9 @@ def test_what_a_page_shows_runs(page: str, program: str, here: Path) -> None:
     if "transformers" in program:
         pytest.importorskip("transformers", reason="of the extra `test`")
     # As a script of its own: modules are looked up by the classes that they define.
-    exec(compile(program, f"{page}.md", "exec"), {"__name__": "__page__"})
+    names: dict[str, Any] = {"__name__": "__page__"}
+    exec(compile(program, f"{page}.md", "exec"), names)
+    assert names["embrace_fx"] is embrace_fx
 
 
 def reader(*, compiled: bool) -> dict[str, Any]:

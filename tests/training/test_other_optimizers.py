@@ -155,7 +155,7 @@ def _both(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def _compare(ranks: int) -> None:
+def _check(ranks: int) -> None:
     for found in run_ranks(ranks, _both):
         for name, ((ended, groups), (expected, expected_groups), strategy) in found.items():
             assert_same(ended, expected, DTYPE)
@@ -167,9 +167,9 @@ def _compare(ranks: int) -> None:
 
 
 def test_on_two_ranks() -> None:
-    _compare(2)
+    _check(2)
 
 
 @pytest.mark.long
 def test_on_three_ranks() -> None:
-    _compare(3)
+    _check(3)

@@ -106,7 +106,7 @@ def test_the_last_step_is_taken_where_the_compiled_model_goes() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-def _compare(ranks: int, names: list[str]) -> None:
+def _check(ranks: int, names: list[str]) -> None:
     for found in run_ranks(ranks, _both, names):
         for name, ((ended, told), (expected, expected_told)) in found.items():
             assert_same(ended, expected, DTYPE)
@@ -115,14 +115,14 @@ def _compare(ranks: int, names: list[str]) -> None:
 
 
 def test_uses_on_two_ranks() -> None:
-    _compare(2, ["data clamped", "numpy from before written", "momentum reset", "target network", "read by a thread"])
+    _check(2, ["data clamped", "numpy from before written", "momentum reset", "target network", "read by a thread"])
 
 
 @pytest.mark.long
 def test_all_uses_on_two_ranks() -> None:
-    _compare(2, list(USES))
+    _check(2, list(USES))
 
 
 @pytest.mark.long
 def test_all_uses_on_three_ranks() -> None:
-    _compare(3, list(USES))
+    _check(3, list(USES))

@@ -84,7 +84,7 @@ class _Table:
             rows = self._step(ids)
         Replay(self, self.optimizer, options, self.resting).finish([(ids, rows)])
 
-    def compare(self) -> None:
+    def check(self) -> None:
         self.resting.settle(self.local, self.state)
         tolerance = TOLERANCES[self.local.dtype]
         torch.testing.assert_close(self.local, self.parameter.detach(), rtol=tolerance, atol=tolerance)
@@ -104,8 +104,8 @@ def test_rows_that_have_rested_end_where_the_optimizer_leads(name: str, dtype: t
         read = {0: (), 1: (3, 4), 2: (3,), 50: (1, 3), 51: (19,), 249: (0, 3)}.get(step, (2,))
         table.step(*read)
         if step == 150:
-            table.compare()
-    table.compare()
+            table.check()
+    table.check()
 
 
 @pytest.mark.parametrize("name", ["adamw", "amsgrad"])
@@ -122,7 +122,7 @@ def test_rows_take_all_steps_at_once_where_their_root_fades_slowly(name: str, mo
     table = _Table(SKIPPED[name], torch.float32)
     for _ in range(20):
         table.step()
-    table.compare()
+    table.check()
     assert sum(one_by_one) > 0
 
     for _ in range(300):
@@ -130,7 +130,7 @@ def test_rows_take_all_steps_at_once_where_their_root_fades_slowly(name: str, mo
     one_by_one.clear()
     for step in range(200):
         table.step(step % 3, 5)
-    table.compare()
+    table.check()
     assert sum(one_by_one) == 0
 
 
@@ -145,7 +145,7 @@ def test_a_row_is_caught_up_once_however_often_it_is_named() -> None:
     assert torch.equal(table.local, before)
     torch.testing.assert_close(before[[2, 7]], table.parameter.detach()[[2, 7]], rtol=1e-12, atol=1e-12)
     assert not torch.allclose(before[5], table.parameter.detach()[5], rtol=1e-6)
-    table.compare()
+    table.check()
 
 
 @pytest.mark.parametrize(
