@@ -65,12 +65,14 @@ def compile(
         plan: a plan, or the path of a saved one, that is repeated; None: it is made at the first call.
         memory_budget: the most that forward and backward may hold, in bytes, or below 1 as a fraction.
         check_replicas: every so many calls, ranks compare checksums of what all hold; None: never.
-        broadcast_buffers, forward_sync_buffers: as of DDP.
+        broadcast_buffers: as of DDP.
+        forward_sync_buffers: as of DDP.
         dump_to: a folder in which ranks write what they were doing when one is dead or stuck.
         offload_to: with a memory budget on the CPU, a directory for saved values.
         device_mesh: as of DDP: a mesh of one dimension, in place of the process group.
         route: "graph": a forward that no graph holds is an error; "eager": nothing is captured; None: as it can be.
-        rows, buckets: the format in which rows, and reduced gradients, travel: "exact", "bf16", "fp16" or "int8".
+        rows: the format in which rows and their gradients travel: "exact", "bf16", "fp16" or "int8".
+        buckets: likewise of gradients that are AllReduced.
 
     Raises:
         SetUpError: a ValueError and a RuntimeError: an option that does not exist; no trainable parameter; no compiler
