@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -45,6 +46,8 @@ def compile(
     route: Literal["graph", "eager"] | None = None,
     rows: Format = "exact",
     buckets: Format = "exact",
+    table_memory: float | Mapping[str, float] | None = None,
+    tables_in: str | Path | None = None,
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
@@ -73,6 +76,8 @@ def compile(
         route: "graph": a forward that no graph holds is an error; "eager": nothing is captured; None: as it can be.
         rows: the format in which rows and their gradients travel: "exact", "bf16", "fp16" or "int8".
         buckets: likewise of gradients that are AllReduced.
+        table_memory: what sharded tables may hold of this rank's memory, in bytes, or below 1 as a share; by name too.
+        tables_in: with it, a directory for rows that do not fit.
 
     Raises:
         SetUpError: a ValueError and a RuntimeError: an option that does not exist; no trainable parameter; no compiler
@@ -83,7 +88,8 @@ def compile(
 
     first = strategy, schedule, row_updates, backend, dynamic, cluster, plan, memory_budget, check_replicas
     others = broadcast_buffers, forward_sync_buffers, dump_to, offload_to, device_mesh, route, rows, buckets
-    options = Options(*first, *others)
+    of_tables = table_memory, tables_in
+    options = Options(*first, *others, *of_tables)
     optimizers = as_tuple(optimizer)
     if isinstance(model, CompiledModel) and model._is_as_asked(options, optimizers, process_group):
         return model

@@ -65,7 +65,7 @@ def fitted(plan: Plan, misfits: Sequence[Misfit], why_whole: str = WHOLE) -> Pla
     reasons = dict.fromkeys(late, LATE) | dict.fromkeys(whole, why_whole)
     reduced_as: Format = next((d.travels_as for d in plan if d.strategy == "allreduce"), "exact")
     decisions = tuple(_reduced(d, reasons[d.parameter], reduced_as) if d.parameter in reasons else d for d in plan)
-    stacks = (_without(plan, stack, whole) for stack in plan.stacks)
+    stacks = (without_tables(plan, stack, whole) for stack in plan.stacks)
     return replace(
         plan,
         decisions=decisions,
@@ -86,7 +86,8 @@ def _reduced(decision: Decision, reason: str, travels_as: Format) -> Decision:
     )
 
 
-def _without(plan: Plan, stack: Stack, whole: Collection[str]) -> Stack:
+def without_tables(plan: Plan, stack: Stack, whole: Collection[str]) -> Stack:
+    """A stack without some of its tables."""
     tables = tuple(name for name in stack.tables if name not in whole)
     ends = list(accumulate(plan[name].shape[0] for name in tables))
     return Stack(tables, (0, *ends[:-1]))

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from embrace_fx.planning.tiering import begins_lazily, place_tiered, tiers
 from embrace_fx.runtime.ranks.announcement import Form
 from embrace_fx.runtime.step.stepping import DenseTable
 from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.part_state import own_state
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tiers.tiered_table import REFUSAL, TieredTable
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.exactness import semantics
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -24,9 +26,15 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     grids = {name: plan[name].grid for name in plan.sharded}
     shapes = {name: parameter.shape for name, parameter in setting.model.named_parameters()}
     with setting.communicator.watching():
-        made = materialise(setting.model, grids, setting.stepping.holders.optimizers, setting.communicator)
+        beyond = tiers(setting, plan)
+        lazily = [setting.state.parameter(name) for name in beyond if begins_lazily(setting, name) is not None]
+        made = materialise(setting.model, grids, setting.stepping.holders.optimizers, setting.communicator, lazily)
         for name in plan.sharded:
-            _shard(setting, name, plan, shapes[name], made.get(name))
+            if name in beyond:
+                table = place_tiered(setting, name, shapes[name], made.get(name), beyond[name])
+                setting.state.tables[name] = table
+            else:
+                _shard(setting, name, plan, shapes[name], made.get(name))
     if setting.communicator.world_size > 1:
         buffers = setting.options.shares_buffers
         apart = setting.state.ignored.union(plan.sharded)
@@ -59,7 +67,10 @@ def gather_tables(setting: Setting, names: Sequence[str]) -> None:
     """Puts sharded tables together, with their state and gradients, on every rank. Collective."""
     with setting.communicator.watching(), torch.no_grad():
         for name in names:
-            table = setting.state.tables.pop(name)
+            table = setting.state.tables[name]
+            if isinstance(table, TieredTable):
+                raise RuntimeError(REFUSAL.format(name=name, asked="a deed that puts together"))
+            del setting.state.tables[name]
             unshard_parameter(table, setting.stepping.holders.optimizers, setting.communicator.group)
 
 

@@ -20,6 +20,7 @@ from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.last_run import changes
 from embrace_fx.planning.placing import gather_tables, place, place_anew
 from embrace_fx.planning.replanning import SAMPLED_EVERY, Calls, Drift, story
+from embrace_fx.planning.tiering import fit_plan
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.announcement import Announcement, activity_of
 from embrace_fx.runtime.ranks.failure import PeerFailure
@@ -137,6 +138,7 @@ class PlanInUse:
                 plan, findings = make_plan(setting, analysed, leaves)
         else:
             plan = repeated(setting, analysed, given)
+        plan = fit_plan(setting, plan)
         self._adopt(plan, findings)
         with stage("placing parameters", rank):
             place(setting, analysed, plan)
@@ -145,7 +147,7 @@ class PlanInUse:
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
         """Puts a plan in use, of which nothing is built yet."""
         self.plan, self._findings = plan, findings
-        self._drift = _drift(plan, findings)
+        self._drift = None if self._setting.options.table_memory is not None else _drift(plan, findings)
         self.builder = ProgramBuilder(self._setting, plan, self.calls, self._buffers, self._on_other_batch)
         log_text("plan", lambda: str(plan))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -66,6 +66,9 @@ class Options:
         rows: the format in which sharded tables' rows and their gradients travel: "exact", as they are, or rounded to
             "bf16", "fp16" or "int8" (docs/exactness.md). Parameters stay what they are; evaluations read exact rows.
         buckets: likewise of gradients that are AllReduced; sparse exchanges of replicas stay exact.
+        table_memory: what sharded tables and their optimizer state may hold of this rank's memory, in bytes, or, below
+            1, as a fraction of their rows; for all of them, or by patterns of names (docs/memory.md). None: all.
+        tables_in: with table_memory: a directory in which the other rows lie, in a file without a name.
     """
 
     strategy: Strategy
@@ -85,6 +88,8 @@ class Options:
     route: str | None = None
     rows: Format = "exact"
     buckets: Format = "exact"
+    table_memory: float | Mapping[str, float] | None = None
+    tables_in: str | Path | None = None
 
     @property
     def shares_buffers(self) -> bool:
@@ -106,9 +111,9 @@ class Options:
         """
         plan = self.given_plan
         offloads = None if self.offload_to is None else "somewhere"
-        return repr(replace(self, plan=None, dump_to=None, offload_to=offloads, device_mesh=None)) + (
-            f" and a plan of digest {plan.digest()}" if plan is not None else ""
-        )
+        tables = None if self.tables_in is None else "somewhere"
+        own = replace(self, plan=None, dump_to=None, offload_to=offloads, tables_in=tables, device_mesh=None)
+        return repr(own) + (f" and a plan of digest {plan.digest()}" if plan is not None else "")
 
     def check(self, where: str = "compile()") -> None:
         """Raises `ValueError` where an option has a value that does not exist; `where` is the call that it names."""
@@ -157,6 +162,7 @@ class Options:
                 f"expected memory_budget with offload_to, in {where}, found none: nothing is offloaded without a "
                 "budget. Pass memory_budget, or leave out offload_to."
             )
+        self._check_tables(where)
         check_strategy(self.strategy, where)
         if not isinstance(self.plan, Plan | str | Path | None):
             raise ValueError(
@@ -172,6 +178,26 @@ class Options:
             raise ValueError(
                 f"expected cluster to be an embrace_fx.Cluster, in {where}, found {self.cluster!r}. Give its "
                 "links' bandwidth in bytes per millisecond and latency in milliseconds: Cluster(3.1e6, 0.05), 25 Gb/s."
+            )
+
+    def _check_tables(self, where: str) -> None:
+        memory: object = self.table_memory
+        of_tables = list(memory.values()) if isinstance(memory, Mapping) else [] if memory is None else [memory]
+        if not all(isinstance(each, int | float) and each > 0 for each in of_tables):
+            raise ValueError(
+                f"expected table_memory to be None, bytes, a fraction below 1, or one of these by table, in {where}, "
+                f"found {memory!r}. Pass 0.1 for a tenth of each table's rows, or {{'embedding.weight': 2**30}}."
+            )
+        if memory is not None and self.rows != "exact":
+            raise ValueError(
+                f"expected rows='exact' with table_memory, in {where}, found {self.rows!r}: what is rounded off a "
+                "row's gradient is kept in memory. Leave out one of them."
+            )
+        directory: object = self.tables_in
+        if not isinstance(directory, str | Path | None) or (directory is None) != (memory is None):
+            raise ValueError(
+                f"expected a directory in tables_in with table_memory, and none without, in {where}, found "
+                f"tables_in={self.tables_in!r} and table_memory={memory!r}. Pass both: rows that do not fit lie there."
             )
 
 

@@ -36,7 +36,7 @@ class EarlyRows:
     def look_up(self, ids: Tensor) -> Tensor:
         """The rows as the step to come will leave them."""
         self._ids = ids
-        self._before = self._table.local.index_select(0, ids)
+        self._before = self._table.look_up(ids, self._table.local.dtype)
         self._left, self._supposed = self._table.preview(ids, self._before)
         return self._left
 
@@ -50,7 +50,7 @@ class EarlyRows:
             return True
         rested = stepped or self._table.has_resting_rows  # the step they have left with is still to move them
         expected = self._before if rested else self._left
-        return torch.equal(self._table.local.index_select(0, self._ids), expected)
+        return torch.equal(self._table.as_they_are(self._ids), expected)
 
     def stepped(self, *, moved_all: bool, under_way: bool) -> None:
         """Notes a step that has been taken; `moved_all`: of all rows, not just of those with a gradient of their own.

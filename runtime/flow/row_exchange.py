@@ -27,7 +27,7 @@ from embrace_fx.runtime.flow.early_rows import EarlyRows
 from embrace_fx.runtime.flow.grid_parts import GridPart
 from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, Split
 from embrace_fx.runtime.flow.under_way import Arriving, GradientPart, LateRows, Rows, StepGradient, Wait, waits_for
-from embrace_fx.runtime.kernels import coalesce, lookup_as
+from embrace_fx.runtime.kernels import coalesce
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts
@@ -123,9 +123,8 @@ class RowExchange:
 
     def _look_up(self, launch: OperationId, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the part, as they are; early ones as the step to come will leave them."""
-        self.table.catch_up(ids)
         if launch.part != "early":
-            return lookup_as(self.table.local, ids, dtype)
+            return self.table.look_up(ids, dtype)
         return self.early.look_up(ids).to(dtype)
 
     def settle_rows(self) -> None:

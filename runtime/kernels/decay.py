@@ -112,6 +112,11 @@ class Moments:
             term *= u
         sums[-1] += term.abs_().div_(root.clamp(max=1.0))
 
+    def end(self) -> None:
+        """Gives back memory for further steps: there are none."""
+        self.sums, self.centre = self.sums[:, : self._count].clone(), self.centre[: self._count].clone()
+        del self._faded, self._root
+
 
 def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History) -> None:
     """Has rows take the steps that they have skipped, none of which had a gradient for them, in place.
@@ -119,7 +124,8 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     Args:
         shard, averages: written.
         ids: (K,) int64; some may be the same.
-        taken: (V',) int32, written: how many steps of the history each row has taken; of all and more, nothing is done.
+        taken: (V',) integers, written: how many steps of the history each row has taken; of all and more, nothing is
+            done.
     """
     if ids.numel() == 0:
         return

@@ -98,9 +98,8 @@ class Bindings:
         name = role.table if isinstance(role, Shard) else role.name
 
         def caught_up(shard: Tensor, ids: Tensor) -> Tensor:
-            if (table := tables.get(name)) is not None:
-                table.catch_up(ids)
-            return lookup(shard, ids)
+            table = tables.get(name)
+            return lookup(shard, ids) if table is None else table.look_up(ids)
 
         return _named(caught_up, node.name)
 

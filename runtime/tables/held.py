@@ -44,6 +44,10 @@ class Held:
         """This rank's part, to be written or viewed: what is written is kept."""
         return self.dense()
 
+    def by_ids(self) -> Tensor:
+        """This rank's part, for a program that reads its rows by ids alone."""
+        return self.memory()
+
     def replace(self, local: Tensor) -> None:
         """Puts other memory in the place of what there is."""
         self._before = self.version + 1 - local._version

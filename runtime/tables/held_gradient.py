@@ -41,6 +41,7 @@ class HeldGradient(Held):
         like: this rank's part (V', d).
         communicator: the ranks that have the other parts; None: there are none.
         siblings: the gradients that other tables have, in the same order on all ranks.
+        no_dense: why it cannot be dense; "": it can.
 
     Attributes:
         source: what it waits for, or waited for last.
@@ -52,9 +53,11 @@ class HeldGradient(Held):
         like: Tensor,
         communicator: Communicator | None,
         siblings: Callable[[], Sequence[HeldGradient]] = lambda: (),
+        no_dense: str = "",
     ) -> None:
         super().__init__(like)
         self._local = None
+        self._no_dense = no_dense
         self.communicator = communicator
         self.source: object = None
         self.is_summed = False
@@ -115,6 +118,7 @@ class HeldGradient(Held):
 
     def set_dense(self, dense: Tensor) -> None:
         """Makes the gradient dense, with a tensor as its memory."""
+        self._check_dense()
         self.is_summed = False
         self.replace(dense)
         self._late, self._rows, self._read, self._is_zero = None, [], None, False
@@ -154,10 +158,15 @@ class HeldGradient(Held):
         self.land()
         if self._local is not None:
             return self._local
+        self._check_dense()
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         for ids, rows in self._rows:
             dense.index_add_(0, ids, rows)
         return dense
+
+    def _check_dense(self) -> None:
+        if self._no_dense:
+            raise RuntimeError(self._no_dense)
 
     def memory(self) -> Tensor:
         """Makes the gradient dense for good, and returns it, (V', d)."""

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from embrace_fx.runtime.tables.asked import Asked
 from embrace_fx.runtime.tables.held_gradient import HeldGradient
 from embrace_fx.runtime.tables.layouts import Place
+from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.pending_parameters import PendingUpdates
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.table_part import local_part
 
 
 def names_to_ignore(model: nn.Module) -> frozenset[str]:
@@ -118,7 +118,12 @@ class ModelState:
 
     def shard_reader(self, name: str) -> Callable[[], Tensor]:
         owner, key = self._parameters[name]
-        return lambda: local_part(owner[key])  # another parameter may be there by then
+
+        def read() -> Tensor:  # another parameter may be there by then
+            found = owner[key]
+            return found.held.by_ids() if isinstance(found, Part) else found.detach()
+
+        return read
 
     def buffers_in(self, is_meant: Callable[[dict[str, Any]], bool]) -> list[str]:
         """The names of buffers in the modules' dicts of buffers that are meant."""

@@ -31,6 +31,8 @@ def show_state(
     tables = {table.parameter: table for table in model.tables.values()}
     for key, parameter in _numbered(optimizer, state_dict):
         table = tables.get(parameter)
+        if table is not None and table.no_dense:
+            raise RuntimeError(table.no_dense)
         if key not in shown or table is None or table.place.mesh is None:
             continue
         state, shape = plain_state(shown[key]), table.local.shape
@@ -60,6 +62,8 @@ def own_state_of(
 ) -> dict[str, Any]:
     """State of a parameter as it is here: this rank's part of a sharded table's, and of others all of it."""
     table = next((table for table in model.tables.values() if table.parameter is parameter), None)
+    if table is not None and table.no_dense:
+        raise RuntimeError(table.no_dense)
     if table is not None:
         return own_state(parameter, table.place, state, communicator.group)
     return {key: whole_table(v, v.device_mesh.get_group()) if isinstance(v, DTensor) else v for key, v in state.items()}

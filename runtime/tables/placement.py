@@ -114,6 +114,7 @@ def materialise(
     sharded: Mapping[str, Grid | None],
     optimizers: Sequence[Optimizer],
     communicator: Communicator,
+    lazily: Sequence[nn.Parameter] = (),
 ) -> dict[str, DeviceMesh]:
     """Gives values to parameters and buffers on the meta device, by their modules' `reset_parameters`.
 
@@ -122,6 +123,7 @@ def materialise(
 
     Args:
         sharded: tables, with the grids on which they lie; None: by columns.
+        lazily: parameters that are to stay without values.
 
     Returns: table -> the mesh that it lies on, of those that have become shards.
 
@@ -139,6 +141,7 @@ def materialise(
         torch.manual_seed(int(seed))
         for path, module in model.named_modules():
             own = {key: p for key, p in module._parameters.items() if p is not None and p.device.type == "meta"}
+            own = {key: p for key, p in own.items() if all(p is not each for each in lazily)}
             meta_buffers = any(b is not None and b.device.type == "meta" for b in module._buffers.values())
             if not own and not meta_buffers:
                 continue

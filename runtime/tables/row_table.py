@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from embrace_fx.runtime.kernels import lookup_as
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held_gradient import HeldGradient, Rows
 from embrace_fx.runtime.tables.layouts import Place, own_part, whole_table
@@ -96,6 +97,24 @@ class RowTable:
         self.parameter.held.replace(local)
 
     @property
+    def like(self) -> Tensor:
+        """A tensor of the size of this rank's part, whose values mean nothing."""
+        return self.local
+
+    def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
+        """Where rows (K,) are in `local`, until the next call: there themselves."""
+        return ids
+
+    def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Rows (K, d), once they have taken skipped steps."""
+        self.catch_up(ids)
+        return lookup_as(self.local, self.places(ids), dtype or self.local.dtype)
+
+    def as_they_are(self, ids: Tensor) -> Tensor:
+        """Rows (K, d), with what they have skipped still to come."""
+        return self.local.index_select(0, self.places(ids))
+
+    @property
     def joined(self) -> tuple[Tensor, ...]:
         """Tensors besides the parameter that hold the table's memory: none."""
         return ()
@@ -109,6 +128,9 @@ class RowTable:
     def grid(self) -> Grid | None:
         """The grid on which it lies; None: by columns."""
         return self.place.grid
+
+    no_dense = ""
+    """Why its gradient cannot be had as a tensor of all elements; "": it can."""
 
     # -- the gradient --------------------------------------------------------------------------------------------------
 
@@ -128,7 +150,7 @@ class RowTable:
         gradient = self.parameter.grad
         if isinstance(gradient, Part) and isinstance(gradient.held, HeldGradient):
             return gradient.held
-        held = HeldGradient(self.local, self._communicator, self._gradients)
+        held = HeldGradient(self.like, self._communicator, self._gradients, self.no_dense)
         if isinstance(gradient, Part):  # computed from parts
             if not gradient.spread.fits(self._layout):
                 raise gradient.origin.refused(f"it as a gradient of {self.name}, whose rows and columns are others")

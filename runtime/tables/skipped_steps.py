@@ -62,8 +62,12 @@ class SkippedSteps(ABC):
 
         Args:
             ids: (K,) rows; some may be the same.
-            taken: (V',) int32, written: how many steps each row has taken; more than there are: nothing is done to it.
+            taken: (V',) integers, written: how many steps each row has taken; more than there are: nothing is done.
         """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Gives back memory for further steps: there are none."""
 
 
 _READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
@@ -170,6 +174,12 @@ class Decaying(SkippedSteps):
         averages = Averages(state["exp_avg"], state["exp_avg_sq"], greatest)
         decay_rows(local, averages, ids, taken, History(self._coefficients, self.count, *self._bounds, self._moments))
 
+    def end(self) -> None:
+        if self._coefficients is not None:
+            self._coefficients = self._coefficients[: self.count + 1].clone()
+        if self._moments is not None:
+            self._moments.end()
+
 
 class Linear(SkippedSteps):
     """Skipped steps of SGD and RMSprop.
@@ -219,6 +229,10 @@ class Linear(SkippedSteps):
                 average = state[name].index_select(0, ids)
                 state[name].index_copy_(0, ids, (factor * average).to(local.dtype))
         taken.index_copy_(0, ids, rested.clamp(min=self.count))
+
+    def end(self) -> None:
+        if self._maps is not None:
+            self._maps = self._maps[: self.count + 1].clone()
 
 
 _IDENTITY = (1.0, 0.0, 0.0, 1.0, 1.0)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from embrace_fx.runtime.kernels import lookup_as
 from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.own_step import is_of_rows
 from embrace_fx.runtime.tables.row_table import RowTable
@@ -119,6 +120,19 @@ class StackedTable:
         for member, (own, _) in zip(self.members, parts, strict=True):
             member.catch_up(own)
         return True
+
+    def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
+        """As `RowTable.places`."""
+        return ids
+
+    def look_up(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """As `RowTable.look_up`."""
+        self.catch_up(ids)
+        return lookup_as(self.local, ids, dtype)
+
+    def as_they_are(self, ids: Tensor) -> Tensor:
+        """As `RowTable.as_they_are`."""
+        return self.local.index_select(0, ids)
 
     def settle(self) -> None:
         """Has all rows take the steps they have skipped."""

@@ -58,6 +58,9 @@ class Stepped(Protocol):
     def local(self) -> Tensor:
         """This rank's part, (V', d)."""
 
+    def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
+        """Where rows are in `local` and in the state of rows, until the next call."""
+
     @property
     def state(self) -> MutableMapping[str, Any]:
         """What the optimizer keeps of it."""
@@ -99,6 +102,7 @@ class RowsAlone:
         A step's rows may come in several parts, none in two of them.
         """
         table = self.table
+        ids = table.places(ids, to_write=True)
         if not fused_rows.step(self.optimizer, self.options, table.local, table.state, ids, rows):
             step_rows(self.optimizer, self._of_some, table.local, table.state, ids, rows)
 
@@ -161,6 +165,7 @@ class Replay(RowsAlone):
         resting.begin(optimizer, options, table.local, table.state)
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
+        ids = self.table.places(ids, to_write=True)
         self._resting.catch_up(self.table.local, self.table.state, ids)
         step_rows(self.optimizer, self.options, self.table.local, self.table.state, ids, rows)
         self._resting.took(ids)
@@ -192,6 +197,7 @@ class RowWise(RowsAlone):
     def update(self, ids: Tensor, rows: Tensor, squares: Tensor) -> None:
         """Updates rows by their gradients (K, d), given the sums of squares over all columns (K,)."""
         table, options = self.table, self.options
+        ids = table.places(ids, to_write=True)
         if not table.state:
             table.keep({"sum": new_sums(table.local, dict(options))})
         sums = table.state["sum"].index_select(0, ids).add_(squares / self._columns)
@@ -302,6 +308,6 @@ class Supposed:
 def suppose(table: Stepped, ids: Tensor, rows: Tensor) -> tuple[Tensor, Supposed]:
     """Takes the next step of a table with copies of rows `ids` (K,), as if it gave them no gradient; returns (K, d)."""
     rows, options = rows.clone(), hyperparameters(table.param_group())
-    state = rows_of_state(table.state, ids, table.local.shape[0])
+    state = rows_of_state(table.state, table.places(ids), table.local.shape[0])
     step_tensor(table.holder, options, rows, torch.zeros_like(rows), state)
     return rows, Supposed(table.holder, options)

@@ -57,6 +57,9 @@ class _Table:
 
     # As a table.
 
+    def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
+        return ids
+
     lacks_state = False
 
     @property

@@ -1,0 +1,138 @@
+"""Steps that rows beyond memory have skipped: histories are kept, not settled, until each row is next in memory.
+
+Contract
+    Where a table in memory has all rows take what they have skipped, here the history is closed, and another begins: a
+    row takes the rest of the closed ones when it is next brought into memory, in the order and over the steps in which
+    it would have taken them there. So its bits are the same, and no pass over the file is ever needed.
+
+Shape legend: S slots of the working set; K of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from embrace_fx.runtime.tables.own_step import is_of_rows, step_tensor
+from embrace_fx.runtime.tables.resting import RestingRows
+from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, form_of
+from embrace_fx.runtime.tiers.working_set import TAKEN, WEIGHTS, WorkingSet
+
+
+class _Skipped(Protocol):
+    """Steps in a row that a row can have skipped."""
+
+    count: int
+
+    def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None: ...
+
+
+class _FirstStep:
+    """The step that makes a table's state, for rows without gradient: taken as the optimizer takes it.
+
+    Args:
+        counters: what the state counts, as before the step.
+    """
+
+    count = 1
+
+    def __init__(self, optimizer: Optimizer, options: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
+        self._optimizer, self._options, self._counters = optimizer, options, dict(counters)
+
+    def take(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
+        behind = ids[taken.index_select(0, ids) < 1]
+        values = local.index_select(0, behind)
+        after = step_tensor(self._optimizer, self._options, values, torch.zeros_like(values), dict(self._counters))
+        local.index_copy_(0, behind, values)
+        for key, column in state.items():
+            if is_of_rows(after.get(key), behind.numel()):
+                column.index_copy_(0, behind, after[key])
+
+
+class Histories(RestingRows):
+    """The resting rows of a table beyond memory, by slots."""
+
+    def __init__(self, memory: WorkingSet) -> None:
+        super().__init__()
+        self._memory = memory
+        self._closed: list[tuple[int, _Skipped]] = []  # with the number of steps before each
+        self._before = 0  # steps of closed histories
+
+    @property
+    def _steps(self) -> int:
+        return self._before + (0 if self._skipped is None else self._skipped.count)
+
+    def begin(self, optimizer: Any, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> None:
+        form = form_of(optimizer, options, state, local.dtype)
+        assert form is not None
+        if self._skipped is not None and not (isinstance(self._skipped, form) and self._skipped.fits(options)):
+            self.close()
+        if self._skipped is None:
+            self._skipped = form(local.device)
+
+    def took(self, ids: Tensor) -> None:
+        self._memory.columns[TAKEN].index_fill_(0, ids, self._steps + 1)
+
+    def took_first(
+        self, ids: Tensor, optimizer: Optimizer, options: Mapping[str, Any], counters: Mapping[str, Any]
+    ) -> None:
+        """All rows but those in slots `ids` are still to take the step that has made state."""
+        self.close()
+        self._add(_FirstStep(optimizer, options, counters))
+        self._memory.columns[TAKEN].index_fill_(0, ids, self._before)
+
+    def shorten(self, local: Tensor, state: Mapping[str, Any]) -> None:
+        if self._skipped is not None and self._skipped.count == MOST_STEPS:
+            self.close()
+
+    def settle(self, local: Tensor, state: Mapping[str, Any]) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the history: rows take the rest of it before anything else."""
+        skipped, self._skipped = self._skipped, None
+        if skipped is not None and skipped.count:
+            skipped.end()
+            self._add(skipped)
+
+    def _add(self, skipped: _Skipped) -> None:
+        self._closed.append((self._before, skipped))
+        self._before += skipped.count
+
+    def catch_up_closed(self, slots: Tensor, state: Mapping[str, Any]) -> None:
+        """Lets rows in slots (K,) take what a table in memory has settled."""
+        self._catch_up(slots, state, self._before)
+
+    def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
+        self._catch_up(ids, state, self._steps)
+        return self.rest
+
+    def _catch_up(self, slots: Tensor, state: Mapping[str, Any], until: int) -> None:
+        memory, taken = self._memory, self._memory.columns[TAKEN]
+        behind = slots[taken.index_select(0, slots) < until]
+        if not behind.numel():
+            return
+        # In the order of their ids, as those of a table in memory: blocks of rows are then the same ones.
+        slots = behind.unique()
+        slots = slots.index_select(0, memory.row_of.index_select(0, slots).argsort())
+        steps = taken.index_select(0, slots)
+        local = memory.columns[WEIGHTS].index_select(0, slots)
+        columns = {key: column for key, column in memory.columns.items() if key not in (WEIGHTS, TAKEN)}
+        of_rows = {key: column.index_select(0, slots) for key, column in columns.items()}
+        every, first = torch.arange(slots.numel()), int(steps.min())
+        for before, skipped in self._due(first, until):
+            skipped.take(local, {**state, **of_rows}, every, (steps - before).clamp_(min=0))
+        memory.columns[WEIGHTS].index_copy_(0, slots, local)
+        for key, column in columns.items():
+            column.index_copy_(0, slots, of_rows[key])
+        taken.index_fill_(0, slots, until)
+        memory.wrote(slots)
+
+    def _due(self, first: int, until: int) -> list[tuple[int, _Skipped]]:
+        """The histories that end after step `first`, with the number of steps before each."""
+        closed = [each for each in self._closed if each[0] + each[1].count > first]
+        return closed + ([(self._before, self._skipped)] if self._skipped is not None and until > self._before else [])

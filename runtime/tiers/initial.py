@@ -1,0 +1,42 @@
+"""First values of rows that nobody has written: computed from a seed, row and column, whenever they are wanted.
+
+Twelve uniform numbers of 16 bits, less their mean, add up to a number of mean 0 and variance 1 that is nearly normal.
+They are whole numbers up to there: the same bits in whichever order and company rows are computed, on every machine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Words = NDArray[np.uint64]
+
+_FIELDS = 12
+_WORDS = _FIELDS // 4
+
+
+def normal_rows(rows: Tensor, columns: range, width: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Columns of rows (K,) of a table with `width` columns, (K, d)."""
+    along = np.arange(columns.start, columns.stop, dtype=np.uint64)
+    element: Words = rows.numpy().astype(np.uint64)[:, None] * np.uint64(width) + along
+    total = np.zeros(element.shape, dtype=np.int64)
+    with np.errstate(over="ignore"):
+        for word in range(_WORDS):
+            mixed = _mixed(element * np.uint64(_WORDS) + np.uint64(word + 1) + np.uint64(seed) * _STEP)
+            for field in range(4):
+                total += ((mixed >> np.uint64(16 * field)) & np.uint64(0xFFFF)).astype(np.int64)
+    middle = _FIELDS * 0xFFFF // 2
+    return torch.from_numpy((total - middle).astype(np.float64) / 65536.0).to(dtype)
+
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mixed(counter: Words) -> Words:
+    """The output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    mixed = counter * _STEP
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

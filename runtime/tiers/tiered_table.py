@@ -1,0 +1,231 @@
+"""A sharded table of which memory holds a working set of rows: all else of a `RowTable`, by slots.
+
+Contract
+    Rows are brought into memory where they are looked up or stepped, and move as those of a table in memory that
+    replays: to the same bits. What asks for all rows at once (a view, a dense gradient, a state dict) is refused.
+
+Shape legend: V' x d this rank's part; S slots; K rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from embrace_fx.runtime.kernels import lookup_as
+from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.held_gradient import Rows
+from embrace_fx.runtime.tables.own_step import hyperparameters, new_state, rows_of_state, step_tensor
+from embrace_fx.runtime.tables.part_state import PartState
+from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.skipped_steps import form_of
+from embrace_fx.runtime.tables.update_rule import Replay, RowsAlone, RowWise, moving
+from embrace_fx.runtime.tiers.histories import Histories
+from embrace_fx.runtime.tiers.working_set import WEIGHTS, Column, WorkingSet
+from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
+
+REFUSAL = (
+    "expected {name}, of which memory holds a working set (table_memory), to be read by lookups and stepped by rows, "
+    "found {asked} of all its rows. Call the model, or leave it out of table_memory."
+)
+
+
+class HeldInFile(Held):
+    """Stands for a part of which memory holds some rows alone: nobody reads or writes it but by ids.
+
+    Args:
+        like: of its size, without memory.
+    """
+
+    def __init__(self, like: Tensor, refusal: str) -> None:
+        super().__init__(like)
+        self._refusal = refusal
+
+    def dense(self) -> NoReturn:
+        raise RuntimeError(self._refusal)
+
+    def replace(self, local: Tensor) -> NoReturn:
+        raise RuntimeError(self._refusal)
+
+    def by_ids(self) -> Tensor:
+        return self.now()
+
+
+class TieredTable(RowTable):
+    """A table beyond memory. What a `RowTable` takes, and:
+
+    Args:
+        memory: its working set.
+        shown: columns of state that the optimizer has made.
+    """
+
+    def __init__(self, *args: Any, memory: WorkingSet, shown: Collection[str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.memory, self.shown = memory, set(shown)
+        self._resting: Histories = Histories(memory)
+        if type(self.optimizer) is RowWiseAdagrad:
+            self.shown.add("sum")
+        self.no_dense = REFUSAL.format(name=self.name, asked="a dense gradient")
+
+    @property
+    def local(self) -> Tensor:
+        """The rows in memory, (S, d)."""
+        return self.memory.columns[WEIGHTS]
+
+    @property
+    def like(self) -> Tensor:
+        return self.parameter.held.now()  # type: ignore[attr-defined, no-any-return]  # a part
+
+    def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
+        slots = self.memory.places(ids, to_write=to_write)
+        self._resting.catch_up_closed(slots, self.state)
+        return slots
+
+    def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        slots = self.places(ids)
+        self._resting.catch_up(self.local, self.state, slots)
+        return lookup_as(self.local, slots, dtype or self.local.dtype)
+
+    def catch_up(self, ids: Tensor) -> bool:
+        return self._resting.catch_up(self.local, self.state, self.places(ids))
+
+    @property
+    def state(self) -> MutableMapping[str, Any]:
+        return _State(self)
+
+    @property
+    def rule(self) -> type[RowsAlone]:
+        options = self.param_group()
+        if type(self.holder) is RowWiseAdagrad:
+            return RowWise
+        way = moving(self.holder, options, self.row_updates, self.local.dtype)
+        if not way:
+            return FirstAlone if self.lacks_state else RowsAlone
+        if way == "either":
+            if form_of(self.holder, options, self.state, self.local.dtype) is not None:
+                return Replay
+            if self.lacks_state:
+                return FirstOfAll
+        raise RuntimeError(not_replayable(self.name, type(self.holder)))
+
+    def keep_first(self, state: Mapping[str, Any], slots: Tensor) -> None:
+        """Keeps what the first step has made of state, of rows in slots (K,)."""
+        for key, value in state.items():
+            if key in self.memory.columns:
+                self.memory.columns[key].index_copy_(0, slots, value)
+                self.shown.add(key)
+            else:
+                self.state[key] = value
+
+    def took_first(self, slots: Tensor, options: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
+        """Rows in slots (K,) have taken the first step, all others have it still to come."""
+        self._resting.took_first(slots, self.holder, options, counters)
+
+    def step_dense(self) -> NoReturn:
+        raise RuntimeError(self.no_dense)
+
+    def held_bytes(self) -> tuple[int, int, int]:
+        held, weights = self.held, self.local.nbytes
+        gradient = 0 if held is None or held.is_late else held.values().nbytes
+        return weights, gradient, self.memory.nbytes - weights
+
+    def predicted_bytes(self, ranks: int) -> tuple[int, int, int | None]:
+        return self.local.nbytes, 0, self.memory.nbytes - self.local.nbytes
+
+
+class _State(PartState):
+    """An optimizer's state of a table beyond memory: what counts for all rows, and columns of the working set."""
+
+    def __init__(self, table: TieredTable) -> None:
+        super().__init__(table.holder, table.parameter)
+        self._shown, self._columns = table.shown, table.memory.columns
+
+    def __getitem__(self, key: str) -> Any:
+        return self._columns[key] if key in self._shown else super().__getitem__(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self._columns:
+            super().__setitem__(key, value)
+        elif value is not self._columns[key]:
+            self._columns[key].copy_(value)
+            self._shown.add(key)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from super().__iter__()
+        yield from sorted(self._shown)
+
+    def __len__(self) -> int:
+        return super().__len__() + len(self._shown)
+
+
+class FirstAlone(RowsAlone):
+    """The step that makes state, of a table beyond memory whose rows without gradient stand still."""
+
+    table: TieredTable
+
+    def finish(self, parts: Sequence[Rows]) -> None:
+        table = self.table
+        none = (torch.empty(0, dtype=torch.int64), table.local[:0])
+        ids, rows = (torch.cat(each) for each in zip(none, *parts, strict=True))
+        slots, state = table.places(ids, to_write=True), table.state
+        counters = {key: value for key, value in state.items() if key not in table.memory.columns}
+        values = table.local.index_select(0, slots)
+        before = rows_of_state(state, slots, table.memory.slots)
+        after = step_tensor(self.optimizer, self._of_some, values, rows, before)
+        table.local.index_copy_(0, slots, values)
+        if self.moves_all:
+            table.took_first(slots, self._of_some, counters)
+        table.keep_first(after, slots)
+
+
+class FirstOfAll(FirstAlone):
+    """The same where rows without gradient move: they take it when they are next in memory."""
+
+    moves_all = True
+
+
+def not_replayable(table: str, kind: type[Optimizer]) -> str:
+    """Makes the refusal of an optimizer that would have to move all rows of a table at each step."""
+    return (
+        f"expected an optimizer whose skipped steps a row can take at once, for {table}, of which memory holds a "
+        f"working set (table_memory), found {kind.__name__} under options by which each step moves every row. Use SGD "
+        "without dampening, Adam or AdamW (weight decay decoupled or none), Adagrad or RMSprop without weight decay, "
+        "RowWiseAdagrad, or row_updates='lazy'; or leave the table out of table_memory."
+    )
+
+
+def state_columns(
+    optimizer: Optimizer, group: Mapping[str, Any], like: Tensor, state: Mapping[str, Any]
+) -> dict[str, Column]:
+    """The columns of a table's optimizer state, of which `like` (0, d) are weights.
+
+    Args:
+        state: what the optimizer has made of it already, of the whole table.
+    """
+    if type(optimizer) is RowWiseAdagrad:
+        return {"sum": Column((), like.dtype, group["initial_accumulator_value"])}
+    known = {key: _none_of(value, like) for key, value in state.items()}
+    options = hyperparameters(group)
+    made = known or new_state(optimizer, options, like)
+    return {
+        key: Column(tuple(like.shape[1:]), value.dtype, _fill(optimizer, state.get(key)))
+        for key, value in made.items()
+        if isinstance(value, Tensor) and value.shape == like.shape
+    }
+
+
+def _none_of(value: Any, like: Tensor) -> Any:
+    return like.new_empty((0, like.shape[1]), dtype=value.dtype) if isinstance(value, Tensor) and value.dim() else value
+
+
+def _fill(optimizer: Optimizer, value: Tensor | None) -> float:
+    """What all rows begin with."""
+    if value is None:
+        return 0.0
+    if value.device.type == "meta":
+        return float(optimizer.defaults["initial_accumulator_value"])
+    return float(value.reshape(-1)[0]) if value.numel() else 0.0

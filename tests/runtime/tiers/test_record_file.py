@@ -1,0 +1,86 @@
+"""Records come back as they were written, or an error names the row; nothing else of a disk is taken for a value."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.tiers.initial import normal_rows
+from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
+
+ROWS = torch.tensor([2, 3, 4, 900])
+
+
+@pytest.fixture
+def limited() -> Iterator[None]:
+    """Files of at most 8 KiB: what a full disk is to a write."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def records() -> Tensor:
+    return torch.arange(4 * 48, dtype=torch.uint8).view(4, 48)
+
+
+def test_records_come_back(tmp_path: Path) -> None:
+    file = RecordFile(tmp_path, "t", 1000, 48)
+    file.write(ROWS, records())
+    assert torch.equal(file.read(ROWS)[:, 8:], records()[:, 8:])
+    assert torch.equal(file.read(ROWS[1:2])[:, 8:], records()[1:2, 8:])
+    assert not list(tmp_path.iterdir()), "it has no name that anyone could take for a checkpoint"
+
+
+@pytest.mark.parametrize("damage", [b"\0", b"\xff"], ids=["zeros", "ones"])
+def test_changed_byte_is_an_error_that_names_the_row(damage: bytes, tmp_path: Path) -> None:
+    file = RecordFile(tmp_path, "t", 1000, 48)
+    file.write(ROWS, records())
+    os.pwrite(file.descriptor, damage, 3 * 48 + 20)
+    assert torch.equal(file.read(ROWS[:1])[:, 8:], records()[:1, 8:])
+    with pytest.raises(TierError, match="expected row 3 of t as it was written"):
+        file.read(ROWS)
+
+
+def test_record_of_another_row_is_an_error(tmp_path: Path) -> None:
+    file = RecordFile(tmp_path, "t", 1000, 48)
+    file.write(ROWS, records())
+    os.pwrite(file.descriptor, os.pread(file.descriptor, 48, 2 * 48), 3 * 48)
+    with pytest.raises(TierError, match="expected row 3 of t"):
+        file.read(ROWS)
+
+
+def test_file_cut_short_is_an_error(tmp_path: Path) -> None:
+    file = RecordFile(tmp_path, "t", 1000, 48)
+    file.write(ROWS, records())
+    os.ftruncate(file.descriptor, 900 * 48 + 7)
+    with pytest.raises(TierError, match="cut off before byte 43,248"):
+        file.read(ROWS)
+
+
+def test_full_disk_is_an_error_that_tells_what_to_do(tmp_path: Path, limited: None) -> None:
+    file = RecordFile(tmp_path, "t", 1000, 48)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    with pytest.raises(TierError, match=r"expected room for 192 bytes more .* The last checkpoint is whole"):
+        file.write(ROWS, records())
+
+
+def test_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match="expected a directory in which a file of 48,000 bytes can be made"):
+        RecordFile(tmp_path / "gone", "t", 1000, 48)
+
+
+def test_first_values_are_normal_and_do_not_depend_on_their_company() -> None:
+    rows = normal_rows(torch.arange(2000), range(8), 8, seed=5, dtype=torch.float64)
+    assert abs(float(rows.mean())) < 0.02
+    assert abs(float(rows.std()) - 1) < 0.02
+    assert abs(float(torch.corrcoef(rows.t())[0, 1])) < 0.06
+    assert torch.equal(normal_rows(torch.tensor([7, 1999]), range(3, 5), 8, 5, torch.float64), rows[[7, 1999], 3:5])
+    assert not torch.equal(normal_rows(torch.tensor([7]), range(8), 8, 6, torch.float64), rows[7:8])

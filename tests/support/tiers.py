@@ -1,0 +1,116 @@
+"""Tables beyond memory for tests: one by itself, and a model of one table that is trained on ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+import embrace_fx
+from embrace_fx.runtime.tables.layouts import Place
+from embrace_fx.runtime.tables.part import Origin
+from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tables.table_part import TablePart, become_part
+from embrace_fx.runtime.tiers.tiered_table import HeldInFile, TieredTable, state_columns
+from embrace_fx.runtime.tiers.working_set import TAKEN, WEIGHTS, Column, WorkingSet
+from tests.support.ranks import run_ranks
+
+Make = Callable[[Any], Optimizer]
+
+OPTIMIZERS: Mapping[str, Make] = {
+    "sgd": lambda p: SGD(p, lr=0.1),
+    "sgd, decayed": lambda p: SGD(p, lr=0.1, weight_decay=0.01),
+    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "nesterov": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: Adam(p, lr=0.01),
+    "amsgrad": lambda p: Adam(p, lr=0.01, amsgrad=True),
+    "adamw": lambda p: AdamW(p, lr=0.01),
+    "adagrad": lambda p: Adagrad(p, lr=0.1, initial_accumulator_value=0.3),
+    "rmsprop": lambda p: RMSprop(p, lr=0.01),
+    "rmsprop, centered": lambda p: RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "row-wise adagrad": lambda p: embrace_fx.RowWiseAdagrad(p, lr=0.1),
+}
+
+
+def in_memory(table: Tensor, make: Make) -> RowTable:
+    """A table whose rows rest, all of it in memory."""
+    parameter = nn.Parameter(table.clone())
+    place = Place(table.shape, None)
+    return RowTable("t", parameter, place, None, "exact", make([parameter]), may_rest=lambda: True)
+
+
+def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) -> TieredTable:
+    """The same with so many rows in memory."""
+    parameter = nn.Parameter(table.clone())
+    optimizer = make([parameter])
+    state = optimizer.state.get(parameter) or {}
+    columns = {WEIGHTS: Column((table.shape[1],), table.dtype), TAKEN: Column((), torch.int64)}
+    columns |= state_columns(optimizer, optimizer.param_groups[0], table[:0], state)
+    memory = WorkingSet("t", table.shape[0], slots, columns, lambda rows: table.index_select(0, rows), directory)
+    shown = columns.keys() & state.keys()
+    optimizer.state[parameter] = {key: value for key, value in state.items() if key not in shown}
+    like = torch.empty_strided(tuple(table.shape), (0, 0), dtype=table.dtype)
+    place = Place(table.shape, None)
+    become_part(parameter, like, Layout.of_table(place), Origin("t", "", None, None))
+    assert isinstance(parameter, TablePart)
+    parameter.held = HeldInFile(like, "expected rows by ids")
+    return TieredTable("t", parameter, place, None, "exact", optimizer, memory=memory, shown=shown)
+
+
+class OneTable(nn.Module):
+    """A table of `ROWS` rows, and a layer that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, COLUMNS)
+        self.linear = nn.Linear(COLUMNS, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.linear(torch.tanh(self.table(ids))).square().mean()
+        return found
+
+
+ROWS, COLUMNS = 200, 6
+
+
+def batches(rank: int, steps: int, *, zipf: bool = True) -> list[tuple[Tensor]]:
+    """Ids of a rank's batches, few of them often where Zipf's law holds."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    drawn = torch.rand(steps, 3, 4, generator=generator)
+    ids = ((ROWS**drawn - 1) if zipf else drawn * ROWS).long().clamp_(max=ROWS - 1)
+    return [(each,) for each in ids]
+
+
+def train(rank: int, world_size: int, optimizer: str, schedule: Any, memory: float | None, steps: int) -> list[float]:
+    """Losses of steps, and of an evaluation that reads every row; memory: None: the table in memory."""
+    torch.manual_seed(0)
+    model = OneTable()
+    stepping = OPTIMIZERS[optimizer](model.parameters())
+    asked: Any = {"row_updates": "replay"} if memory is None else {"tables_in": tempfile.gettempdir()}
+    asked |= {"optimizer": stepping, "strategy": "alltoall", "schedule": schedule, "table_memory": memory}
+    compiled = embrace_fx.compile(model, **asked)
+    losses = []
+    own: Any = batches(rank, steps)
+    for batch in compiled.lookahead(own) if schedule != "none" else own:
+        loss = compiled(*batch)
+        loss.backward()
+        stepping.step()
+        stepping.zero_grad()
+        losses.append(loss.item())
+    compiled.eval()
+    with torch.no_grad():
+        losses += [compiled(ids).item() for ids in torch.arange(ROWS).split(10)]
+    compiled.close()
+    return losses
+
+
+def same_losses(world_size: int, optimizer: str, schedule: str, memory: float, steps: int = 30) -> None:
+    """Fails unless a table beyond memory trains as it does in memory, to the bit."""
+    expected = run_ranks(world_size, train, optimizer, schedule, None, steps)
+    assert run_ranks(world_size, train, optimizer, schedule, memory, steps) == expected
