@@ -83,7 +83,7 @@ class Forecast(Plan):
         found = cuts(self._setting, self)
         passes = overlap_passes(self, self._setting.options.schedule, 0, found)
         compiled = run_passes(self._graph, passes, compiled)
-        schedule = Scheduling(self._setting, self, compiled.graph, self._setting.options.schedule, found).schedule
+        schedule = Scheduling(self._setting, self, compiled.graph, found).schedule
         return drawn(schedule, background=lambda: background_of(self, schedule))
 
 

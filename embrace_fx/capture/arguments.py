@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.errors import RefusedError
-from embrace_fx.capture.result_objects import holds_tensors, is_plain_object
+from embrace_fx.capture.result_objects import attributes_of, holds_tensors, is_plain_object, made_of
 
 _TAKEN = (
     *(Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, complex, str, bytes, type(None)),
@@ -44,19 +44,10 @@ def _register(kind: type, example: Any) -> None:
     if dataclasses.is_dataclass(kind) and all(field.init for field in dataclasses.fields(kind)):
         pytree.register_dataclass(kind)
     else:
-        pytree.register_pytree_node(kind, _open, _close, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
-
-
-def _open(value: Any) -> tuple[list[Any], Any]:
-    attributes = vars(value)
-    return list(attributes.values()), (type(value), tuple(attributes))
-
-
-def _close(values: Any, context: Any) -> Any:
-    kind, names = context
-    made = kind.__new__(kind)
-    vars(made).update(zip(names, values, strict=True))
-    return made
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        pytree.register_pytree_node(
+            kind, lambda value: attributes_of(type(value), vars(value)), made_of, serialized_type_name=name
+        )
 
 
 def check_arguments(leaves: list[Any], kind: str) -> None:

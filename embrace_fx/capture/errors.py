@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
 import inspect
 import re
 import sys
@@ -75,12 +73,7 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
             "torch.distributed.nn, without async_op, or communicate in the training loop.",
             f"{where} calls torch.distributed.{sent}()",
         )
-    if (skipped := _skipped(error)) in _UNSIZED:
-        return CaptureError(
-            f"expected a forward whose sizes depend on no values, in {kind}, at {where}, found {skipped}(). "
-            f"{_UNSIZED[skipped]}",
-            f"{where} calls {skipped}()",
-        )
+    skipped = _skipped(error)
     return CaptureError(
         f"expected a forward that can be captured as one graph, in {kind}, at {where}, found {found}. Rewrite that "
         "line so that it does not depend on tensor values (no `.item()`, no `if tensor:`, no data-dependent shapes), "
@@ -101,7 +94,7 @@ def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if not (of_forward or "Observed exception" in str(error)):
         return None
     if fake:  # there is nothing to run it on
-        return error if of_forward else _observed(error)
+        return error if of_forward else None
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         with torch.no_grad(), torch.random.fork_rng(), _NothingIsSent():  # type: ignore[no-untyped-call]
@@ -115,17 +108,6 @@ def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             for buffer, value in buffers:
                 buffer.copy_(value)
     return None
-
-
-def _observed(error: Exception) -> Exception | None:
-    """The exception of Python's own kinds that Dynamo has seen the forward raise."""
-    found = re.search(r"raised exception (\w+)(\(.*\))", str(error))
-    kind = getattr(builtins, found[1], None) if found is not None else None
-    try:
-        given = ast.literal_eval(found[2] if found[2] == "()" else f"{found[2][:-1]},)") if found is not None else ()
-    except (SyntaxError, ValueError):
-        given = ()
-    return kind(*given) if isinstance(kind, type) and issubclass(kind, Exception) else None
 
 
 def _is_of_users_code(model: nn.Module, raised: Exception) -> bool:
@@ -148,16 +130,6 @@ class _NothingIsSent(TorchDispatchMode):
         if "c10d" in func.namespace:
             raise _Sends
         return func(*args, **(kwargs or {}))
-
-
-_UNSIZED = {
-    "pack_padded_sequence": (
-        "Pack the ids in the training loop and pass the PackedSequence: the forward looks up its data, and hands the "
-        "recurrent network PackedSequence(rows, *ids[1:])."
-    ),
-    "pad_packed_sequence": "Return the packed data, or the last states.",
-}
-"""Functions of torch.nn.utils.rnn that no graph takes, and what to do instead."""
 
 
 def _skipped(error: Exception) -> str:

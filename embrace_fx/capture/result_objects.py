@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import types
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,13 @@ def holds_tensors(value: Any, seen: set[int]) -> bool:
     return any(holds_tensors(leaf, seen) for leaf in pytree.tree_leaves(vars(value)))
 
 
-def _close(values: Any, context: Any) -> Any:
+def attributes_of(kind: type, attributes: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    """An object as its attributes, and what `made_of` makes another one of."""
+    return list(attributes.values()), (kind, tuple(attributes))
+
+
+def made_of(values: Any, context: Any) -> Any:
+    """An object of a class with these attributes."""
     kind, names = context
     made = kind.__new__(kind)
     vars(made).update(zip(names, values, strict=True))
@@ -114,8 +120,8 @@ def _close(values: Any, context: Any) -> Any:
 
 pytree.register_pytree_node(
     _Opened,
-    lambda opened: (list(opened.attributes.values()), (opened.kind, tuple(opened.attributes))),
-    _close,
+    lambda opened: attributes_of(opened.kind, opened.attributes),
+    made_of,
     serialized_type_name="embrace_fx.capture.result_objects.Opened",
 )
 pytree.register_pytree_node(

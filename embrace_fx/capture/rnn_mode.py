@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 import embrace_fx.vocabulary.rnn_ops  # noqa: F401  (declares the ops)
 
-_CELLS: dict[Callable[..., Any], str] = {
+CELLS: dict[Callable[..., Any], str] = {
     torch.lstm: "lstm",
     torch.gru: "gru",
     torch.rnn_tanh: "rnn_tanh",
@@ -48,44 +48,19 @@ class KeepRnnWhole(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        cell = _CELLS.get(func)
-        return func(*args, **kwargs) if cell is None else _whole(cell, self._kernel, args, kwargs)
+        cell = CELLS.get(func)
+        return func(*args, **kwargs) if cell is None else whole(cell, *args, kernel=self._kernel, **kwargs)
 
 
-def _whole(cell: str, kernel: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def whole(cell: str, *args: Any, kernel: str | None = None, **kwargs: Any) -> Any:
+    """`torch.lstm` and its like as one op per layer and direction.
+
+    A graph calls it in place of torch's functions, so that a trace of it needs no mode: a mode is asked at every call,
+    and at every look at a tensor.
+    """
     # Both overloads take nine arguments; the weights come third (padded) or fourth (packed).
     packed = "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], list | tuple))
     return (_packed if packed else _padded)(cell, kernel, *args, **kwargs)
-
-
-def whole_lstm(*args: Any, **kwargs: Any) -> Any:
-    """`torch.lstm`, one op per layer and direction, as under `KeepRnnWhole()`."""
-    return _whole("lstm", None, args, kwargs)
-
-
-def whole_gru(*args: Any, **kwargs: Any) -> Any:
-    """`torch.gru`, likewise."""
-    return _whole("gru", None, args, kwargs)
-
-
-def whole_rnn_tanh(*args: Any, **kwargs: Any) -> Any:
-    """`torch.rnn_tanh`, likewise."""
-    return _whole("rnn_tanh", None, args, kwargs)
-
-
-def whole_rnn_relu(*args: Any, **kwargs: Any) -> Any:
-    """`torch.rnn_relu`, likewise."""
-    return _whole("rnn_relu", None, args, kwargs)
-
-
-WHOLE: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.lstm: whole_lstm,
-    torch.gru: whole_gru,
-    torch.rnn_tanh: whole_rnn_tanh,
-    torch.rnn_relu: whole_rnn_relu,
-}
-"""What a graph calls in place of torch's functions, so that a trace of it needs no mode: a mode is asked at every call,
-and at every look at a tensor."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from embrace_fx.capture.kept_by_torch import capture_metrics
 from embrace_fx.capture.model_forms import STATES, OpenResults
 from embrace_fx.capture.numbers import Symbol, number_inputs, numbers_as_inputs, symbols_of
 from embrace_fx.capture.read_values import Both, Conditions, NumbersOfTensors, ReadValues
-from embrace_fx.capture.rnn_mode import WHOLE, KeepRnnWhole
+from embrace_fx.capture.rnn_mode import CELLS, KeepRnnWhole, whole
 
 
 @dataclass
@@ -101,46 +101,28 @@ def quiet_dynamo() -> Iterator[None]:
         yield
 
 
-def embedding(*args: Any, **kwargs: Any) -> Any:
-    """`torch.nn.functional.embedding` with a dense gradient.
-
-    A sparse gradient is a tensor of another layout, which no ATen graph holds. The planner decides how the gradient
-    travels; what the user gets in the end follows the optimizer, not this flag.
-    """
-    return torch.nn.functional.embedding(*_without_sparse(args, kwargs, 6), **kwargs)
-
-
-def embedding_bag(*args: Any, **kwargs: Any) -> Any:
-    """`torch.nn.functional.embedding_bag`, likewise."""
-    return torch.nn.functional.embedding_bag(*_without_sparse(args, kwargs, 7), **kwargs)
-
-
-_LOOKUPS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.nn.functional.embedding: embedding,
-    torch.nn.functional.embedding_bag: embedding_bag,
-}
-
-
-def _without_sparse(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> tuple[Any, ...]:
-    """The positional arguments of a lookup; those by name are changed in place."""
-    if "sparse" in kwargs:
-        kwargs["sparse"] = False
-    return (*args[:position], False, *args[position + 1 :]) if len(args) > position else args
+_SPARSE = {torch.nn.functional.embedding: 6, torch.nn.functional.embedding_bag: 7}
+"""Where lookups are told whether to make sparse gradients."""
 
 
 def _keep_whole(read: fx.GraphModule) -> None:
-    """Has Dynamo's graph, and those of the regions in it, call what keeps RNNs whole, and lookups' gradients dense."""
-    for module in read.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        found = [node for node in module.graph.nodes if node.op == "call_function" and node.target in _INSTEAD]
+    """Has Dynamo's graph, and those of the regions in it, call what keeps RNNs whole, and lookups with dense gradients.
+
+    A sparse gradient is a tensor of another layout, which no ATen graph holds. The planner decides how the gradient
+    travels; what the user gets in the end follows the optimizer.
+    """
+    for module in [each for each in read.modules() if isinstance(each, fx.GraphModule)]:
+        kinds: tuple[Any, ...] = (*CELLS, *_SPARSE)
+        found = [node for kind in kinds for node in module.graph.find_nodes(op="call_function", target=kind)]
         for node in found:
-            node.target = _INSTEAD[node.target]
+            if (cell := CELLS.get(node.target)) is not None:
+                node.target, node.args = whole, (cell, *node.args)
+            elif (place := _SPARSE[node.target]) < len(node.args):
+                node.update_arg(place, False)
+            else:
+                node.update_kwarg("sparse", False)
         if found:
             module.recompile()
-
-
-_INSTEAD = {**_LOOKUPS, **WHOLE}
 
 
 UNREAD = "an argument that the forward does not read"
@@ -263,7 +245,7 @@ def _read(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads
 
 def _calls_rnns(read: fx.GraphModule) -> bool:
     graphs = (each.graph for each in read.modules() if isinstance(each, fx.GraphModule))
-    return any(node.op == "call_function" and node.target in WHOLE for graph in graphs for node in graph.nodes)
+    return any(node.op == "call_function" and node.target in CELLS for graph in graphs for node in graph.nodes)
 
 
 def _read_by_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads_all: bool) -> _Read:

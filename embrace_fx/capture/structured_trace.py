@@ -10,12 +10,7 @@ from torch._logging._internal import trace_structured
 
 def log_graph(name: str, module: fx.GraphModule) -> None:
     """Hands a graph's text to torch's structured trace, where `tlparse` shows it."""
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": f"embrace_fx_{name}", "encoding": "string"},
-        payload_fn=lambda: module.print_readable(print_output=False, include_stride=False, include_device=False),
-        expect_trace_id=False,
-    )
+    log_text(name, lambda: module.print_readable(print_output=False, include_stride=False, include_device=False))
 
 
 def log_text(name: str, text: Callable[[], str]) -> None:

@@ -47,7 +47,7 @@ from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
 from embrace_fx.vocabulary.operation_id import IDS, ROW_NORMS, OperationId, chunk_id
 from embrace_fx.vocabulary.ops import op_name
 from embrace_fx.vocabulary.plan import Plan
-from embrace_fx.vocabulary.schedule import LOOKS_AHEAD, Cuts, Schedule, StepGraph
+from embrace_fx.vocabulary.schedule import IN_FLIGHT, LOOKS_AHEAD, Cuts, Schedule, StepGraph
 from embrace_fx.vocabulary.submissions import submitted
 
 PROFILED_AFTER, PROFILED = 5, 6
@@ -77,7 +77,7 @@ class Scheduling:
 
     Args:
         graph: the first training batch's, as it runs.
-        name: one of `embrace_fx.vocabulary.schedule.SCHEDULES`.
+        gradients_alone: the graph has no more than gradients, which leave in the order in which autograd makes them.
         cuts: in what pieces its communication travels.
         compute_in_order: has the backward computed in an order of its units; yields the graph that does. None: it
             stays as it stands.
@@ -88,14 +88,15 @@ class Scheduling:
         setting: Setting,
         plan: Plan,
         graph: TrainingGraph,
-        name: str,
         cuts: Cuts,
         compute_in_order: ComputeInOrder | None = None,
+        *,
+        gradients_alone: bool = False,
     ) -> None:
         self._setting = setting
         self._plan = plan
         self._graph = graph
-        self._name = name
+        self._gradients_alone = gradients_alone
         self._compute_in_order = compute_in_order
         self._steps, self._profiled = 0, False
         self._recording: Recording | None = None
@@ -118,7 +119,8 @@ class Scheduling:
         of_forward = submitted(self._graph.phases["forward"])
         launcher: Launcher
         if on is None:
-            launcher = Launcher(order, of_forward, recorder)
+            at_once = len(order) if self._gradients_alone else IN_FLIGHT
+            launcher = Launcher(order, of_forward, recorder, at_once=at_once)
         else:
             launcher = StreamLauncher(order, of_forward, recorder, on, communicator.channels(device))
             communicator.look_each_time(launcher.looks())
@@ -216,7 +218,8 @@ class Scheduling:
         return replace(agreed, predicted=replace(agreed.predicted, memory=line))
 
     def _search(self, profiled: Profile | None) -> _Ordered:
-        steps, name = self._step_graph(profiled), self._name
+        steps = self._step_graph(profiled)
+        name = "none" if self._gradients_alone else self._setting.options.schedule
         if profiled is None or not self._may_reorder():
             return _Ordered(schedule(steps, name, "profile" if profiled else "cost model"), ())
         backward, expected = self._graph.phases["backward"], self._graph.expected

@@ -234,7 +234,7 @@ class ProgramBuilder:
         """Makes the flow, at the first training program. Collective then.
 
         Args:
-            gradients_alone: the graph has no more than gradients, in the order in which autograd makes them.
+            gradients_alone: as of `Scheduling`.
         """
         name, devices = self._setting.options.schedule, {p.device for p in self._setting.model.parameters()}
         if self._communicator.world_size == 1:
@@ -253,9 +253,9 @@ class ProgramBuilder:
                 stacklevel=2,
             )
             return
-        order = "none" if gradients_alone else name
+        graph, in_order = compiled.graph, self._compute_in_order
         self.scheduling = Scheduling(
-            self._setting, self._plan, compiled.graph, order, self._cuts, self._compute_in_order
+            self._setting, self._plan, graph, self._cuts, in_order, gradients_alone=gradients_alone
         )
         flow = self._setting.stepping.flow = self.scheduling.start(self._on_other_batch)
         self._setting.stepping.recorder = flow.recorder

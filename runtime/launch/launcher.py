@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ import torch
 from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
 from embrace_fx.runtime.launch.spans import span
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
+from embrace_fx.runtime.launch.window import LaunchWindow
 from embrace_fx.runtime.ranks.communicator import InTurn
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
@@ -44,51 +45,17 @@ _FAREWELL_S = 5.0
 _POLL_S = 0.001
 
 
-class _Window:
-    """The launches of one window: what has been submitted, by its place in the order.
-
-    Attributes:
-        held: nothing of it leaves yet.
-        dropped: nothing of it will.
-    """
-
-    def __init__(self, order: tuple[OperationId, ...], number: int = 0, *, held: bool = False) -> None:
-        self.held = held
-        self.dropped = False
-        self.order = order
-        self._passed = 0  # of them, the first so many, that have been launched or are not coming
-        self.number = number
-        self.waiting: dict[OperationId, Ticket] = {}  # submitted, and not launched
-        self.expected = set(order)  # may still be submitted
-        self.in_forward = False
-
-    def to_come(self) -> Sequence[OperationId]:
-        """The launches from the first one on that has not been launched, and may still be."""
-        while self._passed < len(self.order) and not self._may_leave(self.order[self._passed]):
-            self._passed += 1
-        return self.order[self._passed :]
-
-    def _may_leave(self, launch: OperationId) -> bool:
-        return launch in self.waiting or launch in self.expected
-
-    def drop(self) -> None:
-        """Has nothing of it leave."""
-        self.dropped = True
-        for ticket in self.waiting.values():
-            ticket.drop()
-        self.waiting.clear()
-
-
 class _State:
     """The state that the thread and its users share, under one lock. The thread must not hold the launcher itself
     alive.
     """
 
-    def __init__(self, recorder: Recorder, channel: Mapping[Lane, str]) -> None:
+    def __init__(self, recorder: Recorder, channel: Mapping[Lane, str], at_once: int) -> None:
+        self.at_once = at_once
         self.recorder = recorder
         self.channel = channel
         self.changed = threading.Condition()
-        self.windows: deque[_Window] = deque()
+        self.windows: deque[LaunchWindow] = deque()
         self.in_flight: deque[Ticket] = deque()
         self.error: BaseException | None = None
         self.stopped = False
@@ -107,10 +74,9 @@ class _State:
             for each in self.in_flight:
                 each.tells = False
                 self.took_s.pop(each.id, None)
-        if len(self.in_flight) >= IN_FLIGHT + (self.until_late_s() <= 0) and not standing_still:
+        if len(self.in_flight) >= self.at_once + (self.until_late_s() <= 0) and not standing_still:
             return None
-        while len(self.windows) > 1 and not self.windows[0].waiting:
-            self.windows.popleft()
+        self.forget_windows()
         any_may = standing_still or self.draining
         tickets = (ticket for window in self.windows for ticket in window.waiting.values())
         hurried = any_may or self.hurried
@@ -131,6 +97,11 @@ class _State:
                     return None
                 passed_over.add(channel)
         return None
+
+    def forget_windows(self) -> None:
+        """Forgets windows that have launched everything, but the current one."""
+        while len(self.windows) > 1 and not self.windows[0].waiting:
+            self.windows.popleft()
 
     def until_late_s(self) -> float:
         """Seconds that the last launch may still take without being late; 0 where nobody knows."""
@@ -160,6 +131,7 @@ class Launcher:
         of_forward: those of them that the forward submits; all others are the backward's.
         recorder: told of every launch that completes.
         channel: the group that carries a class. Launches of one channel never overtake each other.
+        at_once: how many may be on the way: more where none is more urgent than another.
     """
 
     def __init__(
@@ -168,13 +140,14 @@ class Launcher:
         of_forward: Iterable[OperationId],
         recorder: Recorder,
         channel: Mapping[Lane, str] = LANE_GROUP,
+        at_once: int = IN_FLIGHT,
     ) -> None:
         self._order = tuple(order)
         self._of_forward = frozenset(of_forward)
         self.noted: Callable[[str], None] = lambda name: None  # told of every submission
         self.recorder = recorder
-        self._state = _State(recorder, channel)
-        self._state.windows.append(_Window(self._order))
+        self._state = _State(recorder, channel, at_once)
+        self._state.windows.append(LaunchWindow(self._order))
         self._start()
 
     def _start(self) -> None:
@@ -198,11 +171,16 @@ class Launcher:
             raise self._state.error
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[_Window]:
-        """A context in which the current window may be changed; whatever is due then is launched."""
-        with self._state.changed:
-            yield self._state.windows[-1]
-            self._state.changed.notify_all()
+    def _changing(self) -> Iterator[LaunchWindow]:
+        """A context in which the current window may be changed; whatever is due then is launched.
+
+        Where nothing waits to be launched, and nobody for what has been dropped, the thread is not woken.
+        """
+        state = self._state
+        with state.changed:
+            yield (window := state.windows[-1])
+            if window.dropped or any(each.waiting for each in state.windows):
+                state.changed.notify_all()
 
     def reorder(self, order: Iterable[OperationId]) -> None:
         """Launches in another order, from the next window on."""
@@ -220,7 +198,8 @@ class Launcher:
         """
         with self._changing() as window:
             window.expected.clear()
-            self._state.windows.append(_Window(self._order, window.number + 1, held=held))
+            self._state.windows.append(LaunchWindow(self._order, window.number + 1, held=held))
+            self._state.forget_windows()
 
     def release_after(self, future: torch.futures.Future[Any], agreed: Callable[[], bool]) -> None:
         """Lets what the held window submits leave once a future has ended, or drops it.

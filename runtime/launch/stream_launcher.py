@@ -31,6 +31,7 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Event, Streams
 from embrace_fx.runtime.launch.ticket import Launch, Ticket
+from embrace_fx.runtime.launch.window import LaunchWindow
 from embrace_fx.runtime.ranks.communicator import InTurn
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
@@ -271,7 +272,7 @@ class StreamLauncher(Launcher):
             ticket.wait()
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[launcher._Window]:
+    def _changing(self) -> Iterator[LaunchWindow]:
         with self._state.changed:
             if self._state.error is not None:
                 raise self._state.error

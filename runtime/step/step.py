@@ -346,11 +346,7 @@ class Step:
     def _call_backward(
         self, backward: LoweredPhase, values: Values, tangents: Sequence[Tensor | None], tell: Callable[[], None]
     ) -> tuple[Any, ...]:
-        """The backward's outputs.
-
-        Args:
-            tell: tells the others of its end. May be called before it has ended, where it cannot fail any more.
-        """
+        """The backward's outputs; `tell` tells the others of its end, and may do so once it cannot fail any more."""
         program = self.program
         dense = {
             # The graph was traced for contiguous gradients, and autograd leaves out those of unused results.

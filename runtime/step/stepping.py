@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -28,6 +28,7 @@ from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.step.layouts import in_other_layouts
 from embrace_fx.runtime.step.row_norms import update_row_wise
 from embrace_fx.runtime.tables.holders import Holders, steps_shards
 from embrace_fx.runtime.tables.model_state import ModelState
@@ -166,7 +167,8 @@ class Stepping:
             found = (args[0], self._mean_loss(closure)), {}  # it may want the loss many times, as LBFGS does
         self._take(optimizer)
         if self.of_any_layout:
-            _take_layouts(optimizer, self._steps[id(optimizer)])
+            for parameter, gradient in in_other_layouts(optimizer):
+                self._steps[id(optimizer)].hide(parameter, gradient)
         return found
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -352,22 +354,6 @@ class Stepping:
         if self.flow is not None:
             self.flow.state_may_change()
         return own_parts(optimizer, state_dict, self._state, self._communicator)
-
-
-_TAKE_ROWS = (SGD, Adagrad, SparseAdam)
-"""Classes of torch that take gradients of layout COO."""
-
-
-def _take_layouts(optimizer: Optimizer, step: _Step) -> None:
-    """Gives torch's step gradients of the layout that the class takes."""
-    kind = type(optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is not None and gradient.is_sparse and kind not in _TAKE_ROWS:
-                step.hide(parameter, gradient.to_dense())
-            elif gradient is not None and gradient.layout == torch.strided and kind is SparseAdam:
-                step.hide(parameter, gradient.to_sparse(1))
 
 
 def _update_replica(entry: DenseTable, gradient: Tensor) -> None:

@@ -84,6 +84,7 @@ def table(found: dict[str, tuple[str, str]]) -> str:
 
 def _cell(line: str) -> str:
     """A line as a table takes it, without what differs from run to run."""
+    line = " ".join(line.split())
     short = line if len(line) <= 240 else f"{line[:240]}..."
     return short.replace("|", "\\|").replace("<", "&lt;").replace(str(HERE.parent.parent) + "/", "")
 
