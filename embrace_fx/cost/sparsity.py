@@ -201,11 +201,6 @@ def with_units(sparsity: Sparsity, units_by_rank: tuple[int, ...]) -> Sparsity:
     )
 
 
-def random_sparsity(num_units: int, width: int, itemsize: int, density: float, world_size: int) -> Sparsity:
-    """Every unit present on every rank with the same probability, independently."""
-    return independent(num_units, width, itemsize, (round(num_units * density),) * world_size)
-
-
 def in_blocks(sparsity: Sparsity, block_size: int) -> Sparsity:
     """The same gradients in blocks of `block_size` consecutive values.
 

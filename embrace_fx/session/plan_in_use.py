@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,6 +37,23 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
 
 
+@dataclass(frozen=True)
+class InUse:
+    """A plan, and what lives under it from step to step; replaced as one value.
+
+    Attributes:
+        plan: None before the first training call.
+        builder: of the programs under the plan; the flow between steps is its own.
+        findings: of rank 0, of which the plan was made.
+        drift: of rank 0, where anything may drift.
+    """
+
+    plan: Plan | None = None
+    builder: ProgramBuilder | None = None
+    findings: Findings | None = None
+    drift: Drift | None = None
+
+
 class PlanInUse:
     """Holds the plan that one model's calls run under, and what is built under it.
 
@@ -45,10 +62,6 @@ class PlanInUse:
         calls: what they share.
         on_other_batch: called when the batch that was looked ahead to does not come.
         on_placed: called when tables have been placed as a plan says.
-
-    Attributes:
-        plan: None before the first training call.
-        builder: of the programs under the plan.
     """
 
     def __init__(
@@ -60,24 +73,32 @@ class PlanInUse:
         on_other_batch: Callable[[], None],
         on_placed: Callable[[], None],
     ) -> None:
-        self.plan: Plan | None = None
-        self.builder: ProgramBuilder | None = None
         self.calls = calls
+        self._now = InUse()
         self._setting = setting
         self._kinds = kinds
         self._buffers = buffers
         self._on_other_batch = on_other_batch
         self._on_placed = on_placed
-        self._findings: Findings | None = None  # of rank 0
-        self._drift: Drift | None = None  # of rank 0, where anything may drift
         self._misfit = Misfit()  # of the batch whose program is to be built
         self._told_asked = False
         self._whole: set[str] = set()  # tables that some batch cannot read in shards
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan in use; None before the first training call."""
+        return self._now.plan
+
+    @property
+    def builder(self) -> ProgramBuilder | None:
+        """The builder of the programs under the plan; None before the first training call."""
+        return self._now.builder
+
+    @property
     def flow(self) -> Flow | None:
         """The communication between steps; None before the first training program, and on one rank."""
-        return self._setting.stepping.flow
+        builder = self._now.builder
+        return None if builder is None else builder.flow
 
     def _in_use(self) -> Plan:
         assert self.plan is not None
@@ -146,16 +167,17 @@ class PlanInUse:
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
         """Puts a plan in use, of which nothing is built yet."""
-        self.plan, self._findings = plan, findings
-        self._drift = None if self._setting.options.table_memory is not None else _drift(plan, findings)
-        self.builder = ProgramBuilder(self._setting, plan, self.calls, self._buffers, self._on_other_batch)
+        builder = ProgramBuilder(self._setting, plan, self.calls, self._buffers, self._on_other_batch)
+        drift = None if self._setting.options.table_memory is not None else _drift(plan, findings)
+        self._now = InUse(plan, builder, findings, drift)
         log_text("plan", lambda: str(plan))
 
     def observe(self) -> None:
         """Takes what a training call has told of its batch; asks for another plan where that is due."""
-        if self._drift is not None and self.calls.count % SAMPLED_EVERY == 0:
-            self._drift.observe(self._setting.announcements.rows_read)
-            self.calls.asks_to_plan = self._drift.wants_plan
+        drift = self._now.drift
+        if drift is not None and self.calls.count % SAMPLED_EVERY == 0:
+            drift.observe(self._setting.announcements.rows_read)
+            self.calls.asks_to_plan = drift.wants_plan
 
     def make_again(self, variant: Variant, leaves: Sequence[Any]) -> None:
         """Makes another plan, as rank 0 asked for in the last announcement, if this is a moment for it. Collective.
@@ -177,12 +199,13 @@ class PlanInUse:
             findings = find(setting, variant.analysed, variant.captured.inputs(leaves), used)
         if findings is not None:
             findings = findings.with_whole(self._whole, WHOLE)
-        if findings is not None and self._drift is not None and self._drift.wants_plan:  # else it has seen nothing yet
-            findings = findings.with_rows(self._drift.rows)
+        drift = self._now.drift
+        if findings is not None and drift is not None and drift.wants_plan:  # else it has seen nothing yet
+            findings = findings.with_rows(drift.rows)
         new = plan_on_links(setting, findings, old)
         self.calls.asks_to_plan = False
         if not changes(old, new) and new.buckets == old.buckets:
-            self._drift = _drift(old, findings)
+            self._now = replace(self._now, drift=_drift(old, findings))
             return
         self._place_anew(variant.analysed, new, findings)
 
@@ -221,7 +244,7 @@ class PlanInUse:
 
     def change(self, new: Plan) -> None:
         """Puts a plan in use that follows from the one in use. Collective."""
-        self._place_anew(self.any_variant().analysed, new, self._findings)
+        self._place_anew(self.any_variant().analysed, new, self._now.findings)
 
     def make_whole(self, names: Sequence[str], reason: str) -> None:
         """Makes another plan, before a step is taken that needs tables whole. Collective, as the step is.
@@ -236,7 +259,7 @@ class PlanInUse:
                 f"earlier call still wait for their backward, or the plan is given, and {', '.join(names)} cannot be "
                 "put together. Pass the optimizer to compile(), and step after every backward."
             )
-        findings = None if self._findings is None else self._findings.with_whole(names, reason)
+        findings = None if self._now.findings is None else self._now.findings.with_whole(names, reason)
         self._place_anew(variant.analysed, plan_on_links(self._setting, findings, self._in_use()), findings)
 
     def _place_anew(self, analysed: TrainingGraph, new: Plan, findings: Findings | None) -> None:
@@ -246,9 +269,7 @@ class PlanInUse:
 
     def _move(self, analysed: TrainingGraph, new: Plan, findings: Findings | None) -> None:
         old, setting = self._in_use(), self._setting
-        if self.flow is not None:
-            self.flow.close()
-        setting.stepping.flow = None
+        self._end_flow()
         setting.state.settle_tables()
         with stage("placing parameters anew", setting.communicator.rank):
             place_anew(setting, analysed, old, new)
@@ -318,8 +339,7 @@ class PlanInUse:
     def leave_model(self) -> None:
         """Puts all tables together, for another compiled model to begin with. Collective."""
         if self.plan is not None:
-            if self.flow is not None:
-                self.flow.close()
+            self._end_flow()
             gather_tables(self._setting, self.plan.sharded)
             self._setting.stepping.dense_tables = []
 
@@ -338,9 +358,11 @@ class PlanInUse:
     def close(self) -> None:
         """Applies what is pending, and ends what runs between steps."""
         self._setting.state.pending.close()  # what is applied below reads parameters
-        flow, self._setting.stepping.flow = self.flow, None
-        if flow is not None:
-            flow.close()
+        self._end_flow()
+
+    def _end_flow(self) -> None:
+        if self._now.builder is not None:
+            self._now.builder.end_flow()
 
 
 def _drift(plan: Plan, findings: Findings | None) -> Drift | None:

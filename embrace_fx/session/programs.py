@@ -52,6 +52,7 @@ class ProgramBuilder:
         on_other_batch: called when the batch that was looked ahead to does not come.
 
     Attributes:
+        flow: the communication between steps; None before the first training program, on one rank, and in the end.
         scheduling: the schedule that the flow follows.
         alone: what one process shows of its steps; None on several ranks, and before the first training program.
         graphs: of the last training program, after each pass.
@@ -65,6 +66,7 @@ class ProgramBuilder:
         buffers: BufferSharing,
         on_other_batch: Callable[[], None],
     ) -> None:
+        self.flow: Flow | None = None
         self.scheduling: Scheduling | None = None
         self.alone: SoloSchedule | None = None
         self.graphs = Graphs()
@@ -119,11 +121,6 @@ class ProgramBuilder:
             self._overlapped[variant.program] = of_steps
             self._show(compiled, of_steps)
         self._narrow(variant)
-
-    @property
-    def flow(self) -> Flow | None:
-        """The communication between steps; None before the first training program, and on one rank."""
-        return self._setting.stepping.flow
 
     @property
     def schedule(self) -> Schedule | None:
@@ -241,7 +238,7 @@ class ProgramBuilder:
             if self.alone is None:
                 device = next(self._setting.model.parameters()).device
                 self.alone = SoloSchedule.of(compiled.graph, name, self._plan.links.compute, device)
-                self._setting.stepping.recorder = self.alone.recorder
+                self._setting.stepping.follow(None, self.alone.recorder)
             return
         if self.flow is not None or self._communicator.comm_hook is not None:
             return
@@ -257,8 +254,15 @@ class ProgramBuilder:
         self.scheduling = Scheduling(
             self._setting, self._plan, graph, self._cuts, in_order, gradients_alone=gradients_alone
         )
-        flow = self._setting.stepping.flow = self.scheduling.start(self._on_other_batch)
-        self._setting.stepping.recorder = flow.recorder
+        self.flow = self.scheduling.start(self._on_other_batch)
+        self._setting.stepping.follow(self.flow, self.flow.recorder)
+
+    def end_flow(self) -> None:
+        """Applies what is between steps; from here on nothing is."""
+        flow, self.flow = self.flow, None
+        if flow is not None:
+            self._setting.stepping.follow(None, flow.recorder)
+            flow.close()
 
     def _ordering(self) -> tuple[OrderCompute, ...]:
         return (OrderCompute(self._units),) if self._units else ()

@@ -15,14 +15,14 @@ the queue runs once, before, on a simulated machine (`link_machine.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from embrace_fx.passes.scheduler.launch_search import refine
 from embrace_fx.passes.scheduler.link_bound import one_link_ms
-from embrace_fx.passes.scheduler.link_machine import WINDOWS, LinkMachine, Simulation
+from embrace_fx.passes.scheduler.link_machine import WINDOWS, LinkMachine
 from embrace_fx.vocabulary.schedule import SCHEDULES, Operation, Schedule, StepGraph
 
 _WARM_UP_WINDOWS = 3
@@ -61,30 +61,6 @@ def paper(candidate: Ready) -> tuple[int, float]:
 
 POLICIES: tuple[Key, ...] = (paper, readiness)
 """In order of preference where two are equally fast."""
-
-
-def simulate(steps: StepGraph, launch_order: Sequence[str], windows: int = WINDOWS) -> Simulation:
-    """Runs windows in a row, at most `windows` (at least 2), until one repeats the one before it.
-
-    Raises:
-        ValueError: as `check_order`, or fewer than two windows.
-    """
-    if windows < 2:
-        raise ValueError(f"expected at least 2 windows, in simulate, found {windows}; the steady state needs them.")
-    machine = LinkMachine(steps)
-    order = machine.indices(launch_order)
-    return machine.picture(machine.run(order, windows), order)
-
-
-def check_order(steps: StepGraph, launch_order: Sequence[str]) -> None:
-    """Raises where a launch order cannot be executed.
-
-    Raises:
-        ValueError: it is not each communication once, or the head of the line would wait for a later launch, be it
-            through compute that comes first in the program.
-    """
-    machine = LinkMachine(steps)
-    machine.sequence(machine.indices(launch_order))
 
 
 def order(steps: StepGraph, key: Key = readiness) -> tuple[str, ...]:

@@ -278,10 +278,6 @@ def parameters_current(graph: TrainingGraph, captured: TrainingGraph) -> Iterato
                     yield Violation(reader, expected, "the parameter before it", "read what update_bucket yields")
 
 
-def _updates(node: fx.Node, bucket: int) -> bool:
-    return op_name(node) == "embrace::update_bucket" and bool(node.args[1] == bucket)
-
-
 def _chunks_behind(update: fx.Node) -> Iterator[OperationId]:
     for value in update.all_input_nodes:
         node = value

@@ -100,7 +100,6 @@ class Stepping:
     Attributes:
         holders: the optimizers that are known.
         dense_tables: data-parallel tables updated by rows.
-        flow: what runs from one step into the next, where there is such.
         recorder: told of the time of each step.
         of_any_layout: whether gradients are as autograd makes them, some of rows alone.
     """
@@ -110,13 +109,17 @@ class Stepping:
     ) -> None:
         self.holders = Holders()
         self.dense_tables: list[DenseTable] = []
-        self.flow: Flow | None = None
         self.recorder = Recorder()
+        self._flow: Flow | None = None
         self.of_any_layout = False
         self._state = state
         self._communicator = communicator
         self._make_whole = make_whole
         self._steps: dict[int, _Step] = {}  # by the id of an optimizer
+
+    def follow(self, flow: Flow | None, recorder: Recorder) -> None:
+        """Takes over what runs from one step into the next, where there is such, and who is told of times."""
+        self._flow, self.recorder = flow, recorder
 
     def listen(self) -> None:
         """Adopts every optimizer that is about to step a parameter of the model, from now on."""
@@ -178,9 +181,9 @@ class Stepping:
         def mean() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            if self.flow is not None:
-                self.flow.settle()
-                self.flow.materialise()
+            if self._flow is not None:
+                self._flow.settle()
+                self._flow.materialise()
             if loss is None or communicator.world_size == 1:
                 return loss
             total = communicator.reduce_scalar(torch.as_tensor(loss).detach().clone(), dist.ReduceOp.SUM)
@@ -222,13 +225,13 @@ class Stepping:
         step.late = late
         for entry in replicas:
             self._take_rows(step, entry)
-        if self.flow is not None:
+        if self._flow is not None:
             if may_wait and not replicas:
-                taken = self.flow.buckets.take(optimizer, {table.parameter for table in tables})
+                taken = self._flow.buckets.take(optimizer, {table.parameter for table in tables})
                 step.buckets = set(taken)
                 step.gradients |= {parameter: (gradient, None) for parameter, gradient in taken.items()}
             else:  # rows must be cut out of whole gradients, at once; or torch's step looks at all of them
-                self.flow.buckets.release(optimizer)
+                self._flow.buckets.release(optimizer)
 
     def _own_tables(self, optimizer: Optimizer) -> list[RowTable]:
         """The sharded tables that an optimizer is about to step, which are its from now on."""
@@ -263,7 +266,7 @@ class Stepping:
 
     def _may_wait(self, optimizer: Optimizer) -> bool:
         """Tells whether torch's own step does nothing that an update in the next forward could not do."""
-        if self.flow is None or type(optimizer) not in ELEMENT_WISE:  # others may write into their groups as they step
+        if self._flow is None or type(optimizer) not in ELEMENT_WISE:  # others may write into their groups as they step
             return False
         if optimizer.__dict__.get("found_inf") is not None:  # a GradScaler leaves unscaling and skipping to the step
             return False
@@ -272,9 +275,9 @@ class Stepping:
         return all(hasattr(hook, "stepping") for hook in hooks)
 
     def _exchanges(self, tables: Sequence[RowTable]) -> list[RowExchange]:
-        if self.flow is None:
+        if self._flow is None:
             return []
-        return list(dict.fromkeys(self.flow.of_table[table.name] for table in tables))
+        return list(dict.fromkeys(self._flow.of_table[table.name] for table in tables))
 
     def _late(self, tables: Sequence[RowTable]) -> list[RowExchange]:
         """Lists the exchanges with gradients in flight that belong to these tables alone."""
@@ -300,8 +303,8 @@ class Stepping:
         step.restore(raised=False)
         self._count_step(optimizer)
         if step.buckets:
-            assert self.flow is not None
-            self.flow.buckets.step(optimizer, step.buckets)
+            assert self._flow is not None
+            self._flow.buckets.step(optimizer, step.buckets)
         for exchange in step.late:
             exchange.step()
         if self._unscale(optimizer, step):
@@ -341,9 +344,9 @@ class Stepping:
 
     def _settle(self, *_: Any) -> None:
         self._state.pending.close()
-        if self.flow is not None:
-            self.flow.settle()
-            self.flow.settle_rows()
+        if self._flow is not None:
+            self._flow.settle()
+            self._flow.settle_rows()
         self._state.settle_tables()
 
     def _show_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -351,8 +354,8 @@ class Stepping:
 
     def _load_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._settle()
-        if self.flow is not None:
-            self.flow.state_may_change()
+        if self._flow is not None:
+            self._flow.state_may_change()
         return own_parts(optimizer, state_dict, self._state, self._communicator)
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from embrace_fx.cost.blocks import cheapest_block
 from embrace_fx.cost.exchanges import Prediction, Scheme, cheaper_scheme, predict
 from embrace_fx.cost.links import Cluster, Work, passes_over
-from embrace_fx.cost.sparsity import Sparsity, even_ranges, measure, random_sparsity
+from embrace_fx.cost.sparsity import Sparsity, even_ranges, measure
 from embrace_fx.runtime.exchanges.blocks import cut_rows
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.gradient import RowSet
 from embrace_fx.runtime.exchanges.in_place import STRATEGY_OF, exchange_gradient_
 from embrace_fx.vocabulary.plan import EXCHANGES
-from tests.support.exchange_cases import Way
+from tests.support.exchange_cases import Way, random_sparsity
 from tests.support.ranks import run_ranks
 from tests.support.wire import sent_by_connection
 

@@ -15,8 +15,8 @@ from embrace_fx.cost.sparsity import (
     in_blocks,
     independent,
     measure,
-    random_sparsity,
 )
+from tests.support.exchange_cases import random_sparsity
 
 V = 20_000
 TOKENS = 2_000

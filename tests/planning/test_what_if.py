@@ -14,9 +14,10 @@ from torch.optim import SGD, Adam
 import embrace_fx
 from embrace_fx.cost.exchanges import predict
 from embrace_fx.cost.links import Cluster, Handling, Link
-from embrace_fx.cost.sparsity import Sparsity, random_sparsity
+from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.planning import findings as planning
 from embrace_fx.vocabulary.plan import CANDIDATES, Plan
+from tests.support.exchange_cases import random_sparsity
 from tests.support.ranks import run_ranks
 
 

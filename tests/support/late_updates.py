@@ -106,7 +106,7 @@ class Deferred(Training):
         self.calls = NodeCalls(self.flow)
         state = ModelState(nn.ParameterDict(self.parameters))
         self.stepping = Stepping(state, communicator, lambda names, reason: None)
-        self.stepping.flow = self.flow
+        self.stepping.follow(self.flow, self.launcher.recorder)
 
     def attach(self, optimizer: Optimizer) -> None:
         self.stepping.adopt(optimizer)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
+from embrace_fx.passes.scheduler.link_machine import WINDOWS, LinkMachine, Simulation
 from embrace_fx.vocabulary.operation_id import Kind, Lane
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 
@@ -99,3 +101,27 @@ def large_step(blocks: int, chunks: int) -> StepGraph:
         operations += [compute(f"forward {b}", 0.5 + draw()), launch(f"delayed {b}", 0.1, "delayed", "delayed")]
         dependences += [f"backward 0 -> delayed {b}", f"delayed {b} -> next backward 0"]
     return step(operations, dependences)
+
+
+def simulate(steps: StepGraph, launch_order: Sequence[str], windows: int = WINDOWS) -> Simulation:
+    """Runs windows in a row, at most `windows` (at least 2), until one repeats the one before it.
+
+    Raises:
+        ValueError: as `check_order`, or fewer than two windows.
+    """
+    if windows < 2:
+        raise ValueError(f"expected at least 2 windows, in simulate, found {windows}; the steady state needs them.")
+    machine = LinkMachine(steps)
+    order = machine.indices(launch_order)
+    return machine.picture(machine.run(order, windows), order)
+
+
+def check_order(steps: StepGraph, launch_order: Sequence[str]) -> None:
+    """Raises where a launch order cannot be executed.
+
+    Raises:
+        ValueError: it is not each communication once, or the head of the line would wait for a later launch, be it
+            through compute that comes first in the program.
+    """
+    machine = LinkMachine(steps)
+    machine.sequence(machine.indices(launch_order))

@@ -14,17 +14,15 @@ from hypothesis import strategies as st
 from embrace_fx.passes.scheduler.launch_order import (
     Key,
     Ready,
-    check_order,
     order,
     paper,
     readiness,
     schedule,
-    simulate,
     story,
 )
 from embrace_fx.vocabulary.schedule import SCHEDULES, Dependence, StepGraph
 from tests.support.golden import check_golden
-from tests.support.windows import EMBEDDING, TWO_BLOCKS, compute, large_step, launch, step, steps
+from tests.support.windows import EMBEDDING, TWO_BLOCKS, check_order, compute, large_step, launch, simulate, step, steps
 
 EXACT = 1e-9
 

@@ -8,10 +8,10 @@ from itertools import permutations
 import pytest
 from hypothesis import given, settings
 
-from embrace_fx.passes.scheduler.launch_order import simulate
 from embrace_fx.passes.scheduler.link_bound import one_link_ms
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 from tests.support import windows
+from tests.support.windows import simulate
 
 EXACT = 1e-9
 
