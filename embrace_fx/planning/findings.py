@@ -14,7 +14,7 @@ from embrace_fx.cost.sparsity import Sparsity, measure, with_units
 from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import Moving, ParameterFacts
+from embrace_fx.passes.planner.pricing import Moving, ParameterFacts, shard_blocker
 from embrace_fx.passes.planner.shard_cost import RowsAtHome
 from embrace_fx.planning.fitting import WHOLE, unshardable
 from embrace_fx.planning.last_run import as_last_run
@@ -81,7 +81,7 @@ class Findings:
 
     def plan_as_last_run(self, links: Cluster) -> Plan:
         """The plan for probed links, steady from one run to the next."""
-        tables = [(table.parameter, table.num_rows, table.embedding_dim) for table in self.graph.tables]
+        tables = [(t.parameter, t.num_rows, t.embedding_dim, shard_blocker(t)) for t in self.graph.tables]
         key = tables, self.facts, self.world_size, self.strategy, self.schedule, self.rows_as, self.buckets_as
         return as_last_run(key, links, lambda links, current: self.plan(links, "probed", current))
 
@@ -123,19 +123,22 @@ def plan_on_links(setting: Setting, findings: Findings | None, current: Plan | N
         ValueError: the strategy asked for does not fit the model, on every rank.
     """
     if setting.options.cluster is not None:
-        return _agree_on_plan(setting, findings, (setting.options.cluster, "given"), current)
+        return agree_on_plan(setting, findings, (setting.options.cluster, "given"), current)
     if current is not None and current.links_are == "probed":
-        return _agree_on_plan(setting, findings, (current.links, "probed"), current)
-    plan = _agree_on_plan(setting, findings, (Cluster(), "assumed"), current)
+        return agree_on_plan(setting, findings, (current.links, "probed"), current)
+    plan = agree_on_plan(setting, findings, (Cluster(), "assumed"), current)
     probed = _probed(setting, plan)
-    return plan if probed is None else _agree_on_plan(setting, findings, (probed, "probed"), current, recalls=True)
+    return plan if probed is None else agree_on_plan(setting, findings, (probed, "probed"), current, recalls=True)
 
 
-def find(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], used: Collection[str]) -> Findings | None:
+def find(
+    setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], used: Collection[str], schedule: str = ""
+) -> Findings | None:
     """Gathers on rank 0 what a batch reads on all ranks. Collective.
 
     Args:
         used: parameters that earlier batches gave a gradient.
+        schedule: to price; "": the one that is followed.
 
     Raises:
         PeerFailure: a rank's batch is bad, on every rank.
@@ -153,7 +156,9 @@ def find(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], used: Co
     everyone = setting.communicator.gather(own, _Report)
     if failures := {rank: report.failure for rank, report in enumerate(everyone) if report.failure is not None}:
         raise PeerFailure(failures)
-    return _findings(setting, graph, everyone, used) if setting.communicator.rank == 0 else None
+    if setting.communicator.rank:
+        return None
+    return _findings(setting, graph, everyone, used, schedule or setting.options.schedule)
 
 
 def _probed(setting: Setting, plan: Plan) -> Cluster | None:
@@ -164,7 +169,7 @@ def _probed(setting: Setting, plan: Plan) -> Cluster | None:
         return links_between(setting.communicator, plan.sent_bytes_per_step, device)
 
 
-def _agree_on_plan(
+def agree_on_plan(
     setting: Setting,
     findings: Findings | None,
     links: tuple[Cluster, LinksAre],
@@ -191,7 +196,9 @@ def _agree_on_plan(
     return plan
 
 
-def _findings(setting: Setting, graph: TrainingGraph, everyone: list[_Report], used: Collection[str]) -> Findings:
+def _findings(
+    setting: Setting, graph: TrainingGraph, everyone: list[_Report], used: Collection[str], schedule: str
+) -> Findings:
     """Draws the findings from the reports of all ranks."""
     used = set(used).union(*(report.used for report in everyone))
     reads = [report.reads for report in everyone]
@@ -213,7 +220,7 @@ def _findings(setting: Setting, graph: TrainingGraph, everyone: list[_Report], u
         if all(name in own for own in reads)
     }
     options = setting.options
-    asked = options.strategy, options.schedule
+    asked = options.strategy, schedule
     findings = Findings(graph, facts, rows, sparsity, ranks, *asked, at_home, options.rows, options.buckets)
     if setting.communicator.comm_hook is None:
         return findings

@@ -13,11 +13,14 @@ from embrace_fx.passes.take_part import idle_graph
 from embrace_fx.planning.replanning import SAMPLED_EVERY
 from embrace_fx.runtime.exchanges.blocks import block_bitmap
 from embrace_fx.runtime.ranks.failure import TOLD, failure_text, is_of_ranks
+from embrace_fx.runtime.step.gradient_hooks import is_hooked
 from embrace_fx.session.accumulation import Accumulation
 from embrace_fx.session.calls import Kinds, Variant
+from embrace_fx.session.first_steps import MEASURED_STEPS, run_as_written, weigh
 from embrace_fx.session.gradient_graph import captured_of, gradient_graph, lookup_tables, row_tables
 from embrace_fx.session.gradient_step import GradientStep
 from embrace_fx.session.plan_in_use import PlanInUse
+from embrace_fx.setup.agreement import OtherRoute
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import tell
 from embrace_fx.vocabulary.graph import TrainingGraph
@@ -27,16 +30,19 @@ ASKED = "route='eager' was asked for"
 
 
 class EagerCalls:
-    """Runs one model's calls, once it is known that no graph holds its forward.
+    """Runs one model's calls, once it is known that no graph holds its forward, or while none is worth its capture.
 
     Attributes:
         reason: why none does, in a line; empty: calls are captured.
+        on_trial: a capture may yet gain.
+        leaving: the next capture is to take these calls' place.
     """
 
     def __init__(self, setting: Setting, planned: PlanInUse, kinds: Kinds) -> None:
         self._tables: list[str] = []
         self._row_tables = frozenset[str]()  # those of them whose gradients autograd makes of rows alone
         self.reason = ASKED if setting.options.route == "eager" else ""
+        self.on_trial = self.leaving = False
         self._setting = setting
         setting.stepping.of_any_layout = bool(self.reason)
         self._planned = planned
@@ -52,14 +58,33 @@ class EagerCalls:
         self._came: tuple[str, ...] = ()  # parameters whose gradients the first backward has made, in that order
         self._order: tuple[str, ...] = ()  # the same, once a plan is made for it
 
-    def take_over(self, reason: str) -> None:
-        """Runs calls eagerly from here on."""
-        self.reason = reason
+    def begin(self) -> None:
+        """Has a model that takes long to capture run as it is written at first."""
+        if not self.reason and (reason := run_as_written(self._setting)):
+            self.take_over(reason, on_trial=True)
+
+    def take_over(self, reason: str, *, on_trial: bool = False) -> None:
+        """Runs calls eagerly from here on, or until a capture gains."""
+        self.reason, self.on_trial, self.leaving = reason, on_trial, False
         self._setting.stepping.of_any_layout = True
         self._kinds.clear()
         self._rows = {}
         if self._setting.communicator.rank == 0:
             tell("%s runs as it is written, on replicas: %s", type(self._setting.model).__name__, reason)
+
+    def turn(self, found: OtherRoute) -> None:
+        """Runs calls on the other route from here on."""
+        if not found.captures:
+            self.take_over(found.reason)
+            return
+        state, model = self._setting.state, self._setting.model
+        self.reason, self.on_trial, self.leaving = "", False, True
+        self._setting.stepping.of_any_layout = False
+        state.hooked = frozenset(name for name, parameter in model.named_parameters() if is_hooked(parameter))
+        self._kinds.clear()
+        self.forget()
+        if self._setting.communicator.rank == 0:
+            tell("%s is captured now: %s", type(model).__name__, found.reason)
 
     def fit(self) -> None:
         """Has the plan fit some rank's batch; one that no graph holds has all ranks run eagerly. Collective."""
@@ -84,6 +109,7 @@ class EagerCalls:
 
         Raises:
             PeerFailure: a rank cannot go on; on every rank.
+            OtherRoute: a capture gains; on every rank, and nothing has run.
         """
         planned, announcements, trained = self._planned, self._setting.announcements, self._trained()
         variant = self._variant(trained, train=train)
@@ -91,6 +117,8 @@ class EagerCalls:
         if planned.plan is None:
             make_plan(variant, rows)
         if train and announcements.asked_to_plan:
+            if self.on_trial:
+                self._weigh(variant, rows)
             self._order = self._came
             trained = self._trained()
             variant = self._variant(trained, train=train)
@@ -102,6 +130,7 @@ class EagerCalls:
         results = self._run(variant, trained, args, kwargs, accumulates=accumulates)
         if train:
             planned.observe()
+            planned.calls.asks_to_plan |= self.on_trial and planned.calls.count > MEASURED_STEPS
         return results
 
     def variant(self, *, train: bool) -> Variant:
@@ -132,6 +161,13 @@ class EagerCalls:
         for name in self._tables:
             gradient = gradients.get(name)
             self._rows[name] = torch.arange(0, device="cpu") if gradient is None else _rows_of(gradient).cpu()
+
+    def _weigh(self, variant: Variant, rows: Sequence[Tensor]) -> None:
+        """Ends the trial, once it is known whether a capture would gain."""
+        found = weigh(self._setting, self._planned, variant, rows)
+        if found:
+            raise OtherRoute(found, captures=True)
+        self.on_trial = found is None
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """The parameters whose gradients are exchanged: first those that come last, and before them what has not come.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, fx, nn
@@ -73,6 +74,12 @@ def gradient_graph(
     found = tuple(_table(n, values[n], node, FROM_ROWS if n in in_rows else FROM_GRADIENT) for n, node in read_by)
     behind = {name: frozenset({k}) for k, name in enumerate(values)}
     return TrainingGraph(fx.GraphModule(nn.Module(), graph), found, results_behind=behind)
+
+
+def as_lookups(graph: TrainingGraph) -> TrainingGraph:
+    """The graph as if bags read its tables: what a capture of the forward would most likely find."""
+    tables = (replace(t, uses=tuple(replace(use, kind="bag:sum") for use in t.uses)) for t in graph.tables)
+    return replace(graph, tables=tuple(tables))
 
 
 def captured_of(graph: TrainingGraph) -> Captured:

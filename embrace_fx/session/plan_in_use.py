@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.capture.structured_trace import log_text
-from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_links
+from embrace_fx.planning.findings import Findings, agree_on_plan, find, make_plan, plan_on_links
 from embrace_fx.planning.fitting import WHOLE, Misfit, fitted, misfit
 from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.last_run import changes
@@ -190,9 +190,7 @@ class PlanInUse:
         setting, old = self._setting, self._in_use()
         if self.calls.uneven:
             return
-        activity = activity_of(train=variant.train, reduces=setting.state.synchronised)
-        everyone = setting.announcements.announce(Announcement(activity=activity, sizes=(self._may_change(variant),)))
-        if not all(may for (may,) in everyone):
+        if not self.may_change(variant):
             return
         used = {d.parameter for d in old if d.strategy not in ("frozen", "unused")}
         with stage("planning again", setting.communicator.rank):
@@ -235,12 +233,21 @@ class PlanInUse:
         self.change(fitted(self._in_use(), needed))
         return ""
 
-    def plan_for(self, variant: Variant, leaves: Sequence[Any]) -> None:
-        """Puts a plan in use that is made for another graph of the model. Collective."""
-        setting = self._setting
+    def plan_for(self, variant: Variant, leaves: Sequence[Any], *, afresh: bool = False) -> None:
+        """Puts a plan in use that is made for another graph of the model. Collective.
+
+        Args:
+            afresh: by the links of the plan in use, not by its strategies.
+        """
+        setting, old = self._setting, self._in_use()
         with stage("planning again", setting.communicator.rank):
             findings = find(setting, variant.analysed, leaves, frozenset())
-        self._place_anew(variant.analysed, plan_on_links(setting, findings, self._in_use()), findings)
+        if afresh:
+            recalls = old.links_are == "probed"
+            new = agree_on_plan(setting, findings, (old.links, old.links_are), None, recalls=recalls)
+        else:
+            new = plan_on_links(setting, findings, old)
+        self._place_anew(variant.analysed, new, findings)
 
     def change(self, new: Plan) -> None:
         """Puts a plan in use that follows from the one in use. Collective."""
@@ -342,6 +349,16 @@ class PlanInUse:
             self._end_flow()
             gather_tables(self._setting, self.plan.sharded)
             self._setting.stepping.dense_tables = []
+
+    def may_change(self, variant: Variant) -> bool:
+        """Whether every rank can do without the plan in use. Collective.
+
+        Raises:
+            PeerFailure: the ranks are not doing the same thing; on every rank.
+        """
+        activity = activity_of(train=variant.train, reduces=self._setting.state.synchronised)
+        told = Announcement(activity=activity, sizes=(self._may_change(variant),))
+        return all(may for (may,) in self._setting.announcements.announce(told))
 
     def _may_change(self, variant: Variant) -> bool:
         """Whether this rank can do without the plan in use: no backward is to come, no sum half made, no recording."""

@@ -45,7 +45,7 @@ from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.session.replica_check import have_replicas_compared
 from embrace_fx.session.state_hooks import add_state_hooks, take_over
 from embrace_fx.session.views import Views
-from embrace_fx.setup.agreement import RunsEagerly, agree_on_first_call, agree_on_set_up, give_up, runs_eagerly_for
+from embrace_fx.setup.agreement import OtherRoute, agree_on_first_call, agree_on_set_up, give_up, runs_eagerly_for
 from embrace_fx.setup.first_state import send_first_state
 from embrace_fx.setup.group import check_call, check_group, default_group, group_of_mesh
 from embrace_fx.setup.options import Options
@@ -159,6 +159,7 @@ class Session:
         self._watch.note()
         self._parameters.note()
         self._begun = True
+        self._eager.begin()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # inside of torch.compile it runs as it is
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -181,8 +182,8 @@ class Session:
             while True:
                 try:
                     return self._call(args, kwargs, leaves, spec)
-                except RunsEagerly as found:
-                    self._eager.take_over(found.reason)
+                except OtherRoute as found:
+                    self._eager.turn(found)
                 except PlanDoesNotFit:
                     calls.count = count
                     self._eager.fit()
@@ -314,11 +315,12 @@ class Session:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
         route = self.options.route if self.options.memory_budget is None else "graph"  # which no other route keeps
-        if self.planned.plan is None:
+        has_run = self._eager.leaving
+        if self.planned.plan is None or has_run:
             with stage("waiting for the other ranks to capture", rank):
-                reason = agree_on_first_call(self.communicator, self._activity(train), failure, route)
+                reason = agree_on_first_call(self.communicator, self._activity(train), failure, route, has_run=has_run)
             if reason:
-                raise RunsEagerly(reason)
+                raise OtherRoute(reason)
         elif reason := runs_eagerly_for(failure, route):
             self.planned.fits(Misfit(eager=reason), self._activity(train))
         elif failure is not None:
@@ -328,9 +330,12 @@ class Session:
         kind.variants.append(variant)
         if self.planned.plan is None:
             self._make_plan(variant, captured.inputs(leaves))
-        else:
-            self.planned.build(variant)
-            self.views.note_built()
+            return variant
+        if has_run:
+            self._eager.leaving = False
+            self.planned.plan_for(variant, captured.inputs(leaves), afresh=True)
+        self.planned.build(variant)
+        self.views.note_built()
         return variant
 
     # -- ranks that have run out of batches ----------------------------------------------------------------------------

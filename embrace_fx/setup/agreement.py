@@ -28,16 +28,16 @@ class SetUpError(ValueError, RuntimeError):
     """
 
 
-class RunsEagerly(Exception):
-    """No graph holds the forward, on some rank: all ranks run it as it is written.
+class OtherRoute(Exception):
+    """No graph holds the forward, on some rank: all ranks run it as it is written. Or they have, and a capture gains.
 
     Args:
-        reason: why none does, in a line.
+        reason: why, in a line.
     """
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, captures: bool = False) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.captures = reason, captures
 
 
 def agree_on_set_up(
@@ -256,7 +256,12 @@ def refuse_counts_of_ignored(model: nn.Module) -> None:
 
 
 def agree_on_first_call(
-    communicator: Communicator, activity: int, failure: Exception | None, route: str | None = "graph"
+    communicator: Communicator,
+    activity: int,
+    failure: Exception | None,
+    route: str | None = "graph",
+    *,
+    has_run: bool = False,
 ) -> str:
     """Checks, before there is a plan, that all ranks do the same, and that none has failed to capture.
 
@@ -264,6 +269,7 @@ def agree_on_first_call(
         activity: of this rank.
         failure: why it could not capture its batch, or None.
         route: the one that was asked for.
+        has_run: the forward has run as it is written, and can go on to, whatever the failure.
 
     Returns:
         Why the forward is to run as it is written, on every rank; "" where all have captured it.
@@ -272,6 +278,8 @@ def agree_on_first_call(
         CaptureError: a rank could not; on every rank, but on one whose forward raises: there, what it raises.
     """
     reason = runs_eagerly_for(failure, route)
+    if has_run and failure is not None:
+        reason = reason or failure_text(failure)
     own = (activity, None if failure is None else failure_text(failure), reason)
     everyone = communicator.gather(own, tuple[int, str | None, str])
     check_activities([activity for activity, *_ in everyone])

@@ -1,0 +1,125 @@
+"""First steps of a model that takes seconds to capture: they run as written, and tell whether a capture would gain.
+
+Contract
+    A capture gains where a table is worth sharding, or where buckets take longer than the backward behind which they
+    leave under the eager route. Rows and times are known once steps have run. Small models, large tables and options
+    that ask for a graph are captured at once. Ranks decide alike: at first by model and options, then by what all of
+    them have measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from embrace_fx import cost
+from embrace_fx.planning.findings import agree_on_plan, find
+from embrace_fx.planning.scheduling import PROFILED, PROFILED_AFTER
+from embrace_fx.runtime.launch.tally import Tally
+from embrace_fx.session.calls import Variant
+from embrace_fx.session.gradient_graph import as_lookups
+from embrace_fx.session.plan_in_use import PlanInUse
+from embrace_fx.setup.setting import Setting
+from embrace_fx.vocabulary.exactness import semantics
+from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.plan_text import readable_bytes
+
+MANY_PARAMETERS = 40
+"""That take gradients: a capture of so many takes more than a second."""
+SMALL_TABLES_BYTES = 32 * 2**20
+"""Of all tables: their dense gradients are sent until the rows are known."""
+FEW_TABLES = 8
+"""More tables share the start-ups of their exchanges, which only their graph shows."""
+MEASURED_STEPS = PROFILED_AFTER + PROFILED + 1
+"""Until the schedule has measured its own, which it must not lose."""
+WORTH = 0.1
+"""Of a step: what a capture must gain."""
+
+_LAYERS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def run_as_written(setting: Setting) -> str:
+    """Tells why a model's first steps are not captured, in a line; "": they are."""
+    options, model, state = setting.options, setting.model, setting.state
+    asks = options.route, options.memory_budget, options.given_plan, setting.communicator.comm_hook
+    usual = options.strategy == "auto" and options.schedule == "2d" and options.row_updates == "exact"
+    if setting.communicator.world_size == 1 or any(each is not None for each in asks) or not usual:
+        return ""
+    exact = options.rows == options.buckets == "exact" and options.table_memory is None
+    if options.backend != "eager" or options.dynamic is not None or not exact or state.hooked or state.ignored:
+        return ""
+    trained = sum(parameter.requires_grad for parameter in model.parameters())
+    tables = _tables(model)
+    nbytes = sum(each.numel() * each.element_size() for each in tables)
+    if trained < MANY_PARAMETERS or len(tables) > FEW_TABLES or nbytes > SMALL_TABLES_BYTES or _needs_graph(setting):
+        return ""
+    return (
+        f"its tables are small ({readable_bytes(nbytes)}), and {trained} parameters take seconds to capture; "
+        "route='graph' captures"
+    )
+
+
+def weigh(setting: Setting, planned: PlanInUse, variant: Variant, rows: Sequence[Tensor]) -> str | None:
+    """Weighs what a capture would gain. Collective.
+
+    Args:
+        rows: of each table, that the last gradient had.
+
+    Returns:
+        What it gains, in a line; "": nothing; None: this is no moment to tell.
+    """
+    if planned.calls.uneven or not planned.may_change(variant):
+        return None
+    plan = planned.plan
+    assert plan is not None
+    planned.calls.asks_to_plan = False
+    findings = find(setting, as_lookups(variant.analysed), rows, frozenset(), schedule="none")
+    would = agree_on_plan(setting, findings, (plan.links, plan.links_are), None, recalls=plan.links_are == "probed")
+    if would.sharded:
+        return f"{', '.join(would.sharded)} worth sharding"
+    everyone = setting.communicator.gather(_measured(setting.stepping.recorder.tally), tuple[float, float] | None)
+    if any(each is None for each in everyone):
+        return None
+    measured = [each for each in everyone if each is not None]
+    backward_ms, step_ms = (min(each[k] for each in measured) for k in (0, 1))
+    buckets_ms = _buckets_ms(plan)
+    if buckets_ms - backward_ms > WORTH * step_ms:
+        return f"buckets take {buckets_ms:.1f} ms, a backward {backward_ms:.1f} ms"
+    return ""
+
+
+def _tables(model: nn.Module) -> list[nn.Parameter]:
+    """Finds the parameters that lookups may read: of their layers unless another layer shares them, and of no layer."""
+    read = [module for module in model.modules() if module._parameters]
+    shared = Counter(id(parameter) for module in read for parameter in module._parameters.values())
+    layers = [m for m in read if isinstance(m, _LAYERS) or not type(m).__module__.startswith("torch.nn.")]
+    found = (p for m in layers for p in m._parameters.values() if p is not None and p.dim() == 2)
+    return list({id(p): p for p in found if shared[id(p)] == 1}.values())
+
+
+def _needs_graph(setting: Setting) -> bool:
+    """Whether lookups differ from DDP's where they run as written, or rows alone are updated."""
+    layers = [module for module in setting.model.modules() if isinstance(module, _LAYERS)]
+    holders, updates = setting.stepping.holders, semantics(setting.options.row_updates)
+    apart = any(m.max_norm is not None or m.scale_grad_by_freq or m.sparse for m in layers)
+    return apart or any(holders.updates_rows(m.weight, updates) for m in layers)
+
+
+def _measured(tally: Tally) -> tuple[float, float] | None:
+    """Milliseconds of the shortest backward and of the shortest step, the first ones apart; None: too few."""
+    steps = [parts for parts, _ in tally.steps][1:]
+    if len(steps) < PROFILED:
+        return None
+    return min(parts.get("backward", 0.0) for parts in steps) * 1e3, min(sum(p.values()) for p in steps) * 1e3
+
+
+def _buckets_ms(plan: Plan) -> float:
+    """Milliseconds in which what no table needs is reduced, bucket by bucket."""
+    links, dense = plan.links.among(plan.world_size), 0.0
+    for bucket in plan.buckets:
+        ddp_bytes = sum(plan[name].ddp_bytes_per_step for name in bucket if not plan[name].is_table)
+        own_bytes = ddp_bytes * plan.world_size // (2 * (plan.world_size - 1))
+        dense += cost.all_reduce(own_bytes, plan.world_size).time_ms(links, "all_reduce") if own_bytes else 0.0
+    return dense

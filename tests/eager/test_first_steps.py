@@ -1,0 +1,114 @@
+"""Models that take seconds to capture: first steps as they are written, then as what was measured says; beside DDP."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import embrace_fx
+from embrace_fx.session import first_steps
+from tests.support.ranks import run_ranks
+
+STEPS = 17
+LINEARS = 20
+
+
+class Chain(nn.Module):
+    """As many parameters as are run as they are written at first, behind a small table."""
+
+    def __init__(self, rows: int = 500, width: int = 8, linears: int = LINEARS) -> None:
+        super().__init__()
+        self.words = nn.Embedding(rows, width)
+        self.linears = nn.ModuleList(nn.Linear(width, width) for _ in range(linears))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.words(ids)
+        for linear in self.linears:
+            hidden = hidden + linear(hidden).tanh()
+        loss: Tensor = hidden.square().mean()
+        return loss
+
+
+def _train(model: Any, rank: int) -> list[float]:
+    generator, losses = torch.Generator().manual_seed(rank), []
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-3)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(torch.randint(20, (4, 6), generator=generator))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _beside_ddp(
+    rank: int, world_size: int, cluster: embrace_fx.Cluster, made: dict[str, int], options: dict[str, str]
+) -> tuple[str, tuple[str, ...]]:
+    """Returns why calls run as they are written, "" where they are captured, and the tables in shards."""
+    torch.manual_seed(0)
+    plain = Chain(**made)
+    other = DistributedDataParallel(copy.deepcopy(plain))
+    model = embrace_fx.compile(plain, cluster=cluster, **options)
+    torch.testing.assert_close(_train(model, rank), _train(other, rank), rtol=1e-5, atol=1e-7)
+    whole = model.full_state_dict()
+    for name, parameter in other.module.named_parameters():
+        torch.testing.assert_close(whole[name], parameter.detach(), rtol=1e-4, atol=1e-6)
+    found = model.graphs.reason, model.plan.sharded
+    assert ("route: eager" in model.report()) is bool(found[0])
+    model.close()
+    return found
+
+
+def test_stays_as_it_is_written_where_nothing_would_be_gained() -> None:
+    for reason, sharded in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e6, 0.05), {}, {}):
+        assert "its tables are small" in reason
+        assert sharded == ()
+
+
+def test_is_captured_where_its_table_is_worth_sharding() -> None:
+    for found in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e3, 0.05), {"rows": 20_000}, {}):
+        assert found == ("", ("words.weight",))
+
+
+def test_is_captured_where_buckets_take_longer_than_the_backward() -> None:
+    for found in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e6, 1e3), {}, {}):
+        assert found == ("", ())
+
+
+def test_is_captured_at_once_where_that_is_asked_for_or_quick() -> None:
+    for options, linears in (({"route": "graph"}, LINEARS), ({"schedule": "vertical"}, LINEARS), ({}, LINEARS // 2)):
+        for reason, _ in run_ranks(2, _beside_ddp, embrace_fx.Cluster(1e6, 0.05), {"linears": linears}, options):
+            assert reason == ""
+
+
+def _refusing(rank: int, world_size: int, limit: int) -> tuple[list[float], str]:
+    """A capture that fails, after steps that have not."""
+    first_steps.WORTH, kept = -1e9, first_steps.WORTH  # anything gains
+    torch.manual_seed(0)
+    model = embrace_fx.compile(Turning(limit), cluster=embrace_fx.Cluster(1e6, 0.05))
+    losses = _train(model, rank)
+    first_steps.WORTH = kept
+    found = losses, model.graphs.reason
+    model.close()
+    return found
+
+
+class Turning(Chain):
+    """Its forward reads a value."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * (2.0 if int(ids.max()) > self.limit else 1.0)
+
+
+def test_a_capture_that_fails_leaves_the_model_as_it_is_written() -> None:
+    for losses, reason in run_ranks(2, _refusing, 10):
+        assert len(losses) == STEPS
+        assert "test_first_steps.py" in reason
