@@ -78,6 +78,11 @@ class Captured:
         changed = [Changed(name, value, now) for name, value, now in constants if not agree(now, value)]
         return changed + self.conditions.changed()
 
+    @property
+    def switches(self) -> bool:
+        """Whether the forward assigns what decides which graph comes next."""
+        return self.replay is not None and bool(self.replay.switches)
+
     def inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Lists the graph's inputs for a batch: its flattened arguments, and what is read from objects."""
         return leaves if self.replay is None else [*leaves, *self.replay.read_states(leaves)]

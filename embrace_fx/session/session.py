@@ -177,8 +177,7 @@ class Session:
             if not self._begun:
                 self._begin()
             leaves, spec = flatten_arguments(args, kwargs)
-            calls = self.planned.calls
-            count = calls.count
+            calls, count = self.planned.calls, self.planned.calls.count
             while True:
                 try:
                     return self._call(args, kwargs, leaves, spec)
@@ -249,8 +248,7 @@ class Session:
             self._parameters.note()
             self._kinds.clear()
         if (plan := self.planned.plan) is not None and self.state.hooked:
-            hooked = tuple(sorted(self.state.hooked.intersection(plan.sharded)))
-            self.planned.fits(Misfit((), hooked), self._activity(train))
+            self.planned.fits(Misfit((), tuple(sorted(self.state.hooked & set(plan.sharded)))), self._activity(train))
 
     def _variant(
         self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
@@ -288,10 +286,8 @@ class Session:
         if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
             return None
         variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
-        if variant is None or variant.program is None:
-            return None
-        if variant.captured.replay is not None and variant.captured.replay.switches:
-            return None  # this step is still to decide which graph comes next
+        if variant is None or variant.program is None or variant.captured.switches:
+            return None  # this step may be still to decide which graph comes next
         try:
             inputs = variant.captured.inputs(coming)
             return variant.program.ahead(inputs, of_objects=len(inputs) - len(coming))
@@ -315,10 +311,10 @@ class Session:
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
         route = self.options.route if self.options.memory_budget is None else "graph"  # which no other route keeps
-        has_run = self._eager.leaving
-        if self.planned.plan is None or has_run:
+        if self.planned.plan is None or self._eager.leaving:
             with stage("waiting for the other ranks to capture", rank):
-                reason = agree_on_first_call(self.communicator, self._activity(train), failure, route, has_run=has_run)
+                own = self._activity(train), failure, route
+                reason = agree_on_first_call(self.communicator, *own, has_run=self._eager.leaving)
             if reason:
                 raise OtherRoute(reason)
         elif reason := runs_eagerly_for(failure, route):
@@ -326,12 +322,11 @@ class Session:
         elif failure is not None:
             give_up(self.announcements, failure)
         assert captured is not None
-        variant = Variant(captured, analysed, train)
-        kind.variants.append(variant)
+        kind.variants.append(variant := Variant(captured, analysed, train))
         if self.planned.plan is None:
             self._make_plan(variant, captured.inputs(leaves))
             return variant
-        if has_run:
+        if self._eager.leaving:
             self._eager.leaving = False
             self.planned.plan_for(variant, captured.inputs(leaves), afresh=True)
         self.planned.build(variant)
