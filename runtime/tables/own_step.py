@@ -119,15 +119,23 @@ _ELEMENTS = 1 << 17
 
 def step_rows(
     optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: State, ids: Tensor, rows: Tensor
-) -> None:
-    """Steps rows `ids` (K,) of a part (V', d) by their gradients (K, d), and of its state all but its counters."""
+) -> State:
+    """Steps rows `ids` (K,) of a part (V', d) by their gradients (K, d), and of its state all but its counters.
+
+    Returns:
+        What the state counts for all rows after the step; nothing where there are no rows.
+    """
     total, size = local.shape[0], max(1, _ELEMENTS // max(1, local.shape[1]))
+    after: State = {}
+    if not len(ids):
+        return after
     whole = local.is_cuda or len(ids) <= size
     for some, gradients in [(ids, rows)] if whole else zip(ids.split(size), rows.split(size), strict=True):
         values = local.index_select(0, some)
         after = step_tensor(optimizer, options, values, gradients, rows_of_state(state, some, total))
         local.index_copy_(0, some, values)
         put_rows(state, after, some, total)
+    return {key: value for key, value in after.items() if not is_of_rows(state.get(key), total)}
 
 
 def first_rows(

@@ -10,7 +10,7 @@ Shape legend: V' x d this rank's part of the table; K rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, SkippedSteps, fo
 
 ROWS_AT_ONCE = 1 << 16
 """Of all, as they take what they have skipped."""
+
+
+_ALL = slice(None)
 
 
 class RestingRows:
@@ -61,13 +64,17 @@ class RestingRows:
         if self._skipped is not None and self._skipped.count == MOST_STEPS:
             self.settle(local, state)
 
-    def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
-        """Lets rows take the steps they have skipped, and returns whether any row may have been written."""
+    def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, rows: slice = _ALL) -> bool:
+        """Lets rows take the steps they have skipped, and returns whether any row may have been written.
+
+        Args:
+            rows: of which `local` and `state` are, and `ids` are counted from the first of them.
+        """
         if not self.rest:
             return False
         assert self._skipped is not None
         assert self._taken is not None
-        self._skipped.take(local, state, ids, self._taken)
+        self._skipped.take(local, state, ids, self._taken[rows])
         return True
 
     def settle(self, local: Tensor, state: Mapping[str, Any]) -> None:
@@ -78,3 +85,29 @@ class RestingRows:
         if self._taken is not None:
             self._taken.zero_()
         self._skipped = None
+
+
+class RestingPart:
+    """The resting rows of one table of a stack, whose tables have one history.
+
+    Args:
+        whole: of the stack.
+        rows: the table's, of the stack's.
+        settle: has all rows of the stack take what they have skipped, and ends the history.
+    """
+
+    def __init__(self, whole: RestingRows, rows: slice, settle: Callable[[], None]) -> None:
+        self.whole, self._rows, self._settle = whole, rows, settle
+
+    @property
+    def rest(self) -> bool:
+        """Whether any row of the stack may have skipped a step."""
+        return self.whole.rest
+
+    def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
+        """As of `RestingRows`."""
+        return self.whole.catch_up(local, state, ids, self._rows)
+
+    def settle(self, *_: object) -> None:
+        """Has all rows of all tables take what they have skipped."""
+        self._settle()

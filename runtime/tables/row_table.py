@@ -24,7 +24,7 @@ from embrace_fx.runtime.tables.own_step import hyperparameters, makes_state, new
 from embrace_fx.runtime.tables.part import Origin, Part
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.part_state import PartState
-from embrace_fx.runtime.tables.resting import RestingRows
+from embrace_fx.runtime.tables.resting import RestingPart, RestingRows
 from embrace_fx.runtime.tables.skipped_steps import form_of
 from embrace_fx.runtime.tables.table_part import TablePart
 from embrace_fx.runtime.tables.update_rule import (
@@ -81,7 +81,7 @@ class RowTable:
         self._made: object = None  # options and state of which a step makes no more state
         self._may_rest = may_rest
         self._gradients = gradients
-        self._resting = RestingRows()
+        self._resting: RestingRows | RestingPart = RestingRows()
         self._layout = Layout.of_table(place)
         self._gradient_origin = Origin(name, "the gradient of ", place.mesh, communicator)
 
@@ -244,11 +244,23 @@ class RowTable:
         """Begins a step under the options of this moment."""
         rule, options = self.rule, self.param_group()
         if rule is Replay:
+            if isinstance(self._resting, RestingPart):
+                self.rest_as(RestingRows())
+            assert isinstance(self._resting, RestingRows)
             return Replay(self, self.holder, options, self._resting)
         self.settle()
         if rule is RowWise:
             return RowWise(self, self.holder, options, self.shape[1])
         return rule(self, self.holder, options)
+
+    def rest_as(self, resting: RestingRows | RestingPart) -> None:
+        """Has rows rest by another history from here on."""
+        self.settle()
+        self._resting = resting
+
+    def rests_with(self, whole: RestingRows) -> bool:
+        """Whether its rows rest by the history of a stack."""
+        return isinstance(self._resting, RestingPart) and self._resting.whole is whole
 
     @property
     def has_resting_rows(self) -> bool:

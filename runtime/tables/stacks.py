@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from embrace_fx.runtime.kernels import lookup_as
 from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.own_step import is_of_rows
+from embrace_fx.runtime.tables.resting import RestingPart, RestingRows
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import OfMembers, Options, Replay, Supposed, UpdateRule, suppose
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE
@@ -46,6 +47,7 @@ class StackedTable:
         self._bounds = (*stack.first_rows, rows)
         self._weights = _Joined(self._bounds)
         self._states: dict[str, _Joined] = {}
+        self._resting: RestingRows | None = None  # of all tables, where they rest together
 
     @property
     def local(self) -> Tensor:
@@ -100,11 +102,34 @@ class StackedTable:
 
     def begin_step(self) -> UpdateRule:
         """Begins a step of every table, under the options of this moment."""
-        rule = self.members[0].rule
-        if any(member.rule is Replay for member in self.members):  # each table knows which of its rows rest
+        rules = [member.rule for member in self.members]
+        if all(rule is Replay for rule in rules):
+            return Replay(self, self.holder, self.param_group(), self._rest_together())
+        if Replay in rules:  # each table knows which of its rows rest
             return OfMembers(self.split, [member.begin_step() for member in self.members])
         self.settle()
-        return rule(self, self.holder, self.param_group())
+        return rules[0](self, self.holder, self.param_group())
+
+    def _rest_together(self) -> RestingRows:
+        """One history for all tables: what they have in common of steps is noted, and rows are moved, once."""
+        if (known := self._together) is not None:
+            return known
+        self.settle()
+        found = self._resting = RestingRows()
+
+        def settle() -> None:
+            if found.rest:
+                found.settle(self.local, self.state)
+
+        for member, (first, last) in zip(self.members, pairwise(self._bounds), strict=True):
+            member.rest_as(RestingPart(found, slice(first, last), settle))
+        return found
+
+    @property
+    def _together(self) -> RestingRows | None:
+        """The common history; None: a table has one of its own."""
+        known = self._resting
+        return known if known is not None and all(member.rests_with(known) for member in self.members) else None
 
     @property
     def has_resting_rows(self) -> bool:
@@ -115,6 +140,8 @@ class StackedTable:
         """Lets rows (K,), in any order, take the steps they have skipped, before they are read."""
         if not self.has_resting_rows:
             return False
+        if (together := self._together) is not None:
+            return together.catch_up(self.local, self.state, ids)
         ordered = ids.unique()
         parts = self.split(ordered, ordered)
         for member, (own, _) in zip(self.members, parts, strict=True):

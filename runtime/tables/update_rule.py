@@ -95,6 +95,7 @@ class RowsAlone:
         self.table, self.optimizer, self.options = table, optimizer, hyperparameters(options)
         # A fused kernel's bits depend on where an element lies: on which others are updated together with it.
         self._of_some = {**self.options, "fused": False} if self.options.get("fused") else self.options
+        self._counted: State = {}  # what the state counts after the step, once rows have taken it
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
         """Updates rows `ids` (K,), sorted and unique, by their gradients (K, d).
@@ -104,7 +105,9 @@ class RowsAlone:
         table = self.table
         ids = table.places(ids, to_write=True)
         if not fused_rows.step(self.optimizer, self.options, table.local, table.state, ids, rows):
-            step_rows(self.optimizer, self._of_some, table.local, table.state, ids, rows)
+            self._counted = (
+                step_rows(self.optimizer, self._of_some, table.local, table.state, ids, rows) or self._counted
+            )
 
     def finish(self, parts: Sequence[Rows]) -> None:
         """Updates all rows that it has not updated yet: by their gradients, ids (K,) and rows (K, d), or without."""
@@ -119,6 +122,9 @@ class RowsAlone:
 
     def _count(self, *, is_first: bool = False) -> None:
         """Has what the state counts go on: the same for all rows."""
+        if self._counted and not is_first and self._of_some is self.options:
+            self.table.keep(self._counted)
+            return
         local, state = self.table.local, self.table.state
         if is_first or not all(is_of_rows(value, local.shape[0]) for value in state.values()):
             self.table.keep(counters_after(self.optimizer, self.options, local, state))
@@ -166,8 +172,9 @@ class Replay(RowsAlone):
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
         ids = self.table.places(ids, to_write=True)
-        self._resting.catch_up(self.table.local, self.table.state, ids)
-        step_rows(self.optimizer, self.options, self.table.local, self.table.state, ids, rows)
+        local, state = self.table.local, self.table.state
+        self._resting.catch_up(local, state, ids)
+        self._counted = step_rows(self.optimizer, self.options, local, state, ids, rows) or self._counted
         self._resting.took(ids)
 
     def finish(self, parts: Sequence[Rows]) -> None:
