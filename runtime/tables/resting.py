@@ -22,9 +22,6 @@ ROWS_AT_ONCE = 1 << 16
 """Of all, as they take what they have skipped."""
 
 
-_ALL = slice(None)
-
-
 class RestingRows:
     """The resting rows of one table: which have skipped steps, and how many."""
 
@@ -64,12 +61,12 @@ class RestingRows:
         if self._skipped is not None and self._skipped.count == MOST_STEPS:
             self.settle(local, state)
 
-    def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, rows: slice = _ALL) -> bool:
-        """Lets rows take the steps they have skipped, and returns whether any row may have been written.
+    def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
+        """Lets rows take the steps they have skipped, and returns whether any row may have been written."""
+        return self.catch_up_of(slice(None), local, state, ids)
 
-        Args:
-            rows: of which `local` and `state` are, and `ids` are counted from the first of them.
-        """
+    def catch_up_of(self, rows: slice, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
+        """As `catch_up`, where `local` and `state` are of some rows, and `ids` are counted from the first of them."""
         if not self.rest:
             return False
         assert self._skipped is not None
@@ -106,7 +103,7 @@ class RestingPart:
 
     def catch_up(self, local: Tensor, state: Mapping[str, Any], ids: Tensor) -> bool:
         """As of `RestingRows`."""
-        return self.whole.catch_up(local, state, ids, self._rows)
+        return self.whole.catch_up_of(self._rows, local, state, ids)
 
     def settle(self, *_: object) -> None:
         """Has all rows of all tables take what they have skipped."""
