@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -317,6 +318,17 @@ class CompiledModel(nn.Module, Joinable):
         if named_by_ddp and "module" not in model._modules:
             state_dict = {name.removeprefix("module."): value for name, value in state_dict.items()}
         return model.load_state_dict(state_dict, strict, assign)
+
+    def save_checkpoint(self, folder: str | Path) -> None:
+        """Writes model and optimizers into a folder that all ranks see; tables beyond memory row by row. Collective.
+
+        The checkpoint before stays whole until this one is. A model without `table_memory` may be saved so, too.
+        """
+        self._session.save_checkpoint(Path(folder))
+
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Loads what `save_checkpoint` wrote, on any number of ranks; before the first call, in it. Collective."""
+        self._session.load_checkpoint(Path(folder))
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:

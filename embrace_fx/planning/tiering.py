@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import ceil
 from zlib import crc32
 
@@ -19,8 +18,9 @@ from embrace_fx.runtime.tables.part import Origin
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tables.table_part import TablePart, become_part, local_part
-from embrace_fx.runtime.tiers.initial import normal_rows
+from embrace_fx.runtime.tiers.initial import FirstValues
 from embrace_fx.runtime.tiers.record_file import TierError
+from embrace_fx.runtime.tiers.records import Column
 from embrace_fx.runtime.tiers.tiered_table import (
     REFUSAL,
     HeldInFile,
@@ -28,13 +28,10 @@ from embrace_fx.runtime.tiers.tiered_table import (
     not_replayable,
     state_columns,
 )
-from embrace_fx.runtime.tiers.working_set import ROW_BYTES, SLOT_BYTES, TAKEN, WEIGHTS, Column, WorkingSet
+from embrace_fx.runtime.tiers.working_set import ROW_BYTES, ROWS_AT_ONCE, SLOT_BYTES, TAKEN, WEIGHTS, WorkingSet
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.exactness import semantics
 from embrace_fx.vocabulary.plan import Plan
-
-_AT_ONCE = 1 << 16
-"""Rows written to the file at once, of a table that begins in memory."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,7 @@ def place_tiered(setting: Setting, name: str, shape: torch.Size, mesh: DeviceMes
         place = Place(shape, mesh_of(communicator, "cpu", None))
     like = torch.empty_strided((shape[0], len(columns)), (0, 0), dtype=parameter.dtype)  # of one element
     seed = communicator.gather(torch.initial_seed() % 2**62, int)[0] ^ crc32(name.encode())
-    initial = partial(_initial, columns, shape[1], seed, parameter.dtype, getattr(module, "padding_idx", None))
+    initial = FirstValues(columns, shape[1], parameter.dtype, seed, getattr(module, "padding_idx", None))
     memory = _made(setting, name, tier, shape[0], initial, first)
     optimizer.state[parameter] = {key: value for key, value in state.items() if key not in tier.columns}
     if not isinstance(parameter, TablePart):
@@ -207,18 +204,12 @@ def place_tiered(setting: Setting, name: str, shape: torch.Size, mesh: DeviceMes
     )
 
 
-def _initial(columns: range, width: int, seed: int, dtype: torch.dtype, padding: int | None, rows: Tensor) -> Tensor:
-    """What an embedding layer begins with: normal numbers, and zeros for padding."""
-    found = normal_rows(rows, columns, width, seed, dtype)
-    return found if padding is None else found.masked_fill_((rows == padding).unsqueeze(1), 0.0)
-
-
 def _made(
     setting: Setting,
     name: str,
     tier: Tier,
     rows: int,
-    initial: Callable[[Tensor], Tensor],
+    initial: FirstValues,
     first: Mapping[str, Tensor],
 ) -> WorkingSet:
     """The working set of a part, its first values in the file. Collective: what one rank cannot do, none does."""
@@ -226,8 +217,8 @@ def _made(
     memory, told = None, ""
     try:
         memory = WorkingSet(name, rows, tier.slots(rows, name), tier.columns, initial, setting.options.tables_in)
-        for begin in range(0, rows if first else 0, _AT_ONCE):
-            memory.store(begin, {key: value[begin : begin + _AT_ONCE] for key, value in first.items()})
+        for some in torch.arange(rows if first else 0).split(ROWS_AT_ONCE):
+            memory.store(some, {key: value.index_select(0, some) for key, value in first.items()})
     except (ValueError, TierError) as error:
         told = str(error)
     for rank, each in enumerate(setting.communicator.gather(told, str)):

@@ -43,6 +43,7 @@ def tables_report(tables: Mapping[str, RowTable], ranks: int) -> str:
         rows.append((name, *("not known yet" if number is None else _mib(number) for number in numbers)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    aligned += [table.told for table in tables.values() if table.told]
     return "\n".join(["tables of this rank: predicted, then as they are", *(f"  {each}" for each in aligned)])
 
 

@@ -29,6 +29,7 @@ from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.step import run_step
 from embrace_fx.runtime.step.stepping import Stepping
 from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.session import checkpoint
 from embrace_fx.session.buffer_sharing import BufferSharing
 from embrace_fx.session.calls import Kind, Kinds, Variant, kind_key
 from embrace_fx.session.captures import Captures
@@ -71,6 +72,7 @@ class Session:
         dump_to = options.dump_to if isinstance(options.dump_to, Path | None) else Path(options.dump_to)
         self.communicator = Communicator(group or default_group(), dump_to, Rounding(options.rows, options.buckets))
         self._begun = False
+        self._to_load: Path | None = None  # a checkpoint, once tables have been placed
         self._hook = ""
         self.announcements = Announcements(self.communicator)
         with stage("agreeing with the other ranks", self.communicator.rank):
@@ -193,6 +195,11 @@ class Session:
         self.communicator.check_open()
         self._look_at_model(train)
         if self.planned.plan is None and not train:
+            if self._to_load is not None:
+                raise RuntimeError(
+                    "expected a call for training after load_checkpoint(), found an evaluation: tables are placed, and "
+                    "the checkpoint is read, in the first call with gradients enabled. Make that one first."
+                )
             return self._plainly.evaluate(args, kwargs)
         if self._eager.reason:
             return self._eager.call(args, kwargs, train, self._make_plan, self._check_replicas)
@@ -215,6 +222,8 @@ class Session:
     def _make_plan(self, variant: Variant, leaves: Sequence[Any]) -> None:
         """Makes the first plan, and tells of it. Collective."""
         self.planned.make(variant.analysed, leaves)
+        if self._to_load is not None:
+            checkpoint.load(self._setting, self._to_load)
         self._watch.note_parameters()
         self.planned.build(variant)
         self.views.note_built()
@@ -373,6 +382,20 @@ class Session:
     @synchronised.setter
     def synchronised(self, value: bool) -> None:
         self.state.synchronised = value
+
+    def save_checkpoint(self, folder: Path) -> None:
+        """Writes model and optimizers into a folder. Collective."""
+        self.synchronize()
+        checkpoint.save(self._setting, folder)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Reads what was written there: now, or in the first call, once tables have been placed. Collective."""
+        if self.planned.plan is None:
+            self._to_load = folder
+            return
+        self.parameters_may_change()
+        checkpoint.load(self._setting, folder)
+        self.parameters_were_loaded()
 
     def parameters_may_change(self) -> None:
         """Applies pending updates, and discards rows prefetched from the parameters: the caller may write them."""

@@ -44,6 +44,9 @@ class Held:
         """This rank's part, to be written or viewed: what is written is kept."""
         return self.dense()
 
+    is_elsewhere = False
+    """Whether most of it is not in memory."""
+
     def by_ids(self) -> Tensor:
         """This rank's part, for a program that reads its rows by ids alone."""
         return self.memory()

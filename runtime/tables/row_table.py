@@ -129,6 +129,8 @@ class RowTable:
         """The grid on which it lies; None: by columns."""
         return self.place.grid
 
+    told = ""
+    """What there is to say of it besides its bytes, in a line."""
     no_dense = ""
     """Why its gradient cannot be had as a tensor of all elements; "": it can."""
 

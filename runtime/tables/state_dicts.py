@@ -85,7 +85,7 @@ def show_shards(
     shown: dict[tuple[Any, ...], DTensor] = {}  # a tied parameter once; tables of a stack share their memory
     for name, place in places.items():
         value = state_dict.get(prefix + name)
-        if value is None or isinstance(value, DTensor):
+        if value is None or isinstance(value, DTensor) or (isinstance(value, Part) and value.held.is_elsewhere):
             continue
         local = value.held.memory() if isinstance(value, Part) else value
         memory = local.untyped_storage()._cdata, local.storage_offset(), *place.shape

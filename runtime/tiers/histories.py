@@ -10,16 +10,17 @@ Shape legend: S slots of the working set; K of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from embrace_fx.runtime.kernels.decay import Moments
 from embrace_fx.runtime.tables.own_step import is_of_rows, step_tensor
 from embrace_fx.runtime.tables.resting import RestingRows
-from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, form_of
+from embrace_fx.runtime.tables.skipped_steps import MOST_STEPS, Decaying, Linear, form_of
 from embrace_fx.runtime.tiers.working_set import TAKEN, WEIGHTS, WorkingSet
 
 
@@ -99,6 +100,24 @@ class Histories(RestingRows):
             skipped.end()
             self._add(skipped)
 
+    def saved(self) -> list[dict[str, Any]]:
+        """The closed histories, for a checkpoint. None is open."""
+        return [{"form": type(each).__name__, **_plain(vars(each))} for _, each in self._closed]
+
+    def load(self, saved: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
+        """Takes over histories as `saved` gave them, in the place of these."""
+        self._skipped, self._closed, self._before = None, [], 0
+        for each in saved:
+            form = _FORMS[each["form"]]
+            made = object.__new__(form)
+            vars(made).update({key: value for key, value in each.items() if key != "form"})
+            if form is Decaying and made._moments is not None:
+                moments, made._moments = made._moments, object.__new__(Moments)
+                vars(made._moments).update(moments)
+            if form is _FirstStep:
+                made._optimizer = optimizer
+            self._add(made)
+
     def _add(self, skipped: _Skipped) -> None:
         self._closed.append((self._before, skipped))
         self._before += skipped.count
@@ -136,3 +155,11 @@ class Histories(RestingRows):
         """The histories that end after step `first`, with the number of steps before each."""
         closed = [each for each in self._closed if each[0] + each[1].count > first]
         return closed + ([(self._before, self._skipped)] if self._skipped is not None and until > self._before else [])
+
+
+_FORMS: Mapping[str, type[Any]] = {form.__name__: form for form in (Decaying, Linear, _FirstStep)}
+
+
+def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: value for key, value in fields.items() if not isinstance(value, Optimizer | torch.device)}
+    return {key: vars(value) if isinstance(value, Moments) else value for key, value in found.items()}

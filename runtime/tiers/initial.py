@@ -6,6 +6,8 @@ They are whole numbers up to there: the same bits in whichever order and company
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,6 +17,26 @@ Words = NDArray[np.uint64]
 
 _FIELDS = 12
 _WORDS = _FIELDS // 4
+
+
+@dataclass(frozen=True)
+class FirstValues:
+    """What rows of an embedding layer begin with: normal numbers, and zeros for padding.
+
+    Attributes:
+        columns: of a rank, of `width` in all.
+    """
+
+    columns: range
+    width: int
+    dtype: torch.dtype
+    seed: int = 0
+    padding: int | None = None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The values (K, d) of rows (K,)."""
+        found = normal_rows(rows, self.columns, self.width, self.seed, self.dtype)
+        return found if self.padding is None else found.masked_fill_((rows == self.padding).unsqueeze(1), 0.0)
 
 
 def normal_rows(rows: Tensor, columns: range, width: int, seed: int, dtype: torch.dtype) -> Tensor:

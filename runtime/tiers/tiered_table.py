@@ -10,6 +10,7 @@ Shape legend: V' x d this rank's part; S slots; K rows.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +26,8 @@ from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.skipped_steps import form_of
 from embrace_fx.runtime.tables.update_rule import Replay, RowsAlone, RowWise, moving
 from embrace_fx.runtime.tiers.histories import Histories
-from embrace_fx.runtime.tiers.working_set import WEIGHTS, Column, WorkingSet
+from embrace_fx.runtime.tiers.records import Column
+from embrace_fx.runtime.tiers.working_set import WEIGHTS, WorkingSet
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 REFUSAL = (
@@ -44,6 +46,8 @@ class HeldInFile(Held):
     def __init__(self, like: Tensor, refusal: str) -> None:
         super().__init__(like)
         self._refusal = refusal
+
+    is_elsewhere = True
 
     def dense(self) -> NoReturn:
         raise RuntimeError(self._refusal)
@@ -121,9 +125,36 @@ class TieredTable(RowTable):
             else:
                 self.state[key] = value
 
+    @property
+    def counters(self) -> dict[str, Any]:
+        """What its state counts for all rows."""
+        return {key: value for key, value in self.state.items() if key not in self.memory.columns}
+
+    def saved(self) -> dict[str, Any]:
+        """All that a checkpoint has of it besides rows. No update is pending."""
+        self.settle()
+        of_rows = {"shown": sorted(self.shown), "histories": self._resting.saved(), "seed": self.memory.initial.seed}
+        return {**of_rows, "counters": self.counters, "padding": self.memory.initial.padding}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what `saved` gave."""
+        self.memory.initial = replace(self.memory.initial, seed=saved["seed"], padding=saved["padding"])
+        self._resting.load(saved["histories"], self.holder)
+        self.shown.clear()
+        self.shown.update(saved["shown"])
+        self.holder.state[self.parameter] = dict(saved["counters"])
+
     def took_first(self, slots: Tensor, options: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
         """Rows in slots (K,) have taken the first step, all others have it still to come."""
         self._resting.took_first(slots, self.holder, options, counters)
+
+    def begin_step(self) -> RowsAlone:
+        self.memory.counts.steps += 1
+        return super().begin_step()
+
+    @property
+    def told(self) -> str:
+        return self.memory.told
 
     def step_dense(self) -> NoReturn:
         raise RuntimeError(self.no_dense)
@@ -172,7 +203,7 @@ class FirstAlone(RowsAlone):
         none = (torch.empty(0, dtype=torch.int64), table.local[:0])
         ids, rows = (torch.cat(each) for each in zip(none, *parts, strict=True))
         slots, state = table.places(ids, to_write=True), table.state
-        counters = {key: value for key, value in state.items() if key not in table.memory.columns}
+        counters = table.counters
         values = table.local.index_select(0, slots)
         before = rows_of_state(state, slots, table.memory.slots)
         after = step_tensor(self.optimizer, self._of_some, values, rows, before)

@@ -10,53 +10,40 @@ Shape legend: V' rows; S slots; K ids, in any order, some the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.tiers.record_file import CHECK_BYTES, RecordFile, TierError
+from embrace_fx.runtime.tiers.initial import FirstValues
+from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
+from embrace_fx.runtime.tiers.records import Column, Records
 
 WEIGHTS, TAKEN = "weights", "steps taken"
 """Columns that every table has."""
 _FREE = torch.iinfo(torch.int64).max
 _SHARE = 64
 """Of all slots, so many parts: one of them is emptied at a time, those used least lately."""
+ROWS_AT_ONCE = 1 << 16
+"""Of all, as they are written one after the other."""
 ROW_BYTES = 4
 """Of a row in memory that has no slot: where it is."""
 SLOT_BYTES = 8 + 8 + 2
 """Of a slot, besides its columns."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """What a row has in one tensor.
-
-    Attributes:
-        size: of one row.
-        fill: what it begins with.
-    """
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    fill: float = 0.0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a row."""
-        return torch.Size(self.size).numel() * self.dtype.itemsize
-
-
 @dataclass
 class Counts:
-    """What a working set has done: rows asked for, found in memory, read, written, begun anew."""
+    """What a working set has done: steps, rows asked for, not found in memory, read and written; most asked at once."""
 
+    steps: int = 0
     asked: int = 0
     missed: int = 0
     read: int = 0
     written: int = 0
+    most: int = 0
 
 
 class WorkingSet:
@@ -71,6 +58,7 @@ class WorkingSet:
         directory: where the file is made.
 
     Attributes:
+        initial: as given; another one after a checkpoint has been loaded.
         columns: name -> (S, ...), the slots' values.
         row_of: (S,) which row is in a slot; -1: none.
     """
@@ -81,13 +69,13 @@ class WorkingSet:
         rows: int,
         slots: int,
         columns: Mapping[str, Column],
-        initial: Callable[[Tensor], Tensor],
+        initial: FirstValues,
         directory: str | Path,
     ) -> None:
-        self._table, self.slots, self._of, self._initial = table, slots, columns, initial
-        self.record_bytes = -(-(CHECK_BYTES + sum(c.nbytes for c in columns.values())) // 8) * 8
-        self.file = RecordFile(directory, table, rows, self.record_bytes)
-        self.columns = {key: torch.full((slots, *c.size), c.fill, dtype=c.dtype) for key, c in columns.items()}
+        self._table, self.slots, self.initial = table, slots, initial
+        self.records = Records(columns)
+        self.file = RecordFile(directory, table, rows, self.records)
+        self.columns = {key: column.filled(slots) for key, column in columns.items()}
         self.counts = Counts()
         self.row_of = torch.full((slots,), -1, dtype=torch.int64)
         self._where = torch.zeros(rows, dtype=torch.int32)  # 0: as it began; -1: in the file; s + 1: in slot s
@@ -110,7 +98,8 @@ class WorkingSet:
         if bool(missing.any()):
             self._used.index_fill_(0, where[~missing].to(torch.int64).sub_(1), self._clock)
             new = ids[missing].unique()
-            self.counts.missed += new.numel()
+            self.counts.missed += int(missing.sum())
+            self.counts.most = max(self.counts.most, new.numel())
             room = self._room(new.numel(), ids)
             try:
                 self._load(new, room)
@@ -128,22 +117,54 @@ class WorkingSet:
         """Notes that what is in slots differs from what the file has of it."""
         self._dirty.index_fill_(0, slots, True)
 
-    def store(self, first: int, values: Mapping[str, Tensor]) -> None:
-        """Writes rows from `first` on, none of which has a slot, into the file: columns (K, ...), or what they fill."""
-        count = values[WEIGHTS].shape[0]
-        rows = torch.arange(first, first + count)
-        filled = {
-            key: values[key] if key in values else torch.full((count, *c.size), c.fill, dtype=c.dtype)
-            for key, c in self._of.items()
-        }
-        self.file.write(rows, self._packed(filled))
-        self._where[first : first + count] = -1
+    def store(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Writes rows (K,), ascending, that have no slot into the file: columns (K, ...), or what they begin with."""
+        of = self.records.columns
+        filled = {key: values[key] if key in values else of[key].filled(rows.numel()) for key in of}
+        self.file.write(rows, self.records.pack(rows, filled))
+        self._where.index_fill_(0, rows, -1)
+
+    def moved(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Yields rows (K,), ascending, that differ from their first values, with their columns (K, ...)."""
+        kept = self._dirty | self._stored
+        for begin in range(0, self._where.numel(), ROWS_AT_ONCE):
+            where = self._where[begin : begin + ROWS_AT_ONCE].to(torch.int64)
+            stored = where < 0
+            in_slots = (where > 0) & kept[(where - 1).clamp_(min=0)]
+            found = (stored | in_slots).nonzero().view(-1)
+            if not found.numel():
+                continue
+            slots, from_file = (where.index_select(0, found) - 1).clamp_(min=0), stored.index_select(0, found)
+            values = {key: column.index_select(0, slots) for key, column in self.columns.items()}
+            if bool(from_file.any()):
+                read = self.records.unpack(self.file.read(found[from_file] + begin))
+                for key, value in read.items():
+                    values[key][from_file] = value
+            yield found + begin, values
+
+    def forget(self) -> None:
+        """Makes all rows what they began as."""
+        self.row_of.fill_(-1)
+        self._where.zero_()
+        self._used.fill_(_FREE)
+        self._free = torch.arange(self.slots)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it takes."""
         own = (self.row_of, self._where, self._used, self._dirty, self._stored)
         return sum(each.nbytes for each in (*own, *self.columns.values()))
+
+    @property
+    def told(self) -> str:
+        """What it has done, for a report."""
+        counts, steps = self.counts, max(self.counts.steps, 1)
+        found = 1 - counts.missed / max(counts.asked, 1)
+        read, written = (n * self.records.nbytes / steps / 2**20 for n in (counts.read, counts.written))
+        return (
+            f"{self._table}: {self.slots:,} of {self._where.numel():,} rows in memory, {self.nbytes / 2**20:,.2f} MiB; "
+            f"{found:.1%} of the rows asked for were there; {read:,.3f} MiB read and {written:,.3f} written a step"
+        )
 
     # -- moving rows ---------------------------------------------------------------------------------------------------
 
@@ -171,9 +192,8 @@ class WorkingSet:
         dirty = self._dirty.index_select(0, slots)
         if bool(dirty.any()):
             written = slots[dirty]
-            self.file.write(
-                rows[dirty], self._packed({key: c.index_select(0, written) for key, c in self.columns.items()})
-            )
+            values = {key: column.index_select(0, written) for key, column in self.columns.items()}
+            self.file.write(rows[dirty], self.records.pack(rows[dirty], values))
             self.counts.written += written.numel()
             self._stored.index_fill_(0, written, True)
         self._where.index_copy_(0, rows, self._stored.index_select(0, slots).to(torch.int32).neg_())
@@ -185,39 +205,18 @@ class WorkingSet:
         """Brings rows, ascending, into free slots."""
         stored = self._where.index_select(0, rows) < 0
         if bool(stored.any()):
-            records = self.file.read(rows[stored])
-            self._unpack(records, slots[stored])
-            self.counts.read += records.shape[0]
+            read = self.records.unpack(self.file.read(rows[stored]))
+            for key, value in read.items():
+                self.columns[key].index_copy_(0, slots[stored], value)
+            self.counts.read += int(stored.sum())
         fresh = slots[~stored]
         if fresh.numel():
             for key, column in self.columns.items():
                 if key == WEIGHTS:
-                    column.index_copy_(0, fresh, self._initial(rows[~stored]))
+                    column.index_copy_(0, fresh, self.initial(rows[~stored]))
                 else:
-                    column.index_fill_(0, fresh, self._of[key].fill)
+                    column.index_fill_(0, fresh, self.records.columns[key].fill)
         self._where.index_copy_(0, rows, (slots + 1).to(torch.int32))
         self.row_of.index_copy_(0, slots, rows)
         self._dirty.index_fill_(0, slots, False)
         self._stored.index_copy_(0, slots, stored)
-
-    def _packed(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Records (K, B) of columns (K, ...)."""
-        count = values[WEIGHTS].shape[0]
-        records = torch.zeros((count, self.record_bytes), dtype=torch.uint8)
-        at = CHECK_BYTES
-        for key, column in self._of.items():
-            value = values[key].contiguous().view(count, -1)
-            if column.nbytes:
-                records[:, at : at + column.nbytes] = value.view(torch.uint8)
-            at += column.nbytes
-        return records
-
-    def _unpack(self, records: Tensor, slots: Tensor) -> None:
-        at = CHECK_BYTES
-        for key, column in self._of.items():
-            if column.nbytes:
-                value = (
-                    records[:, at : at + column.nbytes].clone(memory_format=torch.contiguous_format).view(column.dtype)
-                )
-                self.columns[key].index_copy_(0, slots, value.view(-1, *column.size))
-            at += column.nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from embrace_fx.runtime.tables.part import Origin
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.table_part import TablePart, become_part
+from embrace_fx.runtime.tiers.initial import FirstValues
+from embrace_fx.runtime.tiers.records import Column
 from embrace_fx.runtime.tiers.tiered_table import HeldInFile, TieredTable, state_columns
-from embrace_fx.runtime.tiers.working_set import TAKEN, WEIGHTS, Column, WorkingSet
+from embrace_fx.runtime.tiers.working_set import TAKEN, WEIGHTS, WorkingSet
 from tests.support.ranks import run_ranks
 
 Make = Callable[[Any], Optimizer]
@@ -52,7 +55,8 @@ def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) 
     state = optimizer.state.get(parameter) or {}
     columns = {WEIGHTS: Column((table.shape[1],), table.dtype), TAKEN: Column((), torch.int64)}
     columns |= state_columns(optimizer, optimizer.param_groups[0], table[:0], state)
-    memory = WorkingSet("t", table.shape[0], slots, columns, lambda rows: table.index_select(0, rows), directory)
+    memory = WorkingSet("t", len(table), slots, columns, FirstValues(range(table.shape[1]), 0, table.dtype), directory)
+    memory.store(torch.arange(len(table)), {WEIGHTS: table})
     shown = columns.keys() & state.keys()
     optimizer.state[parameter] = {key: value for key, value in state.items() if key not in shown}
     like = torch.empty_strided(tuple(table.shape), (0, 0), dtype=table.dtype)
@@ -87,17 +91,40 @@ def batches(rank: int, steps: int, *, zipf: bool = True) -> list[tuple[Tensor]]:
     return [(each,) for each in ids]
 
 
-def train(rank: int, world_size: int, optimizer: str, schedule: Any, memory: float | None, steps: int) -> list[float]:
-    """Losses of steps, and of an evaluation that reads every row; memory: None: the table in memory."""
+@dataclass(frozen=True)
+class Run:
+    """How a model is trained.
+
+    Attributes:
+        memory: of the table; None: all of it.
+        folder: of a checkpoint, which is loaded at first if it is there, else saved after half of the steps.
+    """
+
+    optimizer: str = "adamw"
+    schedule: str = "2d"
+    memory: float | None = None
+    steps: int = 30
+    folder: str = ""
+
+
+def train(rank: int, world_size: int, run: Run) -> list[float]:
+    """Losses of steps, and of an evaluation that reads every row."""
     torch.manual_seed(0)
     model = OneTable()
-    stepping = OPTIMIZERS[optimizer](model.parameters())
-    asked: Any = {"row_updates": "replay"} if memory is None else {"tables_in": tempfile.gettempdir()}
-    asked |= {"optimizer": stepping, "strategy": "alltoall", "schedule": schedule, "table_memory": memory}
+    stepping = OPTIMIZERS[run.optimizer](model.parameters())
+    asked: Any = {"row_updates": "replay"} if run.memory is None else {"tables_in": tempfile.gettempdir()}
+    asked |= {"optimizer": stepping, "strategy": "alltoall", "schedule": run.schedule, "table_memory": run.memory}
     compiled = embrace_fx.compile(model, **asked)
-    losses = []
-    own: Any = batches(rank, steps)
-    for batch in compiled.lookahead(own) if schedule != "none" else own:
+    losses, half = [], run.steps // 2
+    own: Any = batches(rank, run.steps)
+    if loads := bool(run.folder) and Path(run.folder).exists():
+        compiled.load_checkpoint(run.folder)
+        own = own[half:]
+        if not own:
+            compiled(*batches(rank, 1)[0])
+    for step, batch in enumerate(compiled.lookahead(own) if run.schedule != "none" else own):
+        if run.folder and not loads and step == half:
+            compiled.save_checkpoint(run.folder)
         loss = compiled(*batch)
         loss.backward()
         stepping.step()
@@ -110,7 +137,7 @@ def train(rank: int, world_size: int, optimizer: str, schedule: Any, memory: flo
     return losses
 
 
-def same_losses(world_size: int, optimizer: str, schedule: str, memory: float, steps: int = 30) -> None:
+def same_losses(world_size: int, run: Run) -> None:
     """Fails unless a table beyond memory trains as it does in memory, to the bit."""
-    expected = run_ranks(world_size, train, optimizer, schedule, None, steps)
-    assert run_ranks(world_size, train, optimizer, schedule, memory, steps) == expected
+    expected = run_ranks(world_size, train, replace(run, memory=None))
+    assert run_ranks(world_size, train, run) == expected

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from embrace_fx.runtime.tiers.initial import normal_rows
 from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
+from embrace_fx.runtime.tiers.records import Column, Records
 
+RECORDS = Records({"weights": Column((10,), torch.float32)})
 ROWS = torch.tensor([2, 3, 4, 900])
 
 
@@ -28,29 +30,29 @@ def limited() -> Iterator[None]:
 
 
 def records() -> Tensor:
-    return torch.arange(4 * 48, dtype=torch.uint8).view(4, 48)
+    return RECORDS.pack(ROWS, {"weights": torch.arange(40.0).view(4, 10)})
 
 
 def test_records_come_back(tmp_path: Path) -> None:
-    file = RecordFile(tmp_path, "t", 1000, 48)
+    file = RecordFile(tmp_path, "t", 1000, RECORDS)
     file.write(ROWS, records())
-    assert torch.equal(file.read(ROWS)[:, 8:], records()[:, 8:])
-    assert torch.equal(file.read(ROWS[1:2])[:, 8:], records()[1:2, 8:])
+    assert torch.equal(file.read(ROWS), records())
+    assert torch.equal(file.read(ROWS[1:2]), records()[1:2])
     assert not list(tmp_path.iterdir()), "it has no name that anyone could take for a checkpoint"
 
 
-@pytest.mark.parametrize("damage", [b"\0", b"\xff"], ids=["zeros", "ones"])
+@pytest.mark.parametrize("damage", [b"\0" * 4, b"\xff" * 4], ids=["zeros", "ones"])
 def test_changed_byte_is_an_error_that_names_the_row(damage: bytes, tmp_path: Path) -> None:
-    file = RecordFile(tmp_path, "t", 1000, 48)
+    file = RecordFile(tmp_path, "t", 1000, RECORDS)
     file.write(ROWS, records())
     os.pwrite(file.descriptor, damage, 3 * 48 + 20)
-    assert torch.equal(file.read(ROWS[:1])[:, 8:], records()[:1, 8:])
+    assert torch.equal(file.read(ROWS[:1]), records()[:1])
     with pytest.raises(TierError, match="expected row 3 of t as it was written"):
         file.read(ROWS)
 
 
 def test_record_of_another_row_is_an_error(tmp_path: Path) -> None:
-    file = RecordFile(tmp_path, "t", 1000, 48)
+    file = RecordFile(tmp_path, "t", 1000, RECORDS)
     file.write(ROWS, records())
     os.pwrite(file.descriptor, os.pread(file.descriptor, 48, 2 * 48), 3 * 48)
     with pytest.raises(TierError, match="expected row 3 of t"):
@@ -58,7 +60,7 @@ def test_record_of_another_row_is_an_error(tmp_path: Path) -> None:
 
 
 def test_file_cut_short_is_an_error(tmp_path: Path) -> None:
-    file = RecordFile(tmp_path, "t", 1000, 48)
+    file = RecordFile(tmp_path, "t", 1000, RECORDS)
     file.write(ROWS, records())
     os.ftruncate(file.descriptor, 900 * 48 + 7)
     with pytest.raises(TierError, match="cut off before byte 43,248"):
@@ -66,7 +68,7 @@ def test_file_cut_short_is_an_error(tmp_path: Path) -> None:
 
 
 def test_full_disk_is_an_error_that_tells_what_to_do(tmp_path: Path, limited: None) -> None:
-    file = RecordFile(tmp_path, "t", 1000, 48)
+    file = RecordFile(tmp_path, "t", 1000, RECORDS)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     with pytest.raises(TierError, match=r"expected room for 192 bytes more .* The last checkpoint is whole"):
         file.write(ROWS, records())
@@ -74,7 +76,7 @@ def test_full_disk_is_an_error_that_tells_what_to_do(tmp_path: Path, limited: No
 
 def test_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="expected a directory in which a file of 48,000 bytes can be made"):
-        RecordFile(tmp_path / "gone", "t", 1000, 48)
+        RecordFile(tmp_path / "gone", "t", 1000, RECORDS)
 
 
 def test_first_values_are_normal_and_do_not_depend_on_their_company() -> None:

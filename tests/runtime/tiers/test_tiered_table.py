@@ -9,7 +9,7 @@ import torch
 
 from embrace_fx.runtime.tiers.record_file import TierError
 from tests.support.ranks import run_ranks_expecting_errors
-from tests.support.tiers import OPTIMIZERS, beyond_memory, in_memory, same_losses, train
+from tests.support.tiers import OPTIMIZERS, Run, beyond_memory, in_memory, same_losses, train
 
 V, D = 300, 5
 
@@ -42,7 +42,7 @@ def test_rows_that_rest_move_as_in_memory(optimizer: str, share: float, tmp_path
 
 @pytest.mark.parametrize(("world_size", "optimizer", "schedule"), [(2, "adamw", "2d"), (1, "momentum", "none")])
 def test_model_trains_as_in_memory(world_size: int, optimizer: str, schedule: str) -> None:
-    same_losses(world_size, optimizer, schedule, 0.2)
+    same_losses(world_size, Run(optimizer, schedule, 0.2))
 
 
 @pytest.mark.long
@@ -50,11 +50,11 @@ def test_model_trains_as_in_memory(world_size: int, optimizer: str, schedule: st
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_on_ranks(optimizer: str, world_size: int, schedule: str) -> None:
-    same_losses(world_size, optimizer, schedule, 0.25)
+    same_losses(world_size, Run(optimizer, schedule, 0.25))
 
 
 def test_batch_larger_than_memory_is_an_error_on_every_rank() -> None:
-    errors = run_ranks_expecting_errors(2, train, "adamw", "none", 0.01, 3)
+    errors = run_ranks_expecting_errors(2, train, Run(memory=0.01))
     for error in errors:
         assert "2 rows of memory for" in str(error)
 

@@ -1,0 +1,152 @@
+"""Checkpoints of models whose tables no memory holds: a file by rank and table of rows, and one of all else.
+
+Contract
+    `checkpoint.pt` is put in place last, and at once: it names the files that are its own. Whatever ends the processes
+    meanwhile, the checkpoint before is there. Ranks share the folder; other ranks than those that saved may load it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.runtime.tables.optimizer_state import own_state_of
+from embrace_fx.runtime.tables.part_state import shown_state
+from embrace_fx.runtime.tables.state_dicts import whole_state
+from embrace_fx.runtime.tiers.record_file import TierError
+from embrace_fx.runtime.tiers.saved_rows import load_rows, save_rows
+from embrace_fx.runtime.tiers.tiered_table import TieredTable
+from embrace_fx.setup.setting import Setting
+from embrace_fx.vocabulary.ops import own_columns
+
+REST = "checkpoint.pt"
+
+
+def save(setting: Setting, folder: Path) -> None:
+    """Writes model and optimizers into a folder. Collective; no update is pending.
+
+    Raises:
+        TierError: a rank cannot; on every rank.
+    """
+    communicator, state = setting.communicator, setting.state
+    beyond = _beyond(state)
+    token = communicator.gather(uuid4().hex[:8], str)[0]
+    ranks = communicator.world_size
+    files = {name: [f"{k}.{r}-of-{ranks}.{token}.rows" for r in range(ranks)] for k, name in enumerate(beyond)}
+    told = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, table in beyond.items():
+            save_rows(table, folder / files[name][communicator.rank])
+    except (OSError, TierError) as error:
+        told = f"expected room for a checkpoint in {folder}, found {error}"
+    _agree(communicator, told)
+    model = {k: v for k, v in setting.model.state_dict().items() if k not in beyond}
+    optimizers = [_of_optimizer(each, state) for each in setting.stepping.holders.optimizers]
+    with communicator.watching():
+        rest = whole_state({"model": dict(model), "optimizers": optimizers})
+    rest["tables"] = {
+        name: {"shape": tuple(table.shape), "files": files[name], **table.saved()} for name, table in beyond.items()
+    }
+    told = ""
+    if communicator.rank == 0:
+        try:
+            _put(rest, folder)
+        except OSError as error:
+            told = f"expected room for a checkpoint in {folder}, found {error}"
+    _agree(communicator, told)
+
+
+def load(setting: Setting, folder: Path) -> None:
+    """Reads what `save` wrote, on any ranks. Collective; no update is pending.
+
+    Raises:
+        TierError: it is not there, broken, or of another model; on every rank.
+    """
+    communicator, state = setting.communicator, setting.state
+    beyond, told = _beyond(state), ""
+    try:
+        rest = torch.load(folder / REST, weights_only=True)
+        _check(rest, state, setting.stepping.holders.optimizers)
+        for name, table in beyond.items():
+            _load_table(table, rest["tables"][name], folder, communicator)
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        told = f"expected a checkpoint of this model in {folder}, found: {error}"
+    _agree(communicator, told)
+    setting.model.load_state_dict(rest["model"], strict=False)
+    for optimizer, saved in zip(setting.stepping.holders.optimizers, rest["optimizers"], strict=True):
+        for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+            group.update(options)
+        for number, parameter in enumerate(_parameters(optimizer)):
+            if number in saved["state"]:
+                own = own_state_of(parameter, saved["state"][number], state, communicator)
+                optimizer.state[parameter] = own
+
+
+def _load_table(table: TieredTable, saved: Mapping[str, Any], folder: Path, communicator: Communicator) -> None:
+    files, width = [folder / name for name in saved["files"]], table.shape[1]
+    cuts = [range(*own_columns(width, len(files), rank)) for rank in range(len(files))]
+    own = range(*own_columns(width, communicator.world_size, communicator.rank))
+    load_rows(table, files, cuts, own)
+    table.load(saved)
+
+
+def _check(rest: Mapping[str, Any], state: ModelState, optimizers: list[Optimizer]) -> None:
+    beyond = {name: tuple(table.shape) for name, table in _beyond(state).items()}
+    saved = {name: of_table["shape"] for name, of_table in rest["tables"].items()}
+    if saved != beyond:
+        raise TierError(f"tables beyond memory {saved}, where this model has {beyond}; name the same in table_memory")
+    names = {*rest["model"], *saved}
+    if missing := sorted(set(state.names).difference(names)):
+        raise TierError(f"no {', '.join(missing)}")
+    groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
+    if groups != [each["sizes"] for each in rest["optimizers"]]:
+        raise TierError(f"optimizers over {[each['sizes'] for each in rest['optimizers']]} parameters, not {groups}")
+
+
+def _beyond(state: ModelState) -> dict[str, TieredTable]:
+    return {name: table for name, table in state.tables.items() if isinstance(table, TieredTable)}
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _of_optimizer(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
+    """An optimizer's options and state by the numbers of its parameters, but for tables beyond memory."""
+    tables, found = {table.parameter: table for table in state.tables.values()}, {}
+    for number, parameter in enumerate(_parameters(optimizer)):
+        table, own = tables.get(parameter), optimizer.state.get(parameter) or {}
+        if own and not isinstance(table, TieredTable):
+            found[number] = dict(own) if table is None else shown_state(table.place, table.local.shape, own)
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"groups": groups, "sizes": [len(group["params"]) for group in optimizer.param_groups], "state": found}
+
+
+def _put(rest: dict[str, Any], folder: Path) -> None:
+    being_written = folder / f"{REST}.part"
+    with being_written.open("wb") as file:
+        torch.save(rest, file)
+        file.flush()
+        os.fsync(file.fileno())
+    being_written.replace(folder / REST)
+    own = {name for table in rest["tables"].values() for name in table["files"]}
+    for path in folder.glob("*.rows"):
+        if path.name not in own:
+            path.unlink()
+
+
+def _agree(communicator: Communicator, told: str) -> None:
+    """Raises on every rank what one of them has to tell."""
+    for rank, each in enumerate(communicator.gather(told, str)):
+        if each:
+            raise TierError(f"{each}. The checkpoint before is whole. (rank {rank})")

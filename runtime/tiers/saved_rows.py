@@ -1,0 +1,87 @@
+"""Rows of a table beyond memory in a checkpoint: as they are, with the steps that they are still to take.
+
+A rank writes the rows of its columns that differ from their first values, ascending, some at a time; whoever loads them
+reads the files of all ranks whose columns it needs side by side. No table is in memory for that.
+
+Shape legend: K rows; a rank's columns of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from embrace_fx.runtime.tiers.record_file import TierError
+from embrace_fx.runtime.tiers.records import Column, Records
+from embrace_fx.runtime.tiers.tiered_table import TieredTable
+from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE
+
+_NUMBER = {"row": Column((), torch.int64)}
+
+
+def save_rows(table: TieredTable, path: Path) -> int:
+    """Writes this rank's rows to a file; returns how many there are. No update is pending."""
+    count, records = 0, Records(_NUMBER | table.memory.records.columns)
+    with path.open("wb") as file:
+        for rows, values in table.memory.moved():
+            file.write(records.pack(rows, {"row": rows, **values}).numpy().data)
+            count += rows.numel()
+        file.flush()
+        os.fsync(file.fileno())
+    return count
+
+
+def load_rows(table: TieredTable, paths: Sequence[Path], cuts: Sequence[range], own: range) -> int:
+    """Puts the rows of a checkpoint in the place of all of a table's; returns how many they are.
+
+    Args:
+        paths: of the files that ranks have written.
+        cuts: the columns that each of them has.
+        own: this rank's columns.
+
+    Raises:
+        TierError: a file is not as it was written.
+    """
+    shared = {k: range(max(cut.start, own.start), min(cut.stop, own.stop)) for k, cut in enumerate(cuts)}
+    needed = [k for k in shared if shared[k]] or [0]
+    count, memory = 0, table.memory
+    memory.forget()
+    with ExitStack() as stack:
+        chunks = [_chunks(memory.records.columns, paths[k], len(cuts[k]), stack) for k in needed]
+        for parts in zip(*chunks, strict=True):
+            rows = parts[0]["row"]
+            if not all(torch.equal(part["row"], rows) for part in parts):
+                raise TierError(_BROKEN.format(paths[0].parent, "files of different rows"))
+            values = {key: parts[0][key] for key in memory.records.columns}
+            for key in [key for key, column in memory.records.columns.items() if column.size]:
+                pieces = [
+                    part[key][:, shared[k].start - cuts[k].start :][:, : len(shared[k])]
+                    for k, part in zip(needed, parts, strict=True)
+                ]
+                values[key] = torch.cat(pieces, 1)
+            memory.store(rows, values)
+            count += rows.numel()
+    return count
+
+
+def _chunks(columns: Mapping[str, Column], path: Path, width: int, stack: ExitStack) -> Iterator[dict[str, Tensor]]:
+    """Yields columns of a file's records, some rows at a time."""
+    file = stack.enter_context(path.open("rb"))
+    records = Records(_NUMBER | {k: replace(c, size=(width,)) if c.size else c for k, c in columns.items()})
+    while data := file.read(records.nbytes * ROWS_AT_ONCE):
+        if len(data) % records.nbytes:
+            raise TierError(_BROKEN.format(path, "a record cut short"))
+        read = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, records.nbytes)
+        found = records.unpack(read)
+        if bool((wrong := records.wrong(found["row"], read)).any()):
+            raise TierError(_BROKEN.format(path, f"other bytes in {int(wrong.sum())} records"))
+        yield found
+
+
+_BROKEN = "expected rows of a table as a checkpoint has them, in {}, found {}. Load an earlier checkpoint."
