@@ -106,4 +106,6 @@ def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
             table = RowTable(found.parameter, parameter, Place(parameter.shape, None), None, row_updates)
             stepping.dense_tables.append(DenseTable(table, all_rows=found.use != "sparse"))
     exchanged = (*plan.sharded, *plan.renormed)
+    tables = setting.state.tables
+    setting.announcements.trouble = lambda: next((each.failure for each in tables.values() if each.failure), None)
     setting.announcements.form = Form(len(exchanged), tuple(name for name in plan.watched if name not in exchanged))

@@ -217,7 +217,7 @@ def _made(
     memory, told = None, ""
     try:
         memory = WorkingSet(name, rows, tier.slots(rows, name), tier.columns, initial, setting.options.tables_in)
-        for some in torch.arange(rows if first else 0).split(ROWS_AT_ONCE):
+        for some in torch.arange(rows).split(ROWS_AT_ONCE) if first else ():
             memory.store(some, {key: value.index_select(0, some) for key, value in first.items()})
     except (ValueError, TierError) as error:
         told = str(error)

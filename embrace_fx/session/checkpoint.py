@@ -46,6 +46,8 @@ def save(setting: Setting, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, table in beyond.items():
+            if table.failure:
+                raise TierError(table.failure)
             save_rows(table, folder / files[name][communicator.rank])
     except (OSError, TierError) as error:
         told = f"expected room for a checkpoint in {folder}, found {error}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -165,6 +165,7 @@ class Announcements:
         self.made = 0
         self.asked_to_plan = False
         self.buffers_differ = False
+        self.trouble: Callable[[], str | None] = lambda: None
         self.rows_read: dict[str, tuple[int, ...]] = {}
         self._waiting_since_s: float | None = None
         self._lone_calls: LoneCalls | None = None
@@ -176,7 +177,7 @@ class Announcements:
             failure: found since `of_step` was built.
         """
         own = self.of_step
-        return self.announce(replace(own, sizes=tuple(sizes), failure=own.failure or failure))
+        return self.announce(replace(own, sizes=tuple(sizes), failure=own.failure or failure or self.trouble()))
 
     def announce(self, own: Announcement) -> list[tuple[int, ...]]:
         """Every rank's `sizes`, at the head of a step.

@@ -129,10 +129,15 @@ class RowTable:
         """The grid on which it lies; None: by columns."""
         return self.place.grid
 
-    told = ""
-    """What there is to say of it besides its bytes, in a line."""
+    failure = ""
+    """What has gone wrong with its rows on this rank, for good; all ranks are told at the head of the next step."""
     no_dense = ""
     """Why its gradient cannot be had as a tensor of all elements; "": it can."""
+
+    @property
+    def told(self) -> str:
+        """What there is to say of it besides its bytes, in a line."""
+        return ""
 
     # -- the gradient --------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ Shape legend: V' x d this rank's part; S slots; K rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -24,8 +24,9 @@ from embrace_fx.runtime.tables.own_step import hyperparameters, new_state, rows_
 from embrace_fx.runtime.tables.part_state import PartState
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.skipped_steps import form_of
-from embrace_fx.runtime.tables.update_rule import Replay, RowsAlone, RowWise, moving
+from embrace_fx.runtime.tables.update_rule import Replay, RowsAlone, RowWise, Supposed, moving
 from embrace_fx.runtime.tiers.histories import Histories
+from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import Column
 from embrace_fx.runtime.tiers.working_set import WEIGHTS, WorkingSet
 from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
@@ -90,9 +91,36 @@ class TieredTable(RowTable):
         return slots
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        slots = self.places(ids)
+        if self.failure:  # this rank has told, or will before the next step: others wait for rows all the same
+            return self.local.new_zeros((ids.numel(), self.local.shape[1]), dtype=dtype)
+        try:
+            slots = self.places(ids)
+        except TierError as error:
+            self.failure = str(error)
+            raise
         self._resting.catch_up(self.local, self.state, slots)
         return lookup_as(self.local, slots, dtype or self.local.dtype)
+
+    def as_they_are(self, ids: Tensor) -> Tensor:
+        none = self.local.new_zeros((ids.numel(), self.local.shape[1]))
+        return none if (found := self._guarded(super().as_they_are)(ids)) is None else found
+
+    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Supposed | None]:
+        return self._guarded(super().preview)(ids, rows) or (rows, None)
+
+    def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call that yields None once the file has failed: nobody would be told of an error in it."""
+
+        def guarded(*args: Any) -> Any:
+            if self.failure:
+                return None
+            try:
+                return call(*args)
+            except TierError as error:
+                self.failure = str(error)
+                return None
+
+        return guarded
 
     def catch_up(self, ids: Tensor) -> bool:
         return self._resting.catch_up(self.local, self.state, self.places(ids))
@@ -138,6 +166,7 @@ class TieredTable(RowTable):
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Takes over what `saved` gave."""
+        self.failure = ""
         self.memory.initial = replace(self.memory.initial, seed=saved["seed"], padding=saved["padding"])
         self._resting.load(saved["histories"], self.holder)
         self.shown.clear()
@@ -150,7 +179,11 @@ class TieredTable(RowTable):
 
     def begin_step(self) -> RowsAlone:
         self.memory.counts.steps += 1
-        return super().begin_step()
+        rule = super().begin_step()
+        for name in ("apply", "finish", "update"):
+            if hasattr(rule, name):
+                setattr(rule, name, self._guarded(getattr(rule, name)))
+        return rule
 
     @property
     def told(self) -> str:

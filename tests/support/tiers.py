@@ -70,9 +70,9 @@ def beyond_memory(table: Tensor, make: Make, slots: int, directory: str | Path) 
 class OneTable(nn.Module):
     """A table of `ROWS` rows, and a layer that reads it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str | None = None) -> None:
         super().__init__()
-        self.table = nn.Embedding(ROWS, COLUMNS)
+        self.table = nn.Embedding(ROWS, COLUMNS, padding_idx=3, device=device)
         self.linear = nn.Linear(COLUMNS, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -97,6 +97,7 @@ class Run:
 
     Attributes:
         memory: of the table; None: all of it.
+        meta: whether the table begins on the meta device.
         folder: of a checkpoint, which is loaded at first if it is there, else saved after half of the steps.
     """
 
@@ -105,12 +106,13 @@ class Run:
     memory: float | None = None
     steps: int = 30
     folder: str = ""
+    meta: bool = False
 
 
 def train(rank: int, world_size: int, run: Run) -> list[float]:
     """Losses of steps, and of an evaluation that reads every row."""
     torch.manual_seed(0)
-    model = OneTable()
+    model = OneTable("meta" if run.meta else None)
     stepping = OPTIMIZERS[run.optimizer](model.parameters())
     asked: Any = {"row_updates": "replay"} if run.memory is None else {"tables_in": tempfile.gettempdir()}
     asked |= {"optimizer": stepping, "strategy": "alltoall", "schedule": run.schedule, "table_memory": run.memory}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import resource
+import signal
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from embrace_fx.runtime.tiers.record_file import TierError
-from tests.support.ranks import run_ranks_expecting_errors
+from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
+from tests.support.ranks import fresh_ranks, run_ranks, run_ranks_expecting_errors
 from tests.support.tiers import OPTIMIZERS, Run, beyond_memory, in_memory, same_losses, train
 
 V, D = 300, 5
@@ -53,6 +57,13 @@ def test_every_optimizer_on_ranks(optimizer: str, world_size: int, schedule: str
     same_losses(world_size, Run(optimizer, schedule, 0.25))
 
 
+def test_table_on_the_meta_device_does_not_depend_on_memory_or_ranks() -> None:
+    little, much = (run_ranks(2, train, Run(memory=memory, meta=True)) for memory in (0.15, 0.95))
+    assert little == much
+    on_3, on_1 = (run_ranks(ranks, train, Run(memory=0.3, meta=True, steps=1))[0] for ranks in (3, 1))
+    assert on_3[0] == on_1[0]
+
+
 def test_batch_larger_than_memory_is_an_error_on_every_rank() -> None:
     errors = run_ranks_expecting_errors(2, train, Run(memory=0.01))
     for error in errors:
@@ -66,3 +77,35 @@ def test_all_rows_at_once_are_refused(tmp_path: Path) -> None:
             ask()
     with pytest.raises(TierError, match="30 rows of memory for 31"):
         table.places(torch.arange(31))
+
+
+def full_disk(rank: int, world_size: int) -> list[float]:
+    """Trains where rank 1 may write files of 8 KiB alone."""
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return train(rank, world_size, Run(schedule="none", memory=0.2, meta=True))
+
+
+def test_full_disk_of_one_rank_is_an_error_on_every_rank() -> None:
+    outcomes = fresh_ranks(2, full_disk)
+    assert all("as tables_in" in str(outcome.exception) for outcome in outcomes), outcomes
+
+
+def failing_disk(rank: int, world_size: int) -> list[float]:
+    """Trains where rank 1 cannot write any more after a few steps."""
+    if rank == 1:
+        write, calls = RecordFile.write, count()
+
+        def failing(*args: Any) -> None:
+            if next(calls) > 4:
+                raise TierError("expected room, found a full disk")
+            write(*args)
+
+        RecordFile.write = failing  # type: ignore[assignment, method-assign]
+    return train(rank, world_size, Run(memory=0.2, meta=True))
+
+
+def test_failing_disk_of_one_rank_is_an_error_on_every_rank() -> None:
+    outcomes = fresh_ranks(2, failing_disk)
+    assert all("found a full disk" in str(outcome.exception) for outcome in outcomes), outcomes
