@@ -128,8 +128,6 @@ class PendingRows:
 
 OutputRole = Result | Mutation | Gradient | GradientOfRows | PendingGradients | PendingRows | Saved
 
-Role = InputRole | OutputRole
-
 
 FROM_GRADIENT, FROM_ROWS = "gradient", "gradient of rows"
 """The kinds of a lookup that no graph shows: its rows are known by the gradient that they get, which is a whole one, or

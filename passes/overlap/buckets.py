@@ -68,6 +68,15 @@ class ChunkBuckets:
             _chunk(Rewriter(backward), launch, bucket, self.chunks[bucket])
 
 
+def _await(rewriter: Rewriter, flat: fx.Node, bucket: int, count: int) -> list[fx.Node]:
+    """Awaits the chunks of a bucket one after the other; returns the awaits, the last one first, and `flat`."""
+    awaits = [flat]
+    for k in range(count):
+        launch, name = chunk_id(bucket, k), f"bucket_{bucket}_there_{k}"
+        awaits.insert(0, launch_node(rewriter, embrace.await_chunk.default, awaits[0], launch=launch, name=name))
+    return awaits
+
+
 def _chunk(rewriter: Rewriter, launch: fx.Node, bucket: int, chunks: Sequence[int]) -> None:
     (wait,) = launch.users
     flat = launch.all_input_nodes[0]
@@ -84,14 +93,7 @@ def _chunk(rewriter: Rewriter, launch: fx.Node, bucket: int, chunks: Sequence[in
                 name=f"bucket_{bucket}_sent_{k}",
             )
     with rewriter.before(wait):
-        for k in range(len(chunks)):
-            flat = launch_node(
-                rewriter,
-                embrace.await_chunk.default,
-                flat,
-                launch=chunk_id(bucket, k),
-                name=f"bucket_{bucket}_there_{k}",
-            )
+        flat, *_ = _await(rewriter, flat, bucket, len(chunks))
     wait.replace_all_uses_with(flat)
     rewriter.graph.erase_node(wait)
     rewriter.graph.erase_node(launch)
@@ -158,20 +160,10 @@ def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: S
             read = [rewriter.copy_of(elsewhere[bucket[0]])]
         position = {node: n for n, node in enumerate(forward.graph.nodes)}
         readers = [first_user(node) for node in read if node.users] or [forward.graph.output_node()]
-        inserted: set[fx.Node] = set()
         with rewriter.before(min(readers, key=position.__getitem__)):
-            there = read[0]
-            for number in range(len(chunks[k])):
-                there = launch_node(
-                    rewriter,
-                    embrace.await_chunk.default,
-                    there,
-                    launch=chunk_id(k, number),
-                    name=f"bucket_{k}_there_{number}",
-                )
-                inserted.add(there)
+            there, *others = _await(rewriter, read[0], k, len(chunks[k]))
             updated = rewriter.call(embrace.update_bucket.default, [there, *read[1:]], k, name=f"bucket_{k}_updated")
-            inserted.add(updated)
+            inserted = {there, *others, updated}
             items = [rewriter.item(updated, i, f"{node.name}_updated") for i, node in enumerate(read)]
         for node, item in zip(read, items, strict=True):
             item.meta["val"] = node.meta["val"]

@@ -100,38 +100,6 @@ def quick_ms(steps: StepGraph) -> float:
     return min(machine.run(_queue(machine, key), WINDOWS).step_ms for key in POLICIES)
 
 
-def story(schedule: Schedule, times: bool = True) -> str:
-    """One window as text: launches, compute and waits, a line each, in the order of their predicted start.
-
-    Args:
-        times: with start and length in milliseconds.
-    """
-    steps = schedule.steps
-    rank = {
-        name: k
-        for k, name in enumerate((*steps.compute_order, *schedule.launch_order, *(o.name for o in steps.copies)))
-    }
-    spans = [s for s in schedule.predicted.spans if s.window == 0]
-    waits = [w for w in schedule.predicted.waits if w.window == 0]
-    # What starts together: the wait, then compute, then launches.
-    rows = [((w.start_ms, 0, rank[w.launch]), w.end_ms, "wait", w.launch) for w in waits]
-    for span in spans:
-        beside, sent = not span.operation.is_compute, f"  {span.operation.sent_bytes:,} bytes"
-        name = span.operation.name
-        place = (span.start_ms, 1 + beside, rank[name])
-        rows.append((place, span.end_ms, span.operation.lane, name + sent if beside else name))
-    computed = [s.end_ms for s in spans if s.operation.is_compute]
-    lines = [f"schedule {schedule.name}, from {schedule.source}: {len(schedule.launch_order)} launches"]
-    inside = bool(computed)
-    for (start, *_), end, lane, text in sorted(rows):
-        if inside and lane not in {"compute", "wait"} and start >= max(computed):
-            lines.append("-- during the next window --")
-            inside = False
-        clock = f"{start:10.3f} {end - start:9.3f} ms  " if times else ""
-        lines.append(f"{clock}{lane:<9}  {text}")
-    return "\n".join(lines)
-
-
 # -- list scheduling ---------------------------------------------------------------------------------------------------
 
 

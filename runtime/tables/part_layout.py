@@ -278,11 +278,6 @@ VIEWS = frozenset((*_VIEWS, *_LISTS))
 """The ops whose results are views that ranks have parts of."""
 
 
-def rows_apart(layout: Layout, count: int) -> Layout:
-    """Lays out `count` rows, one below the other, of a tensor of which every rank holds all rows."""
-    return Layout.contiguous((Axis.whole(count), *layout.axes[1:]), layout.chosen)
-
-
 def without_axes(layout: Layout, dims: Sequence[int], *, keep: bool) -> Layout:
     """Lays out the result of a reduction over dimensions of which every rank holds all."""
     axes = [Axis.whole(1) if dim in dims else axis for dim, axis in enumerate(layout.axes) if keep or dim not in dims]

@@ -18,11 +18,21 @@ from embrace_fx.passes.scheduler.launch_order import (
     paper,
     readiness,
     schedule,
-    story,
 )
 from embrace_fx.vocabulary.schedule import SCHEDULES, Dependence, StepGraph
 from tests.support.golden import check_golden
-from tests.support.windows import EMBEDDING, TWO_BLOCKS, check_order, compute, large_step, launch, simulate, step, steps
+from tests.support.windows import (
+    EMBEDDING,
+    TWO_BLOCKS,
+    check_order,
+    compute,
+    large_step,
+    launch,
+    simulate,
+    step,
+    steps,
+    story,
+)
 
 EXACT = 1e-9
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from embrace_fx import cost
-from embrace_fx.passes.scheduler.launch_order import schedule, story
+from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import compute_durations
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, END, START, OperationId, compute_id, gradients_id
 from embrace_fx.vocabulary.schedule import SCHEDULES, StepGraph
 from tests.support.golden import check_golden
 from tests.support.translators import BATCH, CHUNK, DIM, LENGTH, TABLES, steps_of_translator, translator
-from tests.support.windows import check_order
+from tests.support.windows import check_order, story
 
 
 def before(steps: StepGraph, after: str | OperationId, distance: int = 0) -> set[str]:
