@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.result_objects import is_plain_object
-from embrace_fx.runtime.step.gradient_hooks import is_hooked
+from embrace_fx.runtime.step.gradient_hooks import NodeHook, is_hooked
 from embrace_fx.session.gradient_step import GradientStep
 
 _NO_CALL = (
@@ -95,7 +95,7 @@ class Accumulation:
         for name, parameter in parameters.items():
             with torch.enable_grad():
                 node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
-            self._handles.append(node.register_hook(partial(_accumulated, itself, name)))
+            self._handles.append(node.register_hook(NodeHook(_accumulated, itself, name)))
             self._nodes[name] = (parameter, node)  # of which autograd keeps none for itself
 
     def forget(self) -> None:

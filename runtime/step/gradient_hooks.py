@@ -7,6 +7,7 @@ it leaves there is what is reduced. Neither runs for a parameter that this rank'
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,15 @@ def is_hooked(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+class NodeHook(partial[Any]):
+    """A hook of a compiled model's own on a node of autograd's."""
+
+
 def has_node_hooks(parameter: nn.Parameter) -> bool:
-    """Tells whether the node that would accumulate a parameter's gradient has hooks: it never runs here."""
+    """Tells whether the node that would accumulate a parameter's gradient has hooks: it never runs here.
+
+    Those of another compiled model, which holds the parameter too, do not count.
+    """
     if getattr(parameter, "_in_backward_optimizers", None):  # torch.distributed.optim's
         return True
     with torch.enable_grad():
@@ -27,7 +35,7 @@ def has_node_hooks(parameter: nn.Parameter) -> bool:
     handle: Any = node.register_hook(_nothing)  # hooks of a node share one dict, which only a handle shows
     hooks = handle.hooks_dict_ref()
     handle.remove()
-    return bool(hooks)
+    return not all(isinstance(hook, NodeHook) for hook in (hooks or {}).values())
 
 
 def _nothing(*_: object) -> None: ...

@@ -7,13 +7,13 @@ is what it is of the table: there such a loss is refused.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.step.gradient_hooks import NodeHook
 from embrace_fx.runtime.tables.model_state import ModelState
 
 
@@ -48,7 +48,7 @@ class OutsideUses:
             if name not in self._state.ignored and parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._handles.append(node.register_prehook(partial(self._arrived, name)))
+                self._handles.append(node.register_prehook(NodeHook(self._arrived, name)))
                 self._nodes.append(node)
 
     def stop(self) -> None:

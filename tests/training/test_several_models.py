@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -80,3 +81,41 @@ def _compared(rank: int, world_size: int) -> None:
 
 def test_two_models_of_a_group_of_some_ranks() -> None:
     run_ranks(3, _compared)
+
+
+class Half(nn.Module):
+    """A head on a table that another model has, too."""
+
+    def __init__(self, ids: nn.Embedding) -> None:
+        super().__init__()
+        self.ids, self.out = ids, nn.Linear(DIM, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.out(self.ids(ids)).square().mean()
+        return loss
+
+
+def _of_one_table(rank: int, wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
+    """One backward comes to both models."""
+    torch.manual_seed(0)
+    table = nn.Embedding(NUM_IDS, DIM)
+    plain = [Half(table), Half(table)]
+    models = [wrap(each) for each in plain]
+    optimizer = Adam(dict.fromkeys(p for model in models for p in model.parameters()), 0.01, eps=1e-3)
+    for k in range(6):
+        random = torch.Generator().manual_seed(10 * k + rank)
+        losses = [model(torch.randint(NUM_IDS, (6,), generator=random)) for model in models]
+        optimizer.zero_grad()
+        (losses[0] + losses[1]).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for each in plain for parameter in each.parameters()]
+
+
+def _one_table_beside_ddp(rank: int, world_size: int, route: str | None) -> None:
+    found = _of_one_table(rank, lambda m: embrace_fx.compile(m, strategy="allreduce", route=route))
+    torch.testing.assert_close(found, _of_one_table(rank, DistributedDataParallel))
+
+
+@pytest.mark.parametrize("route", [pytest.param(None, marks=pytest.mark.long), "eager"])
+def test_two_models_with_one_table(route: str | None) -> None:
+    run_ranks(2, _one_table_beside_ddp, route)
