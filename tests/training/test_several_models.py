@@ -111,7 +111,7 @@ def _of_one_table(rank: int, wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
     return [parameter.detach().clone() for each in plain for parameter in each.parameters()]
 
 
-def _one_table_beside_ddp(rank: int, world_size: int, route: str | None) -> None:
+def _one_table_beside_ddp(rank: int, world_size: int, route: Any) -> None:
     found = _of_one_table(rank, lambda m: embrace_fx.compile(m, strategy="allreduce", route=route))
     torch.testing.assert_close(found, _of_one_table(rank, DistributedDataParallel))
 
