@@ -16,6 +16,12 @@ from embrace_fx.vocabulary import again_ops  # noqa: F401  (declares the ops)
 from embrace_fx.vocabulary.ops import own_columns
 
 
+def sorted_unique(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.unique` with the inverse, without the five calls of Python on the way to it."""
+    unique, inverse, _ = torch._unique2(ids, True, True)
+    return unique, inverse
+
+
 def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
     flat = ids[0].reshape(-1) if len(ids) == 1 else torch.cat([i.reshape(-1) for i in ids])
     flat = flat.to(torch.int64)
@@ -24,10 +30,12 @@ def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[T
         # number present at least once, the sort of `unique` puts it there.
         flat = torch.where(flat == padding_idx, _BELOW_ALL, flat)
         flat = torch.cat([flat, flat.new_full((1,), _BELOW_ALL)])
-    unique, inverse = torch.unique(flat, return_inverse=True)
+    unique, inverse = sorted_unique(flat)
     if padding_idx >= 0:
         unique[0] = padding_idx
-    parts = inverse[: inverse.numel() - (padding_idx >= 0)].split([i.numel() for i in ids])
+    if len(ids) == 1 and padding_idx < 0:
+        return [unique, inverse.view(ids[0].shape)]
+    parts = torch.split_with_sizes(inverse[: inverse.numel() - (padding_idx >= 0)], [i.numel() for i in ids])
     return [unique, *(part.view(i.shape) for part, i in zip(parts, ids, strict=True))]
 
 
@@ -68,7 +76,7 @@ def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
     if flat.is_cuda and gpu.takes(flat):
         return gpu.unpack_columns(flat, flat.new_empty((rows, embedding_dim)), group_size)
     widths = column_widths(embedding_dim, group_size)
-    blocks = flat.split([rows * width for width in widths])
+    blocks = torch.split_with_sizes(flat, [rows * width for width in widths])
     return torch.cat([block.view(rows, width) for block, width in zip(blocks, widths, strict=True)], dim=1)
 
 
@@ -87,8 +95,8 @@ def split_columns(rows: Tensor, group_size: int) -> Tensor:
         return gpu.pack_columns(rows, group_size)
     flat = rows.new_empty((rows.numel(),))
     widths = column_widths(rows.shape[1], group_size)
-    blocks = flat.split([rows.shape[0] * width for width in widths])
-    for block, part in zip(blocks, rows.split(widths, dim=1), strict=True):
+    blocks = torch.split_with_sizes(flat, [rows.shape[0] * width for width in widths])
+    for block, part in zip(blocks, torch.split_with_sizes(rows, widths, 1), strict=True):
         block.view(part.shape).copy_(part)
     return flat
 
@@ -111,7 +119,7 @@ def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: f
     if flat.is_cuda and gpu.takes(flat):
         return gpu.coalesce(ids, flat, columns, padding_idx, scale)
     rows = flat.view(ids.numel(), columns)
-    unique, inverse = torch.unique(ids, return_inverse=True)
+    unique, inverse = sorted_unique(ids)
     summed = rows.new_zeros((unique.numel(), columns)).index_add_(0, inverse, rows, alpha=scale)
     if padding_idx >= 0:
         kept = unique != padding_idx
@@ -127,7 +135,7 @@ def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
 def unpack_bucket(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     if flat.is_sparse:  # rows of a table, alone in its bucket
         return [flat]
-    parts = flat.split([t.numel() for t in like])
+    parts = torch.split_with_sizes(flat, [t.numel() for t in like])
     return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 

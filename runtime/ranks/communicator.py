@@ -254,7 +254,8 @@ class Communicator(Groups):
             carrier = self._groups[group]
             if backend_name(carrier, to.device) != "gloo":
                 return dist.all_to_all_single(to, own, receive_sizes, send_sizes, group=carrier, async_op=True)
-            return send_parts(carrier, own.split(send_sizes), to.split(receive_sizes), self.waiter(group))
+            parts = torch.split_with_sizes(own, send_sizes), torch.split_with_sizes(to, receive_sizes)
+            return send_parts(carrier, *parts, self.waiter(group))
 
         return self._launch(exchange, group, received, sent)
 

@@ -42,7 +42,10 @@ class Held:
 
     def memory(self) -> Tensor:
         """This rank's part, to be written or viewed: what is written is kept."""
-        return self.dense()
+        if self.on_use is not None:
+            self.on_use()
+        assert self._local is not None
+        return self._local
 
     is_elsewhere = False
     """Whether most of it is not in memory."""

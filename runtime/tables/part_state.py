@@ -21,11 +21,17 @@ class PartState(MutableMapping[str, Any]):
 
     def __init__(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
         self._optimizer, self._parameter = optimizer, parameter
+        self._found: dict[str, Any] | None = None
 
     @property
     def _kept(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._optimizer.state.get(self._parameter, {})
-        return found
+        if self._found is None:
+            self._found = self._optimizer.state.get(self._parameter)
+        return {} if self._found is None else self._found
+
+    def tensors(self) -> dict[str, Any]:
+        """All of it, as `self[key]` has it."""
+        return {key: self[key] for key in self._kept}
 
     def __getitem__(self, key: str) -> Any:
         kept, parameter = self._kept, self._parameter
@@ -35,7 +41,7 @@ class PartState(MutableMapping[str, Any]):
         return value.held.memory() if isinstance(value, Part) else value
 
     def __setitem__(self, key: str, value: Any) -> None:
-        kept = self._optimizer.state[self._parameter]
+        kept = self._found = self._optimizer.state[self._parameter]
         known = kept.get(key)
         if isinstance(known, Part) and isinstance(value, Tensor) and value.shape == known.held.shape:
             if known.held.memory() is not value:

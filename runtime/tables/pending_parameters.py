@@ -302,8 +302,12 @@ def share_memory(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bo
 
 def _most_holders(states: Iterable[Mapping[str, Any]]) -> int:
     """Counts the references to the tensor of some state that has most."""
-    values = (value for state in states for value in state.values())
-    return max((sys.getrefcount(value) for value in values if isinstance(value, Tensor) and value.dim()), default=0)
+    most = 0
+    for state in states:  # at every step, of every parameter
+        for value in state.values():
+            if isinstance(value, Tensor) and value.dim() and (count := sys.getrefcount(value)) > most:
+                most = count
+    return most
 
 
 def is_kept(parameter: nn.Parameter) -> bool:

@@ -180,9 +180,10 @@ class Replay(RowsAlone):
     def finish(self, parts: Sequence[Rows]) -> None:
         for ids, rows in parts:
             self.apply(ids, rows)
-        self._resting.note(self.options, self.table.state)
+        local, state = self.table.local, self.table.state
+        self._resting.note(self.options, state)
         self._count()
-        self._resting.shorten(self.table.local, self.table.state)
+        self._resting.shorten(local, state)
 
 
 class RowWise(RowsAlone):
@@ -265,7 +266,15 @@ def steps_rows(options: Options) -> bool:
 
 def facts_of(optimizer: Optimizer, options: Options) -> tuple[tuple[str, Hashable], ...]:
     """Yields a class's own options as plain values, without the lr."""
-    return tuple((name, _plain(options[name])) for name in sorted(optimizer.defaults) if name != "lr")
+    found: list[tuple[str, Hashable]] = []
+    for name in sorted(optimizer.defaults):  # several times a step, for each table
+        if name != "lr":
+            value = options[name]
+            found.append((name, value if type(value) in _HASHABLE else _plain(value)))
+    return tuple(found)
+
+
+_HASHABLE = (float, bool, int, str, type(None))
 
 
 def _plain(value: Any) -> Hashable:
