@@ -29,15 +29,11 @@ _TAKEN = (
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
     """The flattened arguments of a call, and their structure."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    while closed := {type(leaf): leaf for leaf in leaves if not isinstance(leaf, Tensor) and _can_be_opened(leaf)}:
+    while closed := {type(leaf): leaf for leaf in leaves if is_plain_object(leaf) and holds_tensors(leaf, set())}:
         for kind, leaf in closed.items():
             _register(kind, leaf)
         leaves, spec = pytree.tree_flatten((args, kwargs))
     return leaves, spec
-
-
-def _can_be_opened(leaf: Any) -> bool:
-    return is_plain_object(leaf) and holds_tensors(leaf, set())
 
 
 def _register(kind: type, example: Any) -> None:

@@ -68,7 +68,7 @@ class EagerCalls:
         self.reason, self.on_trial, self.leaving = reason, on_trial, False
         self._setting.stepping.of_any_layout = True
         self._kinds.clear()
-        self._rows = {}
+        self._rows, self._came, self._order = {}, (), ()
         if self._setting.communicator.rank == 0:
             tell("%s runs as it is written, on replicas: %s", type(self._setting.model).__name__, reason)
 

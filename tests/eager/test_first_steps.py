@@ -46,7 +46,7 @@ def _train(model: Any, rank: int) -> list[float]:
 
 
 def _beside_ddp(
-    rank: int, world_size: int, cluster: embrace_fx.Cluster, made: dict[str, int], options: dict[str, str]
+    rank: int, world_size: int, cluster: embrace_fx.Cluster, made: dict[str, int], options: dict[str, Any]
 ) -> tuple[str, tuple[str, ...]]:
     """Returns why calls run as they are written, "" where they are captured, and the tables in shards."""
     torch.manual_seed(0)
