@@ -15,6 +15,22 @@ from embrace_fx.runtime.step.program import Program
 from embrace_fx.vocabulary.graph import TrainingGraph
 
 
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of a call: as they are, and flat.
+
+    Attributes:
+        leaves: with `spec`, the tree that they are flattened from.
+        train: a backward may follow.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    train: bool
+
+
 @dataclass
 class Variant:
     """A program and the batches it is valid for.

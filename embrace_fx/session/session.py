@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.planning.fitting import Misfit
 from embrace_fx.planning.replanning import Calls
-from embrace_fx.runtime.flow.ahead import Ahead
 from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.announcement import Announcements, activity_of
 from embrace_fx.runtime.ranks.communicator import Communicator
@@ -25,28 +24,25 @@ from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
 from embrace_fx.runtime.ranks.rounding import Rounding
 from embrace_fx.runtime.step.hooked_buckets import CommHook
 from embrace_fx.runtime.step.outside_uses import OutsideUses
-from embrace_fx.runtime.step.program import Program
-from embrace_fx.runtime.step.step import run_step
 from embrace_fx.runtime.step.stepping import Stepping
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.session import checkpoint
 from embrace_fx.session.buffer_sharing import BufferSharing
-from embrace_fx.session.calls import Kind, Kinds, Variant, kind_key
+from embrace_fx.session.calls import Arguments, Kinds, Variant
 from embrace_fx.session.captures import Captures
 from embrace_fx.session.comm_hooks import register_hook
 from embrace_fx.session.eager_calls import EagerCalls
-from embrace_fx.session.garbage import not_collecting
+from embrace_fx.session.graph_calls import GraphCalls
 from embrace_fx.session.idling import Idling, Joined
 from embrace_fx.session.lookahead import Lookahead
 from embrace_fx.session.model_watch import ModelWatch
 from embrace_fx.session.parameter_watch import ParameterWatch
-from embrace_fx.session.pipeline import analyse
 from embrace_fx.session.plain_calls import PlainCalls
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.session.replica_check import have_replicas_compared
 from embrace_fx.session.state_hooks import add_state_hooks, take_over
 from embrace_fx.session.views import Views
-from embrace_fx.setup.agreement import OtherRoute, agree_on_first_call, agree_on_set_up, give_up, runs_eagerly_for
+from embrace_fx.setup.agreement import OtherRoute, agree_on_first_call, agree_on_set_up, give_up
 from embrace_fx.setup.first_state import send_first_state
 from embrace_fx.setup.group import check_call, check_group, default_group, group_of_mesh
 from embrace_fx.setup.options import Options
@@ -95,6 +91,10 @@ class Session:
         )
         self._eager = EagerCalls(self._setting, self.planned, self._kinds)
         self.state.pending.watch(self.planned.updates(), self.planned.late_optimizers)
+        watches = self._watch, self._parameters
+        self._graphs = GraphCalls(
+            self._setting, self.planned, self._kinds, self._captures, self._eager, self.lookahead, *watches
+        )
         self.views = Views(self._setting, self.planned, lambda: self._eager.reason)
         self.idling = Idling(self._setting, self.planned, self._eager.fit)
 
@@ -203,21 +203,8 @@ class Session:
             return self._plainly.evaluate(args, kwargs)
         if self._eager.reason:
             return self._eager.call(args, kwargs, train, self._make_plan, self._check_replicas)
-        kind = self._kinds[kind_key(self._modes(), leaves, spec, train)]
-        variant = self._variant(kind, leaves, args, kwargs, train)
-        if self.announcements.asked_to_plan:
-            self.planned.make_again(variant, leaves)
-        variant, program = self._runs(variant, kind, leaves, args, kwargs, train)
-        following = self._following(kind, program, leaves, spec) if program.flow is not None else None
-        if self._flow is not None and program.flow is None:
-            self._flow.leave()
-        self.planned.calls.count += train
-        if train:
-            self._check_replicas()
-        results = run_step(program, variant.captured.inputs(leaves), train=train, following=following)
-        if train:
-            self.planned.observe()
-        return variant.captured.results(results, args, kwargs)
+        arguments = Arguments(args, kwargs, leaves, spec, train)
+        return self._graphs.call(arguments, self._make_plan, self._check_replicas, self.views.note_built)
 
     def _make_plan(self, variant: Variant, leaves: Sequence[Any]) -> None:
         """Makes the first plan, and tells of it. Collective."""
@@ -229,10 +216,6 @@ class Session:
         self.views.note_built()
         if self.communicator.rank == 0:
             tell("%s", self.views.summary())
-
-    def _modes(self) -> tuple[bool, ...]:
-        """Reads which modules train, and which parameters take gradients."""
-        return (*self._watch.modes(), *self._parameters.trains)
 
     def _activity(self, train: bool) -> int:
         return activity_of(train=train, reduces=self.synchronised)
@@ -259,88 +242,11 @@ class Session:
         if (plan := self.planned.plan) is not None and self.state.hooked:
             self.planned.fits(Misfit((), tuple(sorted(self.state.hooked & set(plan.sharded)))), self._activity(train))
 
-    def _variant(
-        self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
-    ) -> Variant:
-        """A capture that is valid for a batch."""
-        found = next((v for v in kind.variants if v.captured.accepts(leaves)), None)
-        if found is not None:
-            found.reused += 1
-            return found
-        with not_collecting():
-            return self._capture(kind, leaves, args, kwargs, train)
-
-    def _runs(
-        self,
-        variant: Variant,
-        kind: Kind,
-        leaves: Sequence[Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        train: bool,
-    ) -> tuple[Variant, Program]:
-        """Finds the variant and the program that a batch runs on, and compiles it at first."""
-        accumulates = train and not self.synchronised
-        compiles = variant.program is None or (accumulates and variant.accumulating is None)
-        program = self.planned.build(variant, accumulates=accumulates)
-        if compiles and not variant.captured.accepts(leaves):  # compiling has narrowed what the variant takes
-            return self._runs(self._variant(kind, leaves, args, kwargs, train), kind, leaves, args, kwargs, train)
-        return variant, program
-
-    def _following(self, kind: Kind, program: Program, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ahead | None:
-        """The next batch, where it is known and a program for it exists."""
-        coming = self.lookahead.following(leaves)
-        if coming is None and self.lookahead.known and program.flow is not None and program.flow.looks_ahead:
-            self.lookahead.warn_of_other_batch()
-        if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
-            return None
-        variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
-        if variant is None or variant.program is None or variant.captured.switches:
-            return None  # this step may be still to decide which graph comes next
-        try:
-            inputs = variant.captured.inputs(coming)
-            return variant.program.ahead(inputs, of_objects=len(inputs) - len(coming))
-        except Exception:  # what is wrong with it, its own call will tell all ranks
-            return None
-
     def _end_lookahead(self) -> None:
         """Applies everything, and expects no batch any more."""
         if self._flow is not None:
             self._flow.expect_no_batch()
         self.synchronize()
-
-    def _capture(
-        self, kind: Kind, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], train: bool
-    ) -> Variant:
-        failure, captured, rank = None, None, self.communicator.rank
-        try:
-            with stage("capturing", rank):
-                captured = self._captures.capture(kind, leaves, args, kwargs, train)
-                analysed = analyse(captured)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            failure = error
-        route = self.options.route if self.options.memory_budget is None else "graph"  # which no other route keeps
-        if self.planned.plan is None or self._eager.leaving:
-            with stage("waiting for the other ranks to capture", rank):
-                own = self._activity(train), failure, route
-                reason = agree_on_first_call(self.communicator, *own, has_run=self._eager.leaving)
-            if reason:
-                raise OtherRoute(reason)
-        elif reason := runs_eagerly_for(failure, route):
-            self.planned.fits(Misfit(eager=reason), self._activity(train))
-        elif failure is not None:
-            give_up(self.announcements, failure)
-        assert captured is not None
-        kind.variants.append(variant := Variant(captured, analysed, train))
-        if self.planned.plan is None:
-            self._make_plan(variant, captured.inputs(leaves))
-            return variant
-        if self._eager.leaving:
-            self._eager.leaving = False
-            self.planned.plan_for(variant, captured.inputs(leaves), afresh=True)
-        self.planned.build(variant)
-        self.views.note_built()
-        return variant
 
     # -- ranks that have run out of batches ----------------------------------------------------------------------------
 

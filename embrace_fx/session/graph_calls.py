@@ -1,0 +1,165 @@
+"""Calls under the graph route: a batch is captured, or finds the capture that is valid for it, and runs its program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from embrace_fx.planning.fitting import Misfit
+from embrace_fx.runtime.flow.ahead import Ahead
+from embrace_fx.runtime.ranks.announcement import activity_of
+from embrace_fx.runtime.step.program import Program
+from embrace_fx.runtime.step.step import run_step
+from embrace_fx.session.calls import Arguments, Kind, Kinds, Variant, kind_key
+from embrace_fx.session.captures import Captures
+from embrace_fx.session.eager_calls import EagerCalls
+from embrace_fx.session.garbage import not_collecting
+from embrace_fx.session.lookahead import Lookahead
+from embrace_fx.session.model_watch import ModelWatch
+from embrace_fx.session.parameter_watch import ParameterWatch
+from embrace_fx.session.pipeline import analyse
+from embrace_fx.session.plan_in_use import PlanInUse
+from embrace_fx.setup.agreement import OtherRoute, agree_on_first_call, give_up, runs_eagerly_for
+from embrace_fx.setup.setting import Setting
+from embrace_fx.setup.telling import stage
+
+
+class GraphCalls:
+    """Runs one model's calls on captured graphs.
+
+    Args:
+        eager: the other route, from which calls may come back.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        planned: PlanInUse,
+        kinds: Kinds,
+        captures: Captures,
+        eager: EagerCalls,
+        lookahead: Lookahead,
+        watch: ModelWatch,
+        parameters: ParameterWatch,
+    ) -> None:
+        self._setting = setting
+        self._planned = planned
+        self._kinds = kinds
+        self._captures = captures
+        self._eager = eager
+        self._lookahead = lookahead
+        self._watch = watch
+        self._parameters = parameters
+
+    def call(
+        self,
+        call: Arguments,
+        make_plan: Callable[[Variant, Sequence[Any]], None],
+        check_replicas: Callable[[], None],
+        note_built: Callable[[], None],
+    ) -> Any:
+        """Runs the model on a batch. Collective.
+
+        Args:
+            make_plan: makes the first plan.
+            check_replicas: has the coming announcement compare replicas, where it is time.
+            note_built: told that a program has been built.
+
+        Raises:
+            PlanDoesNotFit: the plan must be changed first; on every rank.
+            OtherRoute: no graph holds the forward; on every rank.
+        """
+        planned, leaves, train = self._planned, call.leaves, call.train
+        kind = self._kinds[kind_key(self._modes(), leaves, call.spec, train)]
+        variant = self._variant(kind, call)
+        if planned.plan is None:
+            with not_collecting():
+                make_plan(variant, variant.captured.inputs(leaves))
+        if self._setting.announcements.asked_to_plan:
+            planned.make_again(variant, leaves)
+        variant, program = self._runs(variant, kind, call)
+        if not variant.reused:
+            note_built()
+        following = self._following(kind, program, leaves, call.spec) if program.flow is not None else None
+        if planned.flow is not None and program.flow is None:
+            planned.flow.leave()
+        planned.calls.count += train
+        if train:
+            check_replicas()
+        results = run_step(program, variant.captured.inputs(leaves), train=train, following=following)
+        if train:
+            planned.observe()
+        return variant.captured.results(results, call.args, call.kwargs)
+
+    def _modes(self) -> tuple[bool, ...]:
+        """Reads which modules train, and which parameters take gradients."""
+        return (*self._watch.modes(), *self._parameters.trains)
+
+    def _variant(self, kind: Kind, call: Arguments) -> Variant:
+        """A capture that is valid for a batch."""
+        found = next((v for v in kind.variants if v.captured.accepts(call.leaves)), None)
+        if found is not None:
+            found.reused += 1
+            return found
+        with not_collecting():
+            return self._capture(kind, call)
+
+    def _runs(self, variant: Variant, kind: Kind, call: Arguments) -> tuple[Variant, Program]:
+        """Finds the variant and the program that a batch runs on, and compiles it at first."""
+        accumulates = call.train and not self._setting.state.synchronised
+        compiles = variant.program is None or (accumulates and variant.accumulating is None)
+        program = self._planned.build(variant, accumulates=accumulates)
+        if compiles and not variant.captured.accepts(call.leaves):  # compiling has narrowed what the variant takes
+            return self._runs(self._variant(kind, call), kind, call)
+        return variant, program
+
+    def _following(self, kind: Kind, program: Program, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ahead | None:
+        """The next batch, where it is known and a program for it exists."""
+        coming = self._lookahead.following(leaves)
+        if coming is None and self._lookahead.known and program.flow is not None and program.flow.looks_ahead:
+            self._lookahead.warn_of_other_batch()
+        if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
+            return None
+        variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
+        if variant is None or variant.program is None or variant.captured.switches:
+            return None  # this step may be still to decide which graph comes next
+        try:
+            inputs = variant.captured.inputs(coming)
+            return variant.program.ahead(inputs, of_objects=len(inputs) - len(coming))
+        except Exception:  # what is wrong with it, its own call will tell all ranks
+            return None
+
+    def _capture(self, kind: Kind, call: Arguments) -> Variant:
+        setting, planned, eager = self._setting, self._planned, self._eager
+        failure, captured, rank = None, None, setting.communicator.rank
+        try:
+            with stage("capturing", rank):
+                captured = self._captures.capture(kind, call.leaves, call.args, call.kwargs, call.train)
+                analysed = analyse(captured)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            failure = error
+        route = (
+            setting.options.route if setting.options.memory_budget is None else "graph"
+        )  # which no other route keeps
+        activity = activity_of(train=call.train, reduces=setting.state.synchronised)
+        if planned.plan is None or eager.leaving:
+            with stage("waiting for the other ranks to capture", rank):
+                own = activity, failure, route
+                reason = agree_on_first_call(setting.communicator, *own, has_run=eager.leaving)
+            if reason:
+                raise OtherRoute(reason)
+        elif reason := runs_eagerly_for(failure, route):
+            planned.fits(Misfit(eager=reason), activity)
+        elif failure is not None:
+            give_up(setting.announcements, failure)
+        assert captured is not None
+        kind.variants.append(variant := Variant(captured, analysed, call.train))
+        if planned.plan is None:
+            return variant
+        if eager.leaving:
+            eager.leaving = False
+            planned.plan_for(variant, captured.inputs(call.leaves), afresh=True)
+        planned.build(variant)
+        return variant
