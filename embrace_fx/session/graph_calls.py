@@ -140,9 +140,7 @@ class GraphCalls:
                 analysed = analyse(captured)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
-        route = (
-            setting.options.route if setting.options.memory_budget is None else "graph"
-        )  # which no other route keeps
+        route = "graph" if setting.options.memory_budget is not None else setting.options.route  # no other keeps one
         activity = activity_of(train=call.train, reduces=setting.state.synchronised)
         if planned.plan is None or eager.leaving:
             with stage("waiting for the other ranks to capture", rank):
