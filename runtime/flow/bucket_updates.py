@@ -105,25 +105,26 @@ class _Bucket:
         self.flat = flat
         self.tickets = tickets
         self.updates: list[tuple[Optimizer, list[dict[str, Any]]]] = []
-        self.stepped: set[nn.Parameter] = set()
-        """Parameters that `updates` covers."""
-        self.stand_ins: dict[nn.Parameter, TensorWeakRef] = {}
-        """What was put into `.grad`, as long as someone holds it."""
+        self.stepped: dict[int, nn.Parameter] = {}
+        """Parameters that `updates` covers, by identity: a tensor's hash is a call of Python."""
+        self.stand_ins: list[TensorWeakRef | None] = [None] * len(parameters)
+        """What was put into `.grad` of each parameter, as long as someone holds it."""
 
-    def stands_in(self, parameter: nn.Parameter) -> bool:
-        """Tells whether `.grad` is still what was put there, and nobody has looked at it."""
-        stand_in = self.stand_ins[parameter]() if parameter in self.stand_ins else None
-        return isinstance(stand_in, PendingGradient) and parameter.grad is stand_in and stand_in.landed is None
+    def stands_in(self, n: int) -> bool:
+        """Tells whether `.grad` of the n-th parameter is what was put there, and nobody has looked at it."""
+        held = self.stand_ins[n]
+        stand_in = None if held is None else held()
+        return isinstance(stand_in, PendingGradient) and self.parameters[n].grad is stand_in and stand_in.landed is None
 
     def is_held(self) -> bool:
         """Tells whether someone holds what was put into `.grad`."""
-        return any(stand_in() is not None for stand_in in self.stand_ins.values())
+        return any(held is not None and held() is not None for held in self.stand_ins)
 
     def arrived(self, gradients: Sequence[Tensor]) -> None:
         """Tells whoever still holds a stand-in."""
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            stand_in = self.stand_ins[parameter]() if parameter in self.stand_ins else None
-            if stand_in is not None and stand_in.landed is None:
+        for held, gradient in zip(self.stand_ins, gradients, strict=True):
+            stand_in = None if held is None else held()
+            if isinstance(stand_in, PendingGradient) and stand_in.landed is None:
                 stand_in.landed = gradient
 
 
@@ -191,7 +192,7 @@ class BucketUpdates:
     @property
     def stepped(self) -> list[nn.Parameter]:
         """Parameters whose update is still to be applied."""
-        return [parameter for bucket in self._waiting.values() for parameter in bucket.stepped]
+        return [parameter for bucket in self._waiting.values() for parameter in bucket.stepped.values()]
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -215,32 +216,32 @@ class BucketUpdates:
         Args:
             absent: parameters that this backward gives no gradient.
         """
-        without = set(absent)
+        without = {id(parameter) for parameter in absent}
         summed = False
         for k in buckets:
             bucket = self._waiting[k]
             for parameter in bucket.parameters:
-                summed |= parameter.grad is not None and parameter not in without
+                summed |= parameter.grad is not None and id(parameter) not in without
         if summed:
             with self._launcher.hurrying():  # rows of a forward to come may stand before the buckets
                 landed = {k: self._land(self._waiting[k]) for k in buckets}
             for k, gradients in landed.items():
                 for parameter, gradient in zip(self._waiting.pop(k).parameters, gradients, strict=True):
-                    if parameter not in without:
+                    if id(parameter) not in without:
                         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             return
         for k in buckets:
-            for parameter in self._waiting[k].parameters:
-                if parameter not in without:
-                    parameter.grad = self._stand_in(parameter, k)
+            for n, parameter in enumerate(self._waiting[k].parameters):
+                if id(parameter) not in without:
+                    parameter.grad = self._stand_in(k, n)
 
-    def _stand_in(self, parameter: nn.Parameter, k: int) -> PendingGradient:
+    def _stand_in(self, k: int, n: int) -> PendingGradient:
         bucket = self._waiting[k]
         # Weakly: autograd's owner of `.grad` is nothing that the garbage collector sees, so that a gradient that kept
         # all this, and with it its own parameter, would keep it for ever.
         itself, of_bucket = ref(self), ref(bucket)
-        made = PendingGradient(parameter, lambda: _land_for(itself(), k, of_bucket()))
-        bucket.stand_ins[parameter] = TensorWeakRef(made)
+        made = PendingGradient(bucket.parameters[n], lambda: _land_for(itself(), k, of_bucket()))
+        bucket.stand_ins[n] = TensorWeakRef(made)
         return made
 
     def wanted(self, k: int, bucket: _Bucket) -> None:
@@ -265,14 +266,15 @@ class BucketUpdates:
         Returns: what `.grad` was, to be put back after the step, which then skips those parameters. Nothing where the
         optimizer has to step them by itself, at once; their gradients are ordinary ones then.
         """
-        every = [p for group in optimizer.param_groups for p in group["params"] if p not in tables]
+        others = {id(table) for table in tables}
+        every = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in others]
         mine = [p for p in every if p.grad is not None]
         for parameter in mine:
             if isinstance(parameter.grad, PendingGradient) and parameter.grad.landed is not None:
                 parameter.grad = parameter.grad.landed  # put back by an assignment such as `p.grad *= 2`
-        bucket_of = {parameter: bucket for bucket in self._waiting.values() for parameter in bucket.parameters}
-        ready = all(p in bucket_of and bucket_of[p].stands_in(p) for p in mine)
-        if not ready or any(p in bucket_of[p].stepped for p in mine):
+        place_of = {id(p): (bucket, n) for bucket in self._waiting.values() for n, p in enumerate(bucket.parameters)}
+        places = [place_of.get(id(p)) for p in mine]
+        if not all(place is not None and _may_step(*place) for place in places):
             self.release(optimizer)
             return {}
         taken = {p: p.grad for p in mine if p.grad is not None}
@@ -282,25 +284,26 @@ class BucketUpdates:
 
     def step(self, optimizer: Optimizer, taken: Set[nn.Parameter]) -> None:
         """Has what was taken step later, under the options of this moment: the optimizer has stepped."""
-        bucket_of = {parameter: k for k, bucket in self._waiting.items() for parameter in bucket.parameters}
+        bucket_of = {id(parameter): k for k, bucket in self._waiting.items() for parameter in bucket.parameters}
+        of_step = {id(parameter) for parameter in taken}
         groups: dict[int, list[dict[str, Any]]] = {}
         for group in optimizer.param_groups:
             kept, by_bucket = hyperparameters(group), dict[int, list[nn.Parameter]]()
             for parameter in group["params"]:
-                if parameter in taken:
-                    by_bucket.setdefault(bucket_of[parameter], []).append(parameter)
+                if id(parameter) in of_step:
+                    by_bucket.setdefault(bucket_of[id(parameter)], []).append(parameter)
             for k, parameters in by_bucket.items():
                 groups.setdefault(k, []).append({**kept, "params": parameters})
         for k, of_bucket in groups.items():
             bucket = self._waiting[k]
             bucket.updates.append((optimizer, of_bucket))
-            bucket.stepped |= {parameter for group in of_bucket for parameter in group["params"]}
+            bucket.stepped |= {id(parameter): parameter for group in of_bucket for parameter in group["params"]}
 
     def release(self, optimizer: Optimizer) -> None:
         """Makes the gradients of an optimizer's parameters ordinary ones."""
-        mine = {p for group in optimizer.param_groups for p in group["params"]}
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         with self._launcher.hurrying():
-            for k in [k for k, bucket in self._waiting.items() if not mine.isdisjoint(bucket.parameters)]:
+            for k in [k for k, bucket in self._waiting.items() if not mine.isdisjoint(map(id, bucket.parameters))]:
                 self.await_update(k)
 
     def await_update(self, k: int) -> None:
@@ -333,8 +336,8 @@ class BucketUpdates:
         """Forgets gradients that no optimizer has taken over."""
         for k in [k for k, bucket in self._waiting.items() if not bucket.updates]:
             bucket = self._waiting.pop(k)
-            for parameter in bucket.parameters:
-                if bucket.stands_in(parameter):
+            for n, parameter in enumerate(bucket.parameters):
+                if bucket.stands_in(n):
                     parameter.grad = None
             self._dropped = [each for each in (*self._dropped, bucket) if each.is_held()]
 
@@ -342,6 +345,11 @@ class BucketUpdates:
         for ticket in bucket.tickets:
             self._wait(ticket)
         return unpack_bucket(bucket.flat, bucket.parameters)
+
+
+def _may_step(bucket: _Bucket, n: int) -> bool:
+    """Tells whether a step can take the gradient of a bucket's n-th parameter while it is on its way."""
+    return bucket.stands_in(n) and id(bucket.parameters[n]) not in bucket.stepped
 
 
 def _land_for(updates: BucketUpdates | None, k: int, bucket: _Bucket | None) -> None:
