@@ -99,7 +99,9 @@ class Findings:
         return replace(self, rows={**self.rows, **rows}, sparsity=lying, rows_at_home=at_home)
 
 
-def make_plan(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> tuple[Plan, Findings | None]:
+def make_plan(
+    setting: Setting, graph: TrainingGraph, leaves: Sequence[Any], *, probes: bool = True
+) -> tuple[Plan, Findings | None]:
     """The plan for a training batch: measured on every rank, decided on rank 0, the same everywhere.
 
     Returns: the plan, and on rank 0 what it was decided on.
@@ -109,26 +111,27 @@ def make_plan(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> 
         ValueError: the strategy asked for does not fit the model, on every rank.
     """
     findings = find(setting, graph, leaves, frozenset())
-    return plan_on_links(setting, findings, None), findings
+    return plan_on_links(setting, findings, None, probes=probes), findings
 
 
-def plan_on_links(setting: Setting, findings: Findings | None, current: Plan | None) -> Plan:
+def plan_on_links(setting: Setting, findings: Findings | None, current: Plan | None, *, probes: bool = True) -> Plan:
     """Rank 0's plan for the links given, or probed where a step sends enough for it to matter. Collective.
 
     Args:
         findings: rank 0's alone.
         current: the plan in use, if any.
+        probes: whether links are probed that no plan has known yet.
 
     Raises:
         ValueError: the strategy asked for does not fit the model, on every rank.
     """
     if setting.options.cluster is not None:
-        return agree_on_plan(setting, findings, (setting.options.cluster, "given"), current)
+        return _agree_on_plan(setting, findings, (setting.options.cluster, "given"), current)
     if current is not None and current.links_are == "probed":
-        return agree_on_plan(setting, findings, (current.links, "probed"), current)
-    plan = agree_on_plan(setting, findings, (Cluster(), "assumed"), current)
-    probed = _probed(setting, plan)
-    return plan if probed is None else agree_on_plan(setting, findings, (probed, "probed"), current, recalls=True)
+        return _agree_on_plan(setting, findings, (current.links, "probed"), current)
+    plan = _agree_on_plan(setting, findings, (Cluster(), "assumed"), current)
+    probed = _probed(setting, plan) if probes else None
+    return plan if probed is None else _agree_on_plan(setting, findings, (probed, "probed"), current, recalls=True)
 
 
 def find(
@@ -169,7 +172,7 @@ def _probed(setting: Setting, plan: Plan) -> Cluster | None:
         return links_between(setting.communicator, plan.sent_bytes_per_step, device)
 
 
-def agree_on_plan(
+def _agree_on_plan(
     setting: Setting,
     findings: Findings | None,
     links: tuple[Cluster, LinksAre],

@@ -66,6 +66,7 @@ class EagerCalls:
     def take_over(self, reason: str, *, on_trial: bool = False) -> None:
         """Runs calls eagerly from here on, or until a capture gains."""
         self.reason, self.on_trial, self.leaving = reason, on_trial, False
+        self._planned.probes = not on_trial
         self._setting.stepping.of_any_layout = True
         self._kinds.clear()
         self._rows, self._came, self._order = {}, (), ()
@@ -79,6 +80,7 @@ class EagerCalls:
             return
         state, model = self._setting.state, self._setting.model
         self.reason, self.on_trial, self.leaving = "", False, True
+        self._planned.probes = True
         self._setting.stepping.of_any_layout = False
         state.hooked = frozenset(name for name, parameter in model.named_parameters() if is_hooked(parameter))
         self._kinds.clear()
@@ -117,7 +119,7 @@ class EagerCalls:
         if planned.plan is None:
             make_plan(variant, rows)
         if train and announcements.asked_to_plan:
-            if self.on_trial:
+            if self.on_trial and planned.calls.count > MEASURED_STEPS:
                 self._weigh(variant, rows)
             self._order = self._came
             trained = self._trained()
@@ -168,6 +170,7 @@ class EagerCalls:
         if found:
             raise OtherRoute(found, captures=True)
         self.on_trial = found is None
+        self._planned.probes = not self.on_trial
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """The parameters whose gradients are exchanged: first those that come last, and before them what has not come.

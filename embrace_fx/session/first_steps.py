@@ -2,9 +2,9 @@
 
 Contract
     A capture gains where a table is worth sharding, or where buckets take longer than the backward behind which they
-    leave under the eager route. Rows and times are known once steps have run. Small models, large tables and options
-    that ask for a graph are captured at once. Ranks decide alike: at first by model and options, then by what all of
-    them have measured.
+    leave under the eager route. Rows and times are known once steps have run; links are probed then. Small models,
+    large tables and options that ask for a graph are captured at once. Ranks decide alike: at first by model and
+    options, then by what all of them have measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from embrace_fx import cost
-from embrace_fx.planning.findings import agree_on_plan, find
+from embrace_fx.planning.findings import find, plan_on_links
 from embrace_fx.planning.scheduling import PROFILED, PROFILED_AFTER
 from embrace_fx.runtime.launch.tally import Tally
 from embrace_fx.session.calls import Variant
@@ -72,11 +72,9 @@ def weigh(setting: Setting, planned: PlanInUse, variant: Variant, rows: Sequence
     """
     if planned.calls.uneven or not planned.may_change(variant):
         return None
-    plan = planned.plan
-    assert plan is not None
     planned.calls.asks_to_plan = False
     findings = find(setting, as_lookups(variant.analysed), rows, frozenset(), schedule="none")
-    would = agree_on_plan(setting, findings, (plan.links, plan.links_are), None, recalls=plan.links_are == "probed")
+    would = plan_on_links(setting, findings, None)
     if would.sharded:
         return f"{', '.join(would.sharded)} worth sharding"
     everyone = setting.communicator.gather(_measured(setting.stepping.recorder.tally), tuple[float, float] | None)
@@ -84,7 +82,7 @@ def weigh(setting: Setting, planned: PlanInUse, variant: Variant, rows: Sequence
         return None
     measured = [each for each in everyone if each is not None]
     backward_ms, step_ms = (min(each[k] for each in measured) for k in (0, 1))
-    buckets_ms = _buckets_ms(plan)
+    buckets_ms = _buckets_ms(would)
     if buckets_ms - backward_ms > WORTH * step_ms:
         return f"buckets take {buckets_ms:.1f} ms, a backward {backward_ms:.1f} ms"
     return ""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.capture.structured_trace import log_text
-from embrace_fx.planning.findings import Findings, agree_on_plan, find, make_plan, plan_on_links
+from embrace_fx.planning.findings import Findings, find, make_plan, plan_on_links
 from embrace_fx.planning.fitting import WHOLE, Misfit, fitted, misfit
 from embrace_fx.planning.given_plan import repeated
 from embrace_fx.planning.last_run import changes
@@ -62,6 +62,9 @@ class PlanInUse:
         calls: what they share.
         on_other_batch: called when the batch that was looked ahead to does not come.
         on_placed: called when tables have been placed as a plan says.
+
+    Attributes:
+        probes: whether plans wait for links to be probed.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class PlanInUse:
         on_other_batch: Callable[[], None],
         on_placed: Callable[[], None],
     ) -> None:
-        self.calls = calls
+        self.calls, self.probes = calls, True
         self._now = InUse()
         self._setting = setting
         self._kinds = kinds
@@ -156,7 +159,7 @@ class PlanInUse:
         given, rank = setting.options.given_plan, setting.communicator.rank
         if given is None:
             with stage("planning", rank):
-                plan, findings = make_plan(setting, analysed, leaves)
+                plan, findings = make_plan(setting, analysed, leaves, probes=self.probes)
         else:
             plan = repeated(setting, analysed, given)
         plan = fit_plan(setting, plan)
@@ -200,7 +203,7 @@ class PlanInUse:
         drift = self._now.drift
         if findings is not None and drift is not None and drift.wants_plan:  # else it has seen nothing yet
             findings = findings.with_rows(drift.rows)
-        new = plan_on_links(setting, findings, old)
+        new = plan_on_links(setting, findings, old, probes=self.probes)
         self.calls.asks_to_plan = False
         if not changes(old, new) and new.buckets == old.buckets:
             self._now = replace(self._now, drift=_drift(old, findings))
@@ -237,16 +240,12 @@ class PlanInUse:
         """Puts a plan in use that is made for another graph of the model. Collective.
 
         Args:
-            afresh: by the links of the plan in use, not by its strategies.
+            afresh: whatever the strategies of the plan in use.
         """
-        setting, old = self._setting, self._in_use()
+        setting = self._setting
         with stage("planning again", setting.communicator.rank):
             findings = find(setting, variant.analysed, leaves, frozenset())
-        if afresh:
-            recalls = old.links_are == "probed"
-            new = agree_on_plan(setting, findings, (old.links, old.links_are), None, recalls=recalls)
-        else:
-            new = plan_on_links(setting, findings, old)
+        new = plan_on_links(setting, findings, None if afresh else self._in_use())
         self._place_anew(variant.analysed, new, findings)
 
     def change(self, new: Plan) -> None:

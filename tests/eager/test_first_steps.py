@@ -13,7 +13,7 @@ import embrace_fx
 from embrace_fx.session import first_steps
 from tests.support.ranks import run_ranks
 
-STEPS = 17
+STEPS = 20
 LINEARS = 20
 
 
