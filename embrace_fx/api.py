@@ -52,8 +52,7 @@ def compile(
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, as `DDP(model)`.
 
     The graph is captured at the first call of the result, with that call's batch. Parameters and buffers are those of
-    rank 0 from here on, of embedding layers from the first call on. A model that is compiled already leaves the earlier
-    `compile`, whose result is closed; the result itself is returned as it is where nothing else is asked of it.
+    rank 0 from here on, of embedding layers from the first call on. An earlier `compile` of the model is closed.
 
     Args: `embrace_fx.setup.options.Options` tells more of each.
         model: any `nn.Module`; on the meta device too, if its modules have `reset_parameters`.
