@@ -124,8 +124,8 @@ class CompiledModel(nn.Module, Joinable):
                 told.wait()
         return self._session.call(args, kwargs)
 
-    def lookahead(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The same batches in the same order, read one ahead.
+    def lookahead(self, loader: Iterable[Any], batches: int = 1) -> Iterator[Any]:
+        """The same batches in the same order, read one ahead, or more: rows beyond memory are then read before.
 
         With `schedule` "vertical" or "2d", the next batch's rows are fetched during this step. Call the model with the
         batches as they come: a batch that is moved or changed first is not the one that was looked ahead to.
@@ -133,7 +133,7 @@ class CompiledModel(nn.Module, Joinable):
         Raises:
             RuntimeError: another `lookahead` of this model is still being read.
         """
-        return self._session.lookahead.over(loader)
+        return self._session.lookahead.over(loader, batches)
 
     def train(self, mode: bool = True) -> CompiledModel:
         self._session.model.train(mode)

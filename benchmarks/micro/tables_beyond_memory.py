@@ -61,7 +61,7 @@ def run(rank: int, args: argparse.Namespace, memory: float | None, store: str, r
     generator = torch.Generator().manual_seed(rank)
     batches = [zipf(args.rows, (args.batch, args.length), generator) for _ in range(WARM_UP + args.steps)]
     before, times, begun_s = anonymous_mib(), [], time.perf_counter()
-    for ids in compiled.lookahead(batches):
+    for ids in compiled.lookahead(batches, args.ahead):
         loss = compiled(ids)
         loss.backward()
         optimizer.step()
@@ -87,7 +87,7 @@ def on_ranks(args: argparse.Namespace, memory: float | None) -> dict[int, dict[s
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=run, args=(rank, args, memory, f"{folder}/store", results))
+            context.Process(target=run, args=(rank, args, memory, f"{folder}/store", results), daemon=True)
             for rank in range(args.ranks)
         ]
         for each in ranks:
@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.1)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--ahead", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--pairs", type=int, default=5)

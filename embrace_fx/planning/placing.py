@@ -14,6 +14,7 @@ from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.part_state import own_state
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tiers.rows_ahead import RowsAhead
 from embrace_fx.runtime.tiers.tiered_table import REFUSAL, TieredTable
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.exactness import semantics
@@ -33,6 +34,7 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
             if name in beyond:
                 table = place_tiered(setting, name, shapes[name], made.get(name), beyond[name])
                 setting.state.tables[name] = table
+                setting.state.hints = RowsAhead(setting.state.tables, setting.communicator)
             else:
                 _shard(setting, name, plan, shapes[name], made.get(name))
     if setting.communicator.world_size > 1:

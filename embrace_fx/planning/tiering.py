@@ -55,7 +55,7 @@ class Tier:
         of_slot = sum(column.nbytes for column in self.columns.values()) + SLOT_BYTES
         if self.memory < 1:
             return max(1, min(rows, ceil(self.memory * rows)))
-        found = int(self.memory - rows * ROW_BYTES) // of_slot
+        found = int((self.memory - rows * ROW_BYTES) // (of_slot * 1.25))  # a part of the rows is on its way
         if found < 1:
             raise ValueError(
                 f"expected table_memory of at least {rows * ROW_BYTES + of_slot:,} bytes for {table}, in the first "

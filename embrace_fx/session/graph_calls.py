@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from embrace_fx.planning.fitting import Misfit
@@ -88,6 +89,8 @@ class GraphCalls:
         planned.calls.count += train
         if train:
             check_replicas()
+        if train and (hints := self._setting.state.hints) is not None and self._lookahead.active:
+            hints.step(self._rows_ahead(kind, leaves, call.spec), self._lookahead.batches)
         results = run_step(program, variant.captured.inputs(leaves), train=train, following=following)
         if train:
             planned.observe()
@@ -131,6 +134,19 @@ class GraphCalls:
         except Exception:  # what is wrong with it, its own call will tell all ranks
             return None
 
+    def _rows_ahead(self, kind: Kind, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Mapping[str, Tensor]:
+        """The rows, by table, that this rank's farthest known batch reads, where a program for it exists."""
+        coming = self._lookahead.following(leaves, farthest=True)
+        if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
+            return {}
+        variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
+        if variant is None or variant.program is None or variant.captured.switches:
+            return {}
+        try:
+            return variant.program.rows_read(variant.captured.inputs(coming))
+        except Exception:  # what is wrong with it, its own call will tell all ranks
+            return {}
+
     def _capture(self, kind: Kind, call: Arguments) -> Variant:
         setting, planned, eager = self._setting, self._planned, self._eager
         failure, captured, rank = None, None, setting.communicator.rank
@@ -140,7 +156,9 @@ class GraphCalls:
                 analysed = analyse(captured)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
-        route = "graph" if setting.options.memory_budget is not None else setting.options.route  # no other keeps one
+        options = setting.options
+        asks = options.memory_budget is not None or options.table_memory is not None  # no other route keeps one
+        route = "graph" if asks else options.route
         activity = activity_of(train=call.train, reduces=setting.state.synchronised)
         if planned.plan is None or eager.leaving:
             with stage("waiting for the other ranks to capture", rank):

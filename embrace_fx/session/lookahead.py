@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,8 +32,10 @@ class Lookahead:
         self._active: Callable[[], Any] = lambda: None
         self._current: Any = None
         self._coming: Any = None
+        self._further: deque[Any] = deque()
         self._known = False
         self._warned = False
+        self.batches = 1
 
     @property
     def known(self) -> bool:
@@ -56,8 +59,8 @@ class Lookahead:
             )
         self._warned = True
 
-    def over(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The same batches in the same order, one ahead.
+    def over(self, loader: Iterable[Any], batches: int = 1) -> Iterator[Any]:
+        """The same batches in the same order, so many ahead.
 
         Raises:
             RuntimeError: another loop is still reading.
@@ -68,12 +71,13 @@ class Lookahead:
                 "would disagree on which batch is next. Finish that loop, or `close()` its iterator, before starting "
                 "another."
             )
+        self.batches = batches
         iterator = self._one_ahead(loader)
         self._active = weakref.ref(iterator)  # a loop that was left drops its iterator
         return iterator
 
     def _one_ahead(self, loader: Iterable[Any]) -> Iterator[Any]:
-        iterator = iter(loader)
+        iterator = self._read(loader)
         try:
             self._current = next(iterator)
         except StopIteration:
@@ -82,7 +86,7 @@ class Lookahead:
         try:
             for self._coming in iterator:
                 self._recorder().mark(LOADER)
-                _check_apart(seen, self._coming)
+                _check_apart(seen, [self._coming, *self._further])
                 seen = AsSeen.of(pytree.tree_leaves(self._coming))
                 self._known = True
                 yield self._current
@@ -96,23 +100,37 @@ class Lookahead:
             if not sys.is_finalizing():  # else the ranks have parted, and tensors are being taken down
                 self._at_end()
 
+    def _read(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """A loader's batches, while those that come after each are kept in `_further`."""
+        self._further = deque()
+        for batch in loader:
+            self._further.append(batch)
+            if len(self._further) >= self.batches:
+                yield self._further.popleft()
+        while self._further:
+            yield self._further.popleft()
+
     def begin_call(self) -> None:
         """Tells the recorder what came before a call for training: a loader that is not read through this, or none."""
         if torch.is_grad_enabled():
             self._recorder().mark(OWN_CODE if self.active else LOADER)
 
-    def following(self, leaves: Sequence[Any]) -> list[Any] | None:
+    def following(self, leaves: Sequence[Any], *, farthest: bool = False) -> list[Any] | None:
         """The flattened arguments of the next call, if the batches differ in nothing but their tensors.
 
         Args:
             leaves: flattened arguments of this call.
+            farthest: of the call `batches` calls from now, in its place.
 
         Returns: None where the next batch is not known, or this call's tensors are not those of the batch.
         """
         if not self._known:
             return None
         current, spec = pytree.tree_flatten(self._current)
-        coming, coming_spec = pytree.tree_flatten(self._coming)
+        if farthest and len(self._further) < self.batches - 1:
+            return None
+        batch = self._further[-1] if farthest and self._further else self._coming
+        coming, coming_spec = pytree.tree_flatten(batch)
         if spec != coming_spec:
             return None
         position: dict[int, int] = {}

@@ -137,9 +137,8 @@ class Program:
         self._lowered["forward"] = self._lowered_phase("forward", graph, bound)
         if self.has_backward:
             self._lowered["backward"] = self._lowered_phase("backward", graph, bound)
-        self.ids_program = (
-            ids_program(graph, state, self.unique, self.communicator.wait) if self.flow is not None else None
-        )
+        asks = self.flow is not None or state.hints is not None
+        self.ids_program = ids_program(graph, state, self.unique, self.communicator.wait) if asks else None
 
     def _bound(self, graph: TrainingGraph) -> Bindings:
         flow, links = self.flow, self._links
@@ -236,6 +235,14 @@ class Program:
         with torch.no_grad(), autocast_is_in_the_graph():
             assert self.flow is not None
             return self.flow.look_at(self.ids_program, leaves)
+
+    def rows_read(self, leaves: Sequence[Any]) -> dict[str, Tensor]:
+        """The rows that a batch to come reads, by table; none where that cannot be known before its turn."""
+        if self.ids_program is None or not self._ids_are_pure:
+            return {}
+        with torch.no_grad(), autocast_is_in_the_graph():
+            of_ids = self.ids_program
+            return dict(zip(of_ids.tables, of_ids.rows_of_batch(of_ids.unique(leaves)), strict=True))
 
     @property
     def result_count(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 from torch import Tensor, nn
@@ -14,6 +14,12 @@ from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.pending_parameters import PendingUpdates
 from embrace_fx.runtime.tables.row_table import RowTable
+
+
+class Hints(Protocol):
+    """Is told, at each call for training under `lookahead`, of the rows that a batch to come reads."""
+
+    def step(self, rows: Mapping[str, Tensor], ahead: int) -> None: ...
 
 
 def names_to_ignore(model: nn.Module) -> frozenset[str]:
@@ -35,6 +41,8 @@ class ModelState:
         self.ignored = names_to_ignore(model)
         """Parameters and buffers that each rank has for itself."""
         self.tables: dict[str, RowTable] = {}
+        self.hints: Hints | None = None
+        """Takes what rows batches to come read, where tables lie beyond memory."""
         self.asked = Asked()
         """How often the training loop asks for all parameters."""
         self.pending = PendingUpdates()

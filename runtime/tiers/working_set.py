@@ -10,6 +10,7 @@ Shape legend: V' rows; S slots; K ids, in any order, some the same.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,20 +18,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from embrace_fx.runtime.tiers.file_thread import FileThread, ReadAhead
 from embrace_fx.runtime.tiers.initial import FirstValues
 from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
 from embrace_fx.runtime.tiers.records import Column, Records
 
 WEIGHTS, TAKEN = "weights", "steps taken"
 """Columns that every table has."""
+_STORED, _WRITTEN, _READ = -1, -2, -3
+"""Of a row that has no slot: it is in the file, on its way there, or on its way from there."""
 _FREE = torch.iinfo(torch.int64).max
+_SOON = _FREE // 2
+"""Less the number of the step that asks for a row next: the farthest goes first, after all that none is known to."""
+_AHEAD = 8
+"""Of all slots, so many parts: as many rows as one of them has may be on their way."""
 _SHARE = 64
 """Of all slots, so many parts: one of them is emptied at a time, those used least lately."""
 ROWS_AT_ONCE = 1 << 16
 """Of all, as they are written one after the other."""
 ROW_BYTES = 4
 """Of a row in memory that has no slot: where it is."""
-SLOT_BYTES = 8 + 8 + 2
+SLOT_BYTES = 4 * 8 + 2
 """Of a slot, besides its columns."""
 
 
@@ -78,8 +86,13 @@ class WorkingSet:
         self.columns = {key: column.filled(slots) for key, column in columns.items()}
         self.counts = Counts()
         self.row_of = torch.full((slots,), -1, dtype=torch.int64)
-        self._where = torch.zeros(rows, dtype=torch.int32)  # 0: as it began; -1: in the file; s + 1: in slot s
-        self._used = torch.full((slots,), _FREE, dtype=torch.int64)  # when a slot was last asked for
+        self._where = torch.zeros(rows, dtype=torch.int32)  # 0: as it began; s + 1: in slot s; or one of those below
+        self._used = torch.full((slots,), _FREE, dtype=torch.int64)  # when a slot was last asked for, or will be next
+        self._due = torch.zeros(slots, dtype=torch.int64)  # the last step known to read what is there
+        self._asked = torch.zeros(slots, dtype=torch.int64)  # the last call that has asked for it
+        self._thread = FileThread(self.file, self.records)
+        self._ahead: deque[ReadAhead] = deque()
+        self._step = 0
         self._dirty = torch.zeros(slots, dtype=torch.bool)
         self._stored = torch.zeros(slots, dtype=torch.bool)  # the file has a record of the row
         self._free = torch.arange(slots)
@@ -96,7 +109,12 @@ class WorkingSet:
         self.counts.asked += ids.numel()
         missing = where <= 0
         if bool(missing.any()):
-            self._used.index_fill_(0, where[~missing].to(torch.int64).sub_(1), self._clock)
+            self._asked.index_fill_(0, where[~missing].to(torch.int64).sub_(1), self._clock)
+            if bool((where == _READ).any()):
+                self._land(ids)
+                where = self._where.index_select(0, ids)
+                missing = where <= 0
+        if bool(missing.any()):
             new = ids[missing].unique()
             self.counts.missed += int(missing.sum())
             self.counts.most = max(self.counts.most, new.numel())
@@ -108,10 +126,39 @@ class WorkingSet:
                 raise
             where = self._where.index_select(0, ids)
         slots = where.to(torch.int64).sub_(1)
-        self._used.index_fill_(0, slots, self._clock)
+        self._asked.index_fill_(0, slots, self._clock)
+        due = self._due.index_select(0, slots)
+        self._used.index_copy_(0, slots, torch.where(due > self._step, _SOON - due, self._clock))
         if to_write:
             self._dirty.index_fill_(0, slots, True)
         return slots
+
+    def read_ahead(self, ids: Tensor, due: int) -> None:
+        """Begins to read rows (K,) that the step of number `due` will ask for, and keeps those that are in memory."""
+        where = self._where.index_select(0, ids)
+        slots = where[where > 0].to(torch.int64).sub_(1)
+        self._due.index_fill_(0, slots, due)
+        self._used.index_fill_(0, slots, _SOON - due)
+        rows = ids[(where == _STORED) | (where == _WRITTEN)].unique()
+        waiting = sum(each.rows.numel() for each in self._ahead)
+        if rows.numel() and waiting + rows.numel() <= self.slots // _AHEAD:
+            self._where.index_fill_(0, rows, _READ)
+            self._ahead.append(self._thread.read(rows, due))
+
+    def begin_step(self, number: int) -> None:
+        """Begins a step; what has been read for earlier ones, and not been asked for, is forgotten."""
+        self._step = number
+        while self._ahead and self._ahead[0].due < number:
+            self._where.index_fill_(0, self._ahead.popleft().rows, _STORED)
+
+    def _land(self, ids: Tensor) -> None:
+        """Puts rows that have been read ahead into slots, until none of `ids` (K,) is among those under way."""
+        while self._ahead and bool((self._where.index_select(0, ids) == _READ).any()):
+            ahead = self._ahead.popleft()
+            self._where.index_fill_(0, ahead.rows, _STORED)
+            values = ahead.coming.result()
+            if ahead.rows.numel() <= self._free.numel() + int((self._asked < self._clock).sum()) // 2:
+                self._load(ahead.rows, self._room(ahead.rows.numel(), ahead.rows), values)
 
     def wrote(self, slots: Tensor) -> None:
         """Notes that what is in slots differs from what the file has of it."""
@@ -126,6 +173,7 @@ class WorkingSet:
 
     def moved(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yields rows (K,), ascending, that differ from their first values, with their columns (K, ...)."""
+        self._land_writes()
         kept = self._dirty | self._stored
         for begin in range(0, self._where.numel(), ROWS_AT_ONCE):
             where = self._where[begin : begin + ROWS_AT_ONCE].to(torch.int64)
@@ -144,15 +192,18 @@ class WorkingSet:
 
     def forget(self) -> None:
         """Makes all rows what they began as."""
+        self._land_writes()
+        self._ahead.clear()
         self.row_of.fill_(-1)
         self._where.zero_()
+        self._due.zero_()
         self._used.fill_(_FREE)
         self._free = torch.arange(self.slots)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it takes."""
-        own = (self.row_of, self._where, self._used, self._dirty, self._stored)
+        own = (self.row_of, self._where, self._used, self._due, self._asked, self._dirty, self._stored)
         return sum(each.nbytes for each in (*own, *self.columns.values()))
 
     @property
@@ -173,8 +224,9 @@ class WorkingSet:
         short = count - self._free.numel()
         if short > 0:
             wanted = min(self.slots, max(short, self.slots // _SHARE))
-            last, oldest = self._used.topk(wanted, largest=False)
-            oldest = oldest[last < self._clock]  # no slot that this call has asked for, and no free one
+            may_go = torch.where(self._asked < self._clock, self._used, _FREE)
+            last, oldest = may_go.topk(wanted, largest=False)
+            oldest = oldest[last < _FREE]
             if oldest.numel() < short:
                 raise TierError(
                     f"expected a working set of {self._table} that holds the rows which a step reads or writes at "
@@ -193,19 +245,33 @@ class WorkingSet:
         if bool(dirty.any()):
             written = slots[dirty]
             values = {key: column.index_select(0, written) for key, column in self.columns.items()}
-            self.file.write(rows[dirty], self.records.pack(rows[dirty], values))
+            self._thread.write(rows[dirty], values)
             self.counts.written += written.numel()
             self._stored.index_fill_(0, written, True)
-        self._where.index_copy_(0, rows, self._stored.index_select(0, slots).to(torch.int32).neg_())
+        stored = self._stored.index_select(0, slots)
+        self._where.index_copy_(0, rows, torch.where(dirty, _WRITTEN, torch.where(stored, _STORED, 0)).to(torch.int32))
+        self._due.index_fill_(0, slots, 0)
         self.row_of.index_fill_(0, slots, -1)
         self._used.index_fill_(0, slots, _FREE)
         self._free = torch.cat([self._free, slots])
 
-    def _load(self, rows: Tensor, slots: Tensor) -> None:
-        """Brings rows, ascending, into free slots."""
-        stored = self._where.index_select(0, rows) < 0
+    def _land_writes(self) -> None:
+        self._thread.land()
+        self._where[self._where == _WRITTEN] = _STORED
+
+    def _load(self, rows: Tensor, slots: Tensor, read: Mapping[str, Tensor] | None = None) -> None:
+        """Brings rows, ascending, into free slots.
+
+        Args:
+            read: their columns (K, ...), where the file has been read.
+        """
+        where = self._where.index_select(0, rows)
+        stored = where < 0
         if bool(stored.any()):
-            read = self.records.unpack(self.file.read(rows[stored]))
+            if read is None:
+                if bool((where == _WRITTEN).any()):
+                    self._thread.land()
+                read = self.records.unpack(self.file.read(rows[stored]))
             for key, value in read.items():
                 self.columns[key].index_copy_(0, slots[stored], value)
             self.counts.read += int(stored.sum())

@@ -97,6 +97,7 @@ class Run:
 
     Attributes:
         memory: of the table; None: all of it.
+        ahead: batches that the loader runs ahead.
         meta: whether the table begins on the meta device.
         folder: of a checkpoint, which is loaded at first if it is there, else saved after half of the steps.
     """
@@ -107,6 +108,7 @@ class Run:
     steps: int = 30
     folder: str = ""
     meta: bool = False
+    ahead: int = 1
 
 
 def train(rank: int, world_size: int, run: Run) -> list[float]:
@@ -124,7 +126,8 @@ def train(rank: int, world_size: int, run: Run) -> list[float]:
         own = own[half:]
         if not own:
             compiled(*batches(rank, 1)[0])
-    for step, batch in enumerate(compiled.lookahead(own) if run.schedule != "none" else own):
+    looks_ahead = run.schedule != "none" or run.ahead > 1
+    for step, batch in enumerate(compiled.lookahead(own, run.ahead) if looks_ahead else own):
         if run.folder and not loads and step == half:
             compiled.save_checkpoint(run.folder)
         loss = compiled(*batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+from collections import deque
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,7 @@ from tests.support.tiers import OPTIMIZERS, Run, beyond_memory, in_memory, same_
 V, D = 300, 5
 
 
-@pytest.mark.parametrize(
-    "share", [pytest.param(0.5, marks=pytest.mark.long), pytest.param(0.1, marks=pytest.mark.long), 0.02]
-)
+@pytest.mark.parametrize("share", [0.5, pytest.param(0.1, marks=pytest.mark.long), 0.02])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_rows_that_rest_move_as_in_memory(optimizer: str, share: float, tmp_path: Path) -> None:
     """Rows rest for up to 250 steps; histories end where parameters are asked for, at steps 60 and 170."""
@@ -28,9 +27,15 @@ def test_rows_that_rest_move_as_in_memory(optimizer: str, share: float, tmp_path
     table = torch.randn(V, D, generator=generator)
     expected = in_memory(table, OPTIMIZERS[optimizer])
     found = beyond_memory(table, OPTIMIZERS[optimizer], round(share * V), tmp_path)
+    told = deque([torch.arange(4), torch.arange(4, 8)])
     with torch.no_grad():
         for step in range(250):
-            ids = (V ** torch.rand(4, generator=generator) - 1).long()
+            coming = (V ** torch.rand(4, generator=generator) - 1).long()
+            found.memory.begin_step(step)
+            if step % 3:  # some of what was told comes in the second step from now, some does not
+                found.memory.read_ahead(coming, step + 2)
+            told.append(coming)
+            ids = told.popleft() if step % 5 else (V ** torch.rand(4, generator=generator) - 1).long()
             assert torch.equal(found.look_up(ids), expected.look_up(ids)), step
             ids = ids.unique()
             rows = torch.randn(len(ids), D, generator=generator)
@@ -44,9 +49,18 @@ def test_rows_that_rest_move_as_in_memory(optimizer: str, share: float, tmp_path
     assert found.memory.counts.written > (V // 2 if moved and share < 0.1 else 0)
 
 
-@pytest.mark.parametrize(("world_size", "optimizer", "schedule"), [(2, "adamw", "2d"), (1, "momentum", "none")])
-def test_model_trains_as_in_memory(world_size: int, optimizer: str, schedule: str) -> None:
-    same_losses(world_size, Run(optimizer, schedule, 0.2))
+@pytest.mark.parametrize(
+    ("world_size", "run"),
+    [
+        (2, Run("adamw", "2d", 0.3, ahead=3)),
+        (1, Run("momentum", "none", 0.3, ahead=2)),
+        pytest.param(3, Run("adamw", "2d", 0.5, ahead=4, steps=80), marks=pytest.mark.long),
+        pytest.param(2, Run("adamw", "none", 0.2), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_model_trains_as_in_memory(world_size: int, run: Run) -> None:
+    same_losses(world_size, run)
 
 
 @pytest.mark.long

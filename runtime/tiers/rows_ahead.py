@@ -1,0 +1,90 @@
+"""Rows that batches to come will read, of all ranks, told to tables beyond memory some steps before.
+
+Contract
+    Each call for training tells once, on every rank, what this rank's batch reads some calls later. Ranks gather that
+    in a thread and a process group of their own, which nothing waits for: what has not come in time is read later.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.runtime.tables.row_table import RowTable
+from embrace_fx.runtime.tiers.tiered_table import TieredTable
+
+
+class RowsAhead:
+    """The rows of batches to come.
+
+    Args:
+        tables: of the model; those beyond memory are told.
+        communicator: of the ranks. Collective, where they are several.
+    """
+
+    def __init__(self, tables: Mapping[str, RowTable], communicator: Communicator) -> None:
+        self._tables = tables
+        self._number = 0
+        self._coming: deque[tuple[int, Future[list[Tensor]]]] = deque()
+        self._jobs: SimpleQueue[tuple[list[Tensor], Future[list[Tensor]]]] = SimpleQueue()
+        self._group: dist.ProcessGroup | None = None
+        if communicator.world_size > 1:
+            assert communicator.group is not None
+            ranks = dist.get_process_group_ranks(communicator.group)
+            self._group = communicator.sub_group("rows ahead", [ranks])
+            # One that a dead rank holds up must not hold up this one's exit.
+            threading.Thread(target=_gather, args=(self._jobs, self._group), daemon=True).start()
+
+    def step(self, rows: Mapping[str, Tensor], ahead: int) -> None:
+        """Begins a step, of whose batch `ahead` calls later the rows are known, by table; empty: they are not."""
+        self._number += 1
+        beyond = {name: table for name, table in self._tables.items() if isinstance(table, TieredTable)}
+        for table in beyond.values():
+            table.memory.begin_step(self._number)
+        none = torch.empty(0, dtype=torch.int64)
+        own = [rows.get(name, none).to(torch.int64) for name in beyond]
+        if self._group is None:
+            self._tell(list(beyond.values()), own, self._number + ahead)
+            return
+        if ahead == 1:  # it would come with the rows themselves
+            return
+        found: Future[list[Tensor]] = Future()
+        self._coming.append((self._number + ahead, found))
+        self._jobs.put((own, found))
+        while self._coming and self._coming[0][1].done():
+            due, done = self._coming.popleft()
+            if done.exception() is None and due > self._number:
+                self._tell(list(beyond.values()), done.result(), due)
+
+    def _tell(self, tables: Sequence[TieredTable], rows: Sequence[Tensor], due: int) -> None:
+        for table, ids in zip(tables, rows, strict=True):
+            if ids.numel() and not table.failure:
+                table.memory.read_ahead(ids, due)
+
+
+def _gather(jobs: SimpleQueue[tuple[list[Tensor], Future[list[Tensor]]]], group: dist.ProcessGroup) -> None:
+    """Gathers rows of all ranks, table by table, until that fails: a rank is gone then, and others tell of it."""
+    size = dist.get_world_size(group)
+    while True:
+        own, found = jobs.get()
+        try:
+            counts = torch.tensor([rows.numel() for rows in own])
+            everyone = [torch.empty_like(counts) for _ in range(size)]
+            dist.all_gather(everyone, counts, group=group)
+            longest = max(1, *(int(each.sum()) for each in everyone))
+            sent = torch.cat([*own, torch.empty(longest - int(counts.sum()), dtype=torch.int64)])
+            packed = [torch.empty_like(sent) for _ in range(size)]
+            dist.all_gather(packed, sent, group=group)
+            parts = [each[: int(n.sum())].split(n.tolist()) for each, n in zip(packed, everyone, strict=True)]
+            found.set_result([torch.cat(of_table).unique() for of_table in zip(*parts, strict=True)])
+        except Exception as error:
+            found.set_exception(error)
+            return
