@@ -3,7 +3,7 @@
 function fillFigures() {
   const columns = data.panels.map((p) => new Map(p.figures.map((f) => [f.label, f])));
   const both = columns.length > 1;
-  const labels = [...new Set(data.panels.flatMap((p) => p.figures.map((f) => f.label)))];
+  const labels = [...new Set(data.panels.toReversed().flatMap((p) => p.figures.map((f) => f.label)))];
   const number = (text) => element("td", { className: "number" }, text);
   const head = element("tr", {}, element("th", { scope: "col" }, "per step"));
   for (const panel of data.panels) head.append(element("th", { scope: "col", className: "number" }, panel.status));

@@ -248,10 +248,16 @@ class Picture:
             found.append(Bar(panel.status, parts, panel.diagnostics.step_ms))
         if self.background is not None and self.background.steps:
             own = [figure for figure in found[-1].parts if not figure.is_wait]
-            exposed = Figure("exposed AllReduce", self.background.ddp_exposed_ms, "ms", "dense", True, "dense")
+            exposed_ms = self.background.ddp_exposed_ms * self._links_slower()
+            exposed = Figure("exposed AllReduce", exposed_ms, "ms", "dense", True, "dense")
             shown = (*own[:-1], exposed, own[-1])
             found.append(Bar("DDP, estimated", shown, sum(part.value for part in shown)))
         return tuple(found)
+
+    def _links_slower(self) -> float:
+        """Divides how long dense gradients took by how long they were predicted to: DDP would meet the same links."""
+        predicted, *measured = (panel.diagnostics.communication_ms.get("dense", 0.0) for panel in self.panels)
+        return measured[0] / predicted if measured and measured[0] and predicted else 1.0
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -281,10 +287,14 @@ class Picture:
 
 
 def _ratio(measured: Figure | None, predicted: Figure | None) -> str:
-    """Prints measured over predicted; "" where 0.00 was predicted, for the quotient would be rounding."""
+    """Prints measured over predicted; "" where 0.00 was predicted, for the quotient would be rounding.
+
+    From 100 on it has no decimals: a phone's width has no room for what says nothing.
+    """
     if measured is None or predicted is None or not round(predicted.value, predicted.digits):
         return ""
-    return f"{measured.value / predicted.value:.2f}"
+    ratio = measured.value / predicted.value
+    return f"{ratio:.{0 if ratio >= 100 else 2}f}"
 
 
 def labels(operation: Operation) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ def render(picture: Picture) -> str:
     ratios = picture.ratios()
     if ratios:
         text.add_column("measured / predicted", justify="right")
-    for label in dict.fromkeys(label for column in columns for label in column):
+    for label in dict.fromkeys(label for column in reversed(columns) for label in column):
         cells = [str(column[label]) if label in column else "" for column in columns]
         text.add_row(label, *cells, *([ratios[label]] if ratios else []))
     out = io.StringIO()

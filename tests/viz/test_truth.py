@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from embrace_fx.runtime.memory.resident import bytes_in_use
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.viz.palette import DARK, LIGHT, OF_SHARE, Theme
 from embrace_fx.viz.picture import Picture
-from embrace_fx.vocabulary.schedule import Schedule, StepGraph, Timeline, Wait
+from embrace_fx.vocabulary.background import Background, StepOn
+from embrace_fx.vocabulary.schedule import Operation, Schedule, Span, StepGraph, Timeline, Wait
 from tests.support.pictures import compute, saved
 from tests.support.ranks import run_ranks
 
@@ -38,6 +40,24 @@ def test_nothing_is_divided_by_a_prediction_of_nothing() -> None:
     assert picture.ratios()["exposed dense"] == ""
     assert picture.ratios()["step"] == "1.00"
     assert "000000" not in str(viz.drawn(with_wait(1.5), picture.schedule))
+
+
+def with_bucket(ms: float) -> Timeline:
+    bucket = Operation("bucket 0", "all_reduce", "dense", ms, sent_bytes=100)
+    return replace(with_wait(ms), spans=(*with_wait(ms).spans, Span(bucket, 0, 0, 4, 4 + ms)))
+
+
+def test_links_that_are_slower_than_predicted_slow_ddp_too() -> None:
+    predicted = with_bucket(0.5)
+    operations = tuple(span.operation for span in predicted.spans)
+    steps = StepGraph(operations, (), tuple(o.name for o in operations))
+    picture = Picture(
+        Schedule("2d", (), steps, predicted), with_bucket(100), Background(0.25, (StepOn(2, 10.0, 0.25),), ())
+    )
+    exposed = {part.label: part.value for part in picture.bars()[-1].parts}["exposed AllReduce"]
+
+    assert exposed == pytest.approx(0.25 * 200)
+    assert picture.ratios()["exposed dense"] == "200"
 
 
 def test_memory_in_use_is_that_of_tensors_and_not_of_a_heap() -> None:
