@@ -24,8 +24,8 @@ NAMES: Mapping[Share, str] = {
 """Parts of a step, as a sentence says them."""
 
 _FASTER_LINKS = (
-    "faster links, fewer steps for the same data (larger batches, or model.no_sync() over some of them), or 16 bits on "
-    "the way (model.register_comm_hook with bf16_compress_hook)"
+    "faster links, fewer steps for the same data (larger batches, or model.no_sync() over some of them), or fewer bits "
+    "on the way (compile(..., rows='bf16', buckets='bf16'))"
 )
 _LESS_COMPUTE = (
     "less to compute, or faster processors: backend='inductor', more threads for each rank, a smaller model or batch. "
