@@ -228,10 +228,12 @@ class WorkingSet:
             last, oldest = may_go.topk(wanted, largest=False)
             oldest = oldest[last < _FREE]
             if oldest.numel() < short:
+                needed = ids.unique().numel()
+                nbytes = needed * (self.records.nbytes + SLOT_BYTES) + self._where.nbytes
                 raise TierError(
                     f"expected a working set of {self._table} that holds the rows which a step reads or writes at "
-                    f"once, found {self.slots:,} rows of memory for {ids.unique().numel():,}. Raise table_memory, or "
-                    "make batches smaller."
+                    f"once, found {self.slots:,} rows of memory for {needed:,}, which take {nbytes:,} bytes. Raise "
+                    "table_memory, or make batches smaller."
                 )
             self._evict(oldest)
         taken, self._free = self._free[:count], self._free[count:]
