@@ -73,13 +73,12 @@ def explained(model: nn.Module, error: Exception, raised: Exception | None) -> C
             "torch.distributed.nn, without async_op, or communicate in the training loop.",
             f"{where} calls torch.distributed.{sent}()",
         )
-    skipped = _skipped(error)
     return CaptureError(
         f"expected a forward that can be captured as one graph, in {kind}, at {where}, found {found}. Rewrite that "
         "line so that it does not depend on tensor values (no `.item()`, no `if tensor:`, no data-dependent shapes), "
         "move it out of the model into the training loop, or leave out route='graph': the forward then runs as it is "
         "written.",
-        f"{where}: {f'calls {skipped}()' if skipped else _in_short(error)}",
+        f"{where}: {_in_short(error)}",
     )
 
 
@@ -132,14 +131,10 @@ class _NothingIsSent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _skipped(error: Exception) -> str:
-    """The function that Dynamo does not look into, where that is why it has given up; "" where it is not."""
-    found = re.search(r"marked that the function `(\w+)`", str(error))
-    return "" if found is None else found[1]
-
-
 def _in_short(error: Exception) -> str:
-    """The first line of an error."""
+    """Names the function that Dynamo does not look into, where that is why; else an error's first line."""
+    if skipped := re.search(r"marked that the function `(\w+)`", str(error)):
+        return f"calls {skipped[1]}()"
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return "its sizes depend on values" if line.startswith(("Consider annotating", "Could not")) else line.rstrip(".")
 
