@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import inspect
 import re
 import sys
@@ -93,7 +95,7 @@ def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if not (of_forward or "Observed exception" in str(error)):
         return None
     if fake:  # there is nothing to run it on
-        return error if of_forward else None
+        return error if of_forward else _observed(error)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         with torch.no_grad(), torch.random.fork_rng(), _NothingIsSent():  # type: ignore[no-untyped-call]
@@ -107,6 +109,17 @@ def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             for buffer, value in buffers:
                 buffer.copy_(value)
     return None
+
+
+def _observed(error: Exception) -> Exception | None:
+    """The exception of Python's own kinds that Dynamo has seen the forward raise."""
+    found = re.search(r"raised exception (\w+)(\(.*\))", str(error))
+    kind = getattr(builtins, found[1], None) if found is not None else None
+    try:
+        given = ast.literal_eval(found[2] if found[2] == "()" else f"{found[2][:-1]},)") if found is not None else ()
+    except (SyntaxError, ValueError):
+        given = ()
+    return kind(*given) if isinstance(kind, type) and issubclass(kind, Exception) else None
 
 
 def _is_of_users_code(model: nn.Module, raised: Exception) -> bool:
