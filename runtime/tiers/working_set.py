@@ -114,6 +114,7 @@ class WorkingSet:
                 self._land(ids)
                 where = self._where.index_select(0, ids)
                 missing = where <= 0
+                self._asked.index_fill_(0, where[~missing].to(torch.int64).sub_(1), self._clock)
         if bool(missing.any()):
             new = ids[missing].unique()
             self.counts.missed += int(missing.sum())
@@ -157,8 +158,12 @@ class WorkingSet:
             ahead = self._ahead.popleft()
             self._where.index_fill_(0, ahead.rows, _STORED)
             values = ahead.coming.result()
-            if ahead.rows.numel() <= self._free.numel() + int((self._asked < self._clock).sum()) // 2:
-                self._load(ahead.rows, self._room(ahead.rows.numel(), ahead.rows), values)
+            may_go = (self._asked < self._clock) & (self.row_of >= 0)
+            if ahead.rows.numel() <= self._free.numel() + int(may_go.sum()):
+                slots = self._room(ahead.rows.numel(), ahead.rows)
+                self._load(ahead.rows, slots, values)
+                self._due.index_fill_(0, slots, ahead.due)
+                self._used.index_fill_(0, slots, _SOON - ahead.due)
 
     def wrote(self, slots: Tensor) -> None:
         """Notes that what is in slots differs from what the file has of it."""
@@ -286,5 +291,6 @@ class WorkingSet:
                     column.index_fill_(0, fresh, self.records.columns[key].fill)
         self._where.index_copy_(0, rows, (slots + 1).to(torch.int32))
         self.row_of.index_copy_(0, slots, rows)
+        self._used.index_fill_(0, slots, self._clock)
         self._dirty.index_fill_(0, slots, False)
         self._stored.index_copy_(0, slots, stored)

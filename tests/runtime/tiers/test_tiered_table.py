@@ -123,3 +123,13 @@ def failing_disk(rank: int, world_size: int) -> list[float]:
 def test_failing_disk_of_one_rank_is_an_error_on_every_rank() -> None:
     outcomes = fresh_ranks(2, failing_disk)
     assert all("found a full disk" in str(outcome.exception) for outcome in outcomes), outcomes
+
+
+def test_rows_read_ahead_leave_room_for_others(tmp_path: Path) -> None:
+    """A call asks for as many rows as there are slots, some of which have been read ahead, with others besides."""
+    values = torch.randn(V, D)
+    table = beyond_memory(values, OPTIMIZERS["adamw"], 40, tmp_path)
+    for first in range(0, V - 40, 40):
+        table.memory.read_ahead(torch.arange(first, first + 5), due=1)
+        asked = torch.arange(first + 3, first + 43)
+        assert torch.equal(table.look_up(asked), values[asked])
