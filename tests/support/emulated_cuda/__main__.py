@@ -22,7 +22,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slow-stream", type=int, default=-1)
     parser.add_argument("--triton", action="store_true", help="run Triton's kernels, in its interpreter")
-    own, command = parser.parse_known_args()
+    given = sys.argv[1:]
+    ends = next(
+        (k for k, each in enumerate(given) if each in ("-m", "-c")), len(given)
+    )  # what follows is the command's
+    own, command = parser.parse_args(given[:ends]), given[ends:]
     libraries = build()
     with tempfile.TemporaryDirectory() as folder:
         findings = Path(folder) / "findings"
