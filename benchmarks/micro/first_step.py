@@ -5,12 +5,13 @@
     python -m benchmarks.micro.first_step --calls --output benchmarks/results
     python -m benchmarks.micro.first_step --probe --models tables
 
-Four models: a Transformer encoder of 12 layers, 120 tables, 1,000 parameters, and 240 tables, which shows what grows
-faster than the tables. Every measurement is a process per rank that has never compiled; importing torch and
-embrace_fx, making the model and starting the process group come before the clock starts. The figure is that of rank 0,
-whose `compile` and first call end when all ranks have agreed; DDP's first step on the same model stands beside it.
-Beside the seconds stand rank 0's seconds of a processor, which depend less on what else the machine does. `--probe`
-leaves the links to be probed, and runs each process a second time, with what the first has left in the cache.
+Five models: a Transformer encoder of 12 layers, 120 tables, 1,000 parameters, 240 tables, which shows what grows
+faster than the tables, and a masked language model of Hugging Face's, ten steps of ten lengths. Every measurement is a
+process per rank that has never compiled; importing torch and embrace_fx, making the model and starting the process
+group come before the clock starts. The figure is that of rank 0, whose `compile` and first call end when all ranks have
+agreed; DDP's first step on the same model stands beside it. Beside the seconds stand rank 0's seconds of a processor,
+which depend less on what else the machine does. `--probe` leaves the links to be probed, and runs each process a second
+time, with what the first has left in the cache.
 `--profile` writes rank 0's cProfile of the embrace_fx step: `python -m pstats FILE` reads it. `--calls` counts that
 rank's calls of Python functions instead of seconds: the count is the same on a machine that does other things.
 """
@@ -87,12 +88,30 @@ class Chain(nn.Module):
         return hidden.square().mean()
 
 
+class MaskedLanguageModel(nn.Module):
+    """BERT of 4 layers, whose loss is of every word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForMaskedLM  # noqa: PLC0415  (takes seconds to import)
+
+        sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 256}
+        self.bert = BertForMaskedLM(BertConfig(vocab_size=8000, **sizes))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.bert(input_ids=ids, labels=ids).loss
+        return loss
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "transformer of 12 layers": Encoder,
     "120 tables": lambda: Tables(120),
     "240 tables": lambda: Tables(240),
     "1,000 parameters": Chain,
+    "BERT-MLM": MaskedLanguageModel,
 }
+LENGTHS = {"BERT-MLM": range(16, 56, 4)}
+"""Of the batches of its steps; others take one step of 16."""
 
 
 Taken = tuple[float, float]
@@ -105,7 +124,8 @@ def first_step(model_name: str, system: str, profile: Path | None, *, probes: bo
     """Seconds from before `compile` to the end of one step. Collective."""
     torch.manual_seed(0)
     model = MODELS[model_name]()
-    ids = torch.randint(2_000, (8, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randint(2_000, (8, length), generator=generator) for length in LENGTHS.get(model_name, [16])]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     profiler = cProfile.Profile()
     dist.barrier()
@@ -118,9 +138,10 @@ def first_step(model_name: str, system: str, profile: Path | None, *, probes: bo
         trained = embrace_fx.compile(model, optimizer=optimizer, cluster=links)
     else:
         trained = DistributedDataParallel(model)
-    trained(ids).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    for ids in batches:
+        trained(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     if isinstance(trained, embrace_fx.CompiledModel):
         trained.synchronize()
     took_s = time.perf_counter() - began_s, time.process_time() - of_processor_s

@@ -100,7 +100,7 @@ def test_evaluation_returns_the_objects_that_the_model_returns() -> None:
     assert not found.loss.requires_grad
     _assert_same_cache(found.past_key_values, expected.past_key_values)
     routes = [variant.captured.route for kind in compiled._session._kinds.values() for variant in kind.variants]
-    assert routes == ["dynamo", "dynamo"]  # the log message in its forward notwithstanding
+    assert routes == ["graph", "graph"]  # the log message in its forward notwithstanding
 
 
 def _assert_same_cache(found: Any, expected: Any) -> None:
