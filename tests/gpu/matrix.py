@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -183,8 +182,9 @@ def farthest(case: Case, timeout_s: float = 400.0) -> Distance:
 @functools.cache
 def _expected(case: Case, timeout_s: float) -> dict[str, Tensor]:
     """The reference, which is that of every schedule."""
+    expected: dict[str, Tensor]
     (expected,) = run_ranks(1, reference, case, timeout_s=timeout_s)
-    return cast(dict[str, Tensor], expected)
+    return expected
 
 
 def _apart(parameters: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
