@@ -58,7 +58,7 @@ what one process rounds in another order: some units of a type's precision, or `
 reference itself, where that is more."""
 
 ROUNDED = 3.0
-"""How far a training may be from one that rounds otherwise, over how far that one is from itself in float32."""
+"""How far a training may be from one that rounds otherwise, over how far that one is from itself in a wider type."""
 
 DEVICES = (1, 2, 4)
 
@@ -97,7 +97,8 @@ def _pairs(case: Case) -> set[tuple[object, ...]]:
 def _precision(precision: str, device: str) -> tuple[AbstractContextManager[None], torch.amp.GradScaler]:
     dtype = precision.partition(",")[0]
     scaler = torch.amp.GradScaler(device, enabled="scaled" in precision, init_scale=1024.0)
-    return torch.autocast(device, getattr(torch, dtype)) if dtype != "float32" else nullcontext(), scaler
+    rounds = dtype not in ("float32", "float64")
+    return torch.autocast(device, getattr(torch, dtype)) if rounds else nullcontext(), scaler
 
 
 def trains(rank: int, world_size: int, case: Case) -> dict[str, Tensor]:
@@ -131,16 +132,17 @@ def trains(rank: int, world_size: int, case: Case) -> dict[str, Tensor]:
 
 def reference(rank: int, world_size: int, case: Case) -> dict[str, Tensor]:
     """The parameters of the plain model, trained by one process on the batches of all ranks."""
-    device = "cpu" if case.precision == "float32" else "cuda"
+    device = "cpu" if case.precision in ("float32", "float64") else "cuda"
+    dtype = torch.float64 if case.precision == "float64" else torch.float32
     workload, (make_optimizer, _) = WORKLOADS[case.model], OPTIMIZERS[case.optimizer]
-    model = workload.make(torch.float32, seed=SEED).to(device)
+    model = workload.make(torch.float32, seed=SEED).to(device, dtype)
     optimizer = make_optimizer(model)
     autocast, scaler = _precision(case.precision, device)
     for step in range(STEPS):
         for of_rank in range(case.devices):
             batch = [each.to(device) for each in workload.batches(step, of_rank, SEED)]
             with autocast:
-                loss = model(*batch)
+                loss = model(*(each.to(dtype) if each.is_floating_point() else each for each in batch))
             (scaler.scale(loss) / case.devices).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -168,10 +170,9 @@ def farthest(case: Case, timeout_s: float = 400.0) -> Distance:
         AssertionError: the training has other parameters, or has moved few.
     """
     expected = _expected(replace(case, schedule="none"), timeout_s)
-    allowed = BOUNDS[case.precision]
-    if case.precision != "float32":
-        unrounded = _expected(replace(case, schedule="none", precision="float32"), timeout_s)
-        allowed = max(allowed, ROUNDED * _apart(expected, unrounded))
+    wider = "float64" if case.precision == "float32" else "float32"
+    unrounded = _expected(replace(case, schedule="none", precision=wider), timeout_s)
+    allowed = max(BOUNDS[case.precision], ROUNDED * _apart(expected, unrounded))
     before = dict(WORKLOADS[case.model].make(torch.float32, seed=SEED).named_parameters())
     moved = [name for name, value in expected.items() if not torch.equal(before[name], value)]
     assert len(moved) >= 0.9 * len(expected)  # what cancels in the loss has no gradient: a key's bias, say
