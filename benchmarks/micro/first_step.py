@@ -95,8 +95,10 @@ class MaskedLanguageModel(nn.Module):
         super().__init__()
         from transformers import BertConfig, BertForMaskedLM  # noqa: PLC0415  (takes seconds to import)
 
-        sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 256}
-        self.bert = BertForMaskedLM(BertConfig(vocab_size=8000, **sizes))
+        layers = BertConfig(
+            vocab_size=8000, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=256
+        )
+        self.bert = BertForMaskedLM(layers)
 
     def forward(self, ids: Tensor) -> Tensor:
         loss: Tensor = self.bert(input_ids=ids, labels=ids).loss

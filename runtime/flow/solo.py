@@ -10,6 +10,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,6 +32,22 @@ _READERS = frozenset(
 """What may read unique rows, or their counts, as long as the batch has ids."""
 
 
+class _Counted:
+    """Numbers of rows, on their way to the host, which reads all of them at once.
+
+    Args:
+        counts: () int64 each.
+    """
+
+    def __init__(self, streams: Streams, counts: Sequence[Tensor]) -> None:
+        self._streams, self._copy = streams, streams.to_host(torch.stack([*counts]))
+        self._counted = streams.record("rows counted")
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        return self._streams.read(self._counted, self._copy)
+
+
 class SoloRows:
     """The unique rows of one process's batches, and how many they are."""
 
@@ -47,8 +64,9 @@ class SoloRows:
                 tables: tuple[str, ...] = node.meta["tables"]
 
                 def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], *_: object) -> list[Tensor]:
-                    for rows, *of_table in zip(unique, tables, num_rows, strict=True):
-                        self._counts[rows] = (*self._counts[rows], *of_table)
+                    counted = _Counted(self._streams, [self._counts[rows] for rows in unique])
+                    for k, (rows, *of_table) in enumerate(zip(unique, tables, num_rows, strict=True)):
+                        self._counts[rows] = (counted, k, *of_table)
                     return list(unique)
 
                 return all_gather_ids
@@ -65,8 +83,7 @@ class SoloRows:
     def unique_ids(self, ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
         """The op, in tensors whose sizes the host knows."""
         rows, count, where = unique_ids(ids, num_rows, padding_idx)
-        copy = self._streams.to_host(count.view(1))
-        self._counts[rows] = (copy, self._streams.record("rows counted"))
+        self._counts[rows] = count
         return [rows, *where]
 
     def coalesce(self, ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -> list[Tensor]:
@@ -75,8 +92,8 @@ class SoloRows:
         Raises:
             PeerFailure: the batch holds an id outside the table.
         """
-        copy, counted, table, num_rows = self._counts.pop(ids)
-        (count,) = self._streams.read(counted, copy)
+        counted, k, table, num_rows = self._counts.pop(ids)
+        count = counted.numbers[k]
         if count < 0:
             raise PeerFailure(
                 {
