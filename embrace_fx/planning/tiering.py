@@ -141,7 +141,7 @@ def _columns(setting: Setting, name: str) -> dict[str, Column]:
     parameter = setting.state.parameter(name)
     ((optimizer, group),) = setting.stepping.holders.of(parameter)
     width = len(_own_columns(setting, parameter.shape))
-    like = torch.empty((0, width), dtype=parameter.dtype)
+    like = torch.empty((0, width), dtype=parameter.dtype, device="cpu")
     columns = {WEIGHTS: Column((width,), parameter.dtype), TAKEN: Column((), torch.int64)}
     return columns | state_columns(optimizer, group, like, optimizer.state.get(parameter) or {})
 
@@ -217,7 +217,7 @@ def _made(
     memory, told = None, ""
     try:
         memory = WorkingSet(name, rows, tier.slots(rows, name), tier.columns, initial, setting.options.tables_in)
-        for some in torch.arange(rows).split(ROWS_AT_ONCE) if first else ():
+        for some in torch.arange(rows, device="cpu").split(ROWS_AT_ONCE) if first else ():
             memory.store(some, {key: value.index_select(0, some) for key, value in first.items()})
     except (ValueError, TierError) as error:
         told = str(error)

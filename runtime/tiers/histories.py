@@ -142,7 +142,7 @@ class Histories(RestingRows):
         local = memory.columns[WEIGHTS].index_select(0, slots)
         columns = {key: column for key, column in memory.columns.items() if key not in (WEIGHTS, TAKEN)}
         of_rows = {key: column.index_select(0, slots) for key, column in columns.items()}
-        every, first = torch.arange(slots.numel()), int(steps.min())
+        every, first = torch.arange(slots.numel(), device="cpu"), int(steps.min())
         for before, skipped in self._due(first, until):
             skipped.take(local, {**state, **of_rows}, every, (steps - before).clamp_(min=0))
         memory.columns[WEIGHTS].index_copy_(0, slots, local)

@@ -79,7 +79,7 @@ class RecordFile:
         Raises:
             TierError: some cannot be read, or are not as they were written.
         """
-        records = torch.empty((rows.numel(), self.record_bytes), dtype=torch.uint8)
+        records = torch.empty((rows.numel(), self.record_bytes), dtype=torch.uint8, device="cpu")
         data = records.numpy().data.cast("B")
         try:
             for first, begin, end in self._runs(rows):

@@ -36,7 +36,7 @@ class Column:
 
     def filled(self, count: int) -> Tensor:
         """The column of (count,) rows as they begin."""
-        return torch.full((count, *self.size), self.fill, dtype=self.dtype)
+        return torch.full((count, *self.size), self.fill, dtype=self.dtype, device="cpu")
 
 
 class Records:
@@ -45,13 +45,13 @@ class Records:
     def __init__(self, columns: Mapping[str, Column]) -> None:
         self.columns = dict(columns)
         self.nbytes = -(-(_CHECK_BYTES + sum(c.nbytes for c in columns.values())) // 8) * 8
-        words = torch.arange(1, self.nbytes // 8, dtype=torch.int64)
+        words = torch.arange(1, self.nbytes // 8, dtype=torch.int64, device="cpu")
         self._factors = (words * _GOLDEN).bitwise_or_(1)
 
     def pack(self, rows: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         """Records (K, B) uint8 of rows (K,) whose columns have these values (K, ...)."""
         count = rows.numel()
-        records = torch.zeros((count, self.nbytes), dtype=torch.uint8)
+        records = torch.zeros((count, self.nbytes), dtype=torch.uint8, device="cpu")
         at = _CHECK_BYTES
         for key, column in self.columns.items():
             if column.nbytes and count:

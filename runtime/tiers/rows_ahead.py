@@ -49,7 +49,7 @@ class RowsAhead:
         beyond = {name: table for name, table in self._tables.items() if isinstance(table, TieredTable)}
         for table in beyond.values():
             table.memory.begin_step(self._number)
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         own = [rows.get(name, none).to(torch.int64) for name in beyond]
         if self._group is None:
             self._tell(list(beyond.values()), own, self._number + ahead)
@@ -76,11 +76,11 @@ def _gather(jobs: SimpleQueue[tuple[list[Tensor], Future[list[Tensor]]]], group:
     while True:
         own, found = jobs.get()
         try:
-            counts = torch.tensor([rows.numel() for rows in own])
+            counts = torch.tensor([rows.numel() for rows in own], device="cpu")
             everyone = [torch.empty_like(counts) for _ in range(size)]
             dist.all_gather(everyone, counts, group=group)
             longest = max(1, *(int(each.sum()) for each in everyone))
-            sent = torch.cat([*own, torch.empty(longest - int(counts.sum()), dtype=torch.int64)])
+            sent = torch.cat([*own, torch.empty(longest - int(counts.sum()), dtype=torch.int64, device="cpu")])
             packed = [torch.empty_like(sent) for _ in range(size)]
             dist.all_gather(packed, sent, group=group)
             parts = [each[: int(n.sum())].split(n.tolist()) for each, n in zip(packed, everyone, strict=True)]

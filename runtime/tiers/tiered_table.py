@@ -233,7 +233,7 @@ class FirstAlone(RowsAlone):
 
     def finish(self, parts: Sequence[Rows]) -> None:
         table = self.table
-        none = (torch.empty(0, dtype=torch.int64), table.local[:0])
+        none = (torch.empty(0, dtype=torch.int64, device="cpu"), table.local[:0])
         ids, rows = (torch.cat(each) for each in zip(none, *parts, strict=True))
         slots, state = table.places(ids, to_write=True), table.state
         counters = table.counters

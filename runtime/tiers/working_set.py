@@ -85,17 +85,19 @@ class WorkingSet:
         self.file = RecordFile(directory, table, rows, self.records)
         self.columns = {key: column.filled(slots) for key, column in columns.items()}
         self.counts = Counts()
-        self.row_of = torch.full((slots,), -1, dtype=torch.int64)
-        self._where = torch.zeros(rows, dtype=torch.int32)  # 0: as it began; s + 1: in slot s; or one of those below
-        self._used = torch.full((slots,), _FREE, dtype=torch.int64)  # when a slot was last asked for, or will be next
-        self._due = torch.zeros(slots, dtype=torch.int64)  # the last step known to read what is there
-        self._asked = torch.zeros(slots, dtype=torch.int64)  # the last call that has asked for it
+        self.row_of = torch.full((slots,), -1, dtype=torch.int64, device="cpu")
+        # Of a row, 0: as it began; s + 1: in slot s; or one of those below.
+        self._where = torch.zeros(rows, dtype=torch.int32, device="cpu")
+        # When a slot was last asked for, or will be next.
+        self._used = torch.full((slots,), _FREE, dtype=torch.int64, device="cpu")
+        self._due = torch.zeros(slots, dtype=torch.int64, device="cpu")  # the last step known to read what is there
+        self._asked = torch.zeros(slots, dtype=torch.int64, device="cpu")  # the last call that has asked for it
         self._thread = FileThread(self.file, self.records)
         self._ahead: deque[ReadAhead] = deque()
         self._step = 0
-        self._dirty = torch.zeros(slots, dtype=torch.bool)
-        self._stored = torch.zeros(slots, dtype=torch.bool)  # the file has a record of the row
-        self._free = torch.arange(slots)
+        self._dirty = torch.zeros(slots, dtype=torch.bool, device="cpu")
+        self._stored = torch.zeros(slots, dtype=torch.bool, device="cpu")  # the file has a record of the row
+        self._free = torch.arange(slots, device="cpu")
         self._clock = 0
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
@@ -203,7 +205,7 @@ class WorkingSet:
         self._where.zero_()
         self._due.zero_()
         self._used.fill_(_FREE)
-        self._free = torch.arange(self.slots)
+        self._free = torch.arange(self.slots, device="cpu")
 
     @property
     def nbytes(self) -> int:

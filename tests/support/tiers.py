@@ -142,7 +142,7 @@ def train(rank: int, world_size: int, run: Run) -> list[float]:
     return losses
 
 
-def same_losses(world_size: int, run: Run) -> None:
+def assert_same_losses(world_size: int, run: Run) -> None:
     """Fails unless a table beyond memory trains as it does in memory, to the bit."""
     expected = run_ranks(world_size, train, replace(run, memory=None))
     assert run_ranks(world_size, train, run) == expected

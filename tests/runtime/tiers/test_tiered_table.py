@@ -14,7 +14,7 @@ import torch
 
 from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
 from tests.support.ranks import fresh_ranks, run_ranks, run_ranks_expecting_errors
-from tests.support.tiers import OPTIMIZERS, Run, beyond_memory, in_memory, same_losses, train
+from tests.support.tiers import OPTIMIZERS, Run, assert_same_losses, beyond_memory, in_memory, train
 
 V, D = 300, 5
 
@@ -60,7 +60,7 @@ def test_rows_that_rest_move_as_in_memory(optimizer: str, share: float, tmp_path
     ids=str,
 )
 def test_model_trains_as_in_memory(world_size: int, run: Run) -> None:
-    same_losses(world_size, run)
+    assert_same_losses(world_size, run)
 
 
 @pytest.mark.long
@@ -68,7 +68,7 @@ def test_model_trains_as_in_memory(world_size: int, run: Run) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_on_ranks(optimizer: str, world_size: int, schedule: str) -> None:
-    same_losses(world_size, Run(optimizer, schedule, 0.25))
+    assert_same_losses(world_size, Run(optimizer, schedule, 0.25))
 
 
 def test_table_on_the_meta_device_does_not_depend_on_memory_or_ranks() -> None:
