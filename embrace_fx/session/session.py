@@ -251,6 +251,11 @@ class Session:
     # -- ranks that have run out of batches ----------------------------------------------------------------------------
 
     def join_hook(self, *, divides_by_all: bool) -> Joined:
+        if self.options.table_memory is not None:
+            raise ValueError(
+                "expected a model without table_memory, in join(), found one with: once a rank has run out of batches, "
+                "tables are put together on all of them. Give ranks equally many batches, or leave table_memory out."
+            )
         return Joined(self.idling, divides_by_all=divides_by_all)
 
     def meet_joined(self) -> None:

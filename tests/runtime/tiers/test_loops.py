@@ -83,3 +83,16 @@ def test_loop_does_what_it_does_in_memory(habit: str, memory: float | Mapping[st
 def test_table_named_where_none_is_is_an_error() -> None:
     with pytest.raises(Exception, match=r"found 'nothing\*', which no parameter matches"):
         run_ranks(1, train, {"nothing*": 0.4}, "")
+
+
+def joins(rank: int, world_size: int) -> str:
+    model = TwoTables()
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = embrace_fx.compile(model, optimizer=optimizer, table_memory=0.5, tables_in=tempfile.gettempdir())
+    with pytest.raises(ValueError, match="model without table_memory, in join") as refused, compiled.join():
+        raise AssertionError("a rank has come in")
+    return str(refused.value)
+
+
+def test_joining_is_refused_before_the_first_batch() -> None:
+    assert len(set(run_ranks(2, joins))) == 1
