@@ -167,15 +167,15 @@ def farthest(case: Case, timeout_s: float = 400.0) -> Distance:
 
     Raises:
         RankError: a rank fails.
-        AssertionError: the training has other parameters, or has moved few.
+        AssertionError: the training has other parameters, or has not moved some.
     """
     expected = _expected(replace(case, schedule="none"), timeout_s)
     wider = "float64" if case.precision == "float32" else "float32"
     unrounded = _expected(replace(case, schedule="none", precision=wider), timeout_s)
     allowed = max(BOUNDS[case.precision], ROUNDED * _apart(expected, unrounded))
     before = dict(WORKLOADS[case.model].make(torch.float32, seed=SEED).named_parameters())
-    moved = [name for name, value in expected.items() if not torch.equal(before[name], value)]
-    assert len(moved) >= 0.9 * len(expected)  # what cancels in the loss has no gradient: a key's bias, say
+    still = [name for name, value in expected.items() if torch.equal(before[name], value)]
+    assert all(name.endswith("bias") for name in still), still  # a softmax cancels some of them: a key's, say
     ranks = run_ranks(case.devices, trains, case, timeout_s=timeout_s)
     return Distance(max(_apart(of_rank, expected) for of_rank in ranks), allowed)
 
