@@ -123,29 +123,38 @@ class GraphCalls:
         coming = self._lookahead.following(leaves)
         if coming is None and self._lookahead.known and program.flow is not None and program.flow.looks_ahead:
             self._lookahead.warn_of_other_batch()
-        if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
+        found = self._to_come(kind, coming, spec)
+        if coming is None or found is None:
             return None
-        variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
-        if variant is None or variant.program is None or variant.captured.switches:
-            return None  # this step may be still to decide which graph comes next
+        variant, of_batch = found
         try:
             inputs = variant.captured.inputs(coming)
-            return variant.program.ahead(inputs, of_objects=len(inputs) - len(coming))
+            return of_batch.ahead(inputs, of_objects=len(inputs) - len(coming))
         except Exception:  # what is wrong with it, its own call will tell all ranks
             return None
 
     def _rows_ahead(self, kind: Kind, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Mapping[str, Tensor]:
         """The rows, by table, that this rank's farthest known batch reads, where a program for it exists."""
         coming = self._lookahead.following(leaves, farthest=True)
-        if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
+        found = self._to_come(kind, coming, spec)
+        if coming is None or found is None:
             return {}
-        variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
-        if variant is None or variant.program is None or variant.captured.switches:
-            return {}
+        variant, of_batch = found
         try:
-            return variant.program.rows_read(variant.captured.inputs(coming))
+            return of_batch.rows_read(variant.captured.inputs(coming))
         except Exception:  # what is wrong with it, its own call will tell all ranks
             return {}
+
+    def _to_come(
+        self, kind: Kind, coming: Sequence[Any] | None, spec: pytree.TreeSpec
+    ) -> tuple[Variant, Program] | None:
+        """Finds the variant and the program on which a batch to come will run; None: that is not known yet."""
+        if coming is None or self._kinds.get(kind_key(self._modes(), coming, spec, True)) is not kind:
+            return None
+        variant = next((v for v in kind.variants if v.captured.accepts(coming)), None)
+        if variant is None or variant.program is None or variant.captured.switches:
+            return None  # a step before it may be still to decide which graph it takes
+        return variant, variant.program
 
     def _capture(self, kind: Kind, call: Arguments) -> Variant:
         setting, planned, eager = self._setting, self._planned, self._eager
