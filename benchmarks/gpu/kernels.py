@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import bytes_moved
 from benchmarks.gpu.device import gpu_kernels
 from benchmarks.gpu.environment import copy_bytes_per_ms
 from benchmarks.gpu.section import Context
@@ -42,14 +42,14 @@ class Case:
         arguments: fresh ones; a kernel may write into them.
         twin: the same in torch ops.
         options: keyword arguments of both.
-        moved: (name of the function that says how many bytes have to be read and written, its arguments).
+        moved: bytes that have to be read and written.
         written: positions of arguments that hold the result; none: it is returned.
     """
 
     kernel: str
     arguments: tuple[Any, ...]
     twin: Call
-    moved: tuple[str, tuple[Any, ...]]
+    moved: int
     options: tuple[tuple[str, Any], ...] = ()
     written: tuple[int, ...] = ()
 
@@ -63,14 +63,14 @@ def cases(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
 
     ids = torch.randperm(rows, device=device, generator=generator)
     table, gradients = random(rows, columns), random(rows, columns)
-    yield Case("lookup_pack", (table, ids), _lookup, ("columns.lookup_pack", (rows, columns, 4, 4)))
-    yield Case("pack_columns", (table, GROUP), _pack, ("columns.move_columns", (rows, columns, 4)))
+    yield Case("lookup_pack", (table, ids), _lookup, bytes_moved.lookup_pack(rows, columns, 4, 4))
+    yield Case("pack_columns", (table, GROUP), _pack, bytes_moved.move_columns(rows, columns, 4))
     packed = _pack(table, GROUP)
     yield Case(
         "unpack_columns",
         (packed, torch.empty_like(table), GROUP),
         _unpack,
-        ("columns.move_columns", (rows, columns, 4)),
+        bytes_moved.move_columns(rows, columns, 4),
     )
     del packed
     twice = ids[: rows // 2].repeat(2)
@@ -78,19 +78,19 @@ def cases(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
         "coalesce",
         (twice, table[: len(twice)].reshape(-1), columns, -1, 0.5),
         _coalesce,
-        ("sums.coalesce", (len(twice), rows // 2, columns, 4)),
+        bytes_moved.coalesce(len(twice), rows // 2, columns, 4),
     )
     yield Case(
         "split_prior_delayed",
         (ids, ids[: rows // 2], torch.zeros(rows, dtype=torch.uint8, device=device), 1),
         lambda ids, others, marks, stamp: torch.isin(ids, others),
-        ("members.split_prior_delayed", (rows, rows // 2)),
+        bytes_moved.split_prior_delayed(rows, rows // 2),
     )
     yield Case(
         "sgd_rows",
         (table, None, ids, gradients),
         _sgd,
-        ("updates.update", (rows, columns, 4, 0)),
+        bytes_moved.update(rows, columns, 4, 0),
         tuple(SGD.items()),
         written=(0,),
     )
@@ -98,13 +98,13 @@ def cases(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
         "adagrad_rows",
         (table, random(rows, columns).square_(), ids, gradients),
         _adagrad,
-        ("updates.update", (rows, columns, 4, 1)),
+        bytes_moved.update(rows, columns, 4, 1),
         tuple(ADAGRAD.items()),
         written=(0, 1),
     )
     blocks = gradients.view(-1, columns)
     yield Case(
-        "block_bitmap", (blocks,), lambda blocks: (blocks != 0).any(1), ("bitmaps.block_bitmap", (rows, columns, 4))
+        "block_bitmap", (blocks,), lambda blocks: (blocks != 0).any(1), bytes_moved.block_bitmap(rows, columns, 4)
     )
 
 
@@ -153,7 +153,7 @@ def run(context: Context) -> None:
         if not context.affords(5.0, case.kernel):
             return
         kernel, options = _kernel(context, case), dict(case.options)
-        moved = _moved_bytes(case) if device.is_real else copied
+        moved = case.moved if device.is_real else copied
         for name, call in (("triton" if device.is_real else "stand-in", kernel), ("torch", case.twin)):
             ms = device.time_ms(partial(call, *case.arguments, **options), sizes.repeats)
             share = moved / ms / bandwidth
@@ -164,13 +164,6 @@ def run(context: Context) -> None:
 
 def _kernel(context: Context, case: Case) -> Call:
     return getattr(gpu_kernels(), case.kernel) if context.device.is_real else case.twin
-
-
-def _moved_bytes(case: Case) -> int:
-    name, arguments = case.moved
-    file, function = name.split(".")
-    found: int = getattr(import_module(f"{gpu_kernels().__name__}.{file}"), f"{function}_bytes_moved")(*arguments)
-    return found
 
 
 def _check(case: Case, kernel: Call) -> dict[str, Any]:

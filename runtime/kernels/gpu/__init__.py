@@ -4,8 +4,6 @@ Contract
     Every function here has a twin in torch ops, which is called for tensors on the CPU, and for what `takes` declines;
     both are held to one float64 reference (`tests/support/kernel_cases.py`). Sums are made in float32 at least, in
     the order in which the twin makes them, without floating-point atomics: equal inputs give equal bits.
-    Beside each kernel stands `*_bytes_moved`, the bytes that any implementation has to read and write: the floor that
-    benchmarks divide by the bandwidth of a copy.
 
 Each file imports Triton at its head and is itself imported at the first use of a name here, so that a CPU never pays
 for Triton, nor needs it.

@@ -58,11 +58,6 @@ def block_bitmap(blocks: Tensor) -> Tensor:
     return out
 
 
-def block_bitmap_bytes_moved(blocks: int, width: int, itemsize: int) -> int:
-    """Every element read, one byte written per block."""
-    return blocks * (width * itemsize + 1)
-
-
 # One program makes whole bytes, each bit by a search among the sorted ids: no atomics, no bit array in between. The
 # steps of the searches of a program go to neighbouring ids, which the caches hold.
 @triton.jit(do_not_specialize=["size", "count", "steps"])
@@ -147,8 +142,3 @@ def ids_of_bitmap(bitmap: Tensor, index_set: Tensor) -> Tensor:
     out = index_set.new_empty((int(ends[-1]),))
     _ids_of_bitmap[(programs,)](bitmap, index_set, ends, out, size, BYTES=_BYTES)
     return out
-
-
-def hash_bitmap_bytes_moved(ids: int, index_set: int) -> int:
-    """Counts the bytes that either direction moves: ids on one side, bitmap on the other, and the index set."""
-    return 8 * ids + 8 * index_set + -(-index_set // 8)

@@ -55,11 +55,6 @@ def lookup_pack(table: Tensor, ids: Tensor, dtype: torch.dtype | None = None) ->
     return out.to(wanted)
 
 
-def lookup_pack_bytes_moved(rows: int, columns: int, itemsize: int, sent_itemsize: int) -> int:
-    """Each id and row read once, each row written once."""
-    return rows * (8 + columns * (itemsize + sent_itemsize))
-
-
 # A program takes one rank's columns of some rows (second axis: ranks), so that both its loads and its stores are
 # consecutive; cut by columns of the full row, a tile would straddle two blocks.
 @triton.jit(do_not_specialize=["count"])
@@ -138,10 +133,3 @@ def unpack_columns(flat: Tensor, out: Tensor, group_size: int, positions: Tensor
     count = out.shape[0] if positions is None else positions.numel()
     _launch(out, positions, flat, count, group_size, pack=False)
     return out
-
-
-def move_columns_bytes_moved(rows: int, columns: int, itemsize: int, selected: bool = False) -> int:
-    """Bytes that `pack_columns` and `unpack_columns` move: each row read once and written once, with its position if
-    selected.
-    """
-    return rows * (2 * columns * itemsize + 8 * selected)

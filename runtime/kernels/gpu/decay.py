@@ -87,8 +87,3 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
         largest, least_eps, torch.finfo(shard.dtype).eps / 4 * (1 - ratio),
         AMSGRAD=greatest is not None, STRIDE=COEFFICIENTS, SUM=sum_type(shard.dtype), COLUMNS=columns,
     )  # fmt: skip
-
-
-def decay_bytes_moved(rows: int, columns: int, itemsize: int, *, amsgrad: bool = False) -> int:
-    """Ids, counters of steps read and written, weights and two averages read and written, one more read."""
-    return rows * (8 + 2 * 4 + (6 + amsgrad) * columns * itemsize)

@@ -63,11 +63,6 @@ def server_of(ids: Tensor, servers: int, seed: int) -> Tensor:
     return out
 
 
-def server_of_bytes_moved(ids: int) -> int:
-    """Ids read, servers written."""
-    return 16 * ids
-
-
 @triton.jit
 def _pending(ids, placed, count, servers, parallel, server_key, slot_key, IDS: tl.constexpr):
     """Positions of a program's ids, which of them have no slot yet, and the slot that each of those tries."""
@@ -127,8 +122,3 @@ def claim_slots(ids: Tensor, servers: int, parallel: int, seed: int, attempts: i
             _claim[grid](*arguments, IDS=IDS_PER_PROGRAM)
             _confirm[grid](*arguments, IDS=IDS_PER_PROGRAM)
     return slots, (placed == 0).nonzero().view(-1)
-
-
-def claim_slots_bytes_moved(ids: int, slots: int) -> int:
-    """Slots cleared; ids read, a slot written and read back for each: one attempt, without collisions."""
-    return 8 * slots + 24 * ids

@@ -59,8 +59,3 @@ def split_prior_delayed(ids: Tensor, others: Tensor, marks: Tensor, stamp: int) 
             marks, ids, found, ids.numel(), stamp, IDS=IDS_PER_PROGRAM
         )
     return found
-
-
-def split_prior_delayed_bytes_moved(ids: int, others: int) -> int:
-    """Each id read, one mark written for every other and read for every id, one answer written."""
-    return 9 * others + 10 * ids

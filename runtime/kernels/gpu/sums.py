@@ -105,11 +105,6 @@ def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: f
     return [segments.ids, sum_segments(flat, segments, columns, scale)]
 
 
-def coalesce_bytes_moved(rows: int, sums: int, columns: int, itemsize: int) -> int:
-    """Ids and rows read once, distinct ids and sums written once; what the sort moves is on top of the floor."""
-    return (rows + sums) * (8 + columns * itemsize)
-
-
 # Positions of one call are distinct, so a sum is read, added to and written by one program, without atomics.
 @triton.jit(do_not_specialize=["count"])
 def _scatter_add(total, positions, rows, count, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -137,8 +132,3 @@ def scatter_add(total: Tensor, positions: Tensor, rows: Tensor) -> None:
         _scatter_add[tile.grid(*rows.shape)](
             total, positions, rows, *rows.shape, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps
         )
-
-
-def scatter_add_bytes_moved(rows: int, columns: int, itemsize: int, sum_itemsize: int) -> int:
-    """Counts the bytes that `scatter_add` has to move: positions and rows read, sums read and written."""
-    return rows * (8 + columns * (itemsize + 2 * sum_itemsize))

@@ -234,8 +234,3 @@ def adam_rows(
         AMSGRAD=max_exp_avg_sq is not None, DECAY=weight_decay != 0 and shrink == 1, DECOUPLED=shrink != 1,
         MAXIMIZE=maximize, SUM=sum_type(shard.dtype), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
     )  # fmt: skip
-
-
-def update_bytes_moved(rows: int, columns: int, itemsize: int, states: int) -> int:
-    """Ids and gradients read, the shard's rows and those of `states` tensors of state read and written."""
-    return rows * (8 + (3 + 2 * states) * columns * itemsize)

@@ -102,22 +102,3 @@ def test_what_the_kernels_do_not_take() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'no_such_kernel'"):
         _ = gpu.no_such_kernel
     assert kernels.LOCAL["embrace::lookup"] is kernels.lookup
-
-
-@needs_triton
-def test_bytes_moved() -> None:
-    """The floors, by hand, for 10 rows of 4 float32 each."""
-    from embrace_fx.runtime.kernels.gpu import bitmaps, columns, decay, hashing, members, sums, updates  # noqa: PLC0415
-
-    assert columns.lookup_pack_bytes_moved(10, 4, 4, 2) == 10 * (8 + 16 + 8)
-    assert columns.move_columns_bytes_moved(10, 4, 4) == 10 * (16 + 16)
-    assert columns.move_columns_bytes_moved(10, 4, 4, selected=True) == 10 * (16 + 16 + 8)
-    assert sums.coalesce_bytes_moved(10, 7, 4, 4) == 10 * (8 + 16) + 7 * (8 + 16)
-    assert sums.scatter_add_bytes_moved(10, 4, 2, 4) == 10 * (8 + 8 + 16 + 16)
-    assert members.split_prior_delayed_bytes_moved(10, 7) == 10 * (8 + 1 + 1) + 7 * (8 + 1)
-    assert decay.decay_bytes_moved(10, 4, 4) == 10 * (8 + 2 * 4 + 3 * 2 * 16)
-    assert updates.update_bytes_moved(10, 4, 4, states=2) == 10 * (8 + 16 + 2 * 16 + 2 * 2 * 16)
-    assert hashing.server_of_bytes_moved(10) == 10 * (8 + 8)
-    assert hashing.claim_slots_bytes_moved(10, 20) == 20 * 8 + 10 * (8 + 8 + 8)
-    assert bitmaps.block_bitmap_bytes_moved(10, 4, 4) == 10 * (16 + 1)
-    assert bitmaps.hash_bitmap_bytes_moved(10, 20) == 10 * 8 + 20 * 8 + 3
