@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor, fx, nn
 
+from embrace_fx.vocabulary.as_seen import AsSeen
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _OF_CLASS = re.compile(r"dict\(type\((L\['self'\].*)\)\.__dict__\)\['(\w+)'\]")
 """How Dynamo writes an attribute that the class has; the instance may get one of its own later."""
@@ -129,17 +131,10 @@ class NumbersOfTensors:
     """Tensors of which a forward has read numbers, which its graph holds: an attribute's `.item()`, say.
 
     Attributes:
-        tensors: none of them a parameter or a buffer, whose numbers graphs read anew.
-        versions: how often each had been written.
+        seen: none of them a parameter or a buffer, whose numbers graphs read anew.
     """
 
-    tensors: tuple[Tensor, ...] = ()
-    versions: tuple[int, ...] = ()
-
-    @staticmethod
-    def of(tensors: Iterable[Tensor]) -> NumbersOfTensors:
-        found = tuple({id(each): each for each in tensors}.values())
-        return NumbersOfTensors(found, tuple(each._version for each in found))
+    seen: AsSeen
 
     @staticmethod
     def of_graph(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> NumbersOfTensors:
@@ -156,20 +151,19 @@ class NumbersOfTensors:
                 made[node] = set().union(*of_inputs)
                 if node.op == "call_method" and node.target in _AS_NUMBERS:
                     read |= made[node]
-        return NumbersOfTensors.of(constants[node] for node in read)
+        return NumbersOfTensors(AsSeen.of_all({id(constants[node]): constants[node] for node in read}.values()))
 
     def hold(self) -> bool:
         """Whether none has been written since."""
-        return all(each._version == version for each, version in zip(self.tensors, self.versions, strict=True))
+        return not self.seen.written()
 
     def changed(self) -> list[Changed]:
         return []
 
     def unchanged(self) -> NumbersOfTensors:
         """Copies the values but those that have been written since."""
-        return NumbersOfTensors.of(
-            each for each, version in zip(self.tensors, self.versions, strict=True) if each._version == version
-        )
+        written = {id(each) for each in self.seen.written()}
+        return NumbersOfTensors(AsSeen.of_all(each for each in self.seen.tensors if id(each) not in written))
 
 
 @dataclass(frozen=True)

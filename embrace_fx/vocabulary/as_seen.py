@@ -18,7 +18,16 @@ class AsSeen:
     @staticmethod
     def of(values: Iterable[object]) -> AsSeen:
         """Notes the tensors among some values; of those made in inference mode nothing is counted."""
-        found = tuple(each for each in values if isinstance(each, Tensor) and not each.is_inference())
+        return AsSeen.of_all(each for each in values if isinstance(each, Tensor) and not each.is_inference())
+
+    @staticmethod
+    def of_all(tensors: Iterable[Tensor]) -> AsSeen:
+        """Notes tensors.
+
+        Raises:
+            RuntimeError: one was made in inference mode.
+        """
+        found = tuple(tensors)
         return AsSeen(found, _writes(found))
 
     def written(self) -> list[Tensor]:

@@ -105,7 +105,7 @@ class Delivery:
 
     def _note_sums(self, tables: Iterable[str]) -> None:
         for name in tables:
-            self.state.tables[name].open_gradient().is_summed = not self.synchronised
+            self.state.tables[name].open_gradient().unreduced = not self.synchronised
 
     def _reduces(self, name: str) -> bool:
         """Tells whether a gradient is the mean over all ranks."""

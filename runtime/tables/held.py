@@ -19,15 +19,9 @@ class Held:
     def __init__(self, local: Tensor, keeps: object = None) -> None:
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
         self._local: Tensor | None = local
-        self._before = 0
         self.on_use: Callable[[], None] | None = None
         """Called before anyone reads or writes it, while an update of it is still to come."""
         self._keeps = keeps
-
-    @property
-    def version(self) -> int:
-        """Counts what is written."""
-        return self._before + (0 if self._local is None else self._local._version)
 
     def dense(self) -> Tensor:
         """This rank's part, to be read."""
@@ -56,7 +50,6 @@ class Held:
 
     def replace(self, local: Tensor) -> None:
         """Puts other memory in the place of what there is."""
-        self._before = self.version + 1 - local._version
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
         self._local = local
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from embrace_fx.runtime.kernels import coalesce
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held import Held
+from embrace_fx.vocabulary.as_seen import AsSeen
 
 Rows = tuple[Tensor, Tensor]
 """ids (K,), rows (K, d)."""
@@ -45,8 +46,10 @@ class HeldGradient(Held):
 
     Attributes:
         source: what it waits for, or waited for last.
-        is_summed: whether it is of backwards under `no_sync` alone.
+        unreduced: whether it is of backwards under `no_sync` alone, of this rank.
     """
+
+    unreduced = False
 
     def __init__(
         self,
@@ -60,10 +63,9 @@ class HeldGradient(Held):
         self._no_dense = no_dense
         self.communicator = communicator
         self.source: object = None
-        self.is_summed = False
         self._siblings = siblings
-        self._norms: dict[float, Tensor] = {}  # of the whole table, by order, as of `_normed`
-        self._normed = 0
+        self._norms: dict[float, Tensor] = {}  # of the whole table, by order, as long as nothing is written
+        self._seen = AsSeen()  # its memory, as the norms are of it
         self._late: Callable[[], Sequence[Rows]] | None = None
         self._rows: list[Rows] = []
         self._read: list[Tensor] | None = None  # of a dense one, rows that lookups gave a gradient; None: all
@@ -103,25 +105,25 @@ class HeldGradient(Held):
             self._read.append(ids)
 
     def _changed(self) -> None:
-        self._before += 1
-        self._is_zero = False
+        self._norms, self._is_zero = {}, False
 
     def set_zero(self) -> None:
         """Makes it zero, in its memory if there are views of it."""
-        self.is_summed = False
+        self.unreduced = False
         if self._local is not None and self._viewer() is not None:
             self._local.zero_()
             self._read = []
             return
-        self._before = self.version + 1
         self._late, self._rows, self._local, self._read, self._is_zero = None, [], None, None, True
+        self._norms, self._seen = {}, AsSeen()
 
     def set_dense(self, dense: Tensor) -> None:
         """Makes the gradient dense, with a tensor as its memory."""
         self._check_dense()
-        self.is_summed = False
+        self.unreduced = False
         self.replace(dense)
-        self._late, self._rows, self._read, self._is_zero = None, [], None, False
+        self._late, self._rows, self._read = None, [], None
+        self._changed()
 
     @property
     def is_dense(self) -> bool:
@@ -172,15 +174,10 @@ class HeldGradient(Held):
         """Makes the gradient dense for good, and returns it, (V', d)."""
         if not self.is_dense:
             dense, read = self.dense(), [ids for ids, _ in self._rows]
-            self._before, is_normed = self._before - dense._version, self._normed == self.version
             self._rows, self._local, self._read, self._is_zero = [], dense, read, False
-            self._normed = self.version if is_normed else -1
+            self._seen = AsSeen.of([dense])  # the norms are of the same values
         assert self._local is not None
         return self._local
-
-    @property
-    def unreduced(self) -> bool:
-        return self.is_summed
 
     def viewer(self) -> object:
         """An object that views of it keep."""
@@ -207,17 +204,18 @@ class HeldGradient(Held):
         elif self._rows:
             ids, rows = self.rows()
             self._rows = [(ids, change(rows))]
-            self._before += 1
+            self._norms = {}
 
     def copied(self) -> HeldGradient:
         """The same, apart."""
         self.land()
         other = copy.copy(self)
-        other._rows, other._norms = list(self._rows), dict(self._norms)
+        other._rows, other._norms = list(self._rows), dict(self._known_norms())
         other._siblings = lambda: ()
         other._viewer = weakref.ref(_Viewer(other))
         if self._local is not None:
             other.replace(self._local.clone())
+            other._seen = AsSeen.of((other._local,))
             other._read = None if self._read is None else list(self._read)
         return other
 
@@ -236,8 +234,9 @@ class HeldGradient(Held):
 
     def _known_norms(self) -> dict[float, Tensor]:
         """Norms of the present values, by order; empties the dict after a write."""
-        if self._normed != self.version:
-            self._norms, self._normed = {}, self.version
+        of = () if self._local is None else (self._local,)
+        if not self._seen.is_of(of) or any(each.is_inference() for each in of):
+            self._norms, self._seen = {}, AsSeen.of(of)
         return self._norms
 
     def own_norm(self, order: float) -> Tensor:
