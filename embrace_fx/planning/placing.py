@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.planning.tiering import begins_lazily, place_tiered, tiers
 from embrace_fx.runtime.ranks.announcement import Form
-from embrace_fx.runtime.step.stepping import DenseTable
 from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.part_state import own_state
 from embrace_fx.runtime.tables.placement import broadcast_state, materialise, shard_parameter, unshard_parameter
@@ -101,12 +100,13 @@ def _shard(setting: Setting, name: str, plan: Plan, shape: torch.Size, mesh: Dev
 def _hand_over(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     """Tells steps and announcements which tables there are."""
     row_updates, stepping = semantics(setting.options.row_updates), setting.stepping
-    stepping.dense_tables = []
+    stepping.replicas = []
     for found in graph.tables:
         parameter = setting.state.parameter(found.parameter)
         if found.parameter not in plan.sharded and stepping.holders.updates_rows(parameter, row_updates):
             table = RowTable(found.parameter, parameter, Place(parameter.shape, None), None, row_updates)
-            stepping.dense_tables.append(DenseTable(table, all_rows=found.use != "sparse"))
+            table.is_read_densely = found.use != "sparse"
+            stepping.replicas.append(table)
     exchanged = (*plan.sharded, *plan.renormed)
     tables = setting.state.tables
     setting.announcements.trouble = lambda: next((each.failure for each in tables.values() if each.failure), None)

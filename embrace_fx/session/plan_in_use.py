@@ -347,7 +347,7 @@ class PlanInUse:
         if self.plan is not None:
             self._end_flow()
             gather_tables(self._setting, self.plan.sharded)
-            self._setting.stepping.dense_tables = []
+            self._setting.stepping.replicas = []
 
     def may_change(self, variant: Variant) -> bool:
         """Whether every rank can do without the plan in use. Collective.

@@ -141,9 +141,7 @@ class Bindings:
         return None
 
     def _in_flow(self, node: fx.Node) -> Callable[..., Any] | None:
-        if self._calls is None:
-            return None
-        found = _of_overlapped(self._calls, node) or _through_launcher(self._calls, node)
+        found = None if self._calls is None else self._calls.kernel(node)
         return found and _named(found, node.name)
 
     def _with_table_names(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -192,47 +190,6 @@ def _streams_alone(state: ModelState, communicator: Communicator) -> Streams | N
     return streams.streams_of(parameter.device)
 
 
-def _of_overlapped(calls: NodeCalls, node: fx.Node) -> Callable[..., Any] | None:
-    """Makes the function of a node that hands communication to the next step, or takes it over; None: another node."""
-    launch = launch_of(node)
-    match op_name(node):
-        case "embrace::hand_over":
-            return lambda flat, bucket: calls.hand_over(bucket, flat)
-        case "embrace::update_bucket":
-            return lambda parameters, bucket: _then(lambda: calls.update_bucket(bucket), parameters)
-        case "embrace::join_rows":
-            return lambda parts, ids, counts, table: calls.join_rows(table)
-        case _ if launch is None:
-            return None
-        case "embrace::submit_ids":
-            return lambda ids, name: calls.submit_ids()
-        case "embrace::await_ids":
-            return lambda ids, name: calls.await_ids()
-        case "embrace::update_rows":
-            return lambda shard, table, name: _then(lambda: calls.update_rows(launch), shard)
-        case "embrace::submit_rows":
-            return lambda shard, ids, counts, table, dtype, name: calls.submit_rows(launch, ids, counts, dtype)
-        case "embrace::await_rows":
-            return lambda ids, counts, table, dtype, name: calls.await_rows(launch, ids, dtype)
-        case "embrace::submit_gradients":
-            return lambda rows, ids, counts, table, padding_idx, scale, name: calls.submit_gradients(
-                launch, rows, ids, counts, padding_idx, scale
-            )
-        case "embrace::submit_chunk":
-            return lambda flat, start, length, name: _then(
-                lambda: calls.submit_chunk(launch, flat, start, length), flat
-            )
-        case "embrace::await_chunk":
-            return lambda value, name: _then(lambda: calls.await_chunk(launch), value)
-    return None
-
-
-def _then(do: Callable[[], None], value: Any) -> Any:
-    """A value, once something has been done."""
-    do()
-    return value
-
-
 def _launched(communicator: Communicator, launch: Callable[..., Tensor], name: str, *args: Any) -> Tensor:
     communicator.progress.note(name)
     with communicator.watching(name):
@@ -259,21 +216,6 @@ def _exchange_gradient_(
     with communicator.watching():
         exchange_gradient_(flat, ExchangeKind(rows, strategy, scheme), channel, links)
     return InFlight(flat, None)
-
-
-def _through_launcher(calls: NodeCalls, node: fx.Node) -> Callable[..., Any] | None:
-    """Makes the function by which the launcher launches an exchange whose phase waits for it; None: another node."""
-    launch = launch_of(node)
-    if launch is None:
-        return None
-    match op_name(node):
-        case "embrace::all_to_all_rows":
-            return partial(calls.launch_rows, launch)
-        case "embrace::all_to_all_gradients":
-            return partial(calls.launch_gradients, launch)
-        case "_c10d_functional::all_reduce_" | "embrace::exchange_gradient_":
-            return partial(calls.launch_bucket, launch)
-    return None
 
 
 class _Packer:

@@ -30,6 +30,7 @@ from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.layouts import in_other_layouts
 from embrace_fx.runtime.step.row_norms import update_row_wise
+from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.holders import Holders, steps_shards
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
@@ -43,18 +44,6 @@ Hook = Callable[..., Any]
 
 
 @dataclass
-class DenseTable:
-    """A data-parallel table whose optimizer updates rows: its dense gradient is turned into rows at the step.
-
-    Attributes:
-        all_rows: a dense use gives every row a gradient; otherwise rows whose gradient is zero stand still.
-    """
-
-    table: RowTable
-    all_rows: bool
-
-
-@dataclass
 class _Step:
     """One step of an optimizer, while torch's own part of it runs.
 
@@ -65,7 +54,7 @@ class _Step:
         rows: tables to be updated by rows, at once.
         dense: tables to be updated by gradients of all rows, at once.
         own: tables that the class steps by itself.
-        replicas: data-parallel tables to be updated by rows.
+        replicas: data-parallel tables to be updated by rows, with their gradients.
     """
 
     gradients: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
@@ -74,7 +63,7 @@ class _Step:
     rows: list[RowTable] = field(default_factory=list)
     dense: list[RowTable] = field(default_factory=list)
     own: list[RowTable] = field(default_factory=list)
-    replicas: list[tuple[DenseTable, Tensor]] = field(default_factory=list)
+    replicas: list[tuple[RowTable, Tensor]] = field(default_factory=list)
 
     def hide(self, parameter: nn.Parameter, instead: Tensor | None = None) -> None:
         """Takes a gradient away from torch's step, or puts a plain one in its place."""
@@ -99,7 +88,7 @@ class Stepping:
 
     Attributes:
         holders: the optimizers that are known.
-        dense_tables: data-parallel tables updated by rows.
+        replicas: data-parallel tables updated by rows: their gradients are turned into rows at the step.
         recorder: told of the time of each step.
         of_any_layout: whether gradients are as autograd makes them, some of rows alone.
     """
@@ -108,7 +97,7 @@ class Stepping:
         self, state: ModelState, communicator: Communicator, make_whole: Callable[[Sequence[str], str], None]
     ) -> None:
         self.holders = Holders()
-        self.dense_tables: list[DenseTable] = []
+        self.replicas: list[RowTable] = []
         self.recorder = Recorder()
         self._flow: Flow | None = None
         self.of_any_layout = False
@@ -223,8 +212,9 @@ class Stepping:
                     step.hide(table.parameter, dense)
                 step.own.append(table)
         step.late = late
-        for entry in replicas:
-            self._take_rows(step, entry)
+        step.replicas = [(table, of) for table in replicas if (of := table.parameter.grad) is not None]
+        for table, _ in step.replicas:
+            step.hide(table.parameter)
         if self._flow is not None:
             if may_wait and not replicas:
                 taken = self._flow.buckets.take(optimizer, {table.parameter for table in tables})
@@ -257,12 +247,12 @@ class Stepping:
                 table.optimizer = optimizer
         return [table for table in held if table.name not in whole]
 
-    def _own_replicas(self, optimizer: Optimizer) -> list[DenseTable]:
+    def _own_replicas(self, optimizer: Optimizer) -> list[RowTable]:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        found = [entry for entry in self.dense_tables if id(entry.table.parameter) in own]
-        for entry in found:
-            entry.table.optimizer = optimizer
-        return [entry for entry in found if not entry.table.rule.moves_all]
+        found = [table for table in self.replicas if id(table.parameter) in own]
+        for table in found:
+            table.optimizer = optimizer
+        return [table for table in found if not table.rule.moves_all]
 
     def _may_wait(self, optimizer: Optimizer) -> bool:
         """Tells whether torch's own step does nothing that an update in the next forward could not do."""
@@ -288,13 +278,6 @@ class Stepping:
             if all(member.name in names for member in exchange.table.members) and exchange.may_step()
         ]
 
-    def _take_rows(self, step: _Step, entry: DenseTable) -> None:
-        """Takes a whole table's dense gradient out of `.grad`, so that torch's own step skips it."""
-        parameter = entry.table.parameter
-        if parameter.grad is not None:
-            step.replicas.append((entry, parameter.grad))
-            step.hide(parameter)
-
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         step = self._steps.pop(id(optimizer), None)
@@ -312,8 +295,8 @@ class Stepping:
             update_row_wise(row_wise, self._communicator, self.recorder)
             for table in (*(step.rows if not row_wise else ()), *step.dense):
                 table.step_dense() if table in step.dense else table.update_rows(*table.open_gradient().rows())
-            for entry, gradient in step.replicas:
-                _update_replica(entry, gradient)
+            for table, gradient in step.replicas:
+                table.update_rows(*_rows_of(gradient, every=table.is_read_densely))
         at_once = step.own + step.dense + step.rows
         for exchange in self._exchanges(at_once):
             stepped = [table for table in exchange.table.members if table in at_once]
@@ -359,16 +342,13 @@ class Stepping:
         return own_parts(optimizer, state_dict, self._state, self._communicator)
 
 
-def _update_replica(entry: DenseTable, gradient: Tensor) -> None:
+def _rows_of(gradient: Tensor, *, every: bool) -> Rows:
+    """The rows of a whole table's gradient: all, or those that are not zero."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()
-        entry.table.update_rows(gradient.indices()[0], gradient.values())
-        return
-    if entry.all_rows:
-        ids = torch.arange(gradient.shape[0], device=gradient.device)
-    else:
-        ids = gradient.ne(0).any(dim=1).nonzero().view(-1)
-    entry.table.update_rows(ids, gradient.index_select(0, ids))
+        return gradient.indices()[0], gradient.values()
+    ids = torch.arange(len(gradient), device=gradient.device) if every else gradient.ne(0).any(1).nonzero().view(-1)
+    return ids, gradient.index_select(0, ids)
 
 
 def _told(stepping: Stepping, method: Callable[..., Any]) -> Hook:

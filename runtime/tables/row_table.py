@@ -58,6 +58,7 @@ class RowTable:
 
     Attributes:
         optimizer: whichever steps it, once that is known.
+        is_read_densely: whether, of a replica, rows without a gradient of a lookup have one.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class RowTable:
         self.place = place
         self.row_updates = row_updates
         self.optimizer = optimizer
+        self.is_read_densely = False
         self._communicator = communicator
         self._made: object = None  # options and state of which a step makes no more state
         self._may_rest = may_rest

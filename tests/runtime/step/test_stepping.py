@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.step.stepping import DenseTable, Stepping
+from embrace_fx.runtime.step.stepping import Stepping
 from embrace_fx.runtime.tables.layouts import Place
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.row_table import RowTable
@@ -183,7 +183,7 @@ def test_a_replica_that_is_updated_by_rows_keeps_its_gradient_and_its_other_rows
     case = Case(Adam)
     table = case.state.tables.pop("table")
     replica = RowTable("table", table.parameter, table.place, case.communicator, "lazy")
-    case.stepping.dense_tables = [DenseTable(replica, all_rows=False)]
+    case.stepping.replicas = [replica]
     case.stepping.adopt(case.optimizer)
     rows = []
     for row in (1, 2):
