@@ -26,13 +26,13 @@ from torch import Tensor
 from embrace_fx.runtime.flow.early_rows import EarlyRows
 from embrace_fx.runtime.flow.grid_parts import GridPart
 from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, Split
-from embrace_fx.runtime.flow.under_way import Arriving, GradientPart, LateRows, Rows, StepGradient, Wait, waits_for
+from embrace_fx.runtime.flow.under_way import Arriving, StepGradient, UnderWay, Wait, waits_for
 from embrace_fx.runtime.kernels import coalesce
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.runtime.tables.held_gradient import Rows as RowsOfTable
+from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.vocabulary.operation_id import OperationId
@@ -117,9 +117,9 @@ class RowExchange:
 
     def _send_rows(
         self, launch: OperationId, routing: Routing, selection: Selection | None, dtype: torch.dtype
-    ) -> Rows:
+    ) -> UnderWay:
         part = GridPart.of(routing, selection, self._grid, self._communicator.rank)
-        return Rows(part, self.send_rows(launch, self._look_up(launch, part.ids, dtype), part.counts))
+        return UnderWay(part, self.send_rows(launch, self._look_up(launch, part.ids, dtype), part.counts))
 
     def _look_up(self, launch: OperationId, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows of the part, as they are; early ones as the step to come will leave them."""
@@ -202,17 +202,15 @@ class RowExchange:
             routing, self._split = Routing.of(ids, counts), None
             self.early.stale = True  # they were chosen for not being among that one's rows
         selection = None if self._split is None else self._split.prior
-        self._gradients.append(
-            StepGradient(padding_idx, scale, [self._send_gradient(launch, rows, routing, selection)])
-        )
+        first = self._send_gradient(launch, rows, routing, selection)
+        self._gradients.append(StepGradient(padding_idx, scale, first))
 
     def _send_gradient(
         self, launch: OperationId, rows: Tensor, routing: Routing, selection: Selection | None
-    ) -> GradientPart:
+    ) -> UnderWay:
         part = GridPart.of(routing, selection, self._grid, self._communicator.rank)
-        return GradientPart(
-            part.ids, self.send_gradients(launch, part.split(rows), part.counts, rows.shape[1]), selection
-        )
+        ticket = self.send_gradients(launch, part.split(rows), part.counts, rows.shape[1])
+        return UnderWay(part, ticket, selection)
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -244,15 +242,15 @@ class RowExchange:
             absent: names of tables that this backward gives no gradient, of those of a stack.
         """
         latest = self._gradients[-1]
-        late = LateRows(self.table, self.arrive, latest)
+        late = latest.late(self.table, self.arrive)
         for k, table in enumerate(self.table.members):
             if table.name in absent:
                 continue
             held = table.open_gradient()
             if held.is_zero:
-                held.will_be(partial(late.rows, k), latest)
+                held.will_be(partial(late, k), latest)
             else:
-                for rows in late.rows(k):
+                for rows in late(k):
                     held.add_rows(*rows)
 
     def may_step(self) -> bool:
@@ -329,15 +327,15 @@ class RowExchange:
         self._arriving = Arriving()
         self.early.forget()
 
-    def arrive(self, gradient: StepGradient, parts: Sequence[GradientPart]) -> list[RowsOfTable]:
+    def arrive(self, gradient: StepGradient, parts: Sequence[UnderWay]) -> list[Rows]:
         """The rows of parts of a gradient, once they are here."""
         with self._launcher.hurrying():  # rows of a forward to come may stand before them
             return [self._arrive(gradient, part) for part in parts]
 
-    def _arrive(self, gradient: StepGradient, part: GradientPart) -> RowsOfTable:
+    def _arrive(self, gradient: StepGradient, part: UnderWay) -> Rows:
         local = self.table.local
         flat = self._wait(part.ticket).to(local.dtype)
-        how = (part.ids, flat, local.shape[1], gradient.padding_idx, gradient.scale)
+        how = (part.part.ids, flat, local.shape[1], gradient.padding_idx, gradient.scale)
         if part.selection is not None:
             return part.selection.coalesce(*how)
         ids, rows = coalesce(*how)

@@ -17,16 +17,13 @@ from embrace_fx.runtime.flow.routing import Routing, Selection
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.held_gradient import Rows as RowsOfTable
+from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
 from embrace_fx.runtime.tables.update_rule import UpdateRule
 
 Wait = Callable[[Ticket], Tensor]
 """Waits for a ticket (and takes the time of it)."""
-
-Arrive = Callable[["StepGradient", Sequence["GradientPart"]], list[RowsOfTable]]
-"""The rows of parts of a gradient, once they are here."""
 
 
 def waiting(communicator: Communicator, recorder: Recorder) -> Wait:
@@ -41,16 +38,24 @@ def waiting(communicator: Communicator, recorder: Recorder) -> Wait:
     return wait
 
 
-@dataclass
-class GradientPart:
-    """Gradients of some rows, from all ranks, on their way to this rank's columns."""
+@dataclass(frozen=True)
+class UnderWay:
+    """Some of a batch's rows, or of their gradients, on their way.
 
-    ids: Tensor
+    Attributes:
+        part: which rows: to this rank, their columns from all ranks; or from all ranks, to this one's columns.
+        selection: how gradients of some of a routing's rows are summed; None: of all of them.
+    """
+
+    part: GridPart
     ticket: Ticket
-    selection: Selection | None  # None: all of the routing's
+    selection: Selection | None = None
 
 
-@dataclass
+Arrive = Callable[["StepGradient", Sequence[UnderWay]], list[Rows]]
+"""The rows of parts of a gradient, once they are here."""
+
+
 class StepGradient:
     """One step's row gradient.
 
@@ -59,46 +64,35 @@ class StepGradient:
         step: the step that has taken it; None before one.
     """
 
-    padding_idx: int
-    scale: float
-    parts: list[GradientPart]
-    step: UpdateRule | None = None
+    def __init__(self, padding_idx: int, scale: float, first: UnderWay) -> None:
+        self.padding_idx, self.scale = padding_idx, scale
+        self.parts = [first]
+        self.step: UpdateRule | None = None
+        self._of_tables: list[list[Rows]] | None = None
 
-
-class LateRows:
-    """One step's row gradient, for `.grad` of its tables: waited for when someone looks at it."""
-
-    def __init__(self, table: RowTable | StackedTable, arrive: Arrive, gradient: StepGradient) -> None:
+    def late(self, table: RowTable | StackedTable, arrive: Arrive) -> Callable[[int], list[Rows]]:
+        """Makes what waits for the rows of the k-th table when someone looks at its `.grad`."""
         # What `.grad` keeps, nothing would ever free, for C++ owns it: the method and the table are the exchange's.
-        self._table, self._arrive = ref(table), WeakMethod(arrive)
-        self._parts = list(gradient.parts)  # a step takes them out of the gradient
-        self.gradient = gradient
-        self._of_tables: list[list[RowsOfTable]] | None = None
+        found, method = ref(table), WeakMethod(arrive)
+        parts = list(self.parts)  # a step takes them out
 
-    def rows(self, k: int) -> list[RowsOfTable]:
-        """The rows of the k-th table."""
-        if self._of_tables is None:
-            table, arrive = self._table(), self._arrive()
-            if table is None or arrive is None:
-                raise RuntimeError(GONE)
-            split = [table.split(*rows) for rows in arrive(self.gradient, self._parts)]
-            self._of_tables = [list(rows) for rows in zip(*split, strict=True)]
-        return self._of_tables[k]
+        def rows(k: int) -> list[Rows]:
+            if self._of_tables is None:
+                table, arrive = found(), method()
+                if table is None or arrive is None:
+                    raise RuntimeError(GONE)
+                split = [table.split(*rows) for rows in arrive(self, parts)]
+                self._of_tables = [list(rows) for rows in zip(*split, strict=True)]
+            return self._of_tables[k]
 
-
-@dataclass
-class Rows:
-    """A part of a batch's rows on their way to this rank: which of its rows, and their columns from all ranks."""
-
-    part: GridPart
-    ticket: Ticket
+        return rows
 
 
 @dataclass
 class Arriving:
     """The rows of a batch on their way."""
 
-    rows: list[Rows] = field(default_factory=list)
+    rows: list[UnderWay] = field(default_factory=list)
     routing: Routing | None = None
     late: Selection | None = None  # of the batch to come: what is still to be looked up; None: all of it
 
