@@ -146,11 +146,12 @@ class CompiledModel(nn.Module, Joinable):
 
         Gradients of sharded tables go to their owners at once and wait there.
         """
-        before, self._session.synchronised = self._session.synchronised, False
+        state = self._session.state
+        before, state.synchronised = state.synchronised, False
         try:
             yield
         finally:
-            self._session.synchronised = before
+            state.synchronised = before
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Has a hook reduce gradients, as DDP does. Call it on every rank before the first call. One process runs none.
@@ -234,7 +235,7 @@ class CompiledModel(nn.Module, Joinable):
 
     def synchronize(self) -> None:
         """Applies every pending update and waits for it. Called by itself wherever parameters are to be read."""
-        self._session.synchronize()
+        self._session.planned.synchronize()
 
     def close(self) -> None:
         """Ends the model: applies every pending update, and ends its threads and process groups. Call it on every rank.
@@ -247,7 +248,7 @@ class CompiledModel(nn.Module, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._session.model.zero_grad(set_to_none)  # the model's own: it hands no parameters out
-        self._session.clear_gradients()
+        self._session.state.unreduced.clear()  # what backwards under `no_sync` left is gone
 
     # What hands parameters out does so after every pending update; they may be written, so that what was fetched ahead
     # is not used.
@@ -356,7 +357,7 @@ class CompiledModel(nn.Module, Joinable):
     @property
     def plan(self) -> Plan:
         """The strategy of every parameter, from the first call on."""
-        return self._session.plan
+        return self._session.views.plan
 
     @property
     def schedule(self) -> DrawnSchedule:

@@ -316,7 +316,8 @@ class PlanInUse:
         return found if self.flow is None else found + self.flow.buckets.optimizers
 
     def synchronize(self) -> None:
-        """Applies every update that an optimizer has stepped; parameters may be written from now on."""
+        """Applies every update that an optimizer has stepped; parameters may be written from now on. Waits for nothing
+        that other ranks are still to do."""
         self._setting.state.pending.close()
         self._apply()
 

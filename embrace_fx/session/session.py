@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.planning.fitting import Misfit
 from embrace_fx.planning.replanning import Calls
-from embrace_fx.runtime.flow.flow import Flow
 from embrace_fx.runtime.ranks.announcement import Announcements, activity_of
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
@@ -48,7 +47,6 @@ from embrace_fx.setup.group import check_call, check_group, default_group, group
 from embrace_fx.setup.options import Options
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage, tell
-from embrace_fx.vocabulary.plan import Plan
 
 
 class Session:
@@ -113,14 +111,6 @@ class Session:
         return stepping
 
     @property
-    def plan(self) -> Plan:
-        return self.views.plan
-
-    @property
-    def _flow(self) -> Flow | None:
-        return self.planned.flow
-
-    @property
     def shards(self) -> tuple[str, ...]:
         """The tables of which this rank holds a part."""
         return () if self.planned.plan is None or self.communicator.world_size == 1 else self.planned.plan.sharded
@@ -130,17 +120,9 @@ class Session:
         return self.communicator.group
 
     @property
-    def rank(self) -> int:
-        return self.communicator.rank
-
-    @property
     def is_training(self) -> bool:
         """Tells whether the model has been called, and is open."""
         return self._begun and self.communicator.is_open
-
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Tells of a rank that dies in a collective inside."""
-        return self.communicator.watching()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self._hook = register_hook(self.communicator, CommHook(state, hook), self.options, self._begun, self._hook)
@@ -218,10 +200,10 @@ class Session:
             tell("%s", self.views.summary())
 
     def _activity(self, train: bool) -> int:
-        return activity_of(train=train, reduces=self.synchronised)
+        return activity_of(train=train, reduces=self.state.synchronised)
 
     def _check_replicas(self) -> None:
-        have_replicas_compared(self._setting, self.planned.calls, self.synchronize)
+        have_replicas_compared(self._setting, self.planned.calls, self.planned.synchronize)
 
     def _look_at_model(self, train: bool) -> None:
         """Refuses a model with other parameters than the plan's; one with other modules is captured anew.
@@ -244,9 +226,9 @@ class Session:
 
     def _end_lookahead(self) -> None:
         """Applies everything, and expects no batch any more."""
-        if self._flow is not None:
-            self._flow.expect_no_batch()
-        self.synchronize()
+        if self.planned.flow is not None:
+            self.planned.flow.expect_no_batch()
+        self.planned.synchronize()
 
     # -- ranks that have run out of batches ----------------------------------------------------------------------------
 
@@ -264,10 +246,6 @@ class Session:
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def synchronize(self) -> None:
-        """Applies every update that an optimizer has stepped. Waits for nothing that other ranks are still to do."""
-        self.planned.synchronize()
-
     def parameters_were_loaded(self) -> None:
         """Takes over parameters that may stand in the place of those that were: `assign=True`."""
         for name, table in self.state.tables.items():
@@ -283,20 +261,11 @@ class Session:
         if self._eager.reason:  # autograd brings all gradients to parameters, and they are taken from there
             self._outside.stop()
         else:
-            self._outside.watch(frozenset(d.parameter for d in self.plan if d.strategy in ("unused", "frozen")))
-
-    @property
-    def synchronised(self) -> bool:
-        """Tells whether backwards reduce gradients."""
-        return self.state.synchronised
-
-    @synchronised.setter
-    def synchronised(self, value: bool) -> None:
-        self.state.synchronised = value
+            self._outside.watch(frozenset(d.parameter for d in self.views.plan if d.strategy in ("unused", "frozen")))
 
     def save_checkpoint(self, folder: Path) -> None:
         """Writes model and optimizers into a folder. Collective."""
-        self.synchronize()
+        self.planned.synchronize()
         checkpoint.save(self._setting, folder)
 
     def load_checkpoint(self, folder: Path) -> None:
@@ -323,12 +292,8 @@ class Session:
 
     def release(self) -> None:
         """Leaves the model to another `compile`: as it is on one rank, every update applied. Collective."""
-        self.synchronize()
+        self.planned.synchronize()
         self.planned.leave_model()
         self._outside.stop()
         self._placed.remove_hooks()
         self.close()
-
-    def clear_gradients(self) -> None:
-        """Forgets what backwards under `no_sync` left: it is gone with the gradients."""
-        self.state.unreduced.clear()

@@ -57,7 +57,7 @@ class Placed:
     def note(self, session: Session) -> None:
         """Remembers where a session has placed its tables."""
         self.group, self.places = session.group, session.state.places
-        if self.places and self.copies and session.rank == 0:
+        if self.places and self.copies and session.communicator.rank == 0:
             tell(_MADE_BEFORE, ", ".join(self.places))
         self.copies.clear()
 
@@ -108,7 +108,7 @@ class _Hook:
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Tells of a rank that dies in a collective inside."""
-        return contextlib.nullcontext() if self.session is None else self.session.watching()
+        return contextlib.nullcontext() if self.session is None else self.session.communicator.watching()
 
     def __reduce__(self) -> Any:
         if self.session is not None and self.session.shards:

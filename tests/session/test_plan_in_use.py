@@ -147,13 +147,13 @@ def test_before_the_first_call_there_is_nothing(session: Session) -> None:
     assert session.planned.builder is None
     assert session.shards == ()
     assert not session.is_training
-    session.synchronize()
+    session.planned.synchronize()
     session.parameters_may_change()
 
 
 def test_what_a_call_is_for_is_told_by_gradients_and_no_sync(session: Session) -> None:
     found = [session._activity(train) for train in (True, False)]
-    session.synchronised = False
+    session.state.synchronised = False
 
     assert len({*found, session._activity(True)}) == 3
     assert session._activity(False) == found[1]

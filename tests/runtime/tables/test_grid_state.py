@@ -136,11 +136,11 @@ def _is_placed_anew(rank: int, world_size: int, grid: Grid) -> dict[str, Any]:
     model, _ = _trained_model(rank, grid, range(2))
     model(torch.arange(9)).square().mean().backward()
     session = model._session
-    session.synchronize()
-    assert session._flow is not None
-    session._flow.close()
+    session.planned.synchronize()
+    assert session.planned.flow is not None
+    session.planned.flow.close()
     before = whole_parameters(model)
-    old, graph = session.plan, next(iter(session._kinds.values())).variants[0].analysed
+    old, graph = session.views.plan, next(iter(session._kinds.values())).variants[0].analysed
     decisions = tuple(replace(d, strategy="allreduce", grid=None) if d.grid else d for d in old)
     replicated = replace(old, decisions=decisions)
     found: dict[str, Any] = {}
