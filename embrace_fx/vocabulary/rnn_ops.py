@@ -161,20 +161,9 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     weights, results = rest[: ctx.num_weights], rest[ctx.num_weights :]
     grad_c = grads[2] if c0 is not None else None
     input_grad = ctx.needs_input_grad[0]
+    of_call = (ctx.cell, ctx.reverse, ctx.kernel, input_grad)
     gradients = torch.ops.embrace.rnn_layer_backward(
-        grads[0],
-        grads[1],
-        grad_c,
-        input,
-        h0,
-        c0,
-        weights,
-        batch_sizes,
-        results,
-        ctx.cell,
-        ctx.reverse,
-        ctx.kernel,
-        input_grad,
+        grads[0], grads[1], grad_c, input, h0, c0, weights, batch_sizes, results, *of_call
     )
     grad_input = gradients.pop(0) if input_grad else None
     grad_h0 = gradients.pop(0)
