@@ -26,9 +26,10 @@ from embrace_fx.runtime.tables.part import Part
 from embrace_fx.runtime.tables.pending_parameters import share_memory
 from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage
-from embrace_fx.vocabulary.exactness import RowUpdatesOption, semantics
+from embrace_fx.vocabulary.exactness import RowUpdatesOption, needs_whole, semantics
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import LinksAre, Plan
+from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
 
 MOST_GATHERED_IDS = 2**22
 """Ids of one table, of all ranks together, that every rank may receive at set-up: 16 MiB."""
@@ -253,13 +254,14 @@ def facts_of(
             parameter.element_size(),
             parameter.requires_grad,
             name in used,
-            holders.needs_whole(parameter),
+            next(filter(None, map(needs_whole, kinds)), None),
             holders.updates_rows(parameter, semantics(row_updates)),
             groups.get(id(parameter), -1),
             _moving(holders, parameter, row_updates),
-            adds_up_norms=holders.adds_up_norms(parameter),
+            adds_up_norms=RowWiseAdagrad in kinds,
         )
         for name, parameter in model.named_parameters()
+        for kinds in [[type(optimizer) for optimizer, _ in holders.of(parameter)]]
     )
 
 

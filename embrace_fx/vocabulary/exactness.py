@@ -32,6 +32,8 @@ from torch.optim import (
     SparseAdam,
 )
 
+from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
+
 RowUpdates = Literal["exact", "lazy"]
 """What a step does to rows without gradient: what the optimizer says, or nothing."""
 
@@ -49,17 +51,14 @@ ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
 """torch's optimizers whose update of an element depends on that element alone, whatever their options."""
 
 
-def is_element_wise(kind: type[Optimizer]) -> bool:
-    """Tells whether a class promises that its update of an element depends on that element alone.
+def needs_whole(kind: type[Optimizer]) -> str:
+    """Tells the user why tables stay whole under an optimizer class; "": it can step them in shards.
 
-    A class of one's own does so by an attribute `element_wise` of that class itself: a class derived from it may do
-    anything.
+    A class of one's own promises that its update of an element depends on that element alone by an attribute
+    `element_wise` of that class itself: a class derived from it may do anything.
     """
-    return kind in ELEMENT_WISE or bool(vars(kind).get("element_wise"))
-
-
-def not_element_wise(kind: type[Optimizer]) -> str:
-    """Tells the user why tables stay whole under an optimizer class."""
+    if kind in ELEMENT_WISE or kind is RowWiseAdagrad or vars(kind).get("element_wise"):
+        return ""
     if kind.__module__.startswith("torch.optim.") or "element_wise" in vars(kind):
         return f"{kind.__name__} is not element-wise: it needs whole tables"
     return (

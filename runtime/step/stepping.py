@@ -31,12 +31,12 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.layouts import in_other_layouts
 from embrace_fx.runtime.step.row_norms import update_row_wise
 from embrace_fx.runtime.tables.held_gradient import Rows
-from embrace_fx.runtime.tables.holders import Holders, steps_shards
+from embrace_fx.runtime.tables.holders import Holders
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.update_rule import RowWise, Sweep
-from embrace_fx.vocabulary.exactness import ELEMENT_WISE, not_element_wise
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE, needs_whole
 from embrace_fx.vocabulary.operation_id import OPTIMIZER, OWN_CODE
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID, RowWiseAdagrad
 
@@ -151,7 +151,7 @@ class Stepping:
         self.recorder.mark(OWN_CODE)
         found: tuple[Any, ...] | None = None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None and steps_shards(type(optimizer)):
+        if closure is not None and not needs_whole(type(optimizer)):
             # Evaluated here and not by the class's step: the gradients it makes must be there before.
             loss = self._mean_loss(closure)()
             found = (args[0], lambda: loss), {}
@@ -232,9 +232,10 @@ class Stepping:
             for parameter in group["params"]
             if parameter in by_parameter
         ]
-        whole = [] if steps_shards(type(optimizer)) else [table.name for table in held]
+        reason = needs_whole(type(optimizer))
+        whole = [table.name for table in held] if reason else []
         if whole:
-            self._make_whole(whole, not_element_wise(type(optimizer)))
+            self._make_whole(whole, reason)
         elif cut := [table.name for table in held if type(optimizer) is RowWiseAdagrad and table.grid is not None]:
             self._make_whole(cut, NOT_ON_A_GRID)
             whole = cut

@@ -1,4 +1,4 @@
-"""The optimizers that are known to hold a model's parameters, and whether they can step tables in shards."""
+"""The optimizers that are known to hold a model's parameters, and how they move rows of tables."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch.optim import Optimizer, SparseAdam
 
 from embrace_fx.runtime.tables.skipped_steps import skipping
 from embrace_fx.runtime.tables.update_rule import Moving, moving
-from embrace_fx.vocabulary.exactness import ELEMENT_WISE, RowUpdates, is_element_wise, not_element_wise
-from embrace_fx.vocabulary.row_wise import RowWiseAdagrad
+from embrace_fx.vocabulary.exactness import ELEMENT_WISE, RowUpdates
 
 
 class Holders:
@@ -42,12 +41,6 @@ class Holders:
             if any(p is parameter for p in group["params"])
         ]
 
-    def needs_whole(self, parameter: Tensor) -> str | None:
-        """Tells why an optimizer that holds a table cannot step it in shards; None: it can."""
-        refusing = (type(each) for each, _ in self.of(parameter) if not steps_shards(type(each)))
-        kind = next(refusing, None)
-        return None if kind is None else not_element_wise(kind)
-
     def moving(self, parameter: Tensor, row_updates: RowUpdates) -> Moving:
         """Tells how rows of a table without gradient move: as far as its optimizer is known, or else as under most."""
         held = self.of(parameter)
@@ -58,18 +51,9 @@ class Holders:
         can_rest = all(skipping(type(each), group, parameter.dtype) is not None for each, group in held)
         return "either" if can_rest else "sweep"
 
-    def adds_up_norms(self, parameter: Tensor) -> bool:
-        """Whether a row's step needs the squares of all its columns."""
-        return any(type(optimizer) is RowWiseAdagrad for optimizer, _ in self.of(parameter))
-
     def updates_rows(self, parameter: Tensor, row_updates: RowUpdates) -> bool:
         """Whether rows of a table without gradient are to stand still even where the table is whole, as far as its
         optimizer is known: the user asked for SparseAdam, or for lazy updates."""
         kinds = [type(optimizer) for optimizer, _ in self.of(parameter)]
         is_asked = kinds == [SparseAdam] or (len(kinds) == 1 and kinds[0] in ELEMENT_WISE and row_updates == "lazy")
         return is_asked and not self.moving(parameter, row_updates)
-
-
-def steps_shards(kind: type[Optimizer]) -> bool:
-    """Whether a class steps an element by itself, or a row, where what is to be known of it is added up over ranks."""
-    return kind is RowWiseAdagrad or is_element_wise(kind)

@@ -28,6 +28,7 @@ from embrace_fx.runtime.tables.resting import RestingPart, RestingRows
 from embrace_fx.runtime.tables.skipped_steps import form_of
 from embrace_fx.runtime.tables.table_part import TablePart
 from embrace_fx.runtime.tables.update_rule import (
+    Moving,
     Options,
     Replay,
     RowsAlone,
@@ -243,7 +244,9 @@ class RowTable:
         options = self.param_group()
         if type(self.holder) is RowWiseAdagrad:
             return RowWise
-        way = moving(self.holder, options, self.row_updates, self.local.dtype)
+        return self._rule(moving(self.holder, options, self.row_updates, self.local.dtype), options)
+
+    def _rule(self, way: Moving, options: Options) -> type[RowsAlone]:
         if not way:
             return RowsAlone
         rests = way == "either" and self._may_rest() and form_of(self.holder, options, self.state, self.local.dtype)

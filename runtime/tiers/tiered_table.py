@@ -24,7 +24,7 @@ from embrace_fx.runtime.tables.own_step import hyperparameters, new_state, rows_
 from embrace_fx.runtime.tables.part_state import PartState
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.skipped_steps import form_of
-from embrace_fx.runtime.tables.update_rule import Replay, RowsAlone, RowWise, Supposed, moving
+from embrace_fx.runtime.tables.update_rule import Moving, Options, Replay, RowsAlone, Supposed
 from embrace_fx.runtime.tiers.histories import Histories
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import Column
@@ -129,12 +129,7 @@ class TieredTable(RowTable):
     def state(self) -> MutableMapping[str, Any]:
         return _State(self)
 
-    @property
-    def rule(self) -> type[RowsAlone]:
-        options = self.param_group()
-        if type(self.holder) is RowWiseAdagrad:
-            return RowWise
-        way = moving(self.holder, options, self.row_updates, self.local.dtype)
+    def _rule(self, way: Moving, options: Options) -> type[RowsAlone]:
         if not way:
             return FirstAlone if self.lacks_state else RowsAlone
         if way == "either":
