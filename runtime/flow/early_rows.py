@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from embrace_fx.runtime.tables.own_step import hyperparameters, same_options
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
-from embrace_fx.runtime.tables.update_rule import Supposed
+from embrace_fx.runtime.tables.update_rule import Options
 
 
 class EarlyRows:
@@ -25,7 +27,7 @@ class EarlyRows:
         self._ids: Tensor | None = None
         self._before: Tensor | None = None  # as the table had them
         self._left: Tensor | None = None  # as they left
-        self._supposed: Supposed | None = None
+        self._supposed: tuple[Optimizer | None, Options] | None = None  # whose step they have left with
         self.stale = False
 
     @property
@@ -37,7 +39,8 @@ class EarlyRows:
         """The rows as the step to come will leave them."""
         self._ids = ids
         self._before = self._table.look_up(ids, self._table.local.dtype)
-        self._left, self._supposed = self._table.preview(ids, self._before)
+        self._left, options = self._table.preview(ids, self._before)
+        self._supposed = None if options is None else (self._table.members[0].optimizer, options)
         return self._left
 
     def hold(self, *, stepped: bool) -> bool:
@@ -63,8 +66,11 @@ class EarlyRows:
             if supposed is None:
                 self.stale |= moved_all
             else:  # the rows have left as moved
-                members = self._table.members
-                self.stale |= not all(supposed.is_of(table.optimizer, table.param_group()) for table in members)
+                optimizer, options = supposed
+                self.stale |= not all(
+                    table.optimizer is optimizer and same_options(options, hyperparameters(table.param_group()))
+                    for table in self._table.members
+                )
 
     def arrived(self) -> None:
         """Notes that they have been put together with the others."""

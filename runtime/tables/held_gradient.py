@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.runtime.kernels import coalesce
-from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held import Held
+from embrace_fx.runtime.tables.part import Origin
 from embrace_fx.vocabulary.as_seen import AsSeen
 
 Rows = tuple[Tensor, Tensor]
@@ -40,7 +40,7 @@ class HeldGradient(Held):
 
     Args:
         like: this rank's part (V', d).
-        communicator: the ranks that have the other parts; None: there are none.
+        origin: the table's gradient.
         siblings: the gradients that other tables have, in the same order on all ranks.
         no_dense: why it cannot be dense; "": it can.
 
@@ -54,14 +54,14 @@ class HeldGradient(Held):
     def __init__(
         self,
         like: Tensor,
-        communicator: Communicator | None,
+        origin: Origin,
         siblings: Callable[[], Sequence[HeldGradient]] = lambda: (),
         no_dense: str = "",
     ) -> None:
         super().__init__(like)
         self._local = None
         self._no_dense = no_dense
-        self.communicator = communicator
+        self.origin = origin
         self.source: object = None
         self._siblings = siblings
         self._norms: dict[float, Tensor] = {}  # of the whole table, by order, as long as nothing is written
@@ -219,10 +219,6 @@ class HeldGradient(Held):
             other._read = None if self._read is None else list(self._read)
         return other
 
-    def reduce(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
-        """A rank's number, made one of the whole table's. Collective."""
-        return value if self.communicator is None else self.communicator.reduce_scalar(value, reduce_op)
-
     def norm(self, order: float) -> Tensor:
         """Computes the norm over the whole table. Collective: one reduction serves all tables, as clipping asks."""
         if order not in self._known_norms():
@@ -254,7 +250,7 @@ def _whole_norms(asked: Sequence[HeldGradient], order: float) -> list[Tensor]:
     """Norms of tables, of each rank's parts of them."""
     first = asked[0]
     own = [held.own_norm(order) for held in asked]
-    if first.communicator is None or first.communicator.world_size == 1:
+    if first.origin.is_alone:
         return own
     if abs(order) == float("inf"):
         return _together(first, own, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
@@ -266,5 +262,5 @@ def _whole_norms(asked: Sequence[HeldGradient], order: float) -> list[Tensor]:
 def _together(held: HeldGradient, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType) -> list[Tensor]:
     """Numbers reduced at once, in the widest of their types."""
     widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
-    joined = held.reduce(torch.stack([value.to(widest) for value in values]), reduce_op)
+    joined = held.origin.reduce(torch.stack([value.to(widest) for value in values]), reduce_op)
     return [total.to(value.dtype) for total, value in zip(joined.unbind(), values, strict=True)]

@@ -33,7 +33,6 @@ from embrace_fx.runtime.tables.update_rule import (
     Replay,
     RowsAlone,
     RowWise,
-    Supposed,
     Sweep,
     facts_of,
     moving,
@@ -80,7 +79,6 @@ class RowTable:
         self.row_updates = row_updates
         self.optimizer = optimizer
         self.is_read_densely = False
-        self._communicator = communicator
         self._made: object = None  # options and state of which a step makes no more state
         self._may_rest = may_rest
         self._gradients = gradients
@@ -160,7 +158,7 @@ class RowTable:
         gradient = self.parameter.grad
         if isinstance(gradient, Part) and isinstance(gradient.held, HeldGradient):
             return gradient.held
-        held = HeldGradient(self.like, self._communicator, self._gradients, self.no_dense)
+        held = HeldGradient(self.like, self._gradient_origin, self._gradients, self.no_dense)
         if isinstance(gradient, Part):  # computed from parts
             if not gradient.spread.fits(self._layout):
                 raise gradient.origin.refused(f"it as a gradient of {self.name}, whose rows and columns are others")
@@ -328,9 +326,9 @@ class RowTable:
         gradient = self.open_gradient().memory()
         state.update(step_tensor(self.holder, options, self.local, gradient, state))
 
-    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Supposed | None]:
+    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
         """Rows (K, d) that are up to date, as the next step will leave them if it gives them no gradient; and that
-        step, where it moves them and can be told."""
+        step's options, where it moves them and can be told."""
         # Of another class's step a trial could leave something behind.
         if self.optimizer is None or type(self.optimizer) not in ELEMENT_WISE or not self.rule.moves_all:
             return rows, None

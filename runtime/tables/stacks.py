@@ -25,7 +25,7 @@ from embrace_fx.runtime.tables.own_step import is_of_rows
 from embrace_fx.runtime.tables.part_state import PartState
 from embrace_fx.runtime.tables.resting import RestingPart, RestingRows
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import OfMembers, Options, Replay, Supposed, UpdateRule, suppose
+from embrace_fx.runtime.tables.update_rule import OfMembers, Options, Replay, UpdateRule, suppose
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE
 from embrace_fx.vocabulary.plan import Stack
 
@@ -189,7 +189,7 @@ class StackedTable:
         for member in self.members:
             member.keep({k: v.clone() if isinstance(v, Tensor) else v for k, v in counters.items()})
 
-    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Supposed | None]:
+    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
         """As `RowTable.preview`."""
         first = self.members[0]
         if type(first.optimizer) not in ELEMENT_WISE or not self._is_one() or not first.rule.moves_all:

@@ -16,7 +16,6 @@ Shape legend: V' x d this rank's part of a table; K rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
@@ -34,7 +33,6 @@ from embrace_fx.runtime.tables.own_step import (
     is_of_rows,
     put_rows,
     rows_of_state,
-    same_options,
     step_groups,
     step_rows,
     step_tensor,
@@ -309,21 +307,10 @@ def _stand_still(kind: type[Optimizer], facts: tuple[tuple[str, Hashable], ...])
 # -- steps to come -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Supposed:
-    """A step that rows sent early have taken already: whose, and under which options."""
-
-    optimizer: Optimizer
-    options: Options
-
-    def is_of(self, optimizer: Optimizer | None, options: Options) -> bool:
-        """Whether that is the step of an optimizer under these options."""
-        return self.optimizer is optimizer and same_options(self.options, hyperparameters(options))
-
-
-def suppose(table: Stepped, ids: Tensor, rows: Tensor) -> tuple[Tensor, Supposed]:
-    """Takes the next step of a table with copies of rows `ids` (K,), as if it gave them no gradient; returns (K, d)."""
+def suppose(table: Stepped, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options]:
+    """Takes the next step of a table with copies of rows `ids` (K,), as if it gave them no gradient; returns (K, d),
+    and the options of that step."""
     rows, options = rows.clone(), hyperparameters(table.param_group())
     state = rows_of_state(table.state, table.places(ids), table.local.shape[0])
     step_tensor(table.holder, options, rows, torch.zeros_like(rows), state)
-    return rows, Supposed(table.holder, options)
+    return rows, options

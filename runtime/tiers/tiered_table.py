@@ -24,7 +24,7 @@ from embrace_fx.runtime.tables.own_step import hyperparameters, new_state, rows_
 from embrace_fx.runtime.tables.part_state import PartState
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.skipped_steps import form_of
-from embrace_fx.runtime.tables.update_rule import Moving, Options, Replay, RowsAlone, Supposed
+from embrace_fx.runtime.tables.update_rule import Moving, Options, Replay, RowsAlone
 from embrace_fx.runtime.tiers.histories import Histories
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import Column
@@ -105,7 +105,7 @@ class TieredTable(RowTable):
         none = self.local.new_zeros((ids.numel(), self.local.shape[1]))
         return none if (found := self._guarded(super().as_they_are)(ids)) is None else found
 
-    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Supposed | None]:
+    def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
         return self._guarded(super().preview)(ids, rows) or (rows, None)
 
     def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:

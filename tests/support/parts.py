@@ -48,7 +48,7 @@ class Parts:
         """In rows: those that are not zero."""
         layout, origin = self._of(whole, "the gradient of ")
         local = layout.cut(whole).contiguous()
-        held = HeldGradient(local, self.communicator)
+        held = HeldGradient(local, origin)
         ids = torch.arange(local.shape[0])
         held.add_rows(ids, local.clone())
         return TablePart(held, layout, origin)
