@@ -252,16 +252,16 @@ class RowTable:
 
     def begin_step(self) -> RowsAlone:
         """Begins a step under the options of this moment."""
-        rule, options = self.rule, self.param_group()
+        rule = self.rule
         if rule is Replay:
             if isinstance(self._resting, RestingPart):
                 self.rest_as(RestingRows())
             assert isinstance(self._resting, RestingRows)
-            return Replay(self, self.holder, options, self._resting)
+            return Replay(self, self._resting)
         self.settle()
         if rule is RowWise:
-            return RowWise(self, self.holder, options, self.shape[1])
-        return rule(self, self.holder, options)
+            return RowWise(self, self.shape[1])
+        return rule(self)
 
     def rest_as(self, resting: RestingRows | RestingPart) -> None:
         """Has rows rest by another history from here on."""

@@ -105,11 +105,11 @@ class StackedTable:
         """Begins a step of every table, under the options of this moment."""
         rules = [member.rule for member in self.members]
         if all(rule is Replay for rule in rules):
-            return Replay(self, self.holder, self.param_group(), self._rest_together())
+            return Replay(self, self._rest_together())
         if Replay in rules:  # each table knows which of its rows rest
             return OfMembers(self.split, [member.begin_step() for member in self.members])
         self.settle()
-        return rules[0](self, self.holder, self.param_group())
+        return rules[0](self)
 
     def _rest_together(self) -> RestingRows:
         """One history for all tables: what they have in common of steps is noted, and rows are moved, once."""

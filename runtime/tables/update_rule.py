@@ -82,15 +82,14 @@ class RowsAlone:
     """The step of a table whose rows without gradient stand still.
 
     Args:
-        table: whose step it is.
-        options: those of this moment.
+        table: whose step it is, under the options of this moment.
     """
 
     moves_all = False
     """Whether rows without gradient move, too."""
 
-    def __init__(self, table: Stepped, optimizer: Optimizer, options: Options) -> None:
-        self.table, self.optimizer, self.options = table, optimizer, hyperparameters(options)
+    def __init__(self, table: Stepped) -> None:
+        self.table, self.optimizer, self.options = table, table.holder, hyperparameters(table.param_group())
         # A fused kernel's bits depend on where an element lies: on which others are updated together with it.
         self._of_some = {**self.options, "fused": False} if self.options.get("fused") else self.options
         self._counted: State = {}  # what the state counts after the step, once rows have taken it
@@ -133,8 +132,8 @@ class Sweep(RowsAlone):
 
     moves_all = True
 
-    def __init__(self, table: Stepped, optimizer: Optimizer, options: Options) -> None:
-        super().__init__(table, optimizer, options)
+    def __init__(self, table: Stepped) -> None:
+        super().__init__(table)
         self._applied: list[Tensor] = []  # rows that have been updated
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
@@ -163,10 +162,10 @@ class Replay(RowsAlone):
 
     moves_all = True
 
-    def __init__(self, table: Stepped, optimizer: Optimizer, options: Options, resting: RestingRows) -> None:
-        super().__init__(table, optimizer, options)
+    def __init__(self, table: Stepped, resting: RestingRows) -> None:
+        super().__init__(table)
         self._resting = resting
-        resting.begin(optimizer, options, table.local, table.state)
+        resting.begin(self.optimizer, self.options, table.local, table.state)
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
         ids = self.table.places(ids, to_write=True)
@@ -191,8 +190,8 @@ class RowWise(RowsAlone):
         columns: of the whole table.
     """
 
-    def __init__(self, table: Stepped, optimizer: Optimizer, options: Options, columns: int) -> None:
-        super().__init__(table, optimizer, options)
+    def __init__(self, table: Stepped, columns: int) -> None:
+        super().__init__(table)
         self._columns = columns
 
     def finish(self, parts: Sequence[Rows]) -> None:

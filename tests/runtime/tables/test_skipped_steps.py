@@ -82,10 +82,9 @@ class _Table:
     def step(self, *read: int) -> None:
         """A step in which these rows have a gradient."""
         ids = torch.tensor(read, dtype=torch.int64)
-        options = dict(self.options)
         with torch.enable_grad():
             rows = self._step(ids)
-        Replay(self, self.optimizer, options, self.resting).finish([(ids, rows)])
+        Replay(self, self.resting).finish([(ids, rows)])
 
     def check(self) -> None:
         self.resting.settle(self.local, self.state)
