@@ -18,6 +18,7 @@ from torch import Tensor
 from embrace_fx.runtime.flow.routing import Routing, Split
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.flow.split_ahead import Routed, SplitAhead, routed
+from embrace_fx.runtime.kernels import unpack_ids
 from embrace_fx.runtime.launch.stream_launcher import StreamTicket
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.launch.ticket import Ticket
@@ -53,8 +54,7 @@ class IdsProgram:
         unique: batch -> the values of the unique phase.
         unique_ahead: likewise, with the unique rows as long as the number of ids; and how many they are, by table.
         rows_of_batch: from them, what `all_gather_ids` sends, by table.
-        routing: (values, what was gathered) -> the values of the ids phase, added to them.
-        routing_ahead: (values, what `unpack_ids` is to yield) -> likewise.
+        routing: (values, what `unpack_ids` yields) -> the values of the ids phase, added to them.
         tables, num_rows: of the tables in `rows_of_batch`.
         routes: of the sharded tables that the forward awaits.
         reads: indices of what `unique` reads of a batch.
@@ -63,12 +63,15 @@ class IdsProgram:
     unique: Callable[[Sequence[Any]], Values]
     unique_ahead: Callable[[Sequence[Any]], tuple[Values, list[Tensor]]]
     rows_of_batch: Callable[[Values], list[Tensor]]
-    routing: Callable[[Values, InFlight], None]
-    routing_ahead: Callable[[Values, list[Tensor]], None]
+    routing: Callable[[Values, list[Tensor]], None]
     tables: tuple[str, ...]
     num_rows: tuple[int, ...]
     routes: tuple[TableRoute, ...]
     reads: tuple[int, ...]
+
+    def route(self, values: Values, packed: Tensor) -> None:
+        """Adds the values of the ids phase, from what all ranks' ids are packed into."""
+        self.routing(values, unpack_ids(packed, len(self.tables), len(packed)))
 
 
 class Ahead:
@@ -124,7 +127,7 @@ class Ahead:
     def arrive(self, wait: Callable[[Ticket], Tensor]) -> None:
         """Adds the values of the ids phase, once its exchange has ended."""
         assert self.ticket is not None
-        self.program.routing(self.values, InFlight(wait(self.ticket), None))
+        self.program.route(self.values, wait(self.ticket))
 
 
 class AheadOfDevice(Ahead):
@@ -202,7 +205,7 @@ class AheadOfDevice(Ahead):
         for table, of_table in zip(self._tables, counts, strict=True):
             self._streams.keep(table.ids)
             unpacked += [table.ids[: sum(of_table)], torch.tensor(of_table, device="cpu")]
-        self.program.routing_ahead(self.values, unpacked)
+        self.program.routing(self.values, unpacked)
         rest = sizes[len(self._tables) * ranks :]
         found = {}
         for route in self.program.routes:

@@ -122,7 +122,7 @@ class Flow:
             self._forget_rows()
             if program.tables:
                 ids = self.communicator.gather_rows_read(rows, everyone.rows, program.num_rows, "ids")
-                program.routing(values, ids)
+                program.route(values, self.communicator.wait(ids))
         self._valid, self._handed_out = True, False
         self._land_waiting()
         self.launcher.enter_forward()

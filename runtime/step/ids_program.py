@@ -11,38 +11,18 @@ from torch import Tensor, fx
 
 from embrace_fx.runtime.flow import split_ahead
 from embrace_fx.runtime.flow.ahead import IdsProgram, TableRoute
-from embrace_fx.runtime.ranks.communicator import InFlight
-from embrace_fx.runtime.step.phases import Runnable, keep, runnable
+from embrace_fx.runtime.step.phases import Runnable, runnable
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import BatchInput, Mutation, Saved, TrainingGraph, Values, inputs_of, outputs_of
 from embrace_fx.vocabulary.ops import op_name
 
 
-def ids_program(
-    graph: TrainingGraph, state: ModelState, unique_phase: Runnable, wait: Callable[[InFlight], Tensor]
-) -> IdsProgram:
+def ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable) -> IdsProgram:
     """The `IdsProgram` of a graph.
 
     Args:
         unique_phase: the unique phase as it runs in its batch's own step.
-        wait: ends a collective.
     """
-    given: list[InFlight] = []
-
-    def what_was_gathered(node: fx.Node) -> Callable[..., Any] | None:
-        return (lambda *_: given.pop()) if op_name(node) == "embrace::all_gather_ids" else None
-
-    route = runnable(graph.phases["ids"], state, {"_c10d_functional::wait_tensor": wait}, what_was_gathered)
-
-    def routing(values: Values, gathered: InFlight) -> None:
-        given.append(gathered)
-        keep(route.roles, route((), values, {}), values)
-
-    def unique(leaves: Sequence[Any]) -> Values:
-        values: Values = {}
-        keep(unique_phase.roles, unique_phase(leaves, values, {}), values)
-        return values
-
     gathers = [n for n in graph.phases["ids"].graph.nodes if op_name(n) == "embrace::all_gather_ids"]
     sent = [node.meta["role"].name for gather in gathers for node in gather.args[0]]
     paddings = {
@@ -52,13 +32,11 @@ def ids_program(
     }
     tables = tuple(table for gather in gathers for table in gather.meta["tables"])
     parts = _parts_of_ids(graph.phases["ids"], tables)
-    unique_ahead, routing_ahead = _ahead_of_host(graph, state, sent)
     return IdsProgram(
-        unique,
-        unique_ahead,
+        lambda leaves: unique_phase.saved(leaves, {}),
+        _unique_ahead(graph, state, sent),
         lambda values: [values[name] for name in sent],
-        routing,
-        routing_ahead,
+        _routing(graph, state),
         tables,
         tuple(size for gather in gathers for size in gather.args[1]),
         tuple(
@@ -93,16 +71,15 @@ def _parts_of_ids(module: fx.GraphModule, tables: Sequence[str]) -> dict[str, tu
     return {role.name: found[n.name] for n, role in saved if n.name in found}
 
 
-def _ahead_of_host(
+def _unique_ahead(
     graph: TrainingGraph, state: ModelState, sent: Sequence[str]
-) -> tuple[Callable[[Sequence[Any]], tuple[Values, list[Tensor]]], Callable[[Values, list[Tensor]], None]]:
-    """`IdsProgram.unique_ahead` and `.routing_ahead`.
+) -> Callable[[Sequence[Any]], tuple[Values, list[Tensor]]]:
+    """Makes `IdsProgram.unique_ahead`.
 
     Args:
         sent: names of the unique rows, by table.
     """
     counts: dict[str, Tensor] = {}
-    unpacked: list[list[Tensor]] = []
 
     def unique_of(node: fx.Node) -> Callable[..., Any] | None:
         if op_name(node) != "embrace::unique_ids":
@@ -115,27 +92,34 @@ def _ahead_of_host(
 
         return unique_ids_ahead
 
+    unique = runnable(graph.phases["unique"], state, {}, unique_of)
+
+    def unique_ahead(leaves: Sequence[Any]) -> tuple[Values, list[Tensor]]:
+        values = unique.saved(leaves, {})
+        found = [counts[name] for name in sent]
+        counts.clear()
+        return values, found
+
+    return unique_ahead
+
+
+def _routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[Tensor]], None]:
+    """Makes `IdsProgram.routing`: the ids phase behind its exchange."""
+    unpacked: list[list[Tensor]] = []
+
     def given(node: fx.Node) -> Callable[..., Any] | None:
         if op_name(node) == "embrace::unpack_ids":
             return lambda *_: unpacked.pop()
         launches = ("embrace::all_gather_ids", "_c10d_functional::wait_tensor")
         return (lambda *_: None) if op_name(node) in launches else None
 
-    unique = runnable(graph.phases["unique"], state, {}, unique_of)
     route = runnable(graph.phases["ids"], state, {}, given)
 
-    def unique_ahead(leaves: Sequence[Any]) -> tuple[Values, list[Tensor]]:
-        values: Values = {}
-        keep(unique.roles, unique(leaves, values, {}), values)
-        found = [counts[name] for name in sent]
-        counts.clear()
-        return values, found
-
-    def routing_ahead(values: Values, of_tables: list[Tensor]) -> None:
+    def routing(values: Values, of_tables: list[Tensor]) -> None:
         unpacked.append(of_tables)
-        keep(route.roles, route((), values, {}), values)
+        route.saved((), values)
 
-    return unique_ahead, routing_ahead
+    return routing
 
 
 def ids_are_pure(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:

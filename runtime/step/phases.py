@@ -59,6 +59,11 @@ class Runnable:
                 arguments.append(tangents[key])
         return self.run(arguments)
 
+    def saved(self, leaves: Sequence[Any], values: Values) -> Values:
+        """Runs it, and adds what it saves to `values`."""
+        keep(self.roles, self(leaves, values, {}), values)
+        return values
+
 
 def runnable(
     module: fx.GraphModule,

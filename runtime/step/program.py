@@ -138,7 +138,7 @@ class Program:
         if self.has_backward:
             self._lowered["backward"] = self._lowered_phase("backward", graph, bound)
         asks = self.flow is not None or state.hints is not None
-        self.ids_program = ids_program(graph, state, self.unique, self.communicator.wait) if asks else None
+        self.ids_program = ids_program(graph, state, self.unique) if asks else None
 
     def _bound(self, graph: TrainingGraph) -> Bindings:
         flow, links = self.flow, self._links

@@ -159,13 +159,13 @@ class Step:
             )
         values: Values = {}
         try:
-            keep(program.unique.roles, program.unique(self._leaves, values, {}), values)
+            program.unique.saved(self._leaves, values)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             program.announcements.announce_step((), unreadable(error))
             raise
         if not program.announces:
             program.announcements.announce_step(())
-        keep(program.ids.roles, program.ids(self._leaves, values, {}), values)
+        program.ids.saved(self._leaves, values)
         program.let_go(values, "ids")
         if program.flow is not None:
             program.flow.begin_plain_forward()

@@ -14,7 +14,7 @@ from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.announcement import Announcements
-from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
+from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.operation_id import IDS, OperationId, gradients_id, rows_id
 
@@ -74,7 +74,7 @@ def ids_program() -> IdsProgram:
     def unique(leaves: Sequence[Any]) -> Values:
         return {"unique": leaves[0].unique()}
 
-    def routing(values: Values, gathered: InFlight) -> None:
+    def routing(values: Values, unpacked: list[Tensor]) -> None:
         values["ids"], values["counts"] = values["unique"], torch.tensor([values["unique"].numel()])
 
     route = TableRoute("t", "ids", "counts", torch.float32, -1, (("t", 0),))
@@ -83,7 +83,6 @@ def ids_program() -> IdsProgram:
         lambda leaves: (unique(leaves), []),
         lambda values: [values["unique"]],
         routing,
-        lambda values, unpacked: None,
         ("t",),
         (ROWS,),
         (route,),
