@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -27,32 +28,22 @@ from embrace_fx.setup.setting import Setting
 from embrace_fx.setup.telling import stage
 
 
+@dataclass(frozen=True, eq=False)
 class GraphCalls:
     """Runs one model's calls on captured graphs.
 
-    Args:
-        eager: the other route, from which calls may come back.
+    Attributes:
+        _eager: the other route, from which calls may come back.
     """
 
-    def __init__(
-        self,
-        setting: Setting,
-        planned: PlanInUse,
-        kinds: Kinds,
-        captures: Captures,
-        eager: EagerCalls,
-        lookahead: Lookahead,
-        watch: ModelWatch,
-        parameters: ParameterWatch,
-    ) -> None:
-        self._setting = setting
-        self._planned = planned
-        self._kinds = kinds
-        self._captures = captures
-        self._eager = eager
-        self._lookahead = lookahead
-        self._watch = watch
-        self._parameters = parameters
+    _setting: Setting
+    _planned: PlanInUse
+    _kinds: Kinds
+    _captures: Captures
+    _eager: EagerCalls
+    _lookahead: Lookahead
+    _watch: ModelWatch
+    _parameters: ParameterWatch
 
     def call(
         self,
