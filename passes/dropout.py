@@ -73,8 +73,6 @@ def _replace_backwards(rewriter: Rewriter, mask: fx.Node, noise: fx.Node) -> Non
             traced: Tensor = backward.meta["val"]
             if traced.is_contiguous() and not gradient.meta["val"].is_contiguous():
                 name = f"{backward.name}_contiguous"
-                gradient = rewriter.create(
-                    aten.clone.default, gradient, name=name, memory_format=torch.contiguous_format
-                )
+                gradient = rewriter.call(aten.clone.default, gradient, name=name, memory_format=torch.contiguous_format)
         backward.replace_all_uses_with(gradient)
         rewriter.graph.erase_node(backward)

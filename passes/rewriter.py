@@ -64,12 +64,8 @@ class Rewriter:
             yield
         self._region = around
 
-    def call(self, target: Any, *args: Any, name: str) -> fx.Node:
+    def call(self, target: Any, *args: Any, name: str, **options: Any) -> fx.Node:
         """Inserts a call at the current place."""
-        return self.create(target, *args, name=name)
-
-    def create(self, target: Any, *args: Any, name: str, **options: Any) -> fx.Node:
-        """Inserts a call with options by name."""
         node = self.graph.create_node("call_function", target, args, options, name=name)
         self._taken.add(node.name)
         if self._region is not None:
@@ -95,7 +91,7 @@ class Rewriter:
         return self.call(operator.getitem, node, index, name=name)
 
     def cast(self, node: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
-        return self.create(_CAST, node, dtype=dtype, name=name)
+        return self.call(_CAST, node, dtype=dtype, name=name)
 
     def wait(self, launch: fx.Node) -> fx.Node:
         return self.call(WAIT, launch, name=f"{launch.name}_done")

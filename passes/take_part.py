@@ -117,7 +117,7 @@ def _look_nothing_up(graph: TrainingGraph, rewriter: Rewriter, name: str, like: 
     padding = argument(lookups[0], "padding_idx") if lookups else like.padding_idx
     short = _identifier(name)
     with rewriter.before(graph.graph.output_node()):
-        none = rewriter.create(aten.full.default, [0], 0, dtype=torch.int64, device=like.device, name=f"{short}_no_ids")
+        none = rewriter.call(aten.full.default, [0], 0, dtype=torch.int64, device=like.device, name=f"{short}_no_ids")
         rows = rewriter.call(aten.embedding.default, weight, none, padding, name=f"{short}_no_rows")
         zeros = rewriter.call(aten.zeros_like.default, rows, name=f"{short}_nothing")
         backward = aten.embedding_dense_backward.default

@@ -73,14 +73,11 @@ class ModelWatch:
 
     def parameters_changed(self) -> str | None:
         """The name of a parameter that came, went or was replaced; None where all are those that were."""
-        if [*map(id, chain.from_iterable(map(_values, self._parameters)))] == self._ids and self._same_modules():
+        if [*map(id, chain.from_iterable(map(_values, self._parameters)))] == self._ids and self._now() == self._were:
             return None
         now = self._named()
         found = (name for name in {**self._names, **now} if self._names.get(name) != now.get(name))
         return next(found, None)
-
-    def _same_modules(self) -> bool:
-        return self._now() == self._were
 
     def _now(self) -> tuple[list[Any], list[Any]]:
         return [*map(tuple, map(_values, self._children))], [kind.forward for kind in self._kinds]

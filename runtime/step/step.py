@@ -204,7 +204,7 @@ class Step:
         used = program.used.words(given, state.unreduced)
         if state.hooked:
             state.unreached = program.used.absent(program.used.words(given))
-        outputs, roles, counts = self._run_backward(values, tangents, used, twice)
+        outputs, roles, counts = self._close(self._open(values), values, tangents, used, twice=twice)
         self._mark_end()
         if not for_parameters:
             if flow is not None:
@@ -238,19 +238,6 @@ class Step:
             self._check_gate(gate)  # what is launched here leaves at once
         return gate
 
-    def _run_backward(
-        self, values: Values, tangents: Sequence[Tensor | None], used: Sequence[int], twice: bool
-    ) -> tuple[tuple[Any, ...], Sequence[OutputRole], tuple[int, ...]]:
-        """The backward's outputs, their roles, and how many ranks' backwards reach each parameter.
-
-        Args:
-            used: what this rank tells of the parameters that its backward reaches.
-
-        Raises:
-            PeerFailure, FloatingPointError, RuntimeError: as `launch_flags` says, on every rank.
-        """
-        return self._close(self._open(values), values, tangents, used, twice=twice)
-
     def _open(self, values: Values) -> Opened:
         """Begins a backward: tells the others of it, and opens its window.
 
@@ -269,7 +256,17 @@ class Step:
     def _close(
         self, opened: Opened, values: Values, tangents: Sequence[Tensor | None], used: Sequence[int], *, twice: bool
     ) -> tuple[tuple[Any, ...], Sequence[OutputRole], tuple[int, ...]]:
-        """Runs what has been opened, to its end."""
+        """Runs what has been opened, to its end.
+
+        Args:
+            used: what this rank tells of the parameters that its backward reaches.
+
+        Returns:
+            The backward's outputs, their roles, and how many ranks' backwards reach each parameter.
+
+        Raises:
+            PeerFailure, FloatingPointError, RuntimeError: as `launch_flags` says, on every rank.
+        """
         flow, gate, backward = self.program.flow, opened.gate, opened.phase
         finish: Finish | None = None
         written, names = 0, ""

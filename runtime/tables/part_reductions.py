@@ -232,7 +232,8 @@ def _unscaled(func: Any, args: Any, kwargs: Any) -> Any:
     gradients, found_inf, inverse_scale = args
     parts = [g for g in gradients if isinstance(g, Part)]
     plain = [g for g in gradients if not isinstance(g, Part)]
-    values = [_values(part.held).clone() for part in parts]
+    held = [part.held for part in parts]
+    values = [(each.values() if isinstance(each, HeldGradient) else each.dense()).clone() for each in held]
     func([*plain, *values], found_inf, inverse_scale)
     for part, changed in zip(parts, values, strict=True):
         if isinstance(part.held, HeldGradient):
@@ -241,10 +242,6 @@ def _unscaled(func: Any, args: Any, kwargs: Any) -> Any:
             part.held.memory().copy_(changed)
         part.held.note_write()
     parts[0].origin.reduce(found_inf, _MAX)
-
-
-def _values(held: Held) -> Tensor:
-    return held.values() if isinstance(held, HeldGradient) else held.dense()
 
 
 REDUCTIONS: Mapping[Any, Rule] = MappingProxyType(

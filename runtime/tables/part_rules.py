@@ -54,7 +54,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(isinstance(leaf, DTensor) for leaf in leaves):
         raise first.origin.refused(f"{func._schema.name} with a DTensor")
     summed = not first.origin.is_alone and any(leaf.held.unreduced for leaf in leaves if isinstance(leaf, Part))
-    if summed and not _is_of_sums(func):
+    # A `_foreach_` op goes by its single ones.
+    if summed and func not in _OF_SUMS and not func._schema.name.startswith("aten::_foreach_"):
         raise first.origin.unreduced(func._schema.name)
     rule = _RULES.get(func)
     if rule is not None and (isinstance(args[0], Part | list | tuple) or rule in _OF_TWO):
@@ -363,10 +364,6 @@ _OF_SUMS = frozenset(
     }
 )
 """What does the same to the sum of all ranks' gradients as to each of them."""
-
-
-def _is_of_sums(func: Any) -> bool:
-    return func in _OF_SUMS or func._schema.name.startswith("aten::_foreach_")  # which goes by its single ones
 
 
 _OF_TWO = frozenset({REDUCTIONS[aten.equal.default]})

@@ -53,10 +53,8 @@ class StackedTable:
     @property
     def local(self) -> Tensor:
         """This rank's part, (V', d)."""
-        return self._weights.of([member.local for member in self.members], self._move_parameter)
-
-    def _move_parameter(self, k: int, view: Tensor) -> None:
-        self.members[k].move(view)  # the same parameter to everyone who holds it
+        # Of each, the same parameter to everyone who holds it.
+        return self._weights.of([each.local for each in self.members], lambda k, view: self.members[k].move(view))
 
     @property
     def joined(self) -> tuple[Tensor, ...]:

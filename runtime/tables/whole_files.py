@@ -35,8 +35,9 @@ def write_whole(state: dict[str, Any], path: Path) -> None:
     """Collective among the ranks of the state's shards, which lie by columns, as state dicts show them."""
     values = list(_tensors(state))
     group = next((each.device_mesh.get_group() for each in values if isinstance(each, DTensor)), None)
+    rank = dist.get_rank() if dist.is_initialized() else 0
     writes = group is None or dist.get_rank(group) == 0
-    being_written = path.with_name(f"{path.name}.part" if group is not None else f"{path.name}.part-{_own_number()}")
+    being_written = path.with_name(f"{path.name}.part" if group is not None else f"{path.name}.part-{rank}")
     places: list[Tensor | None] = [None] * len(values)
     if writes:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,10 +58,6 @@ def write_whole(state: dict[str, Any], path: Path) -> None:
         being_written.replace(path)
     if group is not None:
         dist.barrier(group)  # whoever returns finds the file
-
-
-def _own_number() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
