@@ -25,6 +25,7 @@ from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.own_step import hyperparameters, step_groups
+from embrace_fx.vocabulary.forwarding import READ_MEMORY, forward
 from embrace_fx.vocabulary.operation_id import OperationId, bucket_name
 
 GONE = (
@@ -72,26 +73,14 @@ class PendingGradient(Tensor):
         )
         return func(*args, **kwargs)
 
-    # What reads memory without the dispatcher.
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.resolve().numpy(force=force)
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.resolve().__array__(dtype)
-
-    def tolist(self) -> Any:
-        return self.resolve().tolist()
-
-    def data_ptr(self) -> int:
-        return self.resolve().data_ptr()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.resolve(), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.resolve().__reduce_ex__(protocol)
 
+
+forward(PendingGradient, READ_MEMORY, lambda gradient, _: gradient.resolve())
 
 BucketExchange = Callable[[Tensor, str], InFlight]
 """Starts the exchange of a flat tensor, in place; given the name of its launch."""

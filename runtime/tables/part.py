@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.held import Held
 from embrace_fx.runtime.tables.part_layout import Layout
+from embrace_fx.vocabulary.forwarding import READ_MEMORY, forward
 
 REFUSAL = (
     "expected whole tensors, in what is saved, found {}: one rank's file would lose the other ranks' columns. Call "
@@ -163,36 +164,12 @@ class Part(Tensor):
         self._whole("map2_()").map2_(*given)
         return self
 
-    def numpy(self, *, force: bool = False) -> Any:
-        return self._whole("numpy()").numpy(force=force)
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self._whole("numpy()").__array__(dtype)
-
-    def tolist(self) -> Any:
-        return self._whole("tolist()").tolist()
-
-    def data_ptr(self) -> int:
-        return self._whole("data_ptr()").data_ptr()
-
-    def const_data_ptr(self) -> int:
-        return self._whole("const_data_ptr()").const_data_ptr()  # type: ignore[attr-defined, no-any-return]
-
-    def untyped_storage(self) -> Any:
-        return self._whole("untyped_storage()").untyped_storage()
-
-    def storage(self) -> Any:
-        return self._whole("storage()").storage()
-
     def share_memory_(self) -> Part:
         self.held.memory().share_memory_()
         return self
 
     def is_shared(self) -> bool:
         return bool(self.held.memory().is_shared())
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._whole("__dlpack__()").__dlpack__(*args, **kwargs)
 
     def _whole(self, asked: str) -> Tensor:
         """Its memory, where that is all of it."""
@@ -220,6 +197,8 @@ class Part(Tensor):
     def _typed_storage(self) -> NoReturn:
         raise TypeError(REFUSAL.format(f"a part of {self.origin}"))
 
+
+forward(Part, READ_MEMORY, lambda part, name: part._whole(f"{'numpy' if name == '__array__' else name}()"))
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Answers (op, arguments, arguments by name), of which some are parts; NotImplemented: another one has to."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from embrace_fx.vocabulary.forwarding import forward
+
 _LOOKS = (
     *(
         "__getitem__",
@@ -62,12 +64,4 @@ class PendingState(defaultdict[Any, Any]):
         return self.now().__reduce_ex__(protocol)
 
 
-def _look(name: str) -> Callable[..., Any]:
-    def look(state: PendingState, *args: Any, **kwargs: Any) -> Any:
-        return getattr(state.now(), name)(*args, **kwargs)
-
-    return look
-
-
-for _name in _LOOKS:
-    setattr(PendingState, _name, _look(_name))
+forward(PendingState, _LOOKS, lambda state, _: state.now())
