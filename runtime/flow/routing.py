@@ -31,37 +31,20 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Merge:
-    """Sums rows of equal ids, by places found before the rows arrive.
-
-    Attributes:
-        ids: (K,) sorted and unique, without the padding row.
-        places: (R,) which of them each row is summed into; K: none, a padding row.
-    """
-
-    ids: Tensor
-    places: Tensor
-
-    def sum(self, flat: Tensor, columns: int, scale: float) -> tuple[Tensor, Tensor]:
-        """Sums flat (R * d,) as `coalesce` does, without a size that the host would have to ask for."""
-        rows = flat.view(self.places.numel(), columns)
-        summed = rows.new_zeros((self.ids.numel() + 1, columns)).index_add_(0, self.places, rows, alpha=scale)
-        return self.ids, summed[:-1]
-
-
-@dataclass(frozen=True)
 class Selection:
     """Some of a routing's rows, the same ones on all ranks.
 
     Attributes:
         positions: (K,) among the routing's rows, ascending.
         counts: how many of them are whose.
-        merge: how their gradients are summed; None: found when they arrive.
+        sums: how their gradients are summed, without a size that the host would have to ask for: the ids (k,) of the
+            sums, sorted and unique, without the padding row, and (K,) which of them each row goes into; k: none, a
+            padding row. None: found when they arrive.
     """
 
     positions: Tensor
     counts: tuple[int, ...]
-    merge: Merge | None = None
+    sums: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def of(routing: Routing, mask: Tensor) -> Selection:
@@ -80,10 +63,12 @@ class Selection:
         self, ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float
     ) -> tuple[Tensor, Tensor]:
         """The op of that name, for gradients of the rows selected."""
-        if self.merge is not None:
-            return self.merge.sum(flat, columns, scale)
-        unique, rows = coalesce(ids, flat, columns, padding_idx, scale)
-        return unique, rows
+        if self.sums is None:
+            unique, rows = coalesce(ids, flat, columns, padding_idx, scale)
+            return unique, rows
+        unique, places = self.sums
+        rows = flat.view(places.numel(), columns)
+        return unique, rows.new_zeros((len(unique) + 1, columns)).index_add_(0, places, rows, alpha=scale)[:-1]
 
 
 @dataclass(frozen=True)

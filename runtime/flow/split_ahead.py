@@ -20,7 +20,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.flow.routing import Merge, Routing, RowSplitter, Selection, Split, by_rank
+from embrace_fx.runtime.flow.routing import Routing, RowSplitter, Selection, Split, by_rank
 from embrace_fx.runtime.launch.streams import first_true
 
 _BELOW_ALL = torch.iinfo(torch.int64).min
@@ -68,7 +68,7 @@ class _Selected:
 
 @dataclass(frozen=True)
 class _Merged:
-    """A `Merge`, likewise."""
+    """Its sums, likewise."""
 
     ids: Tensor
     places: Tensor
@@ -205,5 +205,5 @@ def _merge(ordered: Tensor, order: Tensor, mask: Tensor, padding_idx: int) -> _M
     return _Merged(ordered.index_select(0, first_true(heads)), torch.empty_like(order).scatter_(0, order, places), size)
 
 
-def _sliced(merge: _Merged, part: _Selected, rows: int, size: int) -> Merge:
-    return Merge(merge.ids[:size], merge.places.index_select(0, part.positions[:rows]))
+def _sliced(merge: _Merged, part: _Selected, rows: int, size: int) -> tuple[Tensor, Tensor]:
+    return merge.ids[:size], merge.places.index_select(0, part.positions[:rows])
