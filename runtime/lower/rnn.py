@@ -68,9 +68,10 @@ def rnn_layer(*arguments: Any) -> list[Tensor]:
 def rnn_layer_backward(grad_output: Any, grad_h: Any, grad_c: Any, *arguments: Any) -> list[Tensor]:
     """Computes the gradients of `rnn_layer`, as `embrace_fx.vocabulary.rnn_ops` describes."""
     *inputs, results, cell, reverse, kernel, input_grad = arguments
-    layer, grads = _Layer(*inputs, cell, reverse, kernel, save=True), (grad_output, grad_h, grad_c)
-    has_cells = layer.c0 is not None
-    sources = [*([layer.input] if input_grad else []), layer.h0, *([layer.c0] if has_cells else []), *layer.weights]
+    given: list[Any] = [*inputs, cell, reverse, kernel, True]
+    layer, grads = _Layer(*given), (grad_output, grad_h, grad_c)
+    of_cells = [] if layer.c0 is None else [layer.c0]
+    sources = [*([layer.input] if input_grad else []), layer.h0, *of_cells, *layer.weights]
     walk = Walk.of(layer.input, layer.batch_sizes, reverse)
     if kernel == "loop":
         with _no_autocast(layer.input):
@@ -81,7 +82,7 @@ def rnn_layer_backward(grad_output: Any, grad_h: Any, grad_c: Any, *arguments: A
         found = _cudnn_backward(grads, layer, results, walk, input_grad)
     else:
         found = _mkldnn_backward(grads, layer, results)
-    gradients = [*([found.input] if input_grad else []), found.h0, *([found.c0] if has_cells else []), *found.weights]
+    gradients = [*([found.input] if input_grad else []), found.h0, *([found.c0] if of_cells else []), *found.weights]
     # Kernels compute wider than some of their arguments; a gradient is as wide as what it belongs to.
     return [
         g.to(source.dtype).view(source.shape) for g, source in zip(gradients, sources, strict=True) if g is not None

@@ -114,7 +114,7 @@ class Deferred(Training):
     def backward(self) -> None:
         self.launcher.enter_forward()
         for number in reversed(range(len(BUCKETS))):
-            self.calls.update_bucket(number)
+            self.calls.update_bucket([], number)
         trained = [name for bucket in BUCKETS for name in bucket]
         gradients = dict(
             zip(
@@ -128,7 +128,7 @@ class Deferred(Training):
         for k, bucket in enumerate(BUCKETS):
             flat, start = pack_bucket([gradients[name] for name in bucket], 1 / WORLD), 0
             for i, length in enumerate(self._chunks[k]):
-                self.calls.submit_chunk(chunk_id(k, i), flat, start, length)
+                self.calls.submit_chunk(chunk_id(k, i), flat, start, length, "")
                 start += length
             self.flow.buckets.take_over(k, flat)
         self.launcher.leave_backward()

@@ -240,7 +240,7 @@ class Training:
             self.exchange.submit_gradient(launch, own, batch.ids, batch.counts, self.padding_idx, scale)
         self.launcher.leave_backward()
         self.exchange.deliver()
-        parts = [part.ids.tolist() for part in self.exchange._gradients[-1].parts]
+        parts = [part.part.ids.tolist() for part in self.exchange._gradients[-1].parts]
         assert sorted(functools.reduce(operator.iadd, parts, [])) == sorted(batch.ids.tolist())
         if cut:
             assert following is not None

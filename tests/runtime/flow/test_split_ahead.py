@@ -84,7 +84,7 @@ def test_batches_are_cut_as_with_sizes_at_hand(ranks: int, data: st.DataObject, 
     for part, _ in parts[2:]:
         rows = torch.randn(part.positions.numel(), 3, dtype=torch.float64)
         of_part = current.ids[part.positions]
-        assert part.merge is not None
+        assert part.sums is not None
         summed = part.coalesce(of_part, rows.view(-1), 3, padding_idx, 0.5)
         for mine, reference in zip(summed, kernels.coalesce(of_part, rows.view(-1), 3, padding_idx, 0.5), strict=True):
             assert torch.equal(mine, reference)
