@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from embrace_fx.runtime.tables.table_part import local_part
+from embrace_fx.runtime.tables.part import Part
 from embrace_fx.vocabulary.as_seen import AsSeen
 
 
@@ -49,4 +49,4 @@ def in_memory_of(made: Iterable[Tensor], read: AsSeen) -> AsSeen:
 
 def memory_of(tensor: Tensor) -> int:
     """Returns a number that tensors in the same memory share."""
-    return int(local_part(tensor).untyped_storage()._cdata)
+    return int((tensor.held.now() if isinstance(tensor, Part) else tensor).untyped_storage()._cdata)

@@ -53,6 +53,9 @@ class HeldInFile(Held):
     def dense(self) -> NoReturn:
         raise RuntimeError(self._refusal)
 
+    def memory(self) -> NoReturn:
+        raise RuntimeError(self._refusal)
+
     def replace(self, local: Tensor) -> NoReturn:
         raise RuntimeError(self._refusal)
 

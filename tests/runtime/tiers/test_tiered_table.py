@@ -86,8 +86,15 @@ def test_batch_larger_than_memory_is_an_error_on_every_rank() -> None:
 
 def test_all_rows_at_once_are_refused(tmp_path: Path) -> None:
     table = beyond_memory(torch.randn(V, D), OPTIMIZERS["adamw"], 30, tmp_path)
-    for ask in (lambda: table.parameter + 1, table.parameter.norm, table.open_gradient().memory):
-        with pytest.raises(RuntimeError, match="expected"):
+    parameter, first = table.parameter, torch.tensor([3])
+    reads = (lambda: parameter + 1, parameter.norm, parameter.data.to_local, lambda: parameter.data[3])
+    writes = (
+        parameter.data.zero_,
+        lambda: torch.nn.init.zeros_(parameter),
+        lambda: parameter.data.index_fill_(0, first, 0),
+    )
+    for ask in (*reads, *writes, table.open_gradient().memory):
+        with pytest.raises(RuntimeError, match=r"expected rows by ids|dense gradient"):
             ask()
     with pytest.raises(TierError, match="30 rows of memory for 31"):
         table.places(torch.arange(31))
