@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Literal, NamedTuple
 
 Lane = Literal["compute", "ids", "embedding", "dense", "delayed", "offload", "reload"]
 CLASS_LANES: tuple[Lane, ...] = ("ids", "embedding", "dense", "delayed")
@@ -49,9 +49,10 @@ _SPELLED: dict[Kind, dict[Part, str]] = {
 """How operations are shown; those that are not in it by `what` alone."""
 
 
-@dataclass(frozen=True, order=True)
-class OperationId:
+class OperationId(NamedTuple):
     """The identity of an operation in graphs, schedules, launchers and recordings. Equal on all ranks.
+
+    A tuple, whose hash takes no call of Python: launchers and recorders look it up a hundred times a step.
 
     Attributes:
         kind: what it does.
@@ -89,21 +90,25 @@ ROW_NORMS = OperationId("all_reduce", "row norms", lane="dense")
 """Squares of rows of all tables that row-wise optimizers step, added up over ranks between two steps."""
 
 
+@cache
 def bucket_name(bucket: int) -> str:
     """The `what` of a bucket's operations: "bucket 0"."""
     return f"bucket {bucket}"
 
 
+@cache
 def chunk_id(bucket: int, number: int) -> OperationId:
     """A chunk of a bucket, on its way."""
     return OperationId("all_reduce", bucket_name(bucket), "chunk", number, "dense")
 
 
+@cache
 def rows_id(table: str, part: Part) -> OperationId:
     """A table's rows on their way: "whole", "early" or "late"."""
     return OperationId("lookups", table, part, lane="embedding")
 
 
+@cache
 def gradients_id(table: str, part: Part, number: int = 0) -> OperationId:
     """A table's row gradients on their way: "whole", "prior", or a piece of the "delayed" ones."""
     if part == "delayed":
@@ -111,6 +116,7 @@ def gradients_id(table: str, part: Part, number: int = 0) -> OperationId:
     return OperationId("gradients", table, part, number, "embedding")
 
 
+@cache
 def compute_id(kind: Kind, what: str) -> OperationId:
     """A compute operation for a table or a bucket."""
     return OperationId(kind, what)

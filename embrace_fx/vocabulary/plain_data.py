@@ -2,7 +2,8 @@
 
 Contract
     Nothing but data is read, of the type that the reader expects: text, numbers, tensors of integers, tuples, lists and
-    mappings of them, and dataclasses whose fields are such. Nothing that arrives is executed, as a pickle would be.
+    mappings of them, and dataclasses and named tuples whose fields are such. Nothing that arrives is executed, as a
+    pickle would be.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _INTEGERS = {"int32": torch.int32, "int64": torch.int64}
 
 def to_plain(value: Any) -> Any:
     """A value in what JSON knows; a mapping as pairs, for its keys need not be text."""
-    if is_dataclass(value):
-        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+    if (names := _names(value)) is not None:
+        return {name: to_plain(getattr(value, name)) for name in names}
     if isinstance(value, tuple | list):
         return [to_plain(each) for each in value]
     if isinstance(value, Mapping):
@@ -59,12 +60,12 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
         return dict(from_plain(pair, each, where) for each in value)
     if kind is Tensor and isinstance(value, list):
         return _integers(value, where)
-    if is_dataclass(kind) and isinstance(value, dict):
+    if (names := _names(kind)) is not None and isinstance(value, dict):
         hints = _hints(cast("Any", kind))
-        if unknown := value.keys() - {field.name for field in fields(kind)}:
+        if unknown := value.keys() - names:
             raise ValueError(f"{where} has {sorted(unknown)}, which it should not have")
         try:
-            found = kind(**{name: from_plain(hints[name], v, f"{where}.{name}") for name, v in value.items()})  # type: ignore[operator]
+            found = kind(**{name: from_plain(hints[name], v, f"{where}.{name}") for name, v in value.items()})
         except TypeError as error:
             raise ValueError(f"{where} lacks a field: {error}") from error
         return found
@@ -76,6 +77,14 @@ def from_plain(kind: Any, value: Any, where: str = "it") -> Any:
 
 
 _hints = cache(get_type_hints)
+
+
+def _names(value: Any) -> tuple[str, ...] | None:
+    """The fields of a dataclass or a named tuple, or of a value of one; None: it is neither."""
+    if is_dataclass(value):
+        return tuple(field.name for field in fields(value))
+    kind = value if isinstance(value, type) else type(value)
+    return getattr(kind, "_fields", None) if issubclass(kind, tuple) else None
 
 
 def _of_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:

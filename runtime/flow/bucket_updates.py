@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import TensorWeakRef
 
 from embrace_fx import cost
 from embrace_fx.runtime.kernels import unpack_bucket
@@ -41,24 +41,30 @@ class PendingGradient(Tensor):
     at is from then on an ordinary gradient.
 
     Attributes:
-        land: waits for the gradient, and sets `landed`.
-        landed: the real one.
+        bucket: the gradients among which it is.
+        place: which of them it is.
     """
 
-    land: Callable[[], None]
-    landed: Tensor | None
+    bucket: _Landing
+    place: int
 
     @staticmethod
-    def __new__(cls, like: Tensor, land: Callable[[], None]) -> PendingGradient:
+    def __new__(cls, like: Tensor, bucket: _Landing, place: int) -> PendingGradient:
         made: PendingGradient = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.land, made.landed = land, None
+        made.bucket, made.place = bucket, place
         return made
+
+    @property
+    def landed(self) -> Tensor | None:
+        """The real one; None: nobody has waited for it."""
+        found = self.bucket.gradients
+        return None if found is None else found[self.place]
 
     def resolve(self) -> Tensor:
         if self.landed is None:
-            self.land()
+            self.bucket.land()
         assert self.landed is not None
         return self.landed
 
@@ -86,6 +92,18 @@ BucketExchange = Callable[[Tensor, str], InFlight]
 """Starts the exchange of a flat tensor, in place; given the name of its launch."""
 
 
+@dataclass(eq=False)
+class _Landing:
+    """The gradients of a bucket, as what stands in for them knows them.
+
+    Attributes:
+        land: waits for them, and sets `gradients`.
+    """
+
+    land: Callable[[], None]
+    gradients: Sequence[Tensor] | None = None
+
+
 class _Bucket:
     """One bucket's gradients, from their submission to their update."""
 
@@ -96,25 +114,25 @@ class _Bucket:
         self.updates: list[tuple[Optimizer, list[dict[str, Any]]]] = []
         self.stepped: dict[int, nn.Parameter] = {}
         """Parameters that `updates` covers, by identity: a tensor's hash is a call of Python."""
-        self.stand_ins: list[TensorWeakRef | None] = [None] * len(parameters)
-        """What was put into `.grad` of each parameter, as long as someone holds it."""
+        self.landing: Callable[[], _Landing | None] = lambda: None
+        """Finds what has been put into `.grad` of the parameters to know of them, as long as someone holds that."""
 
     def stands_in(self, n: int) -> bool:
         """Tells whether `.grad` of the n-th parameter is what was put there, and nobody has looked at it."""
-        held = self.stand_ins[n]
-        stand_in = None if held is None else held()
-        return isinstance(stand_in, PendingGradient) and self.parameters[n].grad is stand_in and stand_in.landed is None
+        found = self.parameters[n].grad
+        if not isinstance(found, PendingGradient) or found.place != n or found.bucket.gradients is not None:
+            return False
+        return found.bucket is self.landing()
 
     def is_held(self) -> bool:
         """Tells whether someone holds what was put into `.grad`."""
-        return any(held is not None and held() is not None for held in self.stand_ins)
+        return self.landing() is not None
 
     def arrived(self, gradients: Sequence[Tensor]) -> None:
         """Tells whoever still holds a stand-in."""
-        for held, gradient in zip(self.stand_ins, gradients, strict=True):
-            stand_in = None if held is None else held()
-            if isinstance(stand_in, PendingGradient) and stand_in.landed is None:
-                stand_in.landed = gradient
+        landing = self.landing()
+        if landing is not None and landing.gradients is None:
+            landing.gradients = gradients
 
 
 class BucketUpdates:
@@ -220,18 +238,19 @@ class BucketUpdates:
                         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             return
         for k in buckets:
-            for n, parameter in enumerate(self._waiting[k].parameters):
+            bucket, landing = self._waiting[k], self._landing(k)
+            for n, parameter in enumerate(bucket.parameters):
                 if id(parameter) not in without:
-                    parameter.grad = self._stand_in(k, n)
+                    parameter.grad = PendingGradient(parameter, landing, n)
 
-    def _stand_in(self, k: int, n: int) -> PendingGradient:
+    def _landing(self, k: int) -> _Landing:
         bucket = self._waiting[k]
         # Weakly: autograd's owner of `.grad` is nothing that the garbage collector sees, so that a gradient that kept
         # all this, and with it its own parameter, would keep it for ever.
         itself, of_bucket = ref(self), ref(bucket)
-        made = PendingGradient(bucket.parameters[n], lambda: _land_for(itself(), k, of_bucket()))
-        bucket.stand_ins[n] = TensorWeakRef(made)
-        return made
+        landing = _Landing(lambda: _land_for(itself(), k, of_bucket()))
+        bucket.landing = ref(landing)
+        return landing
 
     def wanted(self, k: int, bucket: _Bucket) -> None:
         """Lands a gradient of a bucket, which someone uses."""
@@ -246,40 +265,44 @@ class BucketUpdates:
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
-    def take(self, optimizer: Optimizer, tables: Set[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    def take(self, optimizer: Optimizer, tables: Set[int]) -> list[tuple[nn.Parameter, Tensor]]:
         """Hides late gradients from an optimizer that is about to step, if every gradient it would read is late.
 
         Args:
-            tables: sharded ones, which others look after.
+            tables: ids of sharded ones, which others look after.
 
         Returns: what `.grad` was, to be put back after the step, which then skips those parameters. Nothing where the
         optimizer has to step them by itself, at once; their gradients are ordinary ones then.
         """
-        others = {id(table) for table in tables}
-        every = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in others]
-        mine = [p for p in every if p.grad is not None]
-        for parameter in mine:
-            if isinstance(parameter.grad, PendingGradient) and parameter.grad.landed is not None:
-                parameter.grad = parameter.grad.landed  # put back by an assignment such as `p.grad *= 2`
         place_of = {id(p): (bucket, n) for bucket in self._waiting.values() for n, p in enumerate(bucket.parameters)}
-        places = [place_of.get(id(p)) for p in mine]
-        if not all(place is not None and _may_step(*place) for place in places):
+        taken, may_step = [], True
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = None if id(parameter) in tables else parameter.grad
+                if gradient is None:
+                    continue
+                if isinstance(gradient, PendingGradient) and gradient.bucket.gradients is not None:
+                    parameter.grad = gradient.landed  # put back by an assignment such as `p.grad *= 2`
+                bucket, n = place_of.get(id(parameter), (None, 0))
+                is_late = bucket is not None and id(parameter) not in bucket.stepped and bucket.stands_in(n)
+                may_step = may_step and is_late
+                taken.append((parameter, gradient))
+        if not may_step:
             self.release(optimizer)
-            return {}
-        taken = {p: p.grad for p in mine if p.grad is not None}
-        for parameter in taken:
+            return []
+        for parameter, _ in taken:
             parameter.grad = None
         return taken
 
-    def step(self, optimizer: Optimizer, taken: Set[nn.Parameter]) -> None:
-        """Has what was taken step later, under the options of this moment: the optimizer has stepped."""
+    def step(self, optimizer: Optimizer, taken: Set[int]) -> None:
+        """Has what was taken, parameters by their ids, step later, under the options of this moment: the optimizer has
+        stepped."""
         bucket_of = {id(parameter): k for k, bucket in self._waiting.items() for parameter in bucket.parameters}
-        of_step = {id(parameter) for parameter in taken}
         groups: dict[int, list[dict[str, Any]]] = {}
         for group in optimizer.param_groups:
             kept, by_bucket = hyperparameters(group), dict[int, list[nn.Parameter]]()
             for parameter in group["params"]:
-                if id(parameter) in of_step:
+                if id(parameter) in taken:
                     by_bucket.setdefault(bucket_of[id(parameter)], []).append(parameter)
             for k, parameters in by_bucket.items():
                 groups.setdefault(k, []).append({**kept, "params": parameters})
@@ -334,11 +357,6 @@ class BucketUpdates:
         for ticket in bucket.tickets:
             self._wait(ticket)
         return unpack_bucket(bucket.flat, bucket.parameters)
-
-
-def _may_step(bucket: _Bucket, n: int) -> bool:
-    """Tells whether a step can take the gradient of a bucket's n-th parameter while it is on its way."""
-    return bucket.stands_in(n) and id(bucket.parameters[n]) not in bucket.stepped
 
 
 def _land_for(updates: BucketUpdates | None, k: int, bucket: _Bucket | None) -> None:

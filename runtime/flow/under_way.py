@@ -32,7 +32,7 @@ def waiting(communicator: Communicator, recorder: Recorder) -> Wait:
     def wait(ticket: Ticket) -> Tensor:
         if ticket.done:
             return ticket.wait()
-        with communicator.watching(str(ticket.id)), recorder.waiting(ticket.id):
+        with communicator.watching(ticket.id), recorder.waiting(ticket.id):
             return ticket.wait()
 
     return wait

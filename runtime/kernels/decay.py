@@ -100,17 +100,18 @@ class Moments:
         before, self._count = self._count, self._count + 1
         mean = 1 / (1 - beta1)
         self.centre[before] = fade**mean * (1 - beta2 ** (counted + mean - 1)) ** -0.5  # any number would be right
-        self.sums[:, :before] *= shrink
-        self._root[:before] *= fade * correction / self._correction
-        self._root[before] = fade * correction / self.centre[before]
-        self._correction = correction
         faded, root, sums = self._faded[: self._count], self._root[: self._count], self.sums[:, : self._count]
+        if shrink != 1.0:
+            sums *= shrink
+        root *= fade * correction / self._correction
+        root[before] = fade * correction / self.centre[before]
+        self._correction = correction
         faded *= beta1
-        term, u = faded * size, 1.0 - root
-        for total in sums[:-1]:
-            total += term
-            term *= u
-        sums[-1] += term.abs_().div_(root.clamp(max=1.0))
+        factors = (1.0 - root).repeat(self.TERMS + 1, 1)
+        torch.mul(faded, size, out=factors[0])
+        terms = factors.cumprod_(0)  # of a f u^n: one after the other, as they would be by hand
+        terms[-1].abs_().div_(root.clamp(max=1.0))
+        sums += terms
 
     def end(self) -> None:
         """Gives back memory for further steps: there are none."""
@@ -178,13 +179,13 @@ def _leap_block(
     weight, first, second = (each.index_select(0, ids) for each in (shard, exp_avg, exp_avg_sq))
     root = second.sqrt() if greatest is None else greatest.index_select(0, ids).sqrt_()
     whole = (coefficients[history.steps, :SIZE] - coefficients.index_select(0, taken)[:, :SIZE]).exp().to(dtype)
-    sums = moments.sums.index_select(1, taken).to(dtype).unsqueeze(-1)  # (TERMS + 1, K, 1)
+    sums = moments.sums.index_select(1, taken).to(dtype).unsqueeze(-1).unbind()  # TERMS + 1 times (K, 1)
     root.mul_(moments.centre.index_select(0, taken).to(dtype)[:, None])
     divisor = root + moments.eps
     y = root.div_(divisor)
     total = torch.addcmul(sums[-3], sums[-2], y)
-    for each in reversed(sums[:-3]):
-        total = torch.addcmul(each, total, y)
+    for each in sums[-4::-1]:
+        torch.addcmul(each, total, y, out=total)
     share = first / divisor
     moved = total.mul_(share)
     weight.mul_(whole[:, LOG_SHRINK, None])

@@ -21,7 +21,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ it. A rank alone that reads a parameter has launched others first."""
 
 _FAREWELL_S = 5.0
 _POLL_S = 0.001
+_WAITING = attrgetter("waiting")  # called where a generator would be Python's
 
 
 class _State:
@@ -54,7 +56,9 @@ class _State:
         self.at_once = at_once
         self.recorder = recorder
         self.channel = channel
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()  # to take it is no call of Python, as to take a condition is
+        self.changed = threading.Condition(self.lock)  # something may leave
+        self.arrived = threading.Condition(self.lock)  # something has, or failed, or was dropped
         self.windows: deque[LaunchWindow] = deque()
         self.in_flight: deque[Ticket] = deque()
         self.error: BaseException | None = None
@@ -69,6 +73,8 @@ class _State:
 
     def next(self) -> Ticket | None:
         """The ticket to launch now, or None."""
+        if not self.waits():
+            return None
         standing_still = time.perf_counter() - self.moved_s > STANDSTILL_S
         if standing_still:
             for each in self.in_flight:
@@ -98,6 +104,10 @@ class _State:
                 passed_over.add(channel)
         return None
 
+    def waits(self) -> bool:
+        """Tells whether anything has been submitted that has not left."""
+        return any(map(_WAITING, self.windows))
+
     def forget_windows(self) -> None:
         """Forgets windows that have launched everything, but the current one."""
         while len(self.windows) > 1 and not self.windows[0].waiting:
@@ -120,7 +130,7 @@ class _State:
 
     def under_way(self) -> bool:
         """Tells whether anything has been submitted that has not completed."""
-        return bool(self.in_flight) or any(window.waiting for window in self.windows)
+        return bool(self.in_flight) or self.waits()
 
 
 class Launcher:
@@ -144,7 +154,7 @@ class Launcher:
     ) -> None:
         self._order = tuple(order)
         self._of_forward = frozenset(of_forward)
-        self.noted: Callable[[str], None] = lambda name: None  # told of every submission
+        self.noted: Callable[[OperationId], None] = lambda which: None  # told of every submission
         self.recorder = recorder
         self._state = _State(recorder, channel, at_once)
         self._state.windows.append(LaunchWindow(self._order))
@@ -162,25 +172,23 @@ class Launcher:
         Raises:
             RuntimeError: a collective failed.
         """
-        with self._state.changed:
+        with self._state.lock:
             self._state.draining = True
             self._state.changed.notify_all()
-            self._state.changed.wait_for(lambda: self._state.error is not None or not self._state.under_way())
+            self._state.arrived.wait_for(lambda: self._state.error is not None or not self._state.under_way())
         self._stop()
         if self._state.error is not None:
             raise self._state.error
 
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[LaunchWindow]:
-        """A context in which the current window may be changed; whatever is due then is launched.
+    def _note_change(self, window: LaunchWindow) -> None:
+        """Has whatever is due be launched, once a window has changed. Called with the lock held.
 
-        Where nothing waits to be launched, and nobody for what has been dropped, the thread is not woken.
+        Where nothing waits to be launched, the thread is not woken.
         """
-        state = self._state
-        with state.changed:
-            yield (window := state.windows[-1])
-            if window.dropped or any(each.waiting for each in state.windows):
-                state.changed.notify_all()
+        if self._state.waits():
+            self._state.changed.notify_all()
+        if window.dropped:
+            self._state.arrived.notify_all()
 
     def reorder(self, order: Iterable[OperationId]) -> None:
         """Launches in another order, from the next window on."""
@@ -196,10 +204,13 @@ class Launcher:
         Args:
             held: nothing of the next one leaves before `release_after` lets it.
         """
-        with self._changing() as window:
+        state = self._state
+        with state.lock:
+            window = state.windows[-1]
             window.expected.clear()
-            self._state.windows.append(LaunchWindow(self._order, window.number + 1, held=held))
-            self._state.forget_windows()
+            state.windows.append(LaunchWindow(self._order, window.number + 1, held=held))
+            state.forget_windows()
+            self._note_change(window)
 
     def release_after(self, future: torch.futures.Future[Any], agreed: Callable[[], bool]) -> None:
         """Lets what the held window submits leave once a future has ended, or drops it.
@@ -214,10 +225,12 @@ class Launcher:
             except BaseException as error:
                 _fail(self._state, error)
                 return
-            with self._changing() as window:
+            with self._state.lock:
+                window = self._state.windows[-1]
                 window.held = False
                 if not agreed():
                     window.drop()
+                self._note_change(window)
 
         self._state.callbacks.add(ended)
         future.add_done_callback(ended)
@@ -228,8 +241,10 @@ class Launcher:
 
     def leave_backward(self) -> None:
         """Expects no more of what the window's backward submits."""
-        with self._changing() as window:
+        with self._state.lock:
+            window = self._state.windows[-1]
             window.expected &= self._of_forward
+            self._note_change(window)
 
     def enter_forward(self) -> None:
         """Makes sure that there is a window for what a forward submits, also where no backward came before it."""
@@ -241,8 +256,10 @@ class Launcher:
     def skip(self, launches: Collection[OperationId]) -> None:
         """Expects no more of some launches of the current window. Where there are none, the thread is not woken."""
         if launches:
-            with self._changing() as window:
+            with self._state.lock:
+                window = self._state.windows[-1]
                 window.expected.difference_update(launches)
+                self._note_change(window)
 
     def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
         """Queues a launch at its place in the current window.
@@ -250,17 +267,20 @@ class Launcher:
         Args:
             sent_bytes: what this rank sends, for the recorder; a guess where what is in flight tells it in the end.
         """
-        assert which in self._state.windows[-1].expected, str(which)
-        recording = self._state.recorder.recording
+        state = self._state
+        assert which in state.windows[-1].expected, str(which)
+        recording = state.recorder.recording
         number = OUTSIDE if recording is None else recording.window
         ticket = self._ticket(which, launch, sent_bytes, number)
-        with span("submit", which), self._changing() as window:
+        with span("submit", which), state.lock:
+            window = state.windows[-1]
             window.expected.remove(which)
             if window.dropped:
                 ticket.drop()
             else:
                 window.waiting[which] = ticket
-        self.noted(str(which))
+            self._note_change(window)
+        self.noted(which)
         return ticket
 
     def _ticket(self, which: OperationId, launch: Launch, sent_bytes: int, window: int) -> Ticket:
@@ -283,26 +303,32 @@ class Launcher:
         """
         return None
 
-    @contextlib.contextmanager
-    def hurrying(self) -> Iterator[None]:
+    def hurrying(self) -> contextlib.AbstractContextManager[None]:
         """A context in which what has not been submitted does not hold up what the caller waits for."""
-        with self._state.changed:
+        return _Hurrying(self._state)
+
+
+class _Hurrying(contextlib.AbstractContextManager[None]):
+    def __init__(self, state: _State) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        with self._state.lock:
             self._state.hurried += 1
-        try:
-            yield
-        finally:
-            with self._state.changed:
-                self._state.hurried -= 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._state.lock:
+            self._state.hurried -= 1
 
 
 def _run(state: _State) -> None:
     while True:
-        with state.changed:
+        with state.lock:
             ticket = None
             while not state.stopped and (ticket := state.next()) is None:
-                idle = not state.under_way()
-                late_s = state.until_late_s()
-                state.changed.wait(None if idle else min(late_s if late_s > 0 else math.inf, STANDSTILL_S / 2))
+                idle, late_s = not state.under_way(), state.until_late_s()
+                look_s = min(late_s if late_s > 0 else math.inf, STANDSTILL_S / 2)
+                state.changed.wait(look_s if state.waits() else None)
                 if idle:
                     state.moved_s = time.perf_counter()
             if state.stopped:
@@ -337,15 +363,19 @@ def _launch(state: _State, ticket: Ticket) -> None:
 
 
 def _complete(state: _State, ticket: Ticket) -> None:
-    with state.changed:
+    with state.lock:
         ticket.ended_s = state.moved_s = time.perf_counter()
         ticket.work = None
         if ticket.measured is not None:
             ticket.sent_bytes = ticket.measured()
         state.in_flight.remove(ticket)
-        if ticket.tells:
-            state.took_s[ticket.id] = ticket.ended_s - ticket.started_s
-        state.changed.notify_all()
+        if (took_s := ticket.ended_s - ticket.started_s) > STANDSTILL_S:
+            state.took_s.pop(ticket.id, None)  # a rank was elsewhere
+        elif ticket.tells:
+            state.took_s[ticket.id] = took_s
+        state.arrived.notify_all()
+        if state.waits():
+            state.changed.notify_all()
     state.recorder.tally.sent(ticket.sent_bytes)
     if ticket.window > OUTSIDE:
         state.recorder.transferred(
@@ -354,19 +384,20 @@ def _complete(state: _State, ticket: Ticket) -> None:
 
 
 def _fail(state: _State, error: BaseException) -> None:
-    with state.changed:
+    with state.lock:
         state.error = state.error or error
+        state.arrived.notify_all()
         state.changed.notify_all()
 
 
 def _stop(state: _State, thread: threading.Thread) -> None:
     """Ends the thread, and everything under way: a completion that comes while the interpreter shuts down aborts it."""
     deadline_s = time.monotonic() + _FAREWELL_S
-    with state.changed:
+    with state.lock:
         state.draining = True
         state.changed.notify_all()
         # All ranks have submitted the same, so it completes; unless one is gone.
-        state.changed.wait_for(lambda: state.error is not None or not state.under_way(), timeout=_FAREWELL_S)
+        state.arrived.wait_for(lambda: state.error is not None or not state.under_way(), timeout=_FAREWELL_S)
         state.stopped = True
         state.changed.notify_all()
     if thread is not threading.current_thread():

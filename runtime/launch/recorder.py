@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -155,18 +155,9 @@ class Recorder:
             if self._bytes_in_use is not None:
                 recording.memory.append((now, self._bytes_in_use()))
 
-    @contextlib.contextmanager
-    def waiting(self, launch: OperationId) -> Iterator[None]:
+    def waiting(self, launch: OperationId) -> contextlib.AbstractContextManager[None]:
         """A context in which the thread, or its stream, stands still for a launch."""
-        recording, began_s = self.recording, time.perf_counter()
-        start: Moment = None if recording is None else self.clock.now()
-        try:
-            with span("wait for", launch):
-                yield
-        finally:
-            self.tally.waited(launch, time.perf_counter() - began_s)
-            if recording is not None:
-                recording.waits.append((launch, recording.window, start, self.clock.now()))
+        return _Waiting(self, launch)
 
     def transferred(self, transfer: Transfer) -> None:
         """Notes a launch that has completed, or will have by the recording's end; called by whichever thread saw it."""
@@ -194,3 +185,22 @@ class Recorder:
                 replace(each, started_s=seconds(each.started_s), ended_s=seconds(each.ended_s)) for each in transfers
             )
         return recording
+
+
+class _Waiting(contextlib.AbstractContextManager[None]):
+    def __init__(self, recorder: Recorder, launch: OperationId) -> None:
+        self._recorder, self._launch = recorder, launch
+
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        self._recording, self._began_s = recorder.recording, time.perf_counter()
+        self._start: Moment = None if self._recording is None else recorder.clock.now()
+        self._span = span("wait for", self._launch)
+        self._span.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._span.__exit__(*raised)
+        recorder, recording = self._recorder, self._recording
+        recorder.tally.waited(self._launch, time.perf_counter() - self._began_s)
+        if recording is not None:
+            recording.waits.append((self._launch, recording.window, self._start, recorder.clock.now()))

@@ -123,7 +123,7 @@ class _Issuer:
                 be, as in its turn.
         """
         state = self.state
-        with state.changed:
+        with state.lock:
             if state.error is not None:
                 return
             was_draining, state.draining = state.draining, state.draining or hurry
@@ -145,7 +145,7 @@ class _Issuer:
     def in_turn(self) -> Iterator[None]:
         """A context in which a collective that is none of the window's is enqueued on the current stream: behind all
         launches that have been issued, and before all that will be."""
-        with self.state.changed:
+        with self.state.lock:
             place: tuple[int, ...] = (-1,)
             if self._issued:
                 place, _, ended = self._issued[-1]
@@ -176,18 +176,18 @@ class _Issuer:
         tells, self.tells = self.tells, None
         if tells is not None:
             store.set(key, f"{tells}")
-        if tells is not None or not self.state.changed.acquire(blocking=False):
+        if tells is not None or not self.state.lock.acquire(blocking=False):
             return  # whoever has the lock launches
         try:
             place, held = self.place(), any(window.waiting for window in self.state.windows)
         finally:
-            self.state.changed.release()
+            self.state.lock.release()
         if held and store.check([key]) and store.get(key).decode() == f"{place}":
             threading.Thread(target=self._follow, args=(place,), name="embrace_fx launcher", daemon=True).start()
 
     def _follow(self, place: Place) -> None:
         self.streams.use_device()
-        with self.state.changed, contextlib.suppress(Exception):  # whoever submits or waits next raises it
+        with self.state.lock, contextlib.suppress(Exception):  # whoever submits or waits next raises it
             if self.place() == place:
                 self.issue(hurry=True)
 
@@ -271,18 +271,14 @@ class StreamLauncher(Launcher):
         for ticket in list(self._issuer.unwaited.values()):
             ticket.wait()
 
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[LaunchWindow]:
-        with self._state.changed:
-            if self._state.error is not None:
-                raise self._state.error
-            yield self._state.windows[-1]
-            self._issuer.issue()
+    def _note_change(self, window: LaunchWindow) -> None:
+        if self._state.error is not None:
+            raise self._state.error
+        self._issuer.issue()
 
-    @contextlib.contextmanager
-    def hurrying(self) -> Iterator[None]:
+    def hurrying(self) -> contextlib.AbstractContextManager[None]:
         """Does nothing: a ticket that is waited for is launched then, out of its turn only where it must be."""
-        yield
+        return contextlib.nullcontext()
 
     def _ticket(self, which: OperationId, launch: Launch, sent_bytes: int, window: int) -> Ticket:
         current = self._state.windows[-1]

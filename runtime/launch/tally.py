@@ -34,7 +34,10 @@ class Tally:
 
     def mark(self, operation: OperationId) -> None:
         """Notes that everything since the last mark was this operation, but what was waited for."""
-        self._add(share_of(operation))
+        if self._at_s is not None:
+            share, now_s, step = share_of(operation), time.perf_counter(), self._step
+            step[share] = step.get(share, 0.0) + now_s - self._at_s - self._waited_s
+            self._at_s, self._waited_s = now_s, 0.0
 
     def waited(self, launch: OperationId, seconds: float) -> None:
         """Notes that the thread has stood still for a launch."""
@@ -48,17 +51,12 @@ class Tally:
 
     def window(self) -> None:
         """Notes that a backward begins: a step has ended."""
+        now_s = time.perf_counter()
         if self._at_s is not None:
-            self._add("between")
+            self._step["between"] = self._step.get("between", 0.0) + now_s - self._at_s - self._waited_s
             self.steps.append((self._step, self._sent_bytes))
         self._step, self._sent_bytes = {}, 0
-        self._at_s, self._waited_s = time.perf_counter(), 0.0
-
-    def _add(self, share: Share) -> None:
-        if self._at_s is not None:
-            now_s = time.perf_counter()
-            self._step[share] = self._step.get(share, 0.0) + now_s - self._at_s - self._waited_s
-            self._at_s, self._waited_s = now_s, 0.0
+        self._at_s, self._waited_s = now_s, 0.0
 
     def shares_ms(self) -> dict[Share, float] | None:
         """The parts of the step of median length, for medians of parts would not add up to a step.

@@ -17,9 +17,11 @@ Launch = Callable[[], InFlight]
 
 
 class _Shared(Protocol):
-    """The part of its launcher that a ticket sees, under the lock `changed`."""
+    """The part of its launcher that a ticket sees, under the lock."""
 
+    lock: threading.RLock
     changed: threading.Condition
+    arrived: threading.Condition
     error: BaseException | None
     hurried: int
 
@@ -59,6 +61,9 @@ class Ticket:
     def drop(self) -> None:
         self.dropped, self.launch = True, None
 
+    def _is_over(self) -> bool:
+        return self.done or self.dropped or self.state.error is not None
+
     def wait(self) -> Tensor:
         """The value, once the collective has completed.
 
@@ -67,11 +72,12 @@ class Ticket:
             Dropped: it does not leave.
         """
         if not self.done:
-            with self.state.changed:
-                if self.state.hurried:
+            state = self.state
+            with state.lock:
+                if state.hurried:
                     self.wanted = True
-                    self.state.changed.notify_all()
-                self.state.changed.wait_for(lambda: self.done or self.dropped or self.state.error is not None)
+                    state.changed.notify_all()
+                state.arrived.wait_for(self._is_over)
         if self.state.error is not None:
             raise self.state.error
         if self.dropped:

@@ -28,12 +28,10 @@ class LaunchWindow:
 
     def to_come(self) -> Sequence[OperationId]:
         """The launches from the first one on that has not been launched, and may still be."""
-        while self._passed < len(self.order) and not self._may_leave(self.order[self._passed]):
+        order, waiting, expected = self.order, self.waiting, self.expected
+        while self._passed < len(order) and order[self._passed] not in waiting and order[self._passed] not in expected:
             self._passed += 1
-        return self.order[self._passed :]
-
-    def _may_leave(self, launch: OperationId) -> bool:
-        return launch in self.waiting or launch in self.expected
+        return order[self._passed :]
 
     def drop(self) -> None:
         """Has nothing of it leave."""

@@ -9,10 +9,10 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -108,17 +108,21 @@ class LaunchLog:
     def __init__(self) -> None:
         self.step = 0
         self.optimizer_steps = 0
-        self.launched: dict[str, int] = {}
+        self._last: dict[object, int] = {}  # by what the launch is called: spelled when it is asked for
         self.launches = 0
+
+    @property
+    def launched(self) -> dict[str, int]:
+        return {str(name): step for name, step in dict(self._last).items()}
 
     def begin_step(self) -> None:
         self.step += 1
         self.note(ANNOUNCEMENT)
 
-    def note(self, name: str) -> None:
+    def note(self, name: object) -> None:
         self.launches += 1
-        self.launched.pop(name, None)
-        self.launched[name] = self.step
+        self._last.pop(name, None)
+        self._last[name] = self.step
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ class RollCall:
     def _call(self) -> list[int]:
         self._store.set(self._called, "1")
         progress = self._progress
-        own = Standing(dict(progress.launched), progress.launches, place_of_main_thread())
+        own = Standing(progress.launched, progress.launches, place_of_main_thread())
         if self._dump_to is not None:
             steps = {"step": progress.step, "optimizer_steps": progress.optimizer_steps}
             told = {"world_size": self.world_size, **steps, "launches": own.launches, "main_thread": own.place}
@@ -236,28 +240,27 @@ class RollCall:
         while time.monotonic() < deadline and not condition():
             time.sleep(_POLL_S)
 
-    @contextlib.contextmanager
-    def watching(self, what: str = "") -> Iterator[None]:
-        """Turns the error of a broken collective into one that names the ranks that no longer answer, or are stuck.
+    def watching(self, what: object = "") -> contextlib.AbstractContextManager[None]:
+        """A context that turns the error of a broken collective into one that names the ranks that no longer answer, or
+        are stuck.
 
         Args:
             what: what is waited for inside, by its name in `LaunchLog`.
         """
-        try:
-            yield
-        except (PeerFailure, DeadRank, StuckRank):
-            raise
-        except RuntimeError as error:
-            if missing := self.missing():
-                raise DeadRank(
-                    f"expected every rank to take part in a collective, on rank {self.rank}; found that rank(s) "
-                    f"{', '.join(map(str, missing))} no longer answer ({error}). Look at the log of the ranks named, "
-                    "and restart the job from a checkpoint."
-                ) from error
-            raise StuckRank(
-                f"expected every rank to take part in a collective in time, on rank {self.rank}; found that "
-                f"{self._who_is_stuck(what)} ({error}). Look at the lines named, and restart the job from a checkpoint."
+        return _Watching(self, what)
+
+    def raise_named(self, error: RuntimeError, what: str) -> NoReturn:
+        """Raises the error of a broken collective, with the names of ranks."""
+        if missing := self.missing():
+            raise DeadRank(
+                f"expected every rank to take part in a collective, on rank {self.rank}; found that rank(s) "
+                f"{', '.join(map(str, missing))} no longer answer ({error}). Look at the log of the ranks named, "
+                "and restart the job from a checkpoint."
             ) from error
+        raise StuckRank(
+            f"expected every rank to take part in a collective in time, on rank {self.rank}; found that "
+            f"{self._who_is_stuck(what)} ({error}). Look at the lines named, and restart the job from a checkpoint."
+        ) from error
 
     def _who_is_stuck(self, what: str) -> str:
         """The ranks behind this one, by the first launch that they have not come to; all places where none is."""
@@ -274,3 +277,15 @@ class RollCall:
             return "; ".join(found)
         places = "; ".join(f"rank {r} stands in {each.place}" for r, each in self._standings.items() if r != self.rank)
         return f"every rank lives: {places}" if places else "a rank stopped taking part"
+
+
+class _Watching(contextlib.AbstractContextManager[None]):
+    def __init__(self, roll_call: RollCall, what: object) -> None:
+        self._roll_call, self._what = roll_call, what
+
+    def __enter__(self) -> None:
+        """There is nothing to prepare."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, PeerFailure | DeadRank | StuckRank):
+            self._roll_call.raise_named(error, str(self._what))

@@ -338,7 +338,7 @@ class Groups:
         if found := self.reports(None if failure is None else failure_text(failure)):
             raise PeerFailure(found) from failure
 
-    def watching(self, what: str = "") -> contextlib.AbstractContextManager[None]:
+    def watching(self, what: object = "") -> contextlib.AbstractContextManager[None]:
         """A context in which the error of a broken collective names the ranks that are gone, or stuck.
 
         Args:

@@ -48,8 +48,8 @@ class _Step:
     """One step of an optimizer, while torch's own part of it runs.
 
     Attributes:
-        gradients: what `.grad` is to be again after it, and what it is meanwhile.
-        buckets: parameters whose update is left to the next forward.
+        hidden: parameters, what `.grad` of each is to be again after it, and what it is meanwhile.
+        buckets: ids of parameters whose update is left to the next forward.
         late: exchanges of tables whose update is.
         rows: tables to be updated by rows, at once.
         dense: tables to be updated by gradients of all rows, at once.
@@ -57,8 +57,8 @@ class _Step:
         replicas: data-parallel tables to be updated by rows, with their gradients.
     """
 
-    gradients: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-    buckets: set[nn.Parameter] = field(default_factory=set)
+    hidden: list[tuple[nn.Parameter, Tensor, Tensor | None]] = field(default_factory=list)
+    buckets: set[int] = field(default_factory=set)
     late: list[RowExchange] = field(default_factory=list)
     rows: list[RowTable] = field(default_factory=list)
     dense: list[RowTable] = field(default_factory=list)
@@ -68,15 +68,15 @@ class _Step:
     def hide(self, parameter: nn.Parameter, instead: Tensor | None = None) -> None:
         """Takes a gradient away from torch's step, or puts a plain one in its place."""
         assert parameter.grad is not None
-        self.gradients[parameter] = parameter.grad, instead
+        self.hidden.append((parameter, parameter.grad, instead))
         parameter.grad = instead
 
     def restore(self, *, raised: bool) -> None:
         """Puts gradients back; of a step that raised, those that nobody has cleared or made anew since."""
-        for parameter, (gradient, instead) in self.gradients.items():
+        for parameter, gradient, instead in reversed(self.hidden):
             if not raised or parameter.grad is instead:
                 parameter.grad = gradient
-        self.gradients = {}
+        self.hidden = []
 
 
 class Stepping:
@@ -134,10 +134,11 @@ class Stepping:
         """An optimizer, anyone's, is about to step."""
         if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
             return  # around another one, whose step is told too; or it steps by ops on parameters, as a loop does
-        own = {id(parameter) for parameter in self._state.parameters()}
-        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            return
-        self.adopt(optimizer)
+        if not self.holders.has(optimizer):
+            own = {id(parameter) for parameter in self._state.parameters()}
+            if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                return
+            self.adopt(optimizer)
         # The user's hooks see gradients as they are on all ranks: before ours take them, and after they are back.
         _move(optimizer._optimizer_step_pre_hooks, self, last=True)
         _move(optimizer._optimizer_step_post_hooks, self, last=False)
@@ -190,14 +191,14 @@ class Stepping:
         late = self._late(tables) if may_wait else []
         for exchange in self._exchanges(tables):
             exchange.begin_step()
+        are_late = {id(table) for exchange in late for table in exchange.table.members}
         for table in tables:
-            gradient = table.parameter.grad
-            if gradient is None:
+            if table.parameter.grad is None:
                 continue
             held = table.open_gradient()
-            if any(table in exchange.table.members for exchange in late):
+            if id(table) in are_late:
                 step.hide(table.parameter)
-            elif table.rule is RowWise or not (held.is_of_all_rows or table.rule is Sweep):
+            elif (rule := table.rule) is RowWise or not (held.is_of_all_rows or rule is Sweep):
                 held.land()
                 step.hide(table.parameter)
                 step.rows.append(table)
@@ -217,21 +218,16 @@ class Stepping:
             step.hide(table.parameter)
         if self._flow is not None:
             if may_wait and not replicas:
-                taken = self._flow.buckets.take(optimizer, {table.parameter for table in tables})
-                step.buckets = set(taken)
-                step.gradients |= {parameter: (gradient, None) for parameter, gradient in taken.items()}
+                taken = self._flow.buckets.take(optimizer, {id(table.parameter) for table in tables})
+                step.buckets = {id(parameter) for parameter, _ in taken}
+                step.hidden += [(parameter, gradient, None) for parameter, gradient in taken]
             else:  # rows must be cut out of whole gradients, at once; or torch's step looks at all of them
                 self._flow.buckets.release(optimizer)
 
     def _own_tables(self, optimizer: Optimizer) -> list[RowTable]:
         """The sharded tables that an optimizer is about to step, which are its from now on."""
-        by_parameter = {table.parameter: table for table in self._state.tables.values()}
-        held = [
-            by_parameter[parameter]
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter in by_parameter
-        ]
+        by_id = {id(table.parameter): table for table in self._state.tables.values()}
+        held = [by_id[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in by_id]
         reason = needs_whole(type(optimizer))
         whole = [table.name for table in held] if reason else []
         if whole:
@@ -249,6 +245,8 @@ class Stepping:
         return [table for table in held if table.name not in whole]
 
     def _own_replicas(self, optimizer: Optimizer) -> list[RowTable]:
+        if not self.replicas:
+            return []
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [table for table in self.replicas if id(table.parameter) in own]
         for table in found:
@@ -292,19 +290,25 @@ class Stepping:
         for exchange in step.late:
             exchange.step()
         if self._unscale(optimizer, step):
-            row_wise = step.rows if type(optimizer) is RowWiseAdagrad else []
-            update_row_wise(row_wise, self._communicator, self.recorder)
-            for table in (*(step.rows if not row_wise else ()), *step.dense):
-                table.step_dense() if table in step.dense else table.update_rows(*table.open_gradient().rows())
-            for table, gradient in step.replicas:
-                table.update_rows(*_rows_of(gradient, every=table.is_read_densely))
-        at_once = step.own + step.dense + step.rows
-        for exchange in self._exchanges(at_once):
-            stepped = [table for table in exchange.table.members if table in at_once]
-            swept = any(table not in step.rows for table in stepped)
-            exchange.stepped_at_once(moved_all=swept or any(table.rule.moves_all for table in stepped))
+            self._step_at_once(optimizer, step)
         self._state.pending.open()
         self.recorder.mark(OPTIMIZER)
+
+    def _step_at_once(self, optimizer: Optimizer, step: _Step) -> None:
+        """Steps tables by what has been taken away from torch's own step, and tells their exchanges."""
+        moved_all = {id(table) for table in step.own + step.dense}
+        if type(optimizer) is RowWiseAdagrad:
+            update_row_wise(step.rows, self._communicator, self.recorder)
+        else:
+            for table in step.rows:
+                if table.update_rows(*table.open_gradient().rows()).moves_all:
+                    moved_all.add(id(table))
+        for table in step.dense:
+            table.step_dense()
+        for table, gradient in step.replicas:
+            table.update_rows(*_rows_of(gradient, every=table.is_read_densely))
+        for exchange in self._exchanges(step.own + step.dense + step.rows):
+            exchange.stepped_at_once(moved_all=not moved_all.isdisjoint(map(id, exchange.table.members)))
 
     def _count_step(self, optimizer: Optimizer) -> None:
         """Counts a step that moves anything; ranks compare their counts."""

@@ -25,9 +25,13 @@ class Holders:
         """Lists the known optimizers that still exist."""
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
+    def has(self, optimizer: Optimizer) -> bool:
+        """Whether it is known."""
+        return weakref.ref(optimizer) in self._known
+
     def add(self, optimizer: Optimizer) -> bool:
         """Whether it was not known yet."""
-        if any(optimizer is each for each in self.optimizers):
+        if self.has(optimizer):
             return False
         self._known.append(weakref.ref(optimizer))
         return True

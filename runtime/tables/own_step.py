@@ -28,13 +28,14 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two steps are of the same options."""
-    return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+    if one.keys() != other.keys():
+        return False
+    for key, value in one.items():
+        there = other[key]
+        is_tensor = isinstance(value, Tensor) and isinstance(there, Tensor)
+        if type(value) is not type(there) or not (torch.equal(value, there) if is_tensor else value == there):
+            return False
+    return True
 
 
 def step_groups(

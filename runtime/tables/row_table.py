@@ -79,6 +79,7 @@ class RowTable:
         self.row_updates = row_updates
         self.optimizer = optimizer
         self.is_read_densely = False
+        self._at = 0, 0  # group and place in the optimizer
         self._made: object = None  # options and state of which a step makes no more state
         self._may_rest = may_rest
         self._gradients = gradients
@@ -221,10 +222,15 @@ class RowTable:
 
     def param_group(self) -> Options:
         """The options of this moment."""
-        for group in self.holder.param_groups:
-            if any(parameter is self.parameter for parameter in group["params"]):
-                found: Options = group
-                return found
+        groups: Sequence[dict[str, Any]] = self.holder.param_groups
+        g, p = self._at  # where it was
+        if g < len(groups) and p < len(known := groups[g]["params"]) and known[p] is self.parameter:
+            return groups[g]
+        for g, group in enumerate(groups):
+            for p, parameter in enumerate(group["params"]):
+                if parameter is self.parameter:
+                    self._at = g, p
+                    return group
         raise RuntimeError(
             f"expected the optimizer to hold the table {self.name}, found it in none of its param groups. "
             "Do not remove or replace parameters of an optimizer after compile."
@@ -334,6 +340,8 @@ class RowTable:
             return rows, None
         return suppose(self, ids, rows)
 
-    def update_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Takes a step at once, by gradients of some rows."""
-        self.begin_step().finish([(ids, rows)])
+    def update_rows(self, ids: Tensor, rows: Tensor) -> RowsAlone:
+        """Takes a step at once, by gradients of some rows; returns it."""
+        step = self.begin_step()
+        step.finish([(ids, rows)])
+        return step

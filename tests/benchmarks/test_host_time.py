@@ -73,11 +73,12 @@ def test_ops_of_every_thread_are_counted_with_the_bytes_that_copies_write() -> N
         thread.start()
         thread.join()
         torch.empty(3, 4).copy_(torch.zeros(3, 4, dtype=torch.float64))
+        rows.index_select(1, torch.zeros(3, dtype=torch.int64))
 
     found = count_ops(train, 1)
 
-    assert found.by_name["aten::index_select"] == 1
-    assert found.copied_bytes == 5 * 8 * 4 + 3 * 4 * 4
+    assert found.by_name["aten::index_select"] == 2
+    assert found.copied_bytes == (5 * 8 + 3 * 4 + 50 * 3) * 4
     assert found.allocations >= 3
 
 

@@ -50,8 +50,8 @@ class Work:
 class Watched(threading.Condition):
     """A launcher's condition, which tells when its thread has seen all that has changed, and waits for more."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, lock: threading.RLock) -> None:
+        super().__init__(lock)
         self._told, self._seen = 0, -1
         self._rests = threading.Condition()
 
@@ -114,7 +114,11 @@ class Link:
 
 def make(order: tuple[OperationId, ...] = ORDER, recorder: Recorder | None = None) -> Launcher:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher_module, "threading", SimpleNamespace(Condition=Watched, Thread=threading.Thread))
+        patch.setattr(
+            launcher_module,
+            "threading",
+            SimpleNamespace(Condition=Watched, RLock=threading.RLock, Thread=threading.Thread),
+        )
         return Launcher(order, OF_FORWARD, recorder or Recorder())
 
 

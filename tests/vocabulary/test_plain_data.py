@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from embrace_fx.vocabulary.operation_id import OperationId, chunk_id
 from embrace_fx.vocabulary.plain_data import from_plain, to_plain
 
 
@@ -36,6 +37,7 @@ VALUES: list[tuple[Any, Any]] = [
     (dict[str, str] | str, "wrong with it"),
     (tuple[int, str | None], (2, None)),
     (str | None, None),
+    (dict[OperationId, float], {chunk_id(1, 2): 0.5, OperationId("own", "your code", "late"): 1.0}),
 ]
 
 

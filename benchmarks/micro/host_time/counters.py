@@ -144,7 +144,7 @@ def count_ops(train: Callable[[], None], steps: int) -> Ops:
     for event in found.profiler.kineto_results.events():
         if event.name().startswith("aten::"):
             names[event.name()] += 1
-            copied += _copied_bytes(event.name(), event.shapes(), event.dtypes())
+            copied += _copied_bytes(event.name(), event.shapes(), event.dtypes(), event.concrete_inputs())
     return Ops(
         calls=sum(names.values()) / steps,
         by_name={name: count / steps for name, count in names.most_common()},
@@ -153,10 +153,16 @@ def count_ops(train: Callable[[], None], steps: int) -> Ops:
     )
 
 
-def _copied_bytes(name: str, shapes: list[list[int]], types: list[str]) -> int:
-    """Bytes that an op writes: a copy the whole of its first argument, a gather as many of its rows as it has ids."""
+def _copied_bytes(name: str, shapes: list[list[int]], types: list[str], given: list[Any]) -> int:
+    """Bytes that an op writes: a copy the whole of its first argument, a gather what its ids choose along a dimension.
+
+    Args:
+        given: arguments that are numbers, at their places.
+    """
     if name == "aten::copy_":
         return math.prod(shapes[0]) * WIDTHS.get(types[0], 0)
     if name == "aten::index_select":
-        return math.prod(shapes[2]) * math.prod(shapes[0][1:]) * WIDTHS.get(types[0], 0)
+        along = given[1]
+        others = [size for k, size in enumerate(shapes[0]) if k != along % len(shapes[0])]
+        return math.prod(shapes[2]) * math.prod(others) * WIDTHS.get(types[0], 0)
     return 0

@@ -228,7 +228,7 @@ def test_what_one_rank_has_leave_out_of_its_turn_leaves_on_the_others_where_they
         device.launcher.looks()(store, "name")
 
     assert there.left.wait(LONG_S)
-    with there.launcher._state.changed:  # until all have left
+    with there.launcher._state.lock:  # until all have left
         assert there.launched == asks.launched == ["bucket 0", "delayed"]
     assert not there.launcher.took_turns()
     assert before.launched == []
