@@ -393,6 +393,7 @@ class CompiledModel(nn.Module, Joinable):
         A step is from the start of a backward to that of the next, on this rank's host. `step_ms` is its length, made
         up of `loader_ms`, `forward_ms`, `backward_ms`, `optimizer_ms`, `your_code_ms`, `between_ms`, and of what it
         stands still for: `wait_ids_ms`, `wait_embedding_ms`, `wait_dense_ms`, `wait_delayed_ms`, `wait_offload_ms`,
-        `wait_reload_ms`. `sent_bytes` is what this rank sent in it, beside `sent_bytes_predicted` and `sent_bytes_ddp`.
+        `wait_reload_ms`, `wait_storage_ms`. `sent_bytes` is what this rank sent in it, beside `sent_bytes_predicted`
+        and `sent_bytes_ddp`.
         """
         return self._session.views.metrics()

@@ -16,8 +16,10 @@ from embrace_fx.capture import capture
 from embrace_fx.capture.arguments import flatten_arguments
 from embrace_fx.capture.meta_models import as_on_cpu, is_on_meta
 from embrace_fx.compiled_model import CompiledModel
+from embrace_fx.cost.devices import NVME
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, extrapolate, measure
+from embrace_fx.cost.storage import Draws, Storage
 from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
@@ -25,10 +27,12 @@ from embrace_fx.planning.background import background_of
 from embrace_fx.planning.findings import facts_of
 from embrace_fx.planning.reads import Read, grid_rows, reads_of, used_parameters
 from embrace_fx.planning.scheduling import Scheduling, cuts
+from embrace_fx.planning.tiering import fit_plan
 from embrace_fx.runtime.ranks.announcement import Announcements
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.stepping import Stepping
 from embrace_fx.runtime.tables.model_state import ModelState
+from embrace_fx.session.memory_report import beyond_memory
 from embrace_fx.session.pipeline import analyse, overlap_passes, run_passes, training_passes
 from embrace_fx.setup.options import Optimizers, Options
 from embrace_fx.setup.setting import Setting
@@ -36,10 +40,14 @@ from embrace_fx.viz import DrawnSchedule, drawn
 from embrace_fx.vocabulary.exactness import RowUpdatesOption
 from embrace_fx.vocabulary.graph import Table, TrainingGraph
 from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.plan_text import readable_bytes
 from embrace_fx.vocabulary.random_state import random_state_kept
 from embrace_fx.vocabulary.schedule import ScheduleName
 
 T = TypeVar("T")
+
+LOADER_AHEAD = 3
+"""Batches that loaders are read ahead, where tables lie beyond memory."""
 
 
 class Forecast(Plan):
@@ -66,6 +74,15 @@ class Forecast(Plan):
     def __hash__(self) -> int:
         return super().__hash__()
 
+    def explain(self) -> str:
+        """Every strategy weighed, as of any plan; of tables beyond memory what is predicted of their rows."""
+        step_ms = self.schedule.beside_storage_ms if self.memory and self.world_size > 1 else None
+        told = (
+            f"{name}, {readable_bytes(of.nbytes)} of memory: {beyond_memory(of, step_ms)}"
+            for name, of in self.memory.items()
+        )
+        return super().explain() + "".join(f"{each}\n" for each in told)
+
     @cached_property
     def schedule(self) -> DrawnSchedule:
         """The launch order, and when everything is predicted to run, on rank 0; `.save(path)` draws it.
@@ -83,7 +100,7 @@ class Forecast(Plan):
         found = cuts(self._setting, self)
         passes = overlap_passes(self, self._setting.options.schedule, 0, found)
         compiled = run_passes(self._graph, passes, compiled)
-        schedule = Scheduling(self._setting, self, compiled.graph, found).schedule
+        schedule = Scheduling(self._setting, self, compiled.graph, found, ahead=LOADER_AHEAD).schedule
         return drawn(schedule, background=lambda: background_of(self, schedule))
 
 
@@ -111,6 +128,8 @@ def plan(  # noqa: PLR0913
     row_updates: RowUpdatesOption = "exact",
     rows: Format = "exact",
     buckets: Format = "exact",
+    table_memory: float | Mapping[str, float] | None = None,
+    storage: tuple[Storage, ...] = (NVME,),
 ) -> Forecast:
     """The plan that `compile` would make on `world_size` ranks of a cluster. Needs one process and no network.
 
@@ -131,12 +150,25 @@ def plan(  # noqa: PLR0913
         row_updates: as `compile` takes it.
         rows: as `compile` takes it.
         buckets: as `compile` takes it.
+        table_memory: as `compile` takes it; of the device's memory.
+        storage: with it, the places where other rows rest, the nearest first: `embrace_fx.cost.devices`.
 
     Raises:
         CaptureError: the forward cannot be captured.
         ValueError: an option that does not exist; a compiled model; fewer ranks than batches, or fewer than 1.
     """
-    options = Options(strategy, schedule, row_updates, "eager", None, cluster, rows=rows, buckets=buckets)
+    options = Options(
+        strategy,
+        schedule,
+        row_updates,
+        "eager",
+        None,
+        cluster,
+        rows=rows,
+        buckets=buckets,
+        table_memory=table_memory,
+        tables_in=None if table_memory is None else "nowhere",
+    )
     options.check("plan()")
     if isinstance(model, CompiledModel):
         raise ValueError("expected a plain model, in plan(), found a compiled one, which has a plan: read model.plan.")
@@ -165,7 +197,9 @@ def plan(  # noqa: PLR0913
         buckets_as=buckets,
     )
     planned = replace(planned, links_are="assumed" if cluster == Cluster() else "given")
-    return Forecast.of(planned, Setting(model, stepping, state, Announcements(communicator), options), graph)
+    setting = Setting(model, stepping, state, Announcements(communicator), options)
+    draws = {name: of_table.draws for name, of_table in known.items()}
+    return Forecast.of(fit_plan(setting, planned, draws, lambda records: storage), setting, graph)
 
 
 @dataclass(frozen=True)
@@ -183,11 +217,13 @@ class _OfTable:
     Attributes:
         rows: by rank; of ranks without a batch of their own, the mean.
         at_home: rows of a grid -> of each rank's rows, how many it has itself; None where ranks lack one.
+        draws: how often steps are expected to draw them.
     """
 
     rows: tuple[int, ...]
     sparsity: Sparsity
     at_home: dict[int, tuple[int, ...]] | None
+    draws: Draws
 
 
 def _read_of(table: Table, measured: Sequence[_Measured], ranks: int) -> _OfTable | None:
@@ -201,7 +237,8 @@ def _read_of(table: Table, measured: Sequence[_Measured], ranks: int) -> _OfTabl
     if len(reads) == ranks:
         by_rank = [read.at_home(rank, ranks) for rank, read in enumerate(reads)]
         at_home = {each: tuple(own[each] for own in by_rank) for each in grid_rows(ranks)}
-    return _OfTable(rows, _sparsity(table, reads, ranks), at_home)
+    draws = Draws.of(torch.cat([read.drawn.cpu() for read in reads]), table.num_rows, ranks / len(reads))
+    return _OfTable(rows, _sparsity(table, reads, ranks), at_home, draws)
 
 
 def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], int]:

@@ -1,4 +1,4 @@
-"""Devices by their data sheets: memory, matrix products, the link between two of one machine.
+"""Devices by their data sheets: memory, matrix products, the links to others of their machine, to its host and drives.
 
 A device stands in a prediction for what no probe has measured: plans for clusters that one does not sit at. Rates are
 those of data sheets, in float32, times `ATTAINED`.
@@ -10,6 +10,7 @@ Sources, the vendors' data sheets:
     A100 SXM4 40 GB (A100 whitepaper, 2020) 1,555 GB/s, 19.5 TFLOP/s, NVLink 300 GB/s each way
     H100 SXM5 (H100 whitepaper, 2022)       3,352 GB/s, 66.9 TFLOP/s, NVLink 450 GB/s each way
     H200 SXM (H200 data sheet, 2023)        4,800 GB/s, 66.9 TFLOP/s, NVLink 450 GB/s each way
+    PM9A3 U.2 (Samsung, 2020)               read 6.5 GB/s, 900,000 a second at random; written 3.5 GB/s, 200,000
     core    a core of a server's CPU: 10 GB/s and 20 GFLOP/s, of the order that the probe measures
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embrace_fx.cost.links import CORE, Cluster, Compute, Handling, Link
+from embrace_fx.cost.storage import Storage
 
 ATTAINED = 0.7
 """Of a data sheet's rate: what well-written kernels that stream through memory, or large matrix products, reach."""
@@ -38,6 +40,7 @@ class Device:
         flops_per_ms: floating-point operations of matrix products in float32.
         memory_bytes: how much it holds.
         inside: the link between two devices of one machine.
+        to_host: the link to the machine's memory.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Device:
     flops_per_ms: float
     memory_bytes: int
     inside: Link
+    to_host: Link
 
     @property
     def compute(self) -> Compute:
@@ -56,6 +60,14 @@ class Device:
         """The speed at which it handles gradients. Its allocator keeps memory, so that new blocks cost nothing."""
         passed = ATTAINED * self.memory_bytes_per_ms
         return Handling(passed, passed, float("inf"), BYTES_OF_UNIT / passed, KERNELS_OF_ROUND * LAUNCH_MS)
+
+    def storage(self, host_bytes: float) -> tuple[Storage, ...]:
+        """Places for rows of tables beyond its memory: pinned memory of its host, and a drive of its own.
+
+        Args:
+            host_bytes: of the host's memory, for this device's rows.
+        """
+        return (Storage("pinned host memory", 0.0, 0.0, 1 / self.to_host.bandwidth_bytes_per_ms, host_bytes), NVME)
 
     def cluster(
         self, bandwidth_bytes_per_ms: float, latency_ms: float = 0.01, *, devices_per_machine: int = 1
@@ -78,20 +90,23 @@ class Device:
 
 
 _GIB = 2**30
-_PCIE_3, _PCIE_4 = Link(12.5e6, 0.01), Link(25e6, 0.01)
+_PCIE_3, _PCIE_4, _PCIE_5 = Link(12.5e6, 0.01), Link(25e6, 0.01), Link(50e6, 0.01)
 """Sixteen lanes, less what packets' heads take."""
+
+NVME = Storage("NVMe drive", 1e3 / 900e3, 1e3 / 200e3, 1 / 3.5e6)
+"""A PM9A3, with as many reads and writes on their way as it takes."""
 
 DEVICES = {
     device.name: device
     for device in (
-        Device("V100", 900e6, 15.7e9, 16 * _GIB, Link(150e6, 0.01)),
-        Device("RTX 2080", 448e6, 10.1e9, 8 * _GIB, _PCIE_3),
-        Device("RTX 3090", 936e6, 35.6e9, 24 * _GIB, _PCIE_4),
-        Device("A100", 1555e6, 19.5e9, 40 * _GIB, Link(300e6, 0.01)),
-        Device("H100", 3352e6, 66.9e9, 80 * _GIB, Link(450e6, 0.01)),
-        Device("H200", 4800e6, 66.9e9, 141 * _GIB, Link(450e6, 0.01)),
+        Device("V100", 900e6, 15.7e9, 16 * _GIB, Link(150e6, 0.01), _PCIE_3),
+        Device("RTX 2080", 448e6, 10.1e9, 8 * _GIB, _PCIE_3, _PCIE_3),
+        Device("RTX 3090", 936e6, 35.6e9, 24 * _GIB, _PCIE_4, _PCIE_4),
+        Device("A100", 1555e6, 19.5e9, 40 * _GIB, Link(300e6, 0.01), _PCIE_4),
+        Device("H100", 3352e6, 66.9e9, 80 * _GIB, Link(450e6, 0.01), _PCIE_5),
+        Device("H200", 4800e6, 66.9e9, 141 * _GIB, Link(450e6, 0.01), _PCIE_5),
     )
 }
 """Name -> device."""
 
-__all__ = ["ATTAINED", "CORE", "DEVICES", "Device"]
+__all__ = ["ATTAINED", "CORE", "DEVICES", "NVME", "Device"]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import fx
 
 from embrace_fx import cost
+from embrace_fx.cost.storage import RowMemory
 from embrace_fx.passes.memory.line import memory_line
 from embrace_fx.passes.node_cost import estimate
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import Block, build_alone, cut_at_copies
+from embrace_fx.passes.scheduler.storage import with_storage
 from embrace_fx.passes.step_memory import step_memory
+from embrace_fx.passes.verifier.storage import check_storage
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.memory.resident import bytes_in_use
@@ -35,13 +40,21 @@ class SoloSchedule:
     recorder: Recorder
 
     @classmethod
-    def of(cls, graph: TrainingGraph, name: str, compute: cost.Compute, device: torch.device) -> SoloSchedule:
+    def of(
+        cls,
+        graph: TrainingGraph,
+        name: str,
+        compute: cost.Compute,
+        device: torch.device,
+        memory: Mapping[str, RowMemory] = MappingProxyType({}),
+    ) -> SoloSchedule:
         """Estimates the steps of a training graph on one process.
 
         Args:
             graph: in phases.
             name: of the schedule that was asked for.
             device: of the model.
+            memory: of tables beyond memory.
         """
         node_ms = estimate(compute, graph.expected)
 
@@ -56,6 +69,8 @@ class SoloSchedule:
                 *cut_at_copies(phases["forward"], WHOLE_FORWARD, node_ms, ms(phases["unique"], phases["ids"])),
             ]
         )
+        steps = with_storage(steps, memory)
+        check_storage(steps, memory)
         on = streams.streams_of(device)
         found = schedule(steps, name)
         line = memory_line(found.predicted, step_memory(graph), node_ms)

@@ -26,12 +26,13 @@ def place(setting: Setting, graph: TrainingGraph, plan: Plan) -> None:
     grids = {name: plan[name].grid for name in plan.sharded}
     shapes = {name: parameter.shape for name, parameter in setting.model.named_parameters()}
     with setting.communicator.watching():
-        beyond = tiers(setting, plan)
+        beyond = tiers(setting, plan, setting.communicator.rank)
         lazily = [setting.state.parameter(name) for name in beyond if begins_lazily(setting, name) is not None]
         made = materialise(setting.model, grids, setting.stepping.holders.optimizers, setting.communicator, lazily)
         for name in plan.sharded:
             if name in beyond:
-                table = place_tiered(setting, name, shapes[name], made.get(name), beyond[name])
+                columns, slots = beyond[name].columns, plan.memory[name].slots
+                table = place_tiered(setting, name, shapes[name], made.get(name), columns, slots)
                 setting.state.tables[name] = table
                 setting.state.hints = RowsAhead(setting.state.tables, setting.communicator)
             else:

@@ -40,6 +40,7 @@ class Calls:
         checksums: of this rank's replicas, where the coming step is to compare them; else empty.
         authority: the rank whose buffers count.
         uneven: ranks may have taken different numbers of optimizer steps (`join`).
+        ahead: batches that the loader is read ahead.
     """
 
     count: int = 0
@@ -48,6 +49,7 @@ class Calls:
     checksums: dict[str, int] = field(default_factory=dict)
     authority: int = 0
     uneven: bool = False
+    ahead: int = 0
 
     def announcement(self, own: Announcement, optimizer_steps: int) -> Announcement:
         """Completes what a step announces by what it is to tell once."""

@@ -19,7 +19,9 @@ from embrace_fx.passes.overlap.order import BackwardUnits
 from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import Sizes, build, compute_durations
+from embrace_fx.passes.scheduler.storage import read_ahead, with_storage
 from embrace_fx.passes.step_memory import backward_peak, step_memory
+from embrace_fx.passes.verifier.storage import check_storage
 from embrace_fx.passes.verifier.windows import check_launches
 from embrace_fx.runtime.exchanges.channel import Channel
 from embrace_fx.runtime.exchanges.in_place import (
@@ -37,7 +39,7 @@ from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.flow.under_way import waiting
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.launcher import Launcher
-from embrace_fx.runtime.launch.recorder import Recorder, Recording, compute_spans
+from embrace_fx.runtime.launch.recorder import ComputeSpan, Recorder, Recording, Transfer, compute_spans
 from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
 from embrace_fx.runtime.memory.resident import bytes_in_use
 from embrace_fx.runtime.tables.stacks import StackedTable
@@ -81,6 +83,7 @@ class Scheduling:
         cuts: in what pieces its communication travels.
         compute_in_order: has the backward computed in an order of its units; yields the graph that does. None: it
             stays as it stands.
+        ahead: batches that the loader is read ahead.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Scheduling:
         compute_in_order: ComputeInOrder | None = None,
         *,
         gradients_alone: bool = False,
+        ahead: int = 0,
     ) -> None:
         self._setting = setting
         self._plan = plan
@@ -103,6 +107,7 @@ class Scheduling:
         self._exchanged = _exchanged(plan)
         self.looks_ahead = bool(cuts.pieces)
         self._cluster = plan.links.among(plan.world_size)
+        self._memory = {name: read_ahead(of, ahead, plan.world_size) for name, of in plan.memory.items()}
         self._cuts = cuts
         self.schedule = self._order(None)
         self._flow: Flow | None = None
@@ -213,6 +218,7 @@ class Scheduling:
         sent = {each.id: each.sent_bytes for each in agreed.steps.communications if each.id is not None}
         # Nothing is on its way twice: a window never holds more than it sends.
         check_launches(self._graph, launches(agreed, self.looks_ahead), sent, sum(sent.values()))
+        check_storage(agreed.steps, self._memory)
         node_ms = estimate(self._cluster.compute, self._graph.expected)
         line = memory_line(agreed.predicted, step_memory(self._graph), node_ms)
         return replace(agreed, predicted=replace(agreed.predicted, memory=line))
@@ -260,7 +266,8 @@ class Scheduling:
             self._setting.options.buckets,
         )
         durations = profiled.compute_ms if profiled else compute_durations(self._graph, self._cluster)
-        return build(self._graph, sizes, durations, self._cluster, plan.world_size)
+        steps = build(self._graph, sizes, durations, self._cluster, plan.world_size)
+        return with_storage(steps, self._memory, durations)
 
 
 def cuts(setting: Setting, plan: Plan) -> Cuts:
@@ -319,7 +326,7 @@ class Profile:
     """Medians of what a few steps took on one rank.
 
     Attributes:
-        compute_ms: by compute operation.
+        compute_ms: by compute operation, and of reads and writes of rows beyond memory.
         sent_bytes: by launch.
     """
 
@@ -330,10 +337,15 @@ class Profile:
 def profile(recording: Recording) -> Profile:
     """Takes the medians over the windows of a recording, of which the first and the last are cut off."""
     windows = range(recording.window)
+    moved = [each for each in recording.transfers if each.launch.lane == "storage"]
+    timed: list[tuple[OperationId, ComputeSpan | Transfer]] = [
+        *((each.operation, each) for each in compute_spans(recording)),
+        *((each.launch, each) for each in moved),
+    ]
     spans: dict[OperationId, list[float]] = {}
-    for span in compute_spans(recording):
+    for operation, span in timed:
         if span.window in windows:  # what waits cut into pieces counts as a whole
-            of_windows = spans.setdefault(span.operation, [0.0] * len(windows))
+            of_windows = spans.setdefault(operation, [0.0] * len(windows))
             of_windows[span.window] += (span.ended_s - span.started_s) * 1e3
     sent: dict[OperationId, list[int]] = {}
     for transfer in recording.transfers:

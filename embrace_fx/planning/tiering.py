@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from zlib import crc32
@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from embrace_fx.cost.storage import Draws, RowMemory, Storage
 from embrace_fx.planning.fitting import without_tables
-from embrace_fx.runtime.tables.layouts import Place, mesh_of, own_part
+from embrace_fx.runtime.tables.layouts import Place, mesh_of, part_of
 from embrace_fx.runtime.tables.part import Origin
 from embrace_fx.runtime.tables.part_layout import Layout
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tables.table_part import TablePart, become_part, local_part
 from embrace_fx.runtime.tiers.initial import FirstValues
+from embrace_fx.runtime.tiers.pace import row_ms
 from embrace_fx.runtime.tiers.record_file import TierError
-from embrace_fx.runtime.tiers.records import Column
+from embrace_fx.runtime.tiers.records import Column, Records
 from embrace_fx.runtime.tiers.tiered_table import (
     REFUSAL,
     HeldInFile,
@@ -28,10 +30,18 @@ from embrace_fx.runtime.tiers.tiered_table import (
     not_replayable,
     state_columns,
 )
-from embrace_fx.runtime.tiers.working_set import ROW_BYTES, ROWS_AT_ONCE, SLOT_BYTES, TAKEN, WEIGHTS, WorkingSet
+from embrace_fx.runtime.tiers.working_set import (
+    ROW_BYTES,
+    ROWS_AT_ONCE,
+    TAKEN,
+    WEIGHTS,
+    WorkingSet,
+    least_bytes,
+    slot_bytes,
+)
 from embrace_fx.setup.setting import Setting
 from embrace_fx.vocabulary.exactness import semantics
-from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.vocabulary.plan import Decision, Grid, Plan
 
 
 @dataclass(frozen=True)
@@ -40,10 +50,12 @@ class Tier:
 
     Attributes:
         memory: bytes for its working set, or, below 1, the share of its rows.
+        whole: what was asked for of it and the tables that share that with it.
         columns: what there is of a row on this rank, by name.
     """
 
     memory: float
+    whole: float
     columns: Mapping[str, Column]
 
     def slots(self, rows: int, table: str) -> int:
@@ -52,40 +64,87 @@ class Tier:
         Raises:
             ValueError: none would.
         """
-        of_slot = sum(column.nbytes for column in self.columns.values()) + SLOT_BYTES
         if self.memory < 1:
             return max(1, min(rows, ceil(self.memory * rows)))
-        found = int((self.memory - rows * ROW_BYTES) // (of_slot * 1.25))  # a part of the rows is on its way
+        found = int((self.memory - rows * ROW_BYTES) // slot_bytes(self.columns))
         if found < 1:
             raise ValueError(
-                f"expected table_memory of at least {rows * ROW_BYTES + of_slot:,} bytes for {table}, in the first "
-                f"call, found {int(self.memory):,}: {ROW_BYTES} bytes tell of each of its {rows:,} rows where it is, "
-                f"and one row in memory takes {of_slot}. Raise it, or train on more ranks."
+                f"expected table_memory of at least {self.asked_for(1, rows)} for {table}, in the first call, found "
+                f"{int(self.whole):,}: {ROW_BYTES} bytes tell of each of its {rows:,} rows where it is, and memory "
+                "holds one row or more. Raise it, or train on more ranks."
             )
         return min(rows, found)
 
+    def asked_for(self, slots: int, rows: int) -> str:
+        """The least table_memory with which so many rows stay in memory."""
+        if self.memory < 1:
+            return f"{ceil(slots / rows * 1e4) / 1e4:g}"
+        return f"{ceil(least_bytes(rows, slots, self.columns) * self.whole / self.memory):,} bytes"
 
-def fit_plan(setting: Setting, plan: Plan) -> Plan:
-    """The plan with each table beyond memory in no stack.
+
+def fit_plan(
+    setting: Setting, plan: Plan, draws: Mapping[str, Draws], storage: Callable[[Records], tuple[Storage, ...]]
+) -> Plan:
+    """The plan with each table beyond memory in no stack, and with what is predicted of its rows. Collective.
+
+    Args:
+        draws: rank 0's.
+        storage: finds where other rows rest, of such records. Collective.
 
     Raises:
-        ValueError: a table cannot be kept so; the same on every rank.
+        ValueError: a table cannot be kept so, or its batches cannot keep to its memory; the same on every rank.
     """
     asked = _asked(setting, plan)
+    if not asked:
+        return plan
     for name in asked:
         _check(setting, name, plan)
     stacks = (without_tables(plan, stack, list(asked)) for stack in plan.stacks)
-    return replace(plan, stacks=tuple(stack for stack in stacks if len(stack.tables) > 1)) if asked else plan
+    found = tiers(setting, plan, rank=0)  # which has the most columns
+    rest = storage(max((Records(tier.columns) for tier in found.values()), key=lambda each: each.nbytes))
+    own = {name: _row_memory(plan[name], tier, draws.get(name), rest) for name, tier in found.items()}
+    agreed = setting.communicator.gather(own, dict[str, RowMemory])[0]
+    for name, memory in agreed.items():
+        if plan[name].measured and memory.slots < memory.at_once:
+            least = found[name].asked_for(memory.at_once, memory.num_rows)
+            raise ValueError(
+                f"expected table_memory of at least {least} for {name}, in the first call, found "
+                f"{found[name].whole:,g}, which is {memory.slots:,} rows: the batches of this step read "
+                f"{memory.at_once:,}, all ranks together. Raise it, or make batches smaller."
+            )
+    decisions = tuple(replace(each, memory=agreed.get(each.parameter)) for each in plan)
+    return replace(plan, decisions=decisions, stacks=tuple(stack for stack in stacks if len(stack.tables) > 1))
 
 
-def tiers(setting: Setting, plan: Plan) -> dict[str, Tier]:
-    """The tables beyond memory, by name."""
-    asked = _asked(setting, plan)
-    columns = {name: _columns(setting, name) for name in asked}
+def _row_memory(decision: Decision, tier: Tier, draws: Draws | None, storage: tuple[Storage, ...]) -> RowMemory:
+    """What memory has of a table, and what is predicted of its other rows; a plan that is repeated has draws itself."""
+    draws = draws or (Draws(()) if decision.memory is None else decision.memory.draws)
+    rows, record = decision.shape[0], Records(tier.columns).nbytes
+    at_once = decision.rows.together if decision.rows is not None else 1
+    slots = tier.slots(rows, decision.parameter)
+    return RowMemory(rows, slots, slot_bytes(tier.columns), ROW_BYTES, record, at_once, draws, storage)
+
+
+def in_files(setting: Setting, records: Records) -> tuple[Storage, ...]:
+    """Where rows of a compiled model's tables rest, as fast as the slowest rank reaches it. Collective."""
+    assert setting.options.tables_in is not None
+    try:
+        own = row_ms(setting.options.tables_in, records)
+    except TierError:  # who makes the file tells of it
+        own = (0.0, 0.0)
+    read, write = zip(*setting.communicator.gather(own, tuple[float, float]), strict=True)
+    return (Storage("file", max(read), max(write)),)
+
+
+def tiers(setting: Setting, plan: Plan, rank: int) -> dict[str, Tier]:
+    """The tables beyond memory, by name, as they lie on a rank."""
+    whole = _asked(setting, plan)
+    columns = {name: _columns(setting, name, plan[name].shape, rank) for name in whole}
+    asked = dict(whole)
     if not isinstance(setting.options.table_memory, Mapping) and any(memory >= 1 for memory in asked.values()):
         sizes = {n: plan[n].shape[0] * sum(c.nbytes for c in columns[n].values()) for n in asked}
         asked = {name: memory * sizes[name] / sum(sizes.values()) for name, memory in asked.items()}
-    return {name: Tier(memory, columns[name]) for name, memory in asked.items()}
+    return {name: Tier(memory, whole[name], columns[name]) for name, memory in asked.items()}
 
 
 def _asked(setting: Setting, plan: Plan) -> dict[str, float]:
@@ -137,18 +196,17 @@ def _check(setting: Setting, name: str, plan: Plan) -> None:
         raise ValueError(not_replayable(name, type(held[0][0])))
 
 
-def _columns(setting: Setting, name: str) -> dict[str, Column]:
+def _columns(setting: Setting, name: str, shape: tuple[int, ...], rank: int) -> dict[str, Column]:
     parameter = setting.state.parameter(name)
     ((optimizer, group),) = setting.stepping.holders.of(parameter)
-    width = len(_own_columns(setting, parameter.shape))
+    width = len(_columns_of(shape, setting.communicator.world_size, rank))
     like = torch.empty((0, width), dtype=parameter.dtype, device="cpu")
     columns = {WEIGHTS: Column((width,), parameter.dtype), TAKEN: Column((), torch.int64)}
     return columns | state_columns(optimizer, group, like, optimizer.state.get(parameter) or {})
 
 
-def _own_columns(setting: Setting, shape: torch.Size) -> range:
-    mesh = mesh_of(setting.communicator, "cpu", None)
-    return range(shape[1])[own_part(shape, mesh)[1]] if mesh is not None else range(shape[1])
+def _columns_of(shape: tuple[int, ...], ranks: int, rank: int) -> range:
+    return range(shape[1])[part_of(shape, Grid(1, ranks), rank)[1]]
 
 
 def begins_lazily(setting: Setting, name: str) -> nn.Embedding | nn.EmbeddingBag | None:
@@ -164,29 +222,33 @@ def begins_lazily(setting: Setting, name: str) -> nn.Embedding | nn.EmbeddingBag
     return None
 
 
-def place_tiered(setting: Setting, name: str, shape: torch.Size, mesh: DeviceMesh | None, tier: Tier) -> TieredTable:
+def place_tiered(
+    setting: Setting, name: str, shape: torch.Size, mesh: DeviceMesh | None, columns: Mapping[str, Column], slots: int
+) -> TieredTable:
     """Puts a table into its file, or leaves its rows to be computed, and a working set into its place. Collective.
 
     Args:
         shape: of the whole table.
         mesh: where its parts lie, if its parameter is this rank's part already.
+        columns: what there is of a row on this rank.
+        slots: rows in memory.
     """
     parameter, communicator = setting.state.parameter(name), setting.communicator
     ((optimizer, _),) = setting.stepping.holders.of(parameter)
-    state, columns = optimizer.state.get(parameter) or {}, _own_columns(setting, shape)
+    state, own = optimizer.state.get(parameter) or {}, _columns_of(shape, communicator.world_size, communicator.rank)
     module, first = begins_lazily(setting, name), {}
     if module is None:
         place = shard_parameter(name, parameter, shape, communicator, None, mesh)
-        parts = {key: place.part_of(value, communicator.group) for key, value in state.items() if key in tier.columns}
+        parts = {key: place.part_of(value, communicator.group) for key, value in state.items() if key in columns}
         first = {WEIGHTS: local_part(parameter), **{key: local_part(part) for key, part in parts.items()}}
     else:
         communicator.connect(torch.device("cpu"))
         place = Place(shape, mesh_of(communicator, "cpu", None))
-    like = torch.empty_strided((shape[0], len(columns)), (0, 0), dtype=parameter.dtype)  # of one element
+    like = torch.empty_strided((shape[0], len(own)), (0, 0), dtype=parameter.dtype)  # of one element
     seed = communicator.gather(torch.initial_seed() % 2**62, int)[0] ^ crc32(name.encode())
-    initial = FirstValues(columns, shape[1], parameter.dtype, seed, getattr(module, "padding_idx", None))
-    memory = _made(setting, name, tier, shape[0], initial, first)
-    optimizer.state[parameter] = {key: value for key, value in state.items() if key not in tier.columns}
+    initial = FirstValues(own, shape[1], parameter.dtype, seed, getattr(module, "padding_idx", None))
+    memory = _made(setting, name, slots, columns, initial, first, shape[0])
+    optimizer.state[parameter] = {key: value for key, value in state.items() if key not in columns}
     if not isinstance(parameter, TablePart):
         become_part(parameter, like, Layout.of_table(place), Origin(name, "", place.mesh, communicator))
     assert isinstance(parameter, TablePart)
@@ -200,26 +262,28 @@ def place_tiered(setting: Setting, name: str, shape: torch.Size, mesh: DeviceMes
         optimizer,
         gradients=setting.state.gradients_reader(),
         memory=memory,
-        shown=tier.columns.keys() & state.keys(),
+        shown=columns.keys() & state.keys(),
     )
 
 
 def _made(
     setting: Setting,
     name: str,
-    tier: Tier,
-    rows: int,
+    slots: int,
+    columns: Mapping[str, Column],
     initial: FirstValues,
     first: Mapping[str, Tensor],
+    rows: int,
 ) -> WorkingSet:
     """The working set of a part, its first values in the file. Collective: what one rank cannot do, none does."""
     assert setting.options.tables_in is not None
     memory, told = None, ""
     try:
-        memory = WorkingSet(name, rows, tier.slots(rows, name), tier.columns, initial, setting.options.tables_in)
+        directory = setting.options.tables_in
+        memory = WorkingSet(name, rows, slots, columns, initial, directory, lambda: setting.stepping.recorder)
         for some in torch.arange(rows, device="cpu").split(ROWS_AT_ONCE) if first else ():
             memory.store(some, {key: value.index_select(0, some) for key, value in first.items()})
-    except (ValueError, TierError) as error:
+    except TierError as error:
         told = str(error)
     for rank, each in enumerate(setting.communicator.gather(told, str)):
         if each:

@@ -66,6 +66,7 @@ class GraphCalls:
         planned, leaves, train = self._planned, call.leaves, call.train
         kind = self._kinds[kind_key(self._modes(), leaves, call.spec, train)]
         variant = self._variant(kind, call)
+        planned.calls.ahead = self._lookahead.batches if self._lookahead.active else 0
         if planned.plan is None:
             with not_collecting():
                 make_plan(variant, variant.captured.inputs(leaves))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from embrace_fx.cost.storage import RowMemory
 from embrace_fx.passes.step_memory import StepMemory
 from embrace_fx.runtime.tables.row_table import RowTable
 
@@ -35,16 +37,43 @@ def memory_report(held: StepMemory, model: nn.Module, optimizers: Sequence[Optim
     return "\n".join(lines)
 
 
-def tables_report(tables: Mapping[str, RowTable], ranks: int) -> str:
-    """Formats the bytes of each sharded table, predicted for any rank and measured on this one."""
+def tables_report(tables: Mapping[str, RowTable], ranks: int, beyond: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Formats the bytes of each sharded table, predicted for any rank and measured on this one.
+
+    Args:
+        beyond: by table beyond memory, what is predicted of it.
+    """
     rows: list[tuple[str, ...]] = [("", "parameters", "gradient", "state", "parameters", "gradient", "state")]
     for name, table in tables.items():
         numbers = (*table.predicted_bytes(ranks), *table.held_bytes())
         rows.append((name, *("not known yet" if number is None else _mib(number) for number in numbers)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    aligned += [table.told for table in tables.values() if table.told]
+    for name, table in tables.items():
+        aligned += [told for told in (table.told, beyond.get(name) and f"  {beyond[name]}") if told]
     return "\n".join(["tables of this rank: predicted, then as they are", *(f"  {each}" for each in aligned)])
+
+
+def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
+    """Tells what is predicted of a table beyond memory, the least memory for it, and what would hide its reads.
+
+    Args:
+        step_ms: of a step but for its waits for these rows; None: it is not known.
+
+    Returns: "" where no batch has told.
+    """
+    if not memory.draws.spectrum:
+        return ""
+    places = (f"{rows * memory.record_bytes / 2**20:,.3f} from {place.name}" for place, rows in memory.moved)
+    moved = f"{memory.found:.1%} there, MiB read and as many written a step: {', '.join(places)}"
+    told = f"predicted, once all rows have moved: {moved}; at least {_of_rows(memory.least)}"
+    if step_ms is None:
+        return told
+    return f"{told}; from {_of_rows(memory.at_speed(step_ms))} on they hide behind a step of {step_ms:.1f} ms"
+
+
+def _of_rows(memory: RowMemory) -> str:
+    return f"{_mib(memory.nbytes)} ({memory.slots / memory.num_rows:.2%} of its rows)"
 
 
 def line(held: StepMemory) -> str:

@@ -16,6 +16,7 @@ from embrace_fx.passes.collectives import sequence_hash
 from embrace_fx.passes.memory.budget import Memory
 from embrace_fx.passes.overlap.buckets import ChunkBuckets
 from embrace_fx.passes.overlap.order import OrderCompute
+from embrace_fx.passes.scheduler.storage import read_ahead
 from embrace_fx.passes.step_memory import StepMemory, step_memory
 from embrace_fx.passes.take_part import ExchangedParameter, TakePart
 from embrace_fx.planning.one_process import SoloSchedule
@@ -237,7 +238,8 @@ class ProgramBuilder:
         if self._communicator.world_size == 1:
             if self.alone is None:
                 device = next(self._setting.model.parameters()).device
-                self.alone = SoloSchedule.of(compiled.graph, name, self._plan.links.compute, device)
+                memory = {table: read_ahead(of, self._calls.ahead, 1) for table, of in self._plan.memory.items()}
+                self.alone = SoloSchedule.of(compiled.graph, name, self._plan.links.compute, device, memory)
                 self._setting.stepping.follow(None, self.alone.recorder)
             return
         if self.flow is not None or self._communicator.comm_hook is not None:
@@ -252,7 +254,13 @@ class ProgramBuilder:
             return
         graph, in_order = compiled.graph, self._compute_in_order
         self.scheduling = Scheduling(
-            self._setting, self._plan, graph, self._cuts, in_order, gradients_alone=gradients_alone
+            self._setting,
+            self._plan,
+            graph,
+            self._cuts,
+            in_order,
+            gradients_alone=gradients_alone,
+            ahead=self._calls.ahead,
         )
         self.flow = self.scheduling.start(self._on_other_batch)
         self._setting.stepping.follow(self.flow, self.flow.recorder)

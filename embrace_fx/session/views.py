@@ -11,7 +11,7 @@ from embrace_fx.planning.summary import advice, summary
 from embrace_fx.planning.timeline import gather_timeline
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.session.comm_hooks import told_of
-from embrace_fx.session.memory_report import memory_report, tables_report
+from embrace_fx.session.memory_report import beyond_memory, memory_report, tables_report
 from embrace_fx.session.plan_in_use import PlanInUse
 from embrace_fx.setup.setting import Setting
 from embrace_fx.viz.graphs import Graphs
@@ -58,10 +58,14 @@ class Views:
         told = "\n".join(part for part in (told, self._why(), advice(self.plan)) if part)
         if reason := self._runs_eagerly():
             told += f"\n\nroute: eager, every table whole and no update behind the next forward; {reason}"
-        held = self._planned.builder.step_memory() if self._planned.builder is not None else None
+        builder = self._planned.builder
+        held, schedule = (builder.step_memory(), builder.schedule) if builder is not None else (None, None)
         tables = setting.state.tables
         if tables:
-            told += f"\n\n{tables_report(tables, setting.communicator.world_size)}"
+            beyond = {
+                name: beyond_memory(of, self._beside_storage_ms(schedule)) for name, of in self.plan.memory.items()
+            }
+            told += f"\n\n{tables_report(tables, setting.communicator.world_size, beyond)}"
         if held is not None:
             told += f"\n\n{memory_report(held, setting.model, setting.stepping.holders.optimizers)}"
         return Report(told)
@@ -71,6 +75,13 @@ class Views:
         shares_ms = self._setting.stepping.recorder.tally.shares_ms()
         told = None if shares_ms is None else why(shares_ms, "A step of this rank takes")
         return "" if told is None else textwrap.fill(str(told), terminal_width())
+
+    def _beside_storage_ms(self, schedule: Schedule | None) -> float | None:
+        """Milliseconds of a step, measured or else predicted, but for its waits for rows of tables beyond memory."""
+        shares_ms = self._setting.stepping.recorder.tally.shares_ms()
+        if shares_ms is not None:
+            return sum(shares_ms.values()) - shares_ms["storage"]
+        return None if schedule is None else schedule.beside_storage_ms
 
     def metrics(self) -> dict[str, float]:
         """The last whole step in figures."""

@@ -16,6 +16,7 @@ GLOSSARY: Mapping[str, str] = {
     "embedding": "rows of sharded tables, and their gradients, on their way between ranks",
     "dense": "gradients of all other parameters, reduced in buckets",
     "delayed": "gradients of rows that the next batch does not read: they travel when nothing else does",
+    "storage": "rows of tables beyond memory, read from where they rest, and written behind",
     "prior": "gradients of rows that the next batch reads: they travel first",
     "early rows": "rows of the next batch that this step does not change: they are fetched before it ends",
     "wait": "compute stands still for communication; it has the colour of what is waited for",

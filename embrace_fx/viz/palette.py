@@ -42,6 +42,7 @@ PAINTS: Mapping[str, str] = {
     "delayed": "delayed",
     "offload": "offload",
     "reload": "reload",
+    "storage": "storage",
 }
 """What has a colour of its own, and its name in a legend: the kinds of compute, communication classes, copies."""
 
@@ -64,6 +65,7 @@ LIGHT = Theme(
         "delayed": "#12a078",
         "offload": "#b5483a",
         "reload": "#f2b5a7",
+        "storage": "#6b4f2a",
     },
     ink={
         "backward": "#0b0d10",
@@ -77,6 +79,7 @@ LIGHT = Theme(
         "delayed": "#0b0d10",
         "offload": "#ffffff",
         "reload": "#0b0d10",
+        "storage": "#ffffff",
     },
 )
 
@@ -99,6 +102,7 @@ DARK = Theme(
         "delayed": "#4fd1a5",
         "offload": "#d8705f",
         "reload": "#f7cdc3",
+        "storage": "#b98d52",
     },
     ink={
         "backward": "#0b0d10",
@@ -112,6 +116,7 @@ DARK = Theme(
         "delayed": "#0b0d10",
         "offload": "#0b0d10",
         "reload": "#0b0d10",
+        "storage": "#0b0d10",
     },
 )
 

@@ -19,6 +19,7 @@ NAMES: Mapping[Share, str] = {
     "delayed": "waiting for the link: delayed gradients of tables",
     "offload": "waiting for saved values to leave memory",
     "reload": "waiting for saved values to come back",
+    "storage": "waiting for rows of tables beyond memory",
     "between": "Python and autograd between operations",
 }
 """Parts of a step, as a sentence says them."""
@@ -48,6 +49,8 @@ CHANGES: Mapping[Share, str] = {
     "delayed": _FASTER_LINKS,
     "offload": "a larger memory_budget, or a faster store in offload_to",
     "reload": "a larger memory_budget, or a faster store in offload_to",
+    "storage": "rows that are read earlier: for batch in model.lookahead(loader, batches=3); else a larger "
+    "table_memory, or a faster disk in tables_in",
     "between": "larger batches: what Python does for a step does not grow with them",
 }
 """What makes the largest part smaller."""

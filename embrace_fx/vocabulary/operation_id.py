@@ -5,13 +5,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Literal, NamedTuple
 
-Lane = Literal["compute", "ids", "embedding", "dense", "delayed", "offload", "reload"]
+Lane = Literal["compute", "ids", "embedding", "dense", "delayed", "offload", "reload", "storage"]
 CLASS_LANES: tuple[Lane, ...] = ("ids", "embedding", "dense", "delayed")
 """The communication classes, which share the wire."""
 URGENT: tuple[Lane, ...] = ("ids", "embedding")
 """Those that the next forward waits for first: their streams have a high priority."""
-COPIES: tuple[Lane, ...] = ("offload", "reload")
-"""Copies of saved values out of a step's memory and back, each in a lane of its own."""
+COPIES: tuple[Lane, ...] = ("offload", "reload", "storage")
+"""Copies out of memory and back: of saved values, each way in a lane of its own, and of rows of tables beyond memory.
+"""
 LANES: tuple[Lane, ...] = ("compute", *CLASS_LANES, *COPIES)
 """Where an operation runs: on the rank's processor, on the wire, or out of its memory and back."""
 
@@ -29,6 +30,8 @@ Kind = Literal[
     "delayed",  # a piece of a table's delayed row gradients, AlltoAll
     "offload",  # a saved value leaves memory
     "reload",  # it comes back
+    "read",  # rows of a table beyond memory are read
+    "write",  # they are written behind
 ]
 
 Part = Literal["whole", "early", "late", "prior", "delayed", "chunk"]
@@ -43,6 +46,8 @@ _SPELLED: dict[Kind, dict[Part, str]] = {
     "rows": {"whole": "rows {what}"},
     "offload": {"whole": "offload {what}"},
     "reload": {"whole": "reload {what}"},
+    "read": {"whole": "read {what}"},
+    "write": {"whole": "write {what}"},
     "backward": {"whole": "backward {what}"},
     "forward": {"whole": "forward {what}"},
 }
@@ -114,6 +119,11 @@ def gradients_id(table: str, part: Part, number: int = 0) -> OperationId:
     if part == "delayed":
         return OperationId("delayed", table, part, number, "delayed")
     return OperationId("gradients", table, part, number, "embedding")
+
+
+def storage_id(kind: Literal["read", "write"], table: str) -> OperationId:
+    """Rows of a table beyond memory on their way from where they rest, or back."""
+    return OperationId(kind, table, lane="storage")
 
 
 @cache

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from embrace_fx.cost.links import Cluster
+from embrace_fx.cost.storage import RowMemory
 from embrace_fx.cost.wire import Format
 from embrace_fx.vocabulary.json_files import read_json, write_json
 from embrace_fx.vocabulary.plan_text import explain, preformatted, render
@@ -146,6 +147,7 @@ class Decision:
         rows: of a table, how many rows a step is expected to read; None: it is not known.
         norm_bytes: of what is sent, squares of rows: where the optimizer steps rows as a whole.
         travels_as: the format in which its rows, or its gradient, travel.
+        memory: of a table beyond memory: what memory has of it, and what is predicted of its other rows.
     """
 
     parameter: str
@@ -165,6 +167,7 @@ class Decision:
     rows: RowCounts | None = None
     norm_bytes: int = 0
     travels_as: Format = "exact"
+    memory: RowMemory | None = None
 
     @property
     def name(self) -> str:
@@ -212,6 +215,11 @@ class Plan:
     def rows(self) -> dict[str, RowCounts]:
         """Table -> how many rows a step is expected to read, where it is known."""
         return {d.parameter: d.rows for d in self.decisions if d.rows is not None}
+
+    @property
+    def memory(self) -> dict[str, RowMemory]:
+        """Tables beyond memory -> what memory has of them."""
+        return {d.parameter: d.memory for d in self.decisions if d.memory is not None}
 
     @property
     def rows_as(self) -> Format:

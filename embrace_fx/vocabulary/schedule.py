@@ -267,6 +267,12 @@ class Schedule:
     source: str = "cost model"
 
     @property
+    def beside_storage_ms(self) -> float:
+        """Milliseconds of a predicted step but for its waits for rows of tables beyond memory."""
+        figures = self.diagnostics()
+        return figures.step_ms - figures.exposed_ms.get("storage", 0.0)
+
+    @property
     def launches(self) -> tuple[OperationId, ...]:
         """The launch order as a program knows it."""
         ids = {operation.name: operation.id for operation in self.steps.communications}

@@ -20,6 +20,7 @@ Share = Literal[
     "delayed",  # waits for gradients of rows that the next batch does not read
     "offload",  # waits for a saved value to leave memory
     "reload",  # waits for one to come back
+    "storage",  # waits for rows of tables beyond memory
     "between",  # nothing of the schedule runs
 ]
 SHARES: tuple[Share, ...] = get_args(Share)

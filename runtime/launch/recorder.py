@@ -204,3 +204,31 @@ class _Waiting(contextlib.AbstractContextManager[None]):
         recorder.tally.waited(self._launch, time.perf_counter() - self._began_s)
         if recording is not None:
             recording.waits.append((self._launch, recording.window, self._start, recorder.clock.now()))
+
+
+class Watch:
+    """Tells a recorder of one copy, which begins and ends with this context, in whichever thread.
+
+    Args:
+        recorder: None: nobody is told.
+        on_host: whether its moments are the host's, whatever the clock takes.
+    """
+
+    def __init__(self, launch: OperationId, nbytes: int, recorder: Recorder | None, *, on_host: bool = False) -> None:
+        self.launch = launch
+        self._nbytes = nbytes
+        recording = recorder.recording if recorder is not None else None
+        self._window = OUTSIDE if recording is None else recording.window
+        self._recorder, self._on_host = recorder, on_host
+
+    def __enter__(self) -> None:
+        self._started = self._now()
+
+    def __exit__(self, *_: object) -> None:
+        if self._recorder is not None and self._window > OUTSIDE:
+            self._recorder.transferred(Transfer(self.launch, self._window, self._nbytes, self._started, self._now()))
+
+    def _now(self) -> Moment:
+        if self._recorder is None or self._window == OUTSIDE:
+            return 0.0
+        return time.perf_counter() if self._on_host else self._recorder.clock.now()

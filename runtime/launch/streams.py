@@ -129,6 +129,8 @@ class _CudaClock:
         torch.cuda.synchronize(self._device)
 
     def seconds(self, moment: Any) -> float:
+        if isinstance(moment, float):  # of a thread that waits for no stream
+            return moment
         return self._zero_s + float(self._zero.elapsed_time(moment)) / 1e3
 
 

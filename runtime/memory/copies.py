@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
+from embrace_fx.runtime.launch.recorder import Recorder, Watch
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 
@@ -86,7 +86,7 @@ class Copies(ABC):
         """Begins to copy a value out."""
         data = _bytes_of(value)
         return self._leave(
-            Stored(ValueLayout.of(value), data.numel(), None), data, _Watch(launch, data.numel(), recorder)
+            Stored(ValueLayout.of(value), data.numel(), None), data, Watch(launch, data.numel(), recorder)
         )
 
     def await_offload(self, stored: Stored) -> Stored:
@@ -96,7 +96,7 @@ class Copies(ABC):
 
     def reload(self, stored: Stored, launch: OperationId, recorder: Recorder | None) -> Reloading:
         """Takes memory for a value, and begins to copy it back."""
-        return self._come(stored, _Watch(launch, stored.nbytes, recorder))
+        return self._come(stored, Watch(launch, stored.nbytes, recorder))
 
     def await_reload(self, coming: Reloading) -> Tensor:
         """The value, once it is back."""
@@ -128,10 +128,10 @@ class Copies(ABC):
         """Has the host wait for what has been awaited, and computed."""
 
     @abstractmethod
-    def _leave(self, stored: Stored, data: Tensor, watch: _Watch) -> Stored: ...
+    def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored: ...
 
     @abstractmethod
-    def _come(self, stored: Stored, watch: _Watch) -> Reloading: ...
+    def _come(self, stored: Stored, watch: Watch) -> Reloading: ...
 
     @abstractmethod
     def _end(self, copying: Any) -> None: ...
@@ -167,12 +167,12 @@ class FileCopies(Copies):
     def settle(self) -> None:
         """The thread has waited already."""
 
-    def _leave(self, stored: Stored, data: Tensor, watch: _Watch) -> Stored:
+    def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
         slot = self._slot(stored.nbytes)
         leaving = self._threads["offload"].submit(_write, slot, [data], watch)
         return replace(stored, place=slot, leaving=leaving)
 
-    def _come(self, stored: Stored, watch: _Watch) -> Reloading:
+    def _come(self, stored: Stored, watch: Watch) -> Reloading:
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
         return Reloading(stored, data, self._threads["reload"].submit(_read, stored.place, data, watch))
 
@@ -255,15 +255,15 @@ class PinnedCopies(Copies):
     def settle(self) -> None:
         self._streams.record("settled").synchronize()  # on the model's device, which need not be the current one
 
-    def _leave(self, stored: Stored, data: Tensor, watch: _Watch) -> Stored:
+    def _leave(self, stored: Stored, data: Tensor, watch: Watch) -> Stored:
         host = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu", pin_memory=data.is_cuda)
         return replace(stored, place=host, leaving=(self._copy("offload", host, data, watch), data))
 
-    def _come(self, stored: Stored, watch: _Watch) -> Reloading:
+    def _come(self, stored: Stored, watch: Watch) -> Reloading:
         data = torch.empty(stored.nbytes, dtype=torch.uint8, device=stored.layout.device)
         return Reloading(stored, data, (self._copy("reload", data, stored.place, watch), data))
 
-    def _copy(self, lane: Lane, target: Tensor, source: Tensor, watch: _Watch) -> Any:
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor, watch: Watch) -> Any:
         """An event that passes when the copy has ended."""
         streams = self._streams
         ready = streams.record(f"{watch.launch} ready")
@@ -278,39 +278,18 @@ class PinnedCopies(Copies):
         self._streams.wait(copying[0])
 
 
-class _Watch:
-    """Tells a recorder of one copy."""
-
-    def __init__(self, launch: OperationId, nbytes: int, recorder: Recorder | None) -> None:
-        self.launch = launch
-        self._nbytes = nbytes
-        recording = recorder.recording if recorder is not None else None
-        self._window = OUTSIDE if recording is None else recording.window
-        self._recorder = recorder
-
-    def __enter__(self) -> None:
-        self._started = self._now()
-
-    def __exit__(self, *_: object) -> None:
-        if self._recorder is not None and self._window > OUTSIDE:
-            self._recorder.transferred(Transfer(self.launch, self._window, self._nbytes, self._started, self._now()))
-
-    def _now(self) -> Any:
-        return self._recorder.clock.now() if self._recorder is not None and self._window > OUTSIDE else 0.0
-
-
 def _bytes_of(value: Tensor) -> Tensor:
     """The storage of a value, as bytes."""
     storage = value.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _write(slot: Slot, data: list[Tensor], watch: _Watch) -> None:
+def _write(slot: Slot, data: list[Tensor], watch: Watch) -> None:
     """Args: `data`: one tensor, which is let go of."""
     with watch:
         slot.write(data.pop().numpy().data)
 
 
-def _read(slot: Slot, data: Tensor, watch: _Watch) -> None:
+def _read(slot: Slot, data: Tensor, watch: Watch) -> None:
     with watch:
         slot.read(data.numpy().data)

@@ -11,13 +11,15 @@ Shape legend: V' rows; S slots; K ids, in any order, some the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.tiers.file_thread import FileThread, ReadAhead
 from embrace_fx.runtime.tiers.initial import FirstValues
 from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
@@ -40,14 +42,27 @@ ROW_BYTES = 4
 """Of a row in memory that has no slot: where it is."""
 SLOT_BYTES = 4 * 8 + 2
 """Of a slot, besides its columns."""
+ON_THEIR_WAY = 1.25
+"""Times the memory of slots: that of slots and of rows on their way."""
+
+
+def slot_bytes(columns: Mapping[str, Column]) -> float:
+    """Bytes of memory for a row that is there, and for its share of what is on its way."""
+    return (sum(column.nbytes for column in columns.values()) + SLOT_BYTES) * ON_THEIR_WAY
+
+
+def least_bytes(rows: int, slots: int, columns: Mapping[str, Column]) -> int:
+    """Bytes of memory that slots of a table take at most."""
+    return rows * ROW_BYTES + ceil(slots * slot_bytes(columns))
 
 
 @dataclass
 class Counts:
-    """What a working set has done: steps, rows asked for, not found in memory, read and written; most asked at once."""
+    """What a working set has done: steps; rows looked up, brought there, waited for, read and written; most at once."""
 
     steps: int = 0
     asked: int = 0
+    brought: int = 0
     missed: int = 0
     read: int = 0
     written: int = 0
@@ -64,6 +79,7 @@ class WorkingSet:
         columns: what there is of a row; `WEIGHTS` begin as `initial` says.
         initial: ids (K,) -> their first values (K, d).
         directory: where the file is made.
+        recorder: as of `FileThread`.
 
     Attributes:
         initial: as given; another one after a checkpoint has been loaded.
@@ -79,6 +95,7 @@ class WorkingSet:
         columns: Mapping[str, Column],
         initial: FirstValues,
         directory: str | Path,
+        recorder: Callable[[], Recorder] = Recorder,
     ) -> None:
         self._table, self.slots, self.initial = table, slots, initial
         self.records = Records(columns)
@@ -92,7 +109,7 @@ class WorkingSet:
         self._used = torch.full((slots,), _FREE, dtype=torch.int64, device="cpu")
         self._due = torch.zeros(slots, dtype=torch.int64, device="cpu")  # the last step known to read what is there
         self._asked = torch.zeros(slots, dtype=torch.int64, device="cpu")  # the last call that has asked for it
-        self._thread = FileThread(self.file, self.records)
+        self._thread = FileThread(table, self.file, self.records, recorder)
         self._ahead: deque[ReadAhead] = deque()
         self._step = 0
         self._dirty = torch.zeros(slots, dtype=torch.bool, device="cpu")
@@ -108,7 +125,7 @@ class WorkingSet:
         """
         where = self._where.index_select(0, ids)
         self._clock += 1
-        self.counts.asked += ids.numel()
+        self.counts.asked += 0 if to_write else ids.numel()
         missing = where <= 0
         if bool(missing.any()):
             self._asked.index_fill_(0, where[~missing].to(torch.int64).sub_(1), self._clock)
@@ -159,7 +176,7 @@ class WorkingSet:
         while self._ahead and bool((self._where.index_select(0, ids) == _READ).any()):
             ahead = self._ahead.popleft()
             self._where.index_fill_(0, ahead.rows, _STORED)
-            values = ahead.coming.result()
+            values = self._thread.await_read(ahead)
             may_go = (self._asked < self._clock) & (self.row_of >= 0)
             if ahead.rows.numel() <= self._free.numel() + int(may_go.sum()):
                 slots = self._room(ahead.rows.numel(), ahead.rows)
@@ -217,11 +234,12 @@ class WorkingSet:
     def told(self) -> str:
         """What it has done, for a report."""
         counts, steps = self.counts, max(self.counts.steps, 1)
-        found = 1 - counts.missed / max(counts.asked, 1)
+        found, waited = (n / max(counts.asked, 1) for n in (counts.asked - counts.brought, counts.missed))
         read, written = (n * self.records.nbytes / steps / 2**20 for n in (counts.read, counts.written))
         return (
             f"{self._table}: {self.slots:,} of {self._where.numel():,} rows in memory, {self.nbytes / 2**20:,.2f} MiB; "
-            f"{found:.1%} of the rows asked for were there; {read:,.3f} MiB read and {written:,.3f} written a step"
+            f"{found:.1%} of the rows looked up were there, {waited:.1%} were waited for; {read:,.3f} MiB read and "
+            f"{written:,.3f} written a step"
         )
 
     # -- moving rows ---------------------------------------------------------------------------------------------------
@@ -236,7 +254,7 @@ class WorkingSet:
             oldest = oldest[last < _FREE]
             if oldest.numel() < short:
                 needed = ids.unique().numel()
-                nbytes = needed * (self.records.nbytes + SLOT_BYTES) + self._where.nbytes
+                nbytes = least_bytes(self._where.numel(), needed, self.records.columns)
                 raise TierError(
                     f"expected a working set of {self._table} that holds the rows which a step reads or writes at "
                     f"once, found {self.slots:,} rows of memory for {needed:,}, which take {nbytes:,} bytes. Raise "
@@ -275,12 +293,13 @@ class WorkingSet:
             read: their columns (K, ...), where the file has been read.
         """
         where = self._where.index_select(0, rows)
+        self.counts.brought += rows.numel()
         stored = where < 0
         if bool(stored.any()):
             if read is None:
                 if bool((where == _WRITTEN).any()):
                     self._thread.land()
-                read = self.records.unpack(self.file.read(rows[stored]))
+                read = self._thread.read_now(rows[stored])
             for key, value in read.items():
                 self.columns[key].index_copy_(0, slots[stored], value)
             self.counts.read += int(stored.sum())

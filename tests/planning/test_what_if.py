@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 import embrace_fx
+from embrace_fx.cost.devices import DEVICES
 from embrace_fx.cost.exchanges import predict
 from embrace_fx.cost.links import Cluster, Handling, Link
 from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.planning import findings as planning
 from embrace_fx.vocabulary.plan import CANDIDATES, Plan
+from embrace_fx.what_if import Forecast
 from tests.support.exchange_cases import random_sparsity
 from tests.support.ranks import run_ranks
 
@@ -247,3 +250,56 @@ def test_a_plan_for_one_rank_has_nothing_to_schedule() -> None:
 
     with pytest.raises(RuntimeError, match="found one for one, which sends nothing"):
         _ = planned.schedule
+
+
+class Large(nn.Module):
+    """A table of 1 TB, 3 TB with AdamW's state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(2_000_000_000, 128, mode="sum", device="meta")
+        self.mix = nn.Linear(128, 1024, device="meta")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.mix(self.table(ids)).square().mean()
+        return loss
+
+
+def on_paper(memory: float, host_bytes: float = 200e9) -> Forecast:
+    """Its plan on eight H100 of one machine."""
+    h100, random = DEVICES["H100"], torch.Generator().manual_seed(0)
+    model, ids = Large(), (2e9 ** torch.rand(512, 16, generator=random) - 1).long()
+    return embrace_fx.plan(
+        model,
+        ids,
+        world_size=8,
+        cluster=h100.cluster(50e6, devices_per_machine=8),
+        optimizer=Adam(model.parameters()),
+        strategy={"table.weight": "alltoall"},
+        table_memory=memory,
+        storage=h100.storage(host_bytes),
+    )
+
+
+def test_budgets_of_a_table_beyond_memory_on_paper() -> None:
+    little, much = on_paper(20e9), on_paper(60e9)
+    of, more = little.memory["table.weight"], much.memory["table.weight"]
+    # 16 of 128 columns of weights and two moments on each device, and what a row has taken
+    assert of.record_bytes == 8 + 3 * 16 * 4 + 8
+    assert 0.98 * 20e9 < of.nbytes <= 20e9 < more.nbytes <= 60e9
+    (host, from_host), (drive, from_drive) = of.moved
+    assert (host.name, drive.name) == ("pinned host memory", "NVMe drive")
+    assert more.moved_rows < from_host
+    assert from_drive < from_host < of.draws.rows
+    step_ms, faster_ms = (each.schedule.diagnostics().step_ms for each in (little, much))
+    assert faster_ms <= step_ms
+    assert step_ms == pytest.approx(of.read_ms + of.write_ms)  # the drive sets the pace
+    beside_ms = little.schedule.beside_storage_ms
+    at_speed = on_paper(of.at_speed(beside_ms).nbytes)
+    assert at_speed.schedule.diagnostics().exposed_ms["storage"] <= 0.02 * beside_ms
+    told = little.explain()
+    assert re.search(
+        r"table.weight, 18.6 GiB of memory: .* from pinned host memory, .* from NVMe drive; at least", told
+    )
+    with pytest.raises(ValueError, match=r"table_memory of at least 8,[0-9,]+ bytes for table.weight"):
+        on_paper(8e9 + 1e5)

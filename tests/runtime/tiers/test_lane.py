@@ -1,0 +1,51 @@
+"""Rows beyond memory in schedules and timelines: reads and writes are a lane beside compute."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import embrace_fx
+from tests.support.ranks import run_ranks
+from tests.support.tiers import OPTIMIZERS, OneTable, batches
+
+
+def recorded(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = OneTable()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    compiled = embrace_fx.compile(
+        model, optimizer=optimizer, strategy="alltoall", table_memory=0.4, tables_in=tempfile.gettempdir()
+    )
+
+    def train(steps: int) -> None:
+        for batch in compiled.lookahead(batches(rank, steps, zipf=False), 3):
+            compiled(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(4)
+    with compiled.record():
+        train(12)
+    for shown in (compiled.timeline, compiled.schedule.predicted):
+        moved = {(span.rank, span.operation.kind) for span in shown.spans if span.operation.lane == "storage"}
+        assert moved == {(each, kind) for each in {span.rank for span in shown.spans} for kind in ("read", "write")}
+    for wait in compiled.timeline.waits:  # none is longer than what it waits for, with what stands before that
+        assert wait.lane != "storage" or any(
+            span.operation.lane == "storage" and span.rank == wait.rank and span.end_ms <= wait.end_ms
+            for span in compiled.timeline.spans
+        )
+    assert compiled.metrics()["wait_storage_ms"] >= 0.0
+    compiled.timeline.save(path := Path(tempfile.mkdtemp()) / "timeline.json")
+    assert '"name": "storage"' in path.read_text()
+    (told,) = (line for line in compiled.report().splitlines() if "once all rows have moved" in line)
+    assert re.search(r"[1-9][0-9.]+% there, .* from file; at least .* \(.*% of its rows\); from .* a step of", told)
+
+
+@pytest.mark.long
+def test_reads_and_writes_are_a_lane_of_the_timeline() -> None:
+    run_ranks(2, recorded)
