@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from embrace_fx.runtime.tiers.working_set import WorkingSet
 
@@ -14,45 +17,54 @@ class Event:
     """One thing done to rows.
 
     Attributes:
-        step: of which it was, or that rows are due in.
+        step: which begins, or that rows are due in.
     """
 
-    kind: Literal["step", "ask", "due", "load", "evict", "use"]
+    kind: Literal["step", "ask", "due", "come", "leave", "use"]
     rows: frozenset[int] = frozenset()
     step: int = 0
 
 
 def trace(memory: WorkingSet) -> list[Event]:
-    """Notes from here on what a working set does."""
+    """Notes from here on what is asked of a working set, and which rows its slots have then."""
     events: list[Event] = []
+    places, read_ahead, begin_step = memory.places, memory.read_ahead, memory.begin_step
 
-    def note(name: str, before: Callable[..., Event] | None, after: Callable[..., Event] | None = None) -> None:
-        method = getattr(memory, name)
+    def rows(ids: Tensor) -> frozenset[int]:
+        return frozenset(ids[ids >= 0].tolist())
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            if before is not None:
-                events.append(before(*args))
-            found = method(*args, **kwargs)
-            if after is not None:
-                events.append(after(*args))
-            return found
+    def note(before: frozenset[int]) -> None:
+        after = rows(memory.row_of)
+        events.extend([Event("leave", before - after), Event("come", after - before)])
 
+    def noted_places(ids: Tensor, **kwargs: Any) -> Tensor:
+        events.append(Event("ask", rows(ids)))
+        before = rows(memory.row_of)
+        slots = places(ids, **kwargs)
+        note(before)
+        found = memory.row_of.index_select(0, slots)
+        assert torch.equal(found, ids), "slots of other rows"
+        events.append(Event("use", rows(ids)))
+        return slots
+
+    def noted_read_ahead(ids: Tensor, due: int) -> None:
+        events.append(Event("due", rows(ids), due))
+        before = rows(memory.row_of)
+        read_ahead(ids, due)
+        note(before)
+
+    def noted_begin_step(number: int) -> None:
+        events.append(Event("step", step=number))
+        begin_step(number)
+
+    for name, noted in (("places", noted_places), ("read_ahead", noted_read_ahead), ("begin_step", noted_begin_step)):
         setattr(memory, name, noted)
-
-    def rows(kind: Any) -> Callable[..., Event]:
-        return lambda ids, *_: Event(kind, frozenset(ids.tolist()))
-
-    note("begin_step", lambda number: Event("step", step=number))
-    note("places", rows("ask"), rows("use"))
-    note("read_ahead", lambda ids, due: Event("due", frozenset(ids.tolist()), due))
-    note("_load", None, rows("load"))
-    note("_evict", lambda slots: Event("evict", frozenset(memory.row_of[slots].tolist())))
     return events
 
 
 def check(events: Sequence[Event], slots: int) -> None:
-    """Fails where a row is used that is not there, leaves while a step that is known reads it and one that no step
-    reads could leave, or where more are there than there are slots."""
+    """Fails where a row is used that is not there, where more are there than there are slots, and where one leaves that
+    a known step reads while another could leave that none reads."""
     there, asked, step = set[int](), frozenset[int](), 0
     due: dict[int, int] = {}
     for event in events:
@@ -63,14 +75,12 @@ def check(events: Sequence[Event], slots: int) -> None:
                 asked = event.rows
             case "due":
                 due |= dict.fromkeys(event.rows, event.step)
-            case "load":
-                assert not event.rows & there, f"step {step}: rows {sorted(event.rows & there)} are there twice"
+            case "come":
                 there |= event.rows
                 assert len(there) <= slots, f"step {step}: {len(there)} rows in {slots} slots"
-            case "evict":
-                assert event.rows <= there, f"step {step}: rows {sorted(event.rows - there)} leave that are not there"
-                there -= event.rows
+            case "leave":
                 assert not event.rows & asked, f"step {step}: rows {sorted(event.rows & asked)} leave that it asks for"
+                there -= event.rows
                 early = {row for row in event.rows if due.get(row, 0) > step}
                 others = {row for row in there - asked if due.get(row, 0) <= step}
                 assert not (early and others), f"step {step}: {sorted(early)} leave before {sorted(others)}"
