@@ -19,7 +19,7 @@ from embrace_fx.compiled_model import CompiledModel
 from embrace_fx.cost.devices import NVME
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, extrapolate, measure
-from embrace_fx.cost.storage import Draws, Storage
+from embrace_fx.cost.storage import Storage
 from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
@@ -198,8 +198,8 @@ def plan(  # noqa: PLR0913
     )
     planned = replace(planned, links_are="assumed" if cluster == Cluster() else "given")
     setting = Setting(model, stepping, state, Announcements(communicator), options)
-    draws = {name: of_table.draws for name, of_table in known.items()}
-    return Forecast.of(fit_plan(setting, planned, draws, lambda records: storage), setting, graph)
+    lies = {name: of_table.sparsity for name, of_table in known.items()}
+    return Forecast.of(fit_plan(setting, planned, lies, lambda records: storage), setting, graph)
 
 
 @dataclass(frozen=True)
@@ -217,13 +217,11 @@ class _OfTable:
     Attributes:
         rows: by rank; of ranks without a batch of their own, the mean.
         at_home: rows of a grid -> of each rank's rows, how many it has itself; None where ranks lack one.
-        draws: how often steps are expected to draw them.
     """
 
     rows: tuple[int, ...]
     sparsity: Sparsity
     at_home: dict[int, tuple[int, ...]] | None
-    draws: Draws
 
 
 def _read_of(table: Table, measured: Sequence[_Measured], ranks: int) -> _OfTable | None:
@@ -237,8 +235,7 @@ def _read_of(table: Table, measured: Sequence[_Measured], ranks: int) -> _OfTabl
     if len(reads) == ranks:
         by_rank = [read.at_home(rank, ranks) for rank, read in enumerate(reads)]
         at_home = {each: tuple(own[each] for own in by_rank) for each in grid_rows(ranks)}
-    draws = Draws.of(torch.cat([read.drawn.cpu() for read in reads]), table.num_rows, ranks / len(reads))
-    return _OfTable(rows, _sparsity(table, reads, ranks), at_home, draws)
+    return _OfTable(rows, _sparsity(table, reads, ranks), at_home)
 
 
 def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], int]:

@@ -137,12 +137,15 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
     on_a_rank = fmean(own.unique().numel() for own in ids_by_batch)
     if not ids.numel():
         return Sparsity(num_units, width, itemsize, (0,) * world_size, (0.0,) * world_size)
-    units, often, lacking, of_each = frequencies(ids, num_units)
+    units, times = ids.unique(return_counts=True)
+    lacking = num_units - units.numel()
+    new = min(float((times == 1).sum()), ids.numel() - 1.0) / ids.numel() if lacking else 0.0
+    often = times.double() * (1 - new) / ids.numel()
     draws = ids.numel() / len(ids_by_batch)
 
     def present(ranks: int) -> tuple[Tensor, float]:
         """Probabilities that any of so many ranks has each of `units`, and each of those lacking."""
-        return 1 - (1 - often) ** (draws * ranks), 1 - math.pow(1 - of_each, draws * ranks)
+        return 1 - (1 - often) ** (draws * ranks), 1 - math.pow(1 - new / max(lacking, 1), draws * ranks)
 
     def union(ranks: int) -> float:
         known, other = present(ranks)
@@ -165,18 +168,6 @@ def extrapolate(ids_by_batch: Sequence[Tensor], num_units: int, width: int, item
         pull_imbalance=float(filled.max() / filled.mean()),
         draws_per_unit=draws / on_a_rank,
     )
-
-
-def frequencies(ids: Tensor, num_units: int) -> tuple[Tensor, Tensor, int, float]:
-    """Estimates how often units are drawn of which ids (T,) are a sample.
-
-    Returns: the units (U,) that it has, their probabilities (U,) at a draw; how many it lacks, and the probability of
-        each of those: all of them together are drawn as probably as a unit that the sample has once (Good and Turing).
-    """
-    units, times = ids.unique(return_counts=True)
-    lacking = num_units - units.numel()
-    new = min(float((times == 1).sum()), ids.numel() - 1.0) / ids.numel() if lacking else 0.0
-    return units, times.double() * (1 - new) / ids.numel(), lacking, new / max(lacking, 1)
 
 
 def independent(num_units: int, width: int, itemsize: int, units_by_rank: tuple[int, ...]) -> Sparsity:

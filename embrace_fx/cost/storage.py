@@ -1,24 +1,28 @@
 """Rows of tables beyond memory: how many of a step's a working set lacks, and what it takes to read and write them.
 
-Each step draws rows independently of the steps before it, each row as often as a sample of batches has it; a working
-set has the rows drawn last. It then has a row that was drawn in the last T steps, T such that these draw as many rows
-as it has slots (Che, Tung and Wang, "Hierarchical Web Caching Systems", JSAC 2002).
+Each step draws rows independently of the steps before it, by Zipf's law with the exponent that a batch's distinct rows
+tell; a working set has the rows drawn last. It then has a row that was drawn in the last T steps, T such that these
+draw as many rows as it has slots (Che, Tung and Wang, "Hierarchical Web Caching Systems", JSAC 2002).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
 
 import torch
 from torch import Tensor
 
-from embrace_fx.cost.sparsity import frequencies
+from embrace_fx.cost.sparsity import Sparsity
 
 _HALVINGS = 60
-"""Of an interval, until a number of steps or of rows is known."""
+"""Of an interval, until a number of steps or of rows, or an exponent is known."""
+_STEEPEST, _LONGEST = 8.0, 1e15
+"""Exponents, and steps, that are looked for."""
+_BUCKETS, _CERTAIN = 200, 1e-12
+"""Rows that are drawn about equally often count together; none is drawn with certainty."""
 
 
 @dataclass(frozen=True)
@@ -41,37 +45,47 @@ class Storage:
 
 @dataclass(frozen=True)
 class Draws:
-    """Probabilities with which a step reads rows of a table: of so many rows each (probability, rows)."""
+    """The ids of a step, all ranks together, drawn by Zipf's law: the k-th of V rows as often as k ** -`exponent`.
 
-    spectrum: tuple[tuple[float, int], ...]
+    Attributes:
+        ids: of a step; 0: nothing is known.
+    """
+
+    num_rows: int
+    exponent: float
+    ids: float
 
     @classmethod
-    def of(cls, drawn: Tensor, num_rows: int, batches: float) -> Draws:
-        """What steps draw that have `batches` times as many ids as a sample (T,), which has each as often as it comes.
+    def of(cls, lies: Sparsity) -> Draws:
+        """Those by which a rank is expected to draw as many distinct rows as one does."""
+        drawn = lies.draws_per_unit * lies.mean_units
 
-        Ids that the sample lacks come as probably as one here is single.
-        """
-        if not drawn.numel():
-            return cls(())
-        _, often, lacking, other = frequencies(drawn, num_rows)
-        values, rows = often.unique(return_counts=True)
-        each = [*zip(values.tolist(), rows.tolist(), strict=True), *([(other, lacking)] if lacking else [])]
-        draws = drawn.numel() * batches
-        return cls(tuple((1 - (1 - value) ** draws, count) for value, count in each))
+        def are_few(exponent: float) -> bool:
+            return cls(lies.num_units, exponent, drawn).rows <= lies.mean_units
+
+        return cls(lies.num_units, _least(are_few, _STEEPEST), drawn * lies.world_size)
+
+    @cached_property
+    def _spectrum(self) -> tuple[Tensor, Tensor]:
+        """Logarithms of the probabilities (B,) that a step does not read a row, and how many rows (B,) have each."""
+        edges = torch.logspace(0, math.log10(self.num_rows), _BUCKETS, dtype=torch.float64, device="cpu").round()
+        edges = torch.cat([edges, edges[-1:] + 1]).unique()
+        rows, often = edges.diff(), ((edges[:-1] + edges[1:] - 1) / 2) ** -self.exponent
+        return self.ids * (-often / (often * rows).sum()).clamp(min=_CERTAIN - 1).log1p(), rows
 
     @property
     def rows(self) -> float:
         """Distinct rows that a step is expected to read."""
-        return sum(probability * count for probability, count in self.spectrum)
+        absent, rows = self._spectrum
+        return -float((rows * absent.expm1()).sum())
 
     def lacking(self, slots: int) -> float:
         """Rows that a step reads and a working set of so many rows does not have."""
-        read, rows = torch.tensor(self.spectrum or [(0.0, 0)], dtype=torch.float64, device="cpu").unbind(1)
-        if slots >= float(rows[read > 0].sum()):
+        if slots >= self.num_rows or not self.ids:
             return 0.0
-        absent = (-read).log1p()
-        steps = _least(lambda steps: float((rows * -(steps * absent).expm1()).sum()) >= slots, 1e15)
-        return float((rows * read * (steps * absent).exp()).sum())
+        absent, rows = self._spectrum
+        steps = _least(lambda steps: -float((rows * (steps * absent).expm1()).sum()) >= slots, _LONGEST)
+        return -float((rows * absent.expm1() * (steps * absent).exp()).sum())
 
 
 @dataclass(frozen=True)
@@ -103,7 +117,7 @@ class RowMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it takes at most."""
-        return self.num_rows * self.row_bytes + ceil(self.slots * self.slot_bytes)
+        return self.num_rows * self.row_bytes + math.ceil(self.slots * self.slot_bytes)
 
     @cached_property
     def moved(self) -> tuple[tuple[Storage, float], ...]:
@@ -152,10 +166,10 @@ class RowMemory:
         """The smallest whose reads and writes take no longer than all else of a step, with rows read ahead of it."""
 
         def is_hidden(slots: float) -> bool:
-            found = self.with_slots(ceil(slots))
+            found = self.with_slots(math.ceil(slots))
             return found.read_ms + found.write_ms <= step_ms
 
-        return self.with_slots(max((1 + ahead) * self.at_once, ceil(_least(is_hidden, self.num_rows))))
+        return self.with_slots(max((1 + ahead) * self.at_once, math.ceil(_least(is_hidden, self.num_rows))))
 
 
 def _least(holds: Callable[[float], bool], most: float) -> float:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, measure, with_units
-from embrace_fx.cost.storage import Draws
 from embrace_fx.cost.wire import Format
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.decide import decide
@@ -50,7 +49,6 @@ class Findings:
         rows: table -> unique rows that each rank reads.
         sparsity: table -> how its gradients lie on all ranks, where all of them told their ids.
         rows_at_home: table -> which of each rank's rows its own row of a grid has, of `rows` as they were measured.
-        draws: table -> how often steps are expected to draw its rows, by rank 0's batch.
     """
 
     graph: TrainingGraph
@@ -63,7 +61,6 @@ class Findings:
     rows_at_home: Mapping[str, RowsAtHome] = field(default_factory=dict)
     rows_as: Format = "exact"
     buckets_as: Format = "exact"
-    draws: Mapping[str, Draws] = field(default_factory=dict)
 
     def plan(self, links: Cluster, links_are: LinksAre, current: Plan | None) -> Plan:
         """The plan for these links; `current`: the one in use, if any."""
@@ -228,8 +225,7 @@ def _findings(
     }
     options = setting.options
     asked = options.strategy, schedule
-    draws = {name: own.steps_draw for name, own in reads[0].items()}
-    findings = Findings(graph, facts, rows, sparsity, ranks, *asked, at_home, options.rows, options.buckets, draws)
+    findings = Findings(graph, facts, rows, sparsity, ranks, *asked, at_home, options.rows, options.buckets)
     if setting.communicator.comm_hook is None:
         return findings
     return replace(findings.with_whole(everyone[0].tables, HOOKED), strategy="allreduce")
@@ -278,14 +274,13 @@ def _moving(holders: Holders, parameter: nn.Parameter, row_updates: RowUpdatesOp
 @dataclass(frozen=True)
 class _Reported:
     """One rank's report of a table: unique rows, those with a gradient unless they are too many, the ids that these
-    were found in, how many rows a grid would have at home, and what steps draw if all ranks' batches are like its own.
+    were found in, and how many rows a grid would have at home.
     """
 
     rows: int
     ids: Tensor | None
     draws: int
     at_home: dict[int, int]
-    steps_draw: Draws
 
 
 @dataclass(frozen=True)
@@ -303,14 +298,12 @@ class _Report:
 
 def _measure_reads(setting: Setting, graph: TrainingGraph, leaves: Sequence[Any]) -> dict[str, _Reported]:
     rank, ranks = setting.communicator.rank, setting.communicator.world_size
-    limit, num_rows = MOST_GATHERED_IDS // ranks, {table.parameter: table.num_rows for table in graph.tables}
+    limit = MOST_GATHERED_IDS // ranks
     reported = {}
     for name, read in reads_of(setting.state, graph, leaves).items():
         ids = read.drawn.unique().cpu()
         told = _narrow(ids) if ids.numel() <= limit else None
-        beyond = setting.options.table_memory is not None
-        draws = Draws.of(read.drawn.cpu(), num_rows[name], ranks) if beyond else Draws(())
-        reported[name] = _Reported(read.rows, told, read.drawn.numel(), read.at_home(rank, ranks), draws)
+        reported[name] = _Reported(read.rows, told, read.drawn.numel(), read.at_home(rank, ranks))
     return reported
 
 

@@ -7,7 +7,7 @@ with durations profiled on every rank, rank 0 computes the order that is kept, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
 from statistics import mean, median
@@ -19,7 +19,7 @@ from embrace_fx.passes.overlap.order import BackwardUnits
 from embrace_fx.passes.scheduler.compute_order import Atoms, search
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import Sizes, build, compute_durations
-from embrace_fx.passes.scheduler.storage import read_ahead, with_storage
+from embrace_fx.passes.scheduler.storage import at_pace, read_ahead, with_storage
 from embrace_fx.passes.step_memory import backward_peak, step_memory
 from embrace_fx.passes.verifier.storage import check_storage
 from embrace_fx.passes.verifier.windows import check_launches
@@ -39,7 +39,7 @@ from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.flow.under_way import waiting
 from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.launcher import Launcher
-from embrace_fx.runtime.launch.recorder import ComputeSpan, Recorder, Recording, Transfer, compute_spans
+from embrace_fx.runtime.launch.recorder import Recorder, Recording, compute_spans
 from embrace_fx.runtime.launch.stream_launcher import StreamLauncher
 from embrace_fx.runtime.memory.resident import bytes_in_use
 from embrace_fx.runtime.tables.stacks import StackedTable
@@ -84,6 +84,9 @@ class Scheduling:
         compute_in_order: has the backward computed in an order of its units; yields the graph that does. None: it
             stays as it stands.
         ahead: batches that the loader is read ahead.
+
+    Attributes:
+        memory: what is predicted of tables beyond memory, at the pace of the profile once there is one.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class Scheduling:
         self._exchanged = _exchanged(plan)
         self.looks_ahead = bool(cuts.pieces)
         self._cluster = plan.links.among(plan.world_size)
-        self._memory = {name: read_ahead(of, ahead, plan.world_size) for name, of in plan.memory.items()}
+        self.memory = {name: read_ahead(of, ahead, plan.world_size) for name, of in plan.memory.items()}
         self._cuts = cuts
         self.schedule = self._order(None)
         self._flow: Flow | None = None
@@ -207,6 +210,8 @@ class Scheduling:
     def _order(self, profiled: Profile | None) -> Schedule:
         """The schedule that rank 0 computes, on every rank."""
         communicator, found = self._setting.communicator, None
+        if profiled is not None:
+            self.memory = {name: at_pace(name, of, profiled.byte_ms) for name, of in self.memory.items()}
         if communicator.rank == 0:
             found = self._search(profiled)
         ordered = communicator.gather(found, _Ordered | None)[0]
@@ -218,7 +223,7 @@ class Scheduling:
         sent = {each.id: each.sent_bytes for each in agreed.steps.communications if each.id is not None}
         # Nothing is on its way twice: a window never holds more than it sends.
         check_launches(self._graph, launches(agreed, self.looks_ahead), sent, sum(sent.values()))
-        check_storage(agreed.steps, self._memory)
+        check_storage(agreed.steps, self.memory)
         node_ms = estimate(self._cluster.compute, self._graph.expected)
         line = memory_line(agreed.predicted, step_memory(self._graph), node_ms)
         return replace(agreed, predicted=replace(agreed.predicted, memory=line))
@@ -267,7 +272,7 @@ class Scheduling:
         )
         durations = profiled.compute_ms if profiled else compute_durations(self._graph, self._cluster)
         steps = build(self._graph, sizes, durations, self._cluster, plan.world_size)
-        return with_storage(steps, self._memory, durations)
+        return with_storage(steps, self.memory)
 
 
 def cuts(setting: Setting, plan: Plan) -> Cuts:
@@ -326,42 +331,46 @@ class Profile:
     """Medians of what a few steps took on one rank.
 
     Attributes:
-        compute_ms: by compute operation, and of reads and writes of rows beyond memory.
+        compute_ms: by compute operation.
         sent_bytes: by launch.
+        byte_ms: milliseconds of a byte, of reads and writes of rows beyond memory.
     """
 
     compute_ms: dict[OperationId, float]
     sent_bytes: dict[OperationId, int]
+    byte_ms: dict[OperationId, float] = field(default_factory=dict)
 
 
 def profile(recording: Recording) -> Profile:
     """Takes the medians over the windows of a recording, of which the first and the last are cut off."""
     windows = range(recording.window)
-    moved = [each for each in recording.transfers if each.launch.lane == "storage"]
-    timed: list[tuple[OperationId, ComputeSpan | Transfer]] = [
-        *((each.operation, each) for each in compute_spans(recording)),
-        *((each.launch, each) for each in moved),
-    ]
     spans: dict[OperationId, list[float]] = {}
-    for operation, span in timed:
+    for span in compute_spans(recording):
         if span.window in windows:  # what waits cut into pieces counts as a whole
-            of_windows = spans.setdefault(operation, [0.0] * len(windows))
-            of_windows[span.window] += (span.ended_s - span.started_s) * 1e3
+            spans.setdefault(span.operation, [0.0] * len(windows))[span.window] += (span.ended_s - span.started_s) * 1e3
     sent: dict[OperationId, list[int]] = {}
     for transfer in recording.transfers:
         sent.setdefault(transfer.launch, []).append(transfer.sent_bytes)
+    took_ms: dict[OperationId, float] = {}
+    for transfer in recording.transfers:
+        if transfer.launch.lane == "storage":
+            took = (transfer.ended_s - transfer.started_s) * 1e3
+            took_ms[transfer.launch] = took_ms.get(transfer.launch, 0.0) + took
     return Profile(
         {operation: median(values) for operation, values in spans.items()},
         {launch: round(median(values)) for launch, values in sent.items()},
+        {launch: ms / sum(sent[launch]) for launch, ms in took_ms.items()},
     )
 
 
 def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
-    """One profile for all ranks: the compute of the slowest, the mean of what is sent."""
+    """One profile for all ranks: the compute of the slowest, the mean of what is sent, the slowest storage."""
     slowest = max(everyone, key=lambda each: sum(each.compute_ms.values()))
     launched = {launch for each in everyone for launch in each.sent_bytes}
     sent = {launch: round(mean(each.sent_bytes.get(launch, 0) for each in everyone)) for launch in launched}
-    return Profile(slowest.compute_ms, sent)
+    moved = {launch for each in everyone for launch in each.byte_ms}
+    paces = {launch: max(each.byte_ms.get(launch, 0.0) for each in everyone) for launch in moved}
+    return Profile(slowest.compute_ms, sent, paces)
 
 
 def launches(schedule: Schedule, looks_ahead: bool) -> tuple[OperationId, ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from embrace_fx.cost.sparsity import Sparsity
 from embrace_fx.cost.storage import Draws, RowMemory, Storage
 from embrace_fx.planning.fitting import without_tables
 from embrace_fx.runtime.tables.layouts import Place, mesh_of, part_of
@@ -83,12 +84,12 @@ class Tier:
 
 
 def fit_plan(
-    setting: Setting, plan: Plan, draws: Mapping[str, Draws], storage: Callable[[Records], tuple[Storage, ...]]
+    setting: Setting, plan: Plan, sparsity: Mapping[str, Sparsity], storage: Callable[[Records], tuple[Storage, ...]]
 ) -> Plan:
     """The plan with each table beyond memory in no stack, and with what is predicted of its rows. Collective.
 
     Args:
-        draws: rank 0's.
+        sparsity: rank 0's.
         storage: finds where other rows rest, of such records. Collective.
 
     Raises:
@@ -102,7 +103,7 @@ def fit_plan(
     stacks = (without_tables(plan, stack, list(asked)) for stack in plan.stacks)
     found = tiers(setting, plan, rank=0)  # which has the most columns
     rest = storage(max((Records(tier.columns) for tier in found.values()), key=lambda each: each.nbytes))
-    own = {name: _row_memory(plan[name], tier, draws.get(name), rest) for name, tier in found.items()}
+    own = {name: _row_memory(plan[name], tier, sparsity.get(name), rest) for name, tier in found.items()}
     agreed = setting.communicator.gather(own, dict[str, RowMemory])[0]
     for name, memory in agreed.items():
         if plan[name].measured and memory.slots < memory.at_once:
@@ -116,9 +117,10 @@ def fit_plan(
     return replace(plan, decisions=decisions, stacks=tuple(stack for stack in stacks if len(stack.tables) > 1))
 
 
-def _row_memory(decision: Decision, tier: Tier, draws: Draws | None, storage: tuple[Storage, ...]) -> RowMemory:
+def _row_memory(decision: Decision, tier: Tier, lies: Sparsity | None, storage: tuple[Storage, ...]) -> RowMemory:
     """What memory has of a table, and what is predicted of its other rows; a plan that is repeated has draws itself."""
-    draws = draws or (Draws(()) if decision.memory is None else decision.memory.draws)
+    repeated = Draws(decision.shape[0], 0.0, 0.0) if decision.memory is None else decision.memory.draws
+    draws = repeated if lies is None else Draws.of(lies)
     rows, record = decision.shape[0], Records(tier.columns).nbytes
     at_once = decision.rows.together if decision.rows is not None else 1
     slots = tier.slots(rows, decision.parameter)

@@ -62,7 +62,7 @@ def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
 
     Returns: "" where no batch has told.
     """
-    if not memory.draws.spectrum:
+    if not memory.draws.ids:
         return ""
     places = (f"{rows * memory.record_bytes / 2**20:,.3f} from {place.name}" for place, rows in memory.moved)
     moved = f"{memory.found:.1%} there, MiB read and as many written a step: {', '.join(places)}"

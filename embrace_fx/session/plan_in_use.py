@@ -163,7 +163,7 @@ class PlanInUse:
                 plan, findings = make_plan(setting, analysed, leaves, probes=self.probes)
         else:
             plan = repeated(setting, analysed, given)
-        plan = fit_plan(setting, plan, findings.draws if findings else {}, partial(in_files, setting))
+        plan = fit_plan(setting, plan, findings.sparsity if findings else {}, partial(in_files, setting))
         self._adopt(plan, findings)
         with stage("placing parameters", rank):
             place(setting, analysed, plan)

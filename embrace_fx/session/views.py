@@ -62,9 +62,9 @@ class Views:
         held, schedule = (builder.step_memory(), builder.schedule) if builder is not None else (None, None)
         tables = setting.state.tables
         if tables:
-            beyond = {
-                name: beyond_memory(of, self._beside_storage_ms(schedule)) for name, of in self.plan.memory.items()
-            }
+            memory = self.plan.memory if builder is None or builder.scheduling is None else builder.scheduling.memory
+            step_ms = self._beside_storage_ms(schedule)
+            beyond = {name: beyond_memory(of, step_ms) for name, of in memory.items()}
             told += f"\n\n{tables_report(tables, setting.communicator.world_size, beyond)}"
         if held is not None:
             told += f"\n\n{memory_report(held, setting.model, setting.stepping.holders.optimizers)}"

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
-from embrace_fx.cost.storage import RowMemory
+from embrace_fx.cost.storage import RowMemory, Storage
 from embrace_fx.vocabulary.operation_id import BETWEEN, OperationId, storage_id
 from embrace_fx.vocabulary.schedule import Dependence, Operation, StepGraph
 
@@ -32,21 +31,26 @@ def read_ahead(memory: RowMemory, batches: int, world_size: int) -> RowMemory:
     return replace(memory, ahead=max(0, min(batches - (world_size > 1), room, MOST_AHEAD)))
 
 
-def with_storage(
-    steps: StepGraph, memory: Mapping[str, RowMemory], measured_ms: Mapping[OperationId, float] = MappingProxyType({})
-) -> StepGraph:
-    """The window with the reads and writes of tables beyond memory.
+def at_pace(table: str, memory: RowMemory, byte_ms: Mapping[OperationId, float]) -> RowMemory:
+    """The same with rows read and written as fast as was measured.
 
     Args:
-        measured_ms: of reads and writes of a step, in the place of what is predicted.
+        byte_ms: milliseconds of a byte, of reads and writes.
     """
+    read, write = (byte_ms.get(storage_id(kind, table), 0.0) * memory.record_bytes for kind in ("read", "write"))
+    first, *others = memory.storage
+    return replace(memory, storage=(Storage(first.name, read or first.read_ms, write or first.write_ms), *others))
+
+
+def with_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> StepGraph:
+    """The window with the reads and writes of tables beyond memory."""
     operations, dependences = [*steps.operations], [*steps.dependences]
     for table, of in memory.items():
         readers = lookups(steps, table)
         read, write = storage_id("read", table), storage_id("write", table)
         nbytes = round(of.moved_bytes)
         for each, ms in ((read, of.read_ms), (write, of.write_ms)):
-            operations.append(Operation.of(each, measured_ms.get(each, ms), nbytes, (table,)))
+            operations.append(Operation.of(each, ms, nbytes, (table,)))
         before, distance = (str(BETWEEN), 0) if of.ahead else _just_before(steps, readers[0])
         dependences += [Dependence(before, str(read), distance)]
         dependences += [Dependence(str(read), each, of.ahead) for each in readers]

@@ -96,6 +96,7 @@ class TieredTable(RowTable):
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if self.failure:  # this rank has told, or will before the next step: others wait for rows all the same
             return self.local.new_zeros((ids.numel(), self.local.shape[1]), dtype=dtype)
+        self.memory.counts.asked += ids.numel()
         try:
             slots = self.places(ids)
         except TierError as error:

@@ -125,7 +125,6 @@ class WorkingSet:
         """
         where = self._where.index_select(0, ids)
         self._clock += 1
-        self.counts.asked += 0 if to_write else ids.numel()
         missing = where <= 0
         if bool(missing.any()):
             self._asked.index_fill_(0, where[~missing].to(torch.int64).sub_(1), self._clock)

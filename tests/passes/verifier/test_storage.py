@@ -28,7 +28,7 @@ STEPS = StepGraph(
     ),
     tuple(map(str, COMPUTE)),
 )
-MEMORY = RowMemory(1000, 300, 100.0, 4, 64, 100, Draws(((0.1, 1000),)), (Storage("file", 0.02, 0.02),))
+MEMORY = RowMemory(1000, 300, 100.0, 4, 64, 100, Draws(1000, 0.0, 105.0), (Storage("file", 0.02, 0.02),))
 
 
 def drop(steps: StepGraph, before: str, after: str) -> StepGraph:
