@@ -25,9 +25,10 @@ from torch.utils import _pytree as pytree
 from embrace_fx.capture.arguments import agree, check_arguments, flatten_arguments, shares_memory
 from embrace_fx.capture.effects import ReplayedEffects
 from embrace_fx.capture.errors import CaptureError, RefusedError, explained, line_of_branch, raised_by_forward
+from embrace_fx.capture.guards import Conditions
 from embrace_fx.capture.kept_by_torch import forget_captures
 from embrace_fx.capture.numbers import Symbol, deciding
-from embrace_fx.capture.read_values import Changed, Conditions
+from embrace_fx.capture.read_values import Changed
 from embrace_fx.capture.roles import with_roles
 from embrace_fx.capture.routes import UNREAD, Traced, private_copies, quiet_dynamo, trace
 from embrace_fx.vocabulary.graph import BatchInput, Mutation, TrainingGraph

@@ -21,7 +21,8 @@ import torch
 from torch import fx, nn
 from torch._dynamo.guards import CheckFunctionManager
 
-from embrace_fx.capture.read_values import Changed, Conditions, ReadValues
+from embrace_fx.capture.read_values import Changed, ReadValues
+from embrace_fx.vocabulary.as_seen import AsSeen
 
 OF_PROGRAMS = re.compile(r"[.']_(parameters|buffers)\b|\.training$")
 """What programs read as it is at each call, and what calls are told apart by already."""
@@ -53,6 +54,7 @@ class DynamoGuards:
     values: ReadValues
 
     def hold(self) -> bool:
+        """Whether all of it is what it was at the capture."""
         frame = self.frame
         if self.cells:
             frame = {**frame, **{name: cell.cell_contents for name, cell in self.cells.items()}}
@@ -80,10 +82,22 @@ class DynamoGuards:
         )
 
     def changed(self) -> list[Changed]:
+        """The values that are not what they were."""
         return self.values.changed()
 
     def unchanged(self) -> Conditions:
-        return self if self.hold() else self.values.unchanged()
+        """Copies the conditions without what has changed since: the forward itself writes it, or its tracing did."""
+        own = replace(self, tensors=self.tensors.unwritten())
+        return own if own.hold() else self.values.unchanged()
+
+    def reading(self, numbers: AsSeen) -> DynamoGuards:
+        """The same, and that tensors are not written of which the graph holds numbers."""
+        tensors, values = (replace(each, numbers=numbers) for each in (self.tensors, self.values))
+        return replace(self, tensors=tensors, values=values)
+
+
+Conditions = DynamoGuards | ReadValues
+"""What has to hold for a captured graph to be still the forward's."""
 
 
 def name_in_frame(name: str, itself: str) -> str:

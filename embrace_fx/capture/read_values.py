@@ -10,8 +10,8 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor, fx, nn
@@ -48,19 +48,6 @@ class Changed:
         return f"the forward reads {spoken(self.name)}, which keeps changing{values}"
 
 
-class Conditions(Protocol):
-    """Conditions under which a captured graph still is the forward's."""
-
-    def hold(self) -> bool:
-        """Whether all of it is what it was at the capture."""
-
-    def unchanged(self) -> Conditions:
-        """Copies the conditions without what has changed since: the forward itself writes it, or its tracing did."""
-
-    def changed(self) -> list[Changed]:
-        """The values that are not what they were."""
-
-
 @dataclass(frozen=True)
 class ReadValues:
     """Expressions, and their values at the capture.
@@ -70,12 +57,15 @@ class ReadValues:
         code: a tuple of all of them.
         scope: the names in them.
         values: numbers and texts, compared by value, tuples item by item, anything else by identity.
+        numbers: tensors of which a forward has read numbers, which its graph holds (`.item()` of an attribute, say);
+            none of them a parameter or a buffer, whose numbers graphs read anew.
     """
 
     names: tuple[str, ...]
     code: types.CodeType
     scope: dict[str, Any]
     values: tuple[Any, ...]
+    numbers: AsSeen = field(default_factory=AsSeen)
 
     @staticmethod
     def of(names: Iterable[str], scope: Mapping[str, Any]) -> ReadValues:
@@ -105,7 +95,12 @@ class ReadValues:
         now = ReadValues._of(self.names, self.scope, lambda value: True)
         values = dict(zip(now.names, now.values, strict=True))
         same = {n: v for n, v in zip(self.names, self.values, strict=True) if n in values and _same(v, values[n])}
-        return ReadValues(tuple(same), _tuple_of(same), self.scope, tuple(same.values()))
+        return ReadValues(tuple(same), _tuple_of(same), self.scope, tuple(same.values()), self.unwritten().numbers)
+
+    def unwritten(self) -> ReadValues:
+        """Copies the values, without tensors that have been written since."""
+        written = {id(each) for each in self.numbers.written()}
+        return replace(self, numbers=AsSeen.of_all(each for each in self.numbers.tensors if id(each) not in written))
 
     def changed(self) -> list[Changed]:
         """Those that are not what they were."""
@@ -116,6 +111,8 @@ class ReadValues:
 
     def hold(self) -> bool:
         """Whether all of them are what they were."""
+        if self.numbers.written():
+            return False
         try:
             now = eval(self.code, self.scope)
         except Exception:  # an attribute has gone, a list has become shorter
@@ -126,61 +123,21 @@ class ReadValues:
 _AS_NUMBERS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__")
 
 
-@dataclass(frozen=True)
-class NumbersOfTensors:
-    """Tensors of which a forward has read numbers, which its graph holds: an attribute's `.item()`, say.
+def numbers_read(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> AsSeen:
+    """Finds the tensors whose numbers Dynamo's graph reads by calls such as `.item()`.
 
-    Attributes:
-        seen: none of them a parameter or a buffer, whose numbers graphs read anew.
+    Args:
+        constants: the tensors that some of its inputs stand for.
     """
-
-    seen: AsSeen
-
-    @staticmethod
-    def of_graph(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> NumbersOfTensors:
-        """Finds the tensors whose numbers Dynamo's graph reads by calls such as `.item()`.
-
-        Args:
-            constants: the tensors that some of its inputs stand for.
-        """
-        made = {node: {node} for node in constants}
-        read: set[fx.Node] = set()
-        for node in graph.nodes if constants else ():
-            of_inputs = [made[each] for each in node.all_input_nodes if each in made]
-            if of_inputs:
-                made[node] = set().union(*of_inputs)
-                if node.op == "call_method" and node.target in _AS_NUMBERS:
-                    read |= made[node]
-        return NumbersOfTensors(AsSeen.of_all({id(constants[node]): constants[node] for node in read}.values()))
-
-    def hold(self) -> bool:
-        """Whether none has been written since."""
-        return not self.seen.written()
-
-    def changed(self) -> list[Changed]:
-        return []
-
-    def unchanged(self) -> NumbersOfTensors:
-        """Copies the values but those that have been written since."""
-        written = {id(each) for each in self.seen.written()}
-        return NumbersOfTensors(AsSeen.of_all(each for each in self.seen.tensors if id(each) not in written))
-
-
-@dataclass(frozen=True)
-class Both:
-    """Two conditions."""
-
-    first: Conditions
-    second: Conditions
-
-    def hold(self) -> bool:
-        return self.first.hold() and self.second.hold()
-
-    def changed(self) -> list[Changed]:
-        return [*self.first.changed(), *self.second.changed()]
-
-    def unchanged(self) -> Conditions:
-        return Both(self.first.unchanged(), self.second.unchanged())
+    made = {node: {node} for node in constants}
+    read: set[fx.Node] = set()
+    for node in graph.nodes if constants else ():
+        of_inputs = [made[each] for each in node.all_input_nodes if each in made]
+        if of_inputs:
+            made[node] = set().union(*of_inputs)
+            if node.op == "call_method" and node.target in _AS_NUMBERS:
+                read |= made[node]
+    return AsSeen.of_all({id(constants[node]): constants[node] for node in read}.values())
 
 
 def _of_instance(match: re.Match[str], scope: dict[str, Any]) -> str:

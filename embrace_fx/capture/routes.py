@@ -27,12 +27,20 @@ from embrace_fx.capture.arguments import argument_names, check_read, constants_r
 from embrace_fx.capture.checkpointing import mark_backward, regions_noted
 from embrace_fx.capture.collectives import check_collectives, collectives_traced
 from embrace_fx.capture.effects import Effects, ReplayedEffects, noted_effects, refuse_effects, replay_of, state_inputs
-from embrace_fx.capture.guards import DynamoGuards, dynamo_guards, name_in_frame, name_of_model, traced_function
+from embrace_fx.capture.guards import (
+    Conditions,
+    DynamoGuards,
+    dynamo_guards,
+    name_in_frame,
+    name_of_model,
+    traced_function,
+)
 from embrace_fx.capture.kept_by_torch import capture_metrics
 from embrace_fx.capture.model_forms import STATES, OpenResults
 from embrace_fx.capture.numbers import Symbol, number_inputs, numbers_as_inputs, symbols_of
-from embrace_fx.capture.read_values import Both, Conditions, NumbersOfTensors, ReadValues
+from embrace_fx.capture.read_values import ReadValues, numbers_read
 from embrace_fx.capture.rnn_mode import CELLS, KeepRnnWhole, whole
+from embrace_fx.vocabulary.as_seen import AsSeen
 
 
 @dataclass
@@ -181,7 +189,7 @@ def _traced(model: nn.Module, read: _Read, symbols: Mapping[str, Symbol], *, ope
     itself, values = name_of_model(model), conditions.values
     numbers = _numbers_read(gm.graph, itself, values)
     if not effects and not opens:
-        return _trace_joint(OpenResults(gm), args, kwargs, context, Both(conditions, numbers))
+        return _trace_joint(OpenResults(gm), args, kwargs, context, conditions.reading(numbers))
     effects = effects.of(itself)
     refuse_effects(effects, model)
     places = number_inputs(gm.graph, symbols)
@@ -189,7 +197,7 @@ def _traced(model: nn.Module, read: _Read, symbols: Mapping[str, Symbol], *, ope
     replay = replay_of(out, model, effects, [*states.values(), *_read_anew(read, symbols, itself)], values)
     given = [*replay.read_states(pytree.tree_leaves((args, kwargs)))[: len(states)], *symbols.values()]
     module = OpenResults(gm, (*states, *(places.get(name) for name in symbols)))
-    holding = Both(conditions.without(replay.states), numbers)
+    holding = conditions.without(replay.states).reading(numbers)
     traced = _trace_joint(module, args, {**kwargs, STATES: given}, context, holding)
     return replace(traced, replay=replay)
 
@@ -200,11 +208,11 @@ def _read_anew(read: _Read, symbols: Mapping[str, Symbol], itself: str) -> list[
     return [of_arguments.get(name, read.conditions.in_scope(name, itself)) for name in symbols]
 
 
-def _numbers_read(graph: fx.Graph, itself: str, values: ReadValues) -> NumbersOfTensors:
+def _numbers_read(graph: fx.Graph, itself: str, values: ReadValues) -> AsSeen:
     """Finds tensors whose numbers Dynamo's graph reads; its inputs include those of the model and of globals."""
     inputs, found = graph.find_nodes(op="placeholder"), dict(zip(values.names, values.values, strict=True))
     tensors = {inputs[k]: found.get(name) for k, name in state_inputs(graph, itself).items()}
-    return NumbersOfTensors.of_graph(graph, {node: each for node, each in tensors.items() if isinstance(each, Tensor)})
+    return numbers_read(graph, {node: each for node, each in tensors.items() if isinstance(each, Tensor)})
 
 
 @dataclass

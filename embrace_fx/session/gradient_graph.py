@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture import Captured
-from embrace_fx.capture.read_values import Changed
+from embrace_fx.capture.read_values import ReadValues
 from embrace_fx.vocabulary.graph import (
     FROM_GRADIENT,
     FROM_ROWS,
@@ -84,7 +84,7 @@ def as_lookups(graph: TrainingGraph) -> TrainingGraph:
 
 def captured_of(graph: TrainingGraph) -> Captured:
     """A graph of gradients in the place of a captured one. Every batch fits."""
-    return Captured(graph, pytree.tree_structure(()), {}, ROUTE, None, (), (), _Always())
+    return Captured(graph, pytree.tree_structure(()), {}, ROUTE, None, (), (), ReadValues.of((), {}))
 
 
 def lookup_tables(model: nn.Module, names: Collection[str]) -> list[str]:
@@ -99,19 +99,6 @@ def row_tables(model: nn.Module, tables: Collection[str]) -> frozenset[str]:
     layers = (nn.Embedding, nn.EmbeddingBag)
     weights = {id(module.weight) for module in model.modules() if isinstance(module, layers) and module.sparse}
     return frozenset(name for name in tables if id(model.get_parameter(name)) in weights)
-
-
-class _Always:
-    """Conditions of a capture that holds nothing of the forward."""
-
-    def hold(self) -> bool:
-        return True
-
-    def unchanged(self) -> _Always:
-        return self
-
-    def changed(self) -> list[Changed]:
-        return []
 
 
 def _placeholder(graph: fx.Graph, name: str, role: InputRole, value: Tensor) -> fx.Node:
