@@ -145,8 +145,9 @@ def test_channels_count_what_connections_carry(variant: str, gradient: str) -> N
 
 @pytest.mark.parametrize("variant", [v for v in WAYS if not v.startswith(("omnireduce", "zen_hierarchical"))])
 def test_messages_are_as_predicted(variant: str) -> None:
-    for results in visit(4):
-        assert results[variant, "few rows"].messages == predicted(variant, "few rows", 4).mean.messages
+    """Of the rank that sends most."""
+    most = max(results[variant, "few rows"].messages for results in visit(4))
+    assert most == predicted(variant, "few rows", 4).mean.messages
 
 
 def test_messages_of_doubling_are_as_predicted() -> None:
