@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -92,6 +93,4 @@ class ModelWatch:
         return {name: id(each) for name, each in self._model.named_parameters(remove_duplicate=False)}
 
 
-def _values(named: Any) -> Any:
-    """Lists the values of a module's dict of members; TorchScript's modules have a dict of their own kind."""
-    return named.values()
+_values = methodcaller("values")  # of a module's dict of members; TorchScript's modules have one of their own kind

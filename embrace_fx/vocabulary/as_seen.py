@@ -18,7 +18,7 @@ class AsSeen:
     @staticmethod
     def of(values: Iterable[object]) -> AsSeen:
         """Notes the tensors among some values; of those made in inference mode nothing is counted."""
-        return AsSeen.of_all(each for each in values if isinstance(each, Tensor) and not each.is_inference())
+        return AsSeen.of_all([each for each in values if isinstance(each, Tensor) and not each.is_inference()])
 
     @staticmethod
     def of_all(tensors: Iterable[Tensor]) -> AsSeen:
@@ -45,4 +45,4 @@ class AsSeen:
 
 
 def _writes(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple(each._version for each in tensors)
+    return tuple([each._version for each in tensors])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -49,10 +50,10 @@ class Selection:
     @staticmethod
     def of(routing: Routing, mask: Tensor) -> Selection:
         """The rows that a mask (R,) bool selects."""
-        # One host read for all ranks: differences of a running sum at the ranks' bounds.
-        bounds = torch.tensor([0, *routing.counts], device="cpu").cumsum(0)
-        sums = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
-        return Selection(mask.nonzero().view(-1), tuple(sums[bounds].diff().tolist()))
+        positions, ends = mask.nonzero().view(-1), [*accumulate(routing.counts)]
+        # One host read for all ranks: where the positions of each end.
+        cuts = torch.searchsorted(positions, torch.tensor(ends, device=positions.device)).tolist()
+        return Selection(positions, tuple([last - first for first, last in pairwise((0, *cuts))]))
 
     def own(self, routing: Routing, rank: int) -> Tensor:
         """(k,) positions of the rank's rows, counted from its first."""

@@ -6,6 +6,7 @@ Worked examples: `embrace_fx/vocabulary/ops.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -109,10 +110,11 @@ def split_selected_columns(rows: Tensor, selected: Tensor, group_size: int) -> T
     return split_columns(rows[selected], group_size)
 
 
-def column_widths(embedding_dim: int, group_size: int) -> list[int]:
+@cache
+def column_widths(embedding_dim: int, group_size: int) -> tuple[int, ...]:
     """The number of columns that each rank owns."""
     bounds = (own_columns(embedding_dim, group_size, rank) for rank in range(group_size))
-    return [last - first for first, last in bounds]
+    return tuple([last - first for first, last in bounds])
 
 
 def coalesce(ids: Tensor, flat: Tensor, columns: int, padding_idx: int, scale: float) -> list[Tensor]:

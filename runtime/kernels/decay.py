@@ -133,7 +133,7 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
     if shard.is_cuda and all(map(gpu.takes, (shard, averages.first, averages.second))):
         gpu.decay_rows(shard, averages, ids, taken, history)
         return
-    ids = ids[taken.index_select(0, ids) < history.steps].unique()
+    ids = torch._unique2(ids[taken.index_select(0, ids) < history.steps])[0]
     if ids.numel() == 0:
         return
     rested = taken.index_select(0, ids).to(torch.int64)
@@ -142,7 +142,7 @@ def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, hi
         left = _leap(shard, averages, ids, rested, history, history.moments)
         if left.numel() == 0:
             return
-        ids, rested = ids[left], rested[left]
+        ids, rested = ids.index_select(0, left), rested.index_select(0, left)
     rested, order = rested.sort()  # those that have rested longest first
     ids = ids.index_select(0, order)
     rows = _rows_of_block(shard)
@@ -163,9 +163,9 @@ def _leap(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history
     left, begun = [], 0
     rows = _rows_of_block(shard)
     for block, rested in zip(ids.split(rows), taken.split(rows), strict=True):
-        done = _leap_block(shard, averages, block, rested, history, moments)
-        if done is not None:
-            left.append(done.logical_not_().nonzero().squeeze(1) + begun)
+        remain = _leap_block(shard, averages, block, rested, history, moments)
+        if remain is not None:
+            left.append(remain + begun if begun else remain)
         begun += block.numel()
     return torch.cat(left) if left else ids.new_empty(0)
 
@@ -173,7 +173,7 @@ def _leap(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history
 def _leap_block(
     shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History, moments: Moments
 ) -> Tensor | None:
-    """Moves a block of rows; returns a mask (K,) of those that are done; None: all of them."""
+    """Moves a block of rows; returns the places (L,) of those that are left as they are; None: none is."""
     coefficients, dtype = history.coefficients, shard.dtype
     exp_avg, exp_avg_sq, greatest = averages
     weight, first, second = (each.index_select(0, ids) for each in (shard, exp_avg, exp_avg_sq))
@@ -196,13 +196,14 @@ def _leap_block(
     weight.sub_(moved)
     first.mul_(whole[:, LOG_BETA1, None])
     second.mul_(whole[:, LOG_BETA2, None])
-    all_are = bool(done.all())
-    for tensor, found in ((shard, weight), (exp_avg, first), (exp_avg_sq, second)):
-        if all_are:
-            tensor.index_copy_(0, ids, found)
-        else:
-            tensor.index_copy_(0, ids[done], found[done])
-    return None if all_are else done
+    moved_rows: list[Tensor] = [weight, first, second]
+    left = None
+    if not bool(done.all()):
+        places, left = done.nonzero().squeeze(1), done.logical_not().nonzero().squeeze(1)
+        ids, *moved_rows = (each.index_select(0, places) for each in (ids, *moved_rows))
+    for tensor, found in zip((shard, exp_avg, exp_avg_sq), moved_rows, strict=True):
+        tensor.index_copy_(0, ids, found)
+    return left
 
 
 def _decay(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: History) -> None:
@@ -216,12 +217,15 @@ def _decay(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, histor
     weight.mul_(whole[:, LOG_SHRINK, None])
     negligible = weight.abs().mul_(torch.finfo(shard.dtype).eps / 4 * (1 - history.ratio))
     largest = first.abs().mul_(history.largest)
-    steps = torch.arange(1, STEPS_PER_BLOCK + 1, device=ids.device)
     moved = torch.zeros_like(weight)
     longest, done = until - int(taken[0]) if ids.numel() else 0, 0
     while done < longest:
         active = int((taken < until - done).sum())
-        at = taken[:active, None] + (done + steps)
+        # As many blocks at once as stay in cache; what a row takes is added up block by block all the same.
+        most = _ELEMENTS // max(1, STEPS_PER_BLOCK * weight[:active].numel())
+        blocks = max(1, min(most, -(-(longest - done) // STEPS_PER_BLOCK)))
+        steps = torch.arange(done + 1, done + blocks * STEPS_PER_BLOCK + 1, device=ids.device)
+        at = taken[:active, None] + steps
         of_steps = coefficients[at.clamp(max=until)]  # (K, C, 6)
         faded = (of_steps[..., :2] - before[:active, None, :2]).mul_(_HALF_OF_SECOND.to(ids.device)).exp_()
         if max_exp_avg_sq is not None:
@@ -231,12 +235,20 @@ def _decay(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, histor
         roots = of_steps[..., CORRECTION] * faded[..., LOG_BETA2]
         sizes, roots, eps, faded = (t.to(shard.dtype) for t in (sizes, roots, of_steps[..., EPS], faded))
         divisors = torch.addcmul(eps.unsqueeze(-1), root[:active, None], roots.unsqueeze(-1))
-        moved[:active].add_((first[:active, None] * sizes.unsqueeze(-1)).div_(divisors).sum(1))
-        done += STEPS_PER_BLOCK
-        rest = largest[:active] * faded[:, -1, LOG_BETA1, None]
-        rest.div_(root[:active] * faded[:, -1, LOG_BETA2, None] + history.least_eps)
-        if bool((rest <= negligible[:active]).all()):
+        terms = (first[:active, None] * sizes.unsqueeze(-1)).div_(divisors)
+        sums = terms.view(active, blocks, STEPS_PER_BLOCK, -1).sum(2)
+        ends = faded.view(active, blocks, STEPS_PER_BLOCK, 2)[:, :, -1]  # (K, B, 2)
+        rest = largest[:active, None] * ends[..., LOG_BETA1, None]
+        rest.div_(root[:active, None] * ends[..., LOG_BETA2, None] + history.least_eps)
+        is_over = (rest <= negligible[:active, None]).all(2)
+        is_over |= at[:, ::STEPS_PER_BLOCK] > until  # nothing is left of the row's steps
+        over = is_over.all(0).tolist()
+        used = over.index(True) + 1 if True in over else blocks
+        for block in range(used):
+            moved[:active].add_(sums[:, block])
+        if True in over:
             break
+        done += blocks * STEPS_PER_BLOCK
     shard.index_copy_(0, ids, weight.sub_(moved))
     exp_avg.index_copy_(0, ids, first.mul_(whole[:, LOG_BETA1, None]))
     exp_avg_sq.index_copy_(0, ids, second.mul_(whole[:, LOG_BETA2, None]))

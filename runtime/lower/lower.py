@@ -9,6 +9,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -66,10 +67,21 @@ def lower(
     if compile_region is not None:
         compile_regions(module, graph, compile_region)
     write_in_place(graph)
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            node.target = _direct(node.target)
     graph.set_codegen(_OneList())
     lowered = fx.GraphModule(module, graph)
     run: Phase = lowered.forward
     return run
+
+
+@cache
+def _direct(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """An op as C++ has it: the one of Python is a call of Python more."""
+    call: Callable[..., Any] = partial(op._op)
+    call.__module__, call.__name__ = op.namespace, str(op).removeprefix(f"{op.namespace}.").replace(".", "_")
+    return call
 
 
 def _is_in_flight(node: fx.Node) -> bool:

@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from embrace_fx.runtime.kernels import gpu
-from embrace_fx.runtime.tables.own_step import State
 
 
 def step(
-    optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: State, ids: Tensor, rows: Tensor
+    optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any], ids: Tensor, rows: Tensor
 ) -> bool:
     """Steps rows `ids` (K,) of a part (V', d) by their gradients (K, d), with their state but its counters, in place.
 
@@ -45,7 +44,7 @@ def _adam(
     kind: type[Optimizer],
     options: Mapping[str, Any],
     local: Tensor,
-    state: State,
+    state: Mapping[str, Any],
     ids: Tensor,
     rows: Tensor,
     number: float,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 from weakref import WeakSet, ref
 
@@ -101,17 +101,17 @@ class ModelState:
         found: nn.Parameter = owner[key]
         return found
 
-    def parameters(self) -> Iterator[nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
         """All of them, as the model holds them now, without a walk through its modules."""
-        return (owner[key] for owner, key in self._parameters.values())
+        return [owner[key] for owner, key in self._parameters.values()]
 
-    def table_parameters(self) -> Iterator[nn.Parameter]:
-        """Yields the parameters of the tables."""
-        return (table.parameter for table in self.tables.values())
+    def table_parameters(self) -> list[nn.Parameter]:
+        """Lists the parameters of the tables."""
+        return [table.parameter for table in self.tables.values()]
 
     def any_parameter(self) -> nn.Parameter | None:
         """Returns one of the parameters, all of which are on one device; None: there is none."""
-        return next(self.parameters(), None)
+        return next((owner[key] for owner, key in self._parameters.values()), None)
 
     def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:
         """A gradient plus what backwards under `no_sync` left of it in `.grad`."""

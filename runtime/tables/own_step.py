@@ -53,7 +53,7 @@ def step_groups(
         step = step.__wrapped__  # type: ignore[attr-defined]
     before = dict(optimizer.__dict__)
     another: Optimizer = object.__new__(type(optimizer))
-    another.__dict__.update((name, value) for name, value in before.items() if name not in _OF_ITS_STEP)
+    another.__dict__.update({name: value for name, value in before.items() if name not in _OF_ITS_STEP})
     # Without hooks, which a class whose step calls that of its base would run.
     another.__dict__.update({name: OrderedDict() for name in _HOOKS})
     another.__dict__["param_groups"] = list(groups)
@@ -71,7 +71,7 @@ _OF_ITS_STEP = ("param_groups", *_HOOKS, "grad_scale", "found_inf")
 
 
 def step_tensor(
-    optimizer: Optimizer, options: Mapping[str, Any], values: Tensor, gradient: Tensor, state: State
+    optimizer: Optimizer, options: Mapping[str, Any], values: Tensor, gradient: Tensor, state: Mapping[str, Any]
 ) -> State:
     """Steps `values` in place by their gradient, both of one shape, with their state, which is returned as it is then.
 
@@ -119,7 +119,7 @@ _ELEMENTS = 1 << 17
 
 
 def step_rows(
-    optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: State, ids: Tensor, rows: Tensor
+    optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any], ids: Tensor, rows: Tensor
 ) -> State:
     """Steps rows `ids` (K,) of a part (V', d) by their gradients (K, d), and of its state all but its counters.
 
@@ -143,7 +143,7 @@ def first_rows(
     optimizer: Optimizer,
     options: Mapping[str, Any],
     local: Tensor,
-    state: State,
+    state: Mapping[str, Any],
     parts: Sequence[tuple[Tensor, Tensor]],
 ) -> State:
     """Steps rows in a step that makes state; returns the state of rows, zeros for all others."""
@@ -158,7 +158,7 @@ def first_rows(
     return made
 
 
-def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: State) -> State:
+def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:
     """Takes a step over none of the rows of a part (V', d); returns what its state counts for all of them."""
     after = _step_nothing(optimizer, options, local, state)
     return {key: value for key, value in after.items() if not is_of_rows(value, 0)}

@@ -31,7 +31,14 @@ class PartState(MutableMapping[str, Any]):
 
     def tensors(self) -> dict[str, Any]:
         """All of it, as `self[key]` has it."""
-        return {key: self[key] for key in self._kept}
+        found, shape = dict(self._kept), None
+        for key, value in found.items():
+            if isinstance(value, Part):
+                found[key] = value.held.memory()
+            elif isinstance(value, Tensor) and value.dim():
+                shape = shape or self._parameter.shape
+                found[key] = self[key] if value.shape == shape else value
+        return found
 
     def __getitem__(self, key: str) -> Any:
         kept, parameter = self._kept, self._parameter

@@ -305,7 +305,7 @@ def _most_holders(states: Iterable[Mapping[str, Any]]) -> int:
     most = 0
     for state in states:  # at every step, of every parameter
         for value in state.values():
-            if isinstance(value, Tensor) and value.dim() and (count := sys.getrefcount(value)) > most:
+            if isinstance(value, Tensor) and (count := sys.getrefcount(value)) > most and value.dim():
                 most = count
     return most
 

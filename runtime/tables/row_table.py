@@ -8,7 +8,8 @@ How a step moves its rows is a value of each step (`update_rule.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -296,7 +297,8 @@ class RowTable:
     def lacks_state(self) -> bool:
         """Whether its next step makes state, which has to be made for all rows at once."""
         options, state = self.param_group(), self.state
-        asked = facts_of(self.holder, options), tuple((key, isinstance(value, Tensor)) for key, value in state.items())
+        tensors = [(key, isinstance(value, Tensor)) for key, value in state.items()]
+        asked = facts_of(self.holder, options), tensors
         if self._made != asked:
             if makes_state(self.holder, options, self.local, state):
                 return True
@@ -317,20 +319,20 @@ class RowTable:
         return [(ids, rows)]
 
     @property
-    def state(self) -> MutableMapping[str, Any]:
-        """The optimizer's state of the table, this rank's parts as plain tensors."""
-        return PartState(self.holder, self.parameter)
+    def state(self) -> Mapping[str, Any]:
+        """The optimizer's state of the table, this rank's parts as plain tensors; `keep` keeps others."""
+        return MappingProxyType(PartState(self.holder, self.parameter).tensors())
 
     def keep(self, state: Mapping[str, Any]) -> None:
         """Keeps what a step has made of its state."""
-        self.state.update(state)
+        PartState(self.holder, self.parameter).update(state)
 
     def step_dense(self) -> None:
         """Takes a step by a gradient of all rows, at once."""
         self.settle()
         options, state = self.param_group(), self.state
         gradient = self.open_gradient().memory()
-        state.update(step_tensor(self.holder, options, self.local, gradient, state))
+        self.keep(step_tensor(self.holder, options, self.local, gradient, state))
 
     def preview(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
         """Rows (K, d) that are up to date, as the next step will leave them if it gives them no gradient; and that

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ def form_of(
     if found is None:
         return None
     form, names = found
-    return form if all(isinstance(state.get(name), Tensor) for name in names) else None
+    return form if _tensors_among(state, names) == len(names) else None
 
 
 def skipping(
@@ -91,7 +91,7 @@ def skipping(
     """Finds the form in which a class's steps are skipped, and the state it takes; None: they cannot be."""
     if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
         return None
-    if any(isinstance(options.get(name), Tensor) for name in _READ) or getattr(options["lr"], "requires_grad", False):
+    if _tensors_among(options, _READ) or getattr(options["lr"], "requires_grad", False):
         return None
     if kind in (Adam, AdamW):
         greatest = ["max_exp_avg_sq"] * options["amsgrad"]
@@ -105,10 +105,14 @@ def skipping(
     return None
 
 
+def _tensors_among(values: Mapping[str, Any], names: Iterable[str]) -> int:
+    return sum([isinstance(values.get(name), Tensor) for name in names])
+
+
 def _decays(options: Mapping[str, Any]) -> bool:
     """Whether the momentum of an Adam without gradients dies away, faster than what it is divided by."""
     beta1, beta2 = options["betas"]
-    if any(isinstance(beta, Tensor) for beta in (beta1, beta2)):
+    if isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
         return False
     if not (0 < beta1 < 1 and 0 < beta2 < 1 and beta1 < 0.99 * math.sqrt(beta2) and options["eps"] > 0):
         return False
@@ -155,7 +159,7 @@ class Decaying(SkippedSteps):
         self._counted += 1
         (beta1, beta2), lr, eps = options["betas"], float(options["lr"]), options["eps"]
         fading = (beta1, beta2, _shrink(options))
-        self._logs = tuple(log + math.log(factor) for log, factor in zip(self._logs, fading, strict=True))
+        self._logs = tuple([log + math.log(factor) for log, factor in zip(self._logs, fading, strict=True)])
         size = lr / (1 - beta1**self._counted)
         correction = (1 - beta2**self._counted) ** -0.5
         self._coefficients[self.count] = torch.tensor(

@@ -177,7 +177,7 @@ class StackedTable:
         return joined
 
     def _move_state(self, key: str, k: int, view: Tensor) -> None:
-        self.members[k].state[key] = view
+        self.members[k].keep({key: view})
 
     lacks_state = False  # a step that makes some is taken table by table
 

@@ -15,7 +15,7 @@ Shape legend: V' x d this rank's part of a table; K rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, Protocol
 
@@ -60,8 +60,8 @@ class Stepped(Protocol):
         """Where rows are in `local` and in the state of rows, until the next call."""
 
     @property
-    def state(self) -> MutableMapping[str, Any]:
-        """What the optimizer keeps of it."""
+    def state(self) -> Mapping[str, Any]:
+        """What the optimizer keeps of it, as plain tensors; `keep` keeps others."""
 
     @property
     def lacks_state(self) -> bool:

@@ -42,7 +42,7 @@ def test_own_columns_are_those_of_torch_chunk(ranks: int, columns: int) -> None:
     owned = [torch.arange(*own_columns(columns, ranks, rank)) for rank in range(ranks)]
 
     assert [part.tolist() for part in owned] == [chunk.tolist() for chunk in chunks]
-    assert kernels.column_widths(columns, ranks) == [len(part) for part in owned]
+    assert kernels.column_widths(columns, ranks) == tuple(len(part) for part in owned)
 
 
 @given(RANKS, COLUMNS, st.integers(0, 6))
