@@ -66,10 +66,10 @@ def beyond_memory(memory: RowMemory, step_ms: float | None) -> str:
         return ""
     places = (f"{rows * memory.record_bytes / 2**20:,.3f} from {place.name}" for place, rows in memory.moved)
     moved = f"{memory.found:.1%} there, MiB read and as many written a step: {', '.join(places)}"
-    told = f"predicted, once all rows have moved: {moved}; at least {_of_rows(memory.least)}"
+    told = f"predicted, once all rows have moved: {moved};\n    least budget {_of_rows(memory.least)}"
     if step_ms is None:
         return told
-    return f"{told}; from {_of_rows(memory.at_speed(step_ms))} on they hide behind a step of {step_ms:.1f} ms"
+    return f"{told}, at speed, behind a step of {step_ms:.1f} ms, {_of_rows(memory.at_speed(step_ms))}"
 
 
 def _of_rows(memory: RowMemory) -> str:

@@ -42,10 +42,11 @@ def recorded(rank: int, world_size: int) -> None:
     assert compiled.metrics()["wait_storage_ms"] >= 0.0
     compiled.timeline.save(path := Path(tempfile.mkdtemp()) / "timeline.json")
     assert '"name": "storage"' in path.read_text()
-    (told,) = (line for line in compiled.report().splitlines() if "once all rows have moved" in line)
-    assert re.search(r"[1-9][0-9.]+% there, .* from file; at least .* \(.*% of its rows\); from .* a step of", told)
+    told = r"[1-9][0-9.]+% there, .* from file;\n *least budget .*% of its rows\), at speed, behind a step .*% of its"
+    assert re.search(told, compiled.report())
 
 
 @pytest.mark.long
-def test_reads_and_writes_are_a_lane_of_the_timeline() -> None:
-    run_ranks(2, recorded)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_reads_and_writes_are_a_lane_of_schedule_and_timeline(world_size: int) -> None:
+    run_ranks(world_size, recorded)
