@@ -289,13 +289,16 @@ def _with_norms(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_siz
     sent, norms = sizes.sent.get(ROW_NORMS, sum(sizes.norm_bytes.values())), str(ROW_NORMS)
     duration = cluster.transfer_ms(sent, 2 * (world_size - 1), "all_reduce")
     gradients = [o.name for o in steps.operations if o.kind in ("gradients", "delayed") and tables & {*o.serves}]
+    updates = dict.fromkeys(d.after for d in steps.dependences if d.before in gradients and not d.distance)
+    optimizer = next(name for name in steps.compute_order if name in (str(OPTIMIZER), str(BETWEEN)))
     return replace(
         steps,
         operations=(*steps.operations, Operation.of(ROW_NORMS, duration, sent, tuple(sorted(tables)))),
         dependences=(
             *steps.dependences,
             *(Dependence(each, norms) for each in (str(END), *gradients)),
-            Dependence(norms, next(name for name in steps.compute_order if name in (str(OPTIMIZER), str(BETWEEN)))),
+            *(Dependence(each, optimizer) for each in gradients),
+            *(Dependence(norms, each) for each in updates or (optimizer,)),
         ),
     )
 

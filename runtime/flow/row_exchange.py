@@ -32,9 +32,10 @@ from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.runtime.tables.held_gradient import Rows
+from embrace_fx.runtime.tables.held_gradient import Rows, merged
 from embrace_fx.runtime.tables.row_table import RowTable
 from embrace_fx.runtime.tables.stacks import StackedTable
+from embrace_fx.runtime.tables.update_rule import UpdateRule
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.plan import Grid
 
@@ -265,10 +266,17 @@ class RowExchange:
         """Applies what the last step has left: an optimizer is about to step."""
         self.apply_delayed()
 
-    def step(self) -> None:
+    def step(self) -> UpdateRule:
         """Gives the gradient on its way the options of this moment: the optimizer has stepped."""
         step = self._gradients[-1].step = self.table.begin_step()
         self.stepped_at_once(moved_all=step.moves_all)
+        return step
+
+    def land(self) -> Rows:
+        """Waits for all of the gradient that a step has taken; the step alone has it from here on."""
+        gradient = self._gradients[-1]
+        parts, gradient.parts = gradient.parts, []
+        return merged(self.arrive(gradient, parts))
 
     def stepped_at_once(self, *, moved_all: bool) -> None:
         """Notes a step that has been taken; `moved_all`: of all rows, not just of those with a gradient."""
@@ -284,10 +292,11 @@ class RowExchange:
                 if launch.part != "delayed":
                     self.materialise()
                 return
+            landed = not gradient.parts
             mine = [part for part in gradient.parts if part.ticket.id == launch]
             gradient.parts = [part for part in gradient.parts if part.ticket.id != launch]
             arrived = [self._arrive(gradient, part) for part in mine]
-            if launch.part == "delayed" and not gradient.parts:
+            if landed or (launch.part == "delayed" and not gradient.parts):
                 gradient.step.finish(arrived)
                 self._gradients.remove(gradient)
             else:

@@ -1,39 +1,58 @@
 """Row-wise Adagrad over shards: a row's step needs the squares of all its columns, of which each rank has some.
 
-They are added up in one exchange a step, of all tables, by the thread that steps the optimizer: once their gradients
-have arrived, and before any of them is updated.
+They are added up in one exchange a step, of all tables, which the thread that steps the optimizer launches: once their
+gradients have arrived. Rows are updated in the next forward, before any of them is looked up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from embrace_fx import cost
 from embrace_fx.runtime.launch.recorder import Recorder, Transfer
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import RowWise
+from embrace_fx.runtime.tables.held_gradient import Rows
+from embrace_fx.runtime.tables.update_rule import RowWise, UpdateRule
 from embrace_fx.vocabulary.operation_id import ROW_NORMS
 
+Step = tuple[UpdateRule, Rows]
+"""Of a table or a stack, and the gradient that it takes."""
 
-def update_row_wise(tables: Sequence[RowTable], communicator: Communicator, recorder: Recorder) -> None:
-    """Steps tables of one optimizer by their gradients, which are here. Collective, with the same tables."""
-    if not tables:
+
+def add_up_squares(steps: Sequence[Step], communicator: Communicator, recorder: Recorder) -> None:
+    """Has steps of one optimizer wait for their rows' sums of squares. Collective, with the same rows in one order."""
+    if not steps:
         return
-    gradients = [table.open_gradient().rows() for table in tables]
-    squares = torch.cat([rows.square().sum(1) for _, rows in gradients])
-    if communicator.world_size > 1 and squares.numel():
-        began, recording = recorder.clock.now(), recorder.recording
-        with recorder.waiting(ROW_NORMS):
-            squares = communicator.reduce_scalar(squares, dist.ReduceOp.SUM)
-        if recording is not None:
-            sent_bytes = cost.all_reduce(squares.nbytes, communicator.world_size).sent_bytes
-            recorder.transferred(Transfer(ROW_NORMS, recording.window, sent_bytes, began, recorder.clock.now()))
-    parts = squares.split([len(ids) for ids, _ in gradients])
-    for table, (ids, rows), of_table in zip(tables, gradients, parts, strict=True):
-        rule = table.begin_step()
+    norms = _RowNorms(torch.cat([rows.square().sum(1) for _, (_, rows) in steps]), communicator, recorder)
+    first = 0
+    for rule, (ids, rows) in steps:
         assert isinstance(rule, RowWise)
-        rule.update(ids, rows, of_table.to(rows.dtype))
+        rule.wait_for((ids, rows), partial(norms.of, slice(first, first + len(ids)), rows.dtype))
+        first += len(ids)
+
+
+class _RowNorms:
+    """Squares (K,) on their way to their sums over all ranks."""
+
+    def __init__(self, squares: Tensor, communicator: Communicator, recorder: Recorder) -> None:
+        self._squares, self._communicator, self._recorder = squares, communicator, recorder
+        self._began, self._recording = recorder.clock.now(), recorder.recording
+        self._window = -1 if self._recording is None else self._recording.window
+        travels = communicator.world_size > 1 and squares.numel()
+        self._launched = communicator.all_reduce_(squares, "sum", "dense") if travels else None
+
+    def of(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """The sums of some rows, once they are here."""
+        if (launched := self._launched) is not None:
+            self._launched = None
+            with self._recorder.waiting(ROW_NORMS):
+                self._squares = self._communicator.wait(launched, str(ROW_NORMS))
+            if self._recording is not None:
+                sent_bytes = cost.all_reduce(self._squares.nbytes, self._communicator.world_size).sent_bytes
+                now = self._recorder.clock.now()
+                self._recorder.transferred(Transfer(ROW_NORMS, self._window, sent_bytes, self._began, now))
+        return self._squares[rows].to(dtype)

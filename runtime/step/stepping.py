@@ -29,13 +29,13 @@ from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.step.layouts import in_other_layouts
-from embrace_fx.runtime.step.row_norms import update_row_wise
+from embrace_fx.runtime.step.row_norms import Step, add_up_squares
 from embrace_fx.runtime.tables.held_gradient import Rows
 from embrace_fx.runtime.tables.holders import Holders
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.optimizer_state import own_parts, own_state_of, show_state
 from embrace_fx.runtime.tables.row_table import RowTable
-from embrace_fx.runtime.tables.update_rule import RowWise, Sweep
+from embrace_fx.runtime.tables.update_rule import RowWise, Sweep, UpdateRule
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, needs_whole
 from embrace_fx.vocabulary.operation_id import OPTIMIZER, OWN_CODE
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID, RowWiseAdagrad
@@ -188,10 +188,10 @@ class Stepping:
         tables = self._own_tables(optimizer)
         replicas = self._own_replicas(optimizer)
         may_wait = self._may_wait(optimizer)
-        late = self._late(tables) if may_wait else []
+        step.late = self._late(tables) if may_wait else []
         for exchange in self._exchanges(tables):
             exchange.begin_step()
-        are_late = {id(table) for exchange in late for table in exchange.table.members}
+        are_late = {id(table) for exchange in step.late for table in exchange.table.members}
         for table in tables:
             if table.parameter.grad is None:
                 continue
@@ -212,12 +212,11 @@ class Stepping:
                 if table.place.mesh is None:
                     step.hide(table.parameter, dense)
                 step.own.append(table)
-        step.late = late
         step.replicas = [(table, of) for table in replicas if (of := table.parameter.grad) is not None]
         for table, _ in step.replicas:
             step.hide(table.parameter)
         if self._flow is not None:
-            if may_wait and not replicas:
+            if may_wait and not replicas and type(optimizer) in ELEMENT_WISE:
                 taken = self._flow.buckets.take(optimizer, {id(table.parameter) for table in tables})
                 step.buckets = {id(parameter) for parameter, _ in taken}
                 step.hidden += [(parameter, gradient, None) for parameter, gradient in taken]
@@ -255,8 +254,8 @@ class Stepping:
 
     def _may_wait(self, optimizer: Optimizer) -> bool:
         """Tells whether torch's own step does nothing that an update in the next forward could not do."""
-        if self._flow is None or type(optimizer) not in ELEMENT_WISE:  # others may write into their groups as they step
-            return False
+        if self._flow is None or type(optimizer) not in (*ELEMENT_WISE, RowWiseAdagrad):
+            return False  # others may write into their groups as they step
         if optimizer.__dict__.get("found_inf") is not None:  # a GradScaler leaves unscaling and skipping to the step
             return False
         own = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
@@ -287,7 +286,8 @@ class Stepping:
         if step.buckets:
             assert self._flow is not None
             self._flow.buckets.step(optimizer, step.buckets)
-        for exchange in step.late:
+        is_row_wise = type(optimizer) is RowWiseAdagrad
+        for exchange in () if is_row_wise else step.late:
             exchange.step()
         if self._unscale(optimizer, step):
             self._step_at_once(optimizer, step)
@@ -298,7 +298,7 @@ class Stepping:
         """Steps tables by what has been taken away from torch's own step, and tells their exchanges."""
         moved_all = {id(table) for table in step.own + step.dense}
         if type(optimizer) is RowWiseAdagrad:
-            update_row_wise(step.rows, self._communicator, self.recorder)
+            self._step_row_wise(step)
         else:
             for table in step.rows:
                 if table.update_rows(*table.open_gradient().rows()).moves_all:
@@ -309,6 +309,23 @@ class Stepping:
             table.update_rows(*_rows_of(gradient, every=table.is_read_densely))
         for exchange in self._exchanges(step.own + step.dense + step.rows):
             exchange.stepped_at_once(moved_all=not moved_all.isdisjoint(map(id, exchange.table.members)))
+
+    def _step_row_wise(self, step: _Step) -> None:
+        """Takes a step of RowWiseAdagrad: of stacks as they are, and table by table where someone has looked at one.
+
+        Who has looked differs by rank: rows are in one order all the same.
+        """
+        found, at_once = list[Step](), list[UpdateRule]()
+        exchanges = () if self._flow is None else tuple(self._flow.exchanges.values())
+        alone = [[t for t in exchange.table.members if t in step.rows] for exchange in exchanges] or [step.rows]
+        for k, tables in enumerate(alone):
+            found += [(table.begin_step(), table.open_gradient().rows()) for table in tables]
+            at_once += [rule for rule, _ in found[len(found) - len(tables) :]]
+            if exchanges and exchanges[k] in step.late:
+                found.append((exchanges[k].step(), exchanges[k].land()))
+        add_up_squares(found, self._communicator, self.recorder)
+        for rule in at_once:
+            rule.finish([])
 
     def _count_step(self, optimizer: Optimizer) -> None:
         """Counts a step that moves anything; ranks compare their counts."""

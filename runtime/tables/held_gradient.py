@@ -148,11 +148,7 @@ class HeldGradient(Held):
         if not self._rows:
             empty = torch.empty(0, dtype=torch.int64, device=self.device)
             return empty, torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=self.device)
-        if len(self._rows) > 1:
-            ids = torch.cat([ids for ids, _ in self._rows])
-            rows = torch.cat([rows for _, rows in self._rows])
-            merged = coalesce(ids, rows.view(-1), rows.shape[1], -1, 1.0)
-            self._rows = [(merged[0], merged[1])]
+        self._rows = [merged(self._rows)]
         return self._rows[0]
 
     def dense(self) -> Tensor:
@@ -244,6 +240,15 @@ class HeldGradient(Held):
             return norm
         least = order < 0 and abs(order) == float("inf")
         return torch.full((), float("inf") if least else 0.0, dtype=wide, device=self.device)
+
+
+def merged(parts: Sequence[Rows]) -> Rows:
+    """Sums row gradients, each with unique ids, into one whose ids are sorted."""
+    if len(parts) == 1:
+        return parts[0]
+    ids, rows = (torch.cat(each) for each in zip(*parts, strict=True))
+    unique, summed = coalesce(ids, rows.view(-1), rows.shape[1], -1, 1.0)
+    return unique, summed
 
 
 def _whole_norms(asked: Sequence[HeldGradient], order: float) -> list[Tensor]:

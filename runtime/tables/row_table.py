@@ -266,8 +266,6 @@ class RowTable:
             assert isinstance(self._resting, RestingRows)
             return Replay(self, self._resting)
         self.settle()
-        if rule is RowWise:
-            return RowWise(self, self.shape[1])
         return rule(self)
 
     def rest_as(self, resting: RestingRows | RestingPart) -> None:

@@ -56,6 +56,10 @@ class Stepped(Protocol):
     def local(self) -> Tensor:
         """This rank's part, (V', d)."""
 
+    @property
+    def shape(self) -> torch.Size:
+        """That of the whole, (V, D)."""
+
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
         """Where rows are in `local` and in the state of rows, until the next call."""
 
@@ -184,31 +188,34 @@ class Replay(RowsAlone):
 
 
 class RowWise(RowsAlone):
-    """A step of RowWiseAdagrad, at once. `finish` takes whole rows; of shards, `update` is given the squares.
+    """A step of RowWiseAdagrad. `finish` takes whole rows, and those of shards whose squares are on their way."""
 
-    Args:
-        columns: of the whole table.
-    """
+    _squares: Callable[[], Tensor] | None = None
 
-    def __init__(self, table: Stepped, columns: int) -> None:
-        super().__init__(table)
-        self._columns = columns
+    def wait_for(self, rows: Rows, squares: Callable[[], Tensor]) -> None:
+        """Leaves rows of a shard to `finish`, which waits for the sums of squares over all columns (K,)."""
+        self._rows, self._squares = rows, squares
 
     def finish(self, parts: Sequence[Rows]) -> None:
+        if (squares := self._squares) is not None:
+            self._squares = None
+            self._update(*self._rows, squares())
         for ids, rows in parts:
-            assert rows.shape[1] == self._columns, "squares of a shard's rows are to be added up over ranks"
-            self.update(ids, rows, rows.square().sum(1))
+            assert rows.shape[1] == self.table.shape[1], "squares of a shard's rows are to be added up over ranks"
+            self._update(ids, rows, rows.square().sum(1))
 
-    def update(self, ids: Tensor, rows: Tensor, squares: Tensor) -> None:
+    def _update(self, ids: Tensor, rows: Tensor, squares: Tensor) -> None:
         """Updates rows by their gradients (K, d), given the sums of squares over all columns (K,)."""
         table, options = self.table, self.options
         ids = table.places(ids, to_write=True)
-        if not table.state:
-            table.keep({"sum": new_sums(table.local, dict(options))})
-        sums = table.state["sum"].index_select(0, ids).add_(squares / self._columns)
-        table.state["sum"].index_copy_(0, ids, sums)
+        local, state = table.local, table.state  # of a stack, each takes all of its tables
+        if not state:
+            state = {"sum": new_sums(local, dict(options))}
+            table.keep(state)
+        sums = state["sum"].index_select(0, ids).add_(squares / table.shape[1])
+        state["sum"].index_copy_(0, ids, sums)
         steps = options["lr"] * rows / sums.sqrt_().add_(options["eps"]).unsqueeze(1)
-        table.local.index_copy_(0, ids, table.local.index_select(0, ids).sub_(steps))
+        local.index_copy_(0, ids, local.index_select(0, ids).sub_(steps))
 
 
 class OfMembers:

@@ -179,9 +179,8 @@ class TieredTable(RowTable):
     def begin_step(self) -> RowsAlone:
         self.memory.counts.steps += 1
         rule = super().begin_step()
-        for name in ("apply", "finish", "update"):
-            if hasattr(rule, name):
-                setattr(rule, name, self._guarded(getattr(rule, name)))
+        for name in ("apply", "finish"):
+            setattr(rule, name, self._guarded(getattr(rule, name)))
         return rule
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import embrace_fx
+from embrace_fx.runtime.tables.part import Part
 from embrace_fx.vocabulary.operation_id import ROW_NORMS
 from tests.support.ranks import run_ranks
 from tests.support.wire import TOLERANCE, bytes_per_step, sent_by_connection
@@ -20,10 +21,10 @@ ROWS, WIDTHS, BATCH = 3000, (8, 12, 20), 400
 class Recommender(nn.Module):
     """Tables of several widths, and a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: Sequence[int] = WIDTHS) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(ROWS, width) for width in WIDTHS)
-        self.top = nn.Linear(sum(WIDTHS), 1)
+        self.tables = nn.ModuleList(nn.Embedding(ROWS, width) for width in widths)
+        self.top = nn.Linear(sum(widths), 1)
 
     def forward(self, ids: Tensor) -> Tensor:
         columns = torch.cat([table(ids[:, k]) for k, table in enumerate(self.tables)], 1)
@@ -85,3 +86,44 @@ def test_squares_of_all_tables_rows_are_added_up_at_once() -> None:
     assert not plain["spans"]
     more = sum(each["sent"] - other["sent"] for each, other in zip(row_wise, by_elements, strict=True)) / 2
     assert more == pytest.approx(first["predicted"] - plain["predicted"], rel=2 * TOLERANCE)
+
+
+def look_and_train(rank: int, world_size: int, looks: bool) -> list[Tensor]:
+    """Tables after some steps; rank 0 alone looks at a gradient in each."""
+    torch.manual_seed(0)
+    plain = Recommender((8, 12, 8)).double()  # the first and the last are a stack
+    optimizer = embrace_fx.RowWiseAdagrad(plain.tables.parameters(), lr=0.1, initial_accumulator_value=0.1)
+    rest = torch.optim.SGD(plain.top.parameters(), lr=0.1)
+    model = embrace_fx.compile(plain, optimizer=(optimizer, rest), strategy={"tables.*": "alltoall"})
+    batches = [batch(10 * step + rank) for step in range(6)]
+    for ids in model.lookahead(batches):
+        model(ids).backward()
+        if looks and rank == 0:
+            gradient = plain.tables[0].weight.grad
+            assert isinstance(gradient, Part)
+            gradient.held.dense()
+        for each in (optimizer, rest):
+            each.step()
+            each.zero_grad()
+    assert [len(stack.tables) for stack in model.plan.stacks] == [2]
+    with model.whole():
+        return [parameter.detach().clone() for parameter in plain.parameters()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_are_those_of_one_process_whoever_looks_at_gradients(ranks: int, looks: bool) -> None:
+    """A rank that has looked at one steps a stack table by table, the others as one: the squares are in one order."""
+    torch.manual_seed(0)
+    plain = Recommender((8, 12, 8)).double()  # the first and the last are a stack
+    optimizer = embrace_fx.RowWiseAdagrad(plain.tables.parameters(), lr=0.1, initial_accumulator_value=0.1)
+    rest = torch.optim.SGD(plain.top.parameters(), lr=0.1)
+    for step in range(6):
+        plain(torch.cat([batch(10 * step + rank) for rank in range(ranks)])).backward()
+        for each in (optimizer, rest):
+            each.step()
+            each.zero_grad()
+    for found in run_ranks(ranks, look_and_train, looks):
+        for own, expected in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(own, expected.detach(), rtol=1e-9, atol=1e-12)

@@ -63,6 +63,10 @@ class _Table:
     lacks_state = False
 
     @property
+    def shape(self) -> torch.Size:
+        return self.local.shape
+
+    @property
     def holder(self) -> Optimizer:
         return self.optimizer
 
